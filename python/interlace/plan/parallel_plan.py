@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .frozen import frozen_costs
-from .partition import partition
+from .partitioning import partition
+from .profile import LayerTimes
 
 Placement = Literal["parallel", "colocated", "replicated", "chain"]
 LANGUAGE_MODEL = "language_model"
@@ -52,14 +52,12 @@ class StagePlan:
 class ModuleCosts:
     """Cost of the parts (layers, embeddings, head, projector) of one module for one microbatch.
 
-    All arrays have shape [parts]; the times are seconds, or FLOPs: only their ratio matters to a cut.
+    All arrays have shape [parts]; the times may be FLOPs instead of seconds: only their ratio matters to a cut.
     ``layer[i]`` is the sliceable layer that part i travels with.
     """
 
     layer: NDArray[np.int64]
-    forward: NDArray[np.float64]
-    input_grad: NDArray[np.float64]
-    weight_grad: NDArray[np.float64]
+    times: LayerTimes
     trainable: NDArray[np.bool_]
 
     @property
@@ -75,16 +73,9 @@ class ModuleCosts:
         ``frozen_aware=False`` charges backward = 2 x forward everywhere, which is what LLM partitioners assume.
         """
         if frozen_aware:
-            parts = frozen_costs(
-                self.forward,
-                self.input_grad,
-                self.weight_grad,
-                ~self.trainable,
-                trainable_before=trainable_before,
-                recompute=recompute,
-            )
+            parts = self.times.costs(~self.trainable, trainable_before=trainable_before, recompute=recompute)
         else:
-            parts = (4.0 if recompute else 3.0) * self.forward
+            parts = (4.0 if recompute else 3.0) * self.times.forward
         return np.bincount(self.layer, weights=parts, minlength=self.num_layers).astype(np.float64)
 
 
@@ -100,9 +91,7 @@ def analytic_costs(mllm: Any, tokens: Mapping[str, float] | None = None) -> dict
         forward = np.array([part.forward_flops * scale for _, part in parts], dtype=np.float64)
         costs[name] = ModuleCosts(
             layer=np.array([index for index, _ in parts], dtype=np.int64),
-            forward=forward,
-            input_grad=forward.copy(),
-            weight_grad=forward.copy(),
+            times=LayerTimes(forward, forward, forward, forward),
             trainable=np.array([part.trainable for _, part in parts], dtype=np.bool_),
         )
     return costs
