@@ -21,6 +21,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from interlace.schedule.actions import valid_module_name
 
@@ -102,7 +103,7 @@ class StageGraph:
                 )
         for module in self.modules:
             members = self.module_stages(module)
-            for before, after in zip(members, members[1:], strict=False):
+            for before, after in pairwise(members):
                 if (before, after) not in self.edges:
                     raise ValueError(f"no edge from {self.stages[before]} to {self.stages[after]}: add it")
         if len(self.topological) != len(self.stages):
