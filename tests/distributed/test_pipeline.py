@@ -47,7 +47,9 @@ def parity(rank: int, world: int, cases: list[tuple]) -> int:
             assert_same_gradient(f"{where} {name}", parameter.grad, gradients[name])
             compared += 1
         tied_names = {name for names in mllm.tied_parameters() for name in names[1:]}
-        total = sum(float(g.double().pow(2).sum()) for n, g in gradients.items() if g is not None and n not in tied_names)
+        total = sum(
+            float(g.double().pow(2).sum()) for n, g in gradients.items() if g is not None and n not in tied_names
+        )
         assert parallel.clip_grad_norm_(1e9) == pytest.approx(total**0.5, rel=1e-5), where
     return compared
 

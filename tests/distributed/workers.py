@@ -32,8 +32,10 @@ def _main(rank: int, world: int, port: int, folder: str, function: Callable[...,
     os._exit(0)
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, grace: float = 20.0) -> list[tuple[str, Any]]:
-    """``function(rank, *args)`` on ``world`` gloo ranks -> ("returned", value), ("raised", traceback) or ("died", code).
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, grace: float = 20.0
+) -> list[tuple[str, Any]]:
+    """``function(rank, *args)`` on gloo ranks -> for each ("returned", value), ("raised", text) or ("died", exit code).
 
     ``function`` must be importable. Ranks still running after ``timeout`` seconds, or ``grace`` seconds after the first
     one ended, are killed and reported as hung.

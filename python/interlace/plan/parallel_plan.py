@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .partitioning import partition
-from .profile import LayerTimes
+from interlace.plan.partitioning import partition
+from interlace.plan.profile import LayerTimes
 
 Placement = Literal["parallel", "colocated", "replicated", "chain"]
 LANGUAGE_MODEL = "language_model"
@@ -105,10 +105,7 @@ def layer_costs(
     ``order`` lists the encoders first and the language model last, as ``mllm.modules_order()`` does.
     """
     *encoders, language_model = order
-    out = {
-        name: costs[name].per_layer(frozen_aware=frozen_aware, recompute=recompute)
-        for name in encoders
-    }
+    out = {name: costs[name].per_layer(frozen_aware=frozen_aware, recompute=recompute) for name in encoders}
     out[language_model] = costs[language_model].per_layer(
         trainable_before=any(bool(costs[name].trainable.any()) for name in encoders),
         frozen_aware=frozen_aware,
@@ -285,7 +282,5 @@ def _check_specs(order: Sequence[str], specs: Mapping[str, ParallelSpec]) -> Non
 
 def _cut(name: str, costs: NDArray[np.float64], stages: int) -> NDArray[np.int32]:
     if stages > len(costs):
-        raise ValueError(
-            f"{name}: pp={stages} stages but only {len(costs)} layers; set pp to at most {len(costs)}"
-        )
+        raise ValueError(f"{name}: pp={stages} stages but only {len(costs)} layers; set pp to at most {len(costs)}")
     return partition(costs, stages)

@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .parallel_plan import ModuleCosts
-from .profile import LayerTimes, profile_layers
+from interlace.plan.parallel_plan import ModuleCosts
+from interlace.plan.profile import LayerTimes, profile_layers
+
+# Stands for the input of a module's first layer, which comes from the batch: integers have no gradient to time.
+_NO_INPUT = torch.zeros(1, dtype=torch.int64)
 
 
 def profile_model(mllm: Any, samples: Sequence[Any], *, repeats: int = 5, warmup: int = 2) -> dict[str, ModuleCosts]:
@@ -28,18 +31,22 @@ def profile_model(mllm: Any, samples: Sequence[Any], *, repeats: int = 5, warmup
     for name in encoders:
         if any(sample.media.get(name) for sample in samples):
             inputs = mllm.collate_module(name, samples)
-            costs[name], features[name] = _profile_module(mllm, name, inputs, torch.zeros(1, dtype=torch.int64), repeats, warmup)
+            costs[name], features[name] = _profile_module(
+                mllm, name, inputs, torch.zeros(1, dtype=torch.int64), repeats, warmup
+            )
         else:
             layers = len(mllm.layers(name))
             zero = np.zeros(layers)
             costs[name] = ModuleCosts(
-                np.arange(layers), LayerTimes(zero, zero, zero, zero), np.array([x.trainable for x in mllm.layers(name)])
+                np.arange(layers),
+                LayerTimes(zero, zero, zero, zero),
+                np.array([x.trainable for x in mllm.layers(name)]),
             )
     inputs = mllm.collate_module(language_model, samples)
     names = list(features)
     sizes = [len(features[name]) for name in names]
     # All features travel as one tensor, so that the gradient of the first layer's input is theirs.
-    together = torch.cat([features[name] for name in names]) if names else torch.zeros(1, dtype=torch.int64)
+    together = torch.cat([features[name] for name in names]) if names else _NO_INPUT
 
     def with_features(hidden: Tensor) -> dict[str, Any]:
         return {**inputs, "features": dict(zip(names, hidden.split(sizes), strict=True)) if names else {}}

@@ -75,7 +75,7 @@ class StageGraph:
         indices: dict[str, list[int]] = {}
         for stage in self.stages:
             if not valid_module_name(stage.module):
-                raise ValueError(f"module name {stage.module!r} must not hold white space or any of , ; / @ + < > = \"")
+                raise ValueError(f'module name {stage.module!r} must not hold white space or any of , ; / @ + < > = "')
             indices.setdefault(stage.module, []).append(stage.index)
             if not stage.ranks or len(set(stage.ranks)) != len(stage.ranks):
                 raise ValueError(f"stage {stage} has ranks {stage.ranks}; name each of its ranks once")
