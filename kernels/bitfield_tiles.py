@@ -23,9 +23,9 @@ FORWARD, QUERY_GRADIENT, KEY_GRADIENT = "forward", "query_gradient", "key_gradie
 # 16-bit inputs. architecture -> kernel -> {head dimension, rounded up to a power of two: tile}; 64 serves all below it.
 TILES: dict[int, dict[str, dict[int, Tile]]] = {
     80: {
-        FORWARD: {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
-        QUERY_GRADIENT: {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
-        KEY_GRADIENT: {64: Tile(64, 64, 4, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
+        QUERY_GRADIENT: {64: Tile(64, 32, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+        KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
     },
     90: {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},

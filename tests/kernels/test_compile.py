@@ -64,7 +64,11 @@ def test_float32(architecture, head_dim):
 
 
 def test_an_interpreting_process_refuses_to_compile():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)])}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
+    }
     process = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_worker", "90", "64", "bfloat16"],
         cwd=ROOT, env=environment, capture_output=True, text=True,
