@@ -1,44 +1,52 @@
-"""Projectors: from an encoder's width to the language model's, optionally with fewer tokens."""
+"""Projectors: from encoder features to language-model embeddings, and stacking of neighbouring tokens before."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 
-class Projector(nn.Module):
-    """``kind``: "linear" (one matrix) or "mlp" (two with GELU between, as LLaVA-1.5).
+class LinearProjector(nn.Module):
+    """[n, inputs] -> [n, outputs], one linear layer."""
 
-    ``downsample`` = k stacks k consecutive tokens of an item into one before projecting; the last group of an item is
-    filled up with zeros, so n tokens become ceil(n / k).
-    """
-
-    def __init__(self, kind: str, width_in: int, width_out: int, downsample: int = 1):
+    def __init__(self, inputs: int, outputs: int):
         super().__init__()
-        if downsample < 1:
-            raise ValueError(f"downsample must be at least 1, got {downsample}")
-        self.downsample = downsample
-        width = width_in * downsample
-        if kind == "linear":
-            self.layers = nn.Sequential(nn.Linear(width, width_out))
-        elif kind == "mlp":
-            self.layers = nn.Sequential(nn.Linear(width, width_out), nn.GELU(), nn.Linear(width_out, width_out))
-        else:
-            raise ValueError(f"unknown projector {kind!r}: use 'linear', 'mlp' or an nn.Module of your own")
+        self.linear = nn.Linear(inputs, outputs)
 
     def forward(self, features: Tensor) -> Tensor:
-        """[n, width_in * downsample] -> [n, width_out]."""
-        return self.layers(features)
+        return self.linear(features)
 
 
-def stack_tokens(features: Tensor, lengths: list[int], k: int) -> Tensor:
-    """Stack ``k`` consecutive tokens of each item: [sum(lengths), D] -> [sum(ceil(length / k)), k * D]."""
+class MLPProjector(nn.Module):
+    """[n, inputs] -> [n, outputs] through one hidden layer of `outputs` units with GELU (as in LLaVA-1.5)."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.up = nn.Linear(inputs, outputs)
+        self.down = nn.Linear(outputs, outputs)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(features)))
+
+
+PROJECTORS: dict[str, type[nn.Module]] = {"linear": LinearProjector, "mlp": MLPProjector}
+
+
+def stack_tokens(features: Tensor, lengths: Sequence[int], k: int) -> Tensor:
+    """Stack `k` consecutive tokens of each item into one: [sum n_i, D] -> [sum ceil(n_i / k), k * D].
+
+    Groups never cross items; an item's last group is padded with zeros. `lengths` are the n_i.
+    """
     if k == 1:
         return features
-    rows = []
-    for item in features.split(lengths):
-        fill = -len(item) % k
-        if fill:
-            item = torch.cat([item, item.new_zeros(fill, item.shape[1])])
-        rows.append(item.reshape(len(item) // k, k * item.shape[1]))
-    return torch.cat(rows) if rows else features.new_zeros(0, k * features.shape[1])
+    stacked = [-(-n // k) for n in lengths]
+    target: list[int] = []
+    start = 0
+    for n, m in zip(lengths, stacked, strict=True):
+        target.extend(range(start, start + n))
+        start += m * k
+    padded = features.new_zeros(start, features.shape[1])
+    padded = padded.index_copy(0, torch.tensor(target, dtype=torch.int64, device=features.device), features)
+    return padded.view(start // k, k * features.shape[1])

@@ -1,211 +1,242 @@
-"""Cuts a HuggingFace module into stages by module path; nothing is written per model family.
+"""Cuts a module at its list of repeated layers and runs its own forward between two cuts.
 
-A stage is the module with only its own parts: a structural clone that shares parameters with the original, in which
+Nothing here knows a model family. `carve` copies the structure of a module (not its weights) from the root down to
+the list of layers and leaves in it only what one stage needs; keys stay, so parameters keep the names they have in the
+full model:
 
-- layers outside [start, stop) of the repeated block list hand their input on and hold no parameters;
-- what is registered before the list (embeddings, convolutions) is real on the first stage, what comes after it (norms,
-  heads) on the last; elsewhere their parameters are on the meta device, where they have shapes but cost nothing.
+    before the list (embeddings, convolutions)      first stage only, elsewhere hollow: meta tensors of the same shapes
+    layers [start, stop)                            kept; earlier ones pass on, the next one ends the forward
+    after the list (norms, heads)                   last stage only, elsewhere hollow
+    parameter-free modules (rotary embeddings)      everywhere
 
-Every stage runs the module's own forward. The hidden state comes in through a pre-hook on the first present layer and
-leaves through a hook on the last one, which ends the forward by an exception, so what follows never runs. A module
-that takes ``inputs_embeds`` is given the hidden state there (positions, rotary tables and masks are then computed as
-usual); any other runs its beginning on meta tensors and gets the hidden state at the hook.
+`run` then calls the module's own forward. The hidden state enters through a forward pre-hook on the first layer kept,
+replacing what the prologue computed (on meta tensors, so for nothing). It leaves at the first layer after the cut,
+which raises a private exception that `run` catches, so no epilogue of an earlier stage ever runs.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 
-from interlace.attention.hf import current_plan, use_plan
+from interlace.model.checkpointing import set_checkpointing
+
+_hidden: ContextVar[Tensor | None] = ContextVar("interlace_hidden", default=None)
 
 
-class _Exit(Exception):
-    """Carries the hidden state out of a forward that is not to go on."""
+class _Leave(Exception):
+    """Carries the hidden state out of a module's forward."""
 
     def __init__(self, hidden: Tensor):
-        super().__init__("left a sliced forward")
         self.hidden = hidden
 
 
-def find_layers(module: nn.Module) -> str:
-    """Path of the list of repeated blocks: the ModuleList with most parameters whose members are of one class."""
-    candidates = [
-        (sum(p.numel() for p in child.parameters()), path)
-        for path, child in module.named_modules()
-        if isinstance(child, nn.ModuleList) and len(child) > 0 and len({type(layer) for layer in child}) == 1
-    ]
-    if not candidates:
-        raise ValueError(
-            f"{type(module).__name__} has no ModuleList of repeated blocks; name the list with layers='path.to.list'"
+class _Absent(nn.Module):
+    """Stands where a layer of another stage was. Keeps the layer's plain attributes: some models' loops read them."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        plain = {k: v for k, v in layer.__dict__.items() if not k.startswith("_") and k not in ("training", "forward")}
+        self.__dict__.update(plain)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        # Not the argument: where layers return tuples, the caller has taken it apart.
+        entering = _hidden.get()
+        return _hidden_argument(args, kwargs) if entering is None else entering
+
+
+class _Exit(_Absent):
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _Leave(_hidden_argument(args, kwargs))
+
+
+def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    given = args[0] if args else next((kwargs[k] for k in ("hidden_states", "hidden_state", "x") if k in kwargs), None)
+    if not isinstance(given, Tensor):
+        raise TypeError(
+            "cannot find the hidden state in a layer's arguments: it must come first, or be named hidden_states"
         )
-    return max(candidates)[1]
+    return given
 
 
-def split_names(module: nn.Module, path: str) -> tuple[list[str], list[str]]:
-    """Submodule and parameter paths registered before and after the layer list, outside the list's own ancestors.
+def find_layers(module: nn.Module, path: str | None = None) -> str:
+    """Path of the list of repeated layers inside `module`: `path` if given, else the one with most parameters.
 
-    HuggingFace modules register in the order of execution, which is the rule that this relies on.
+    Raises ValueError when there is none, or none that stands out, saying how to name it.
     """
-    before: list[str] = []
-    after: list[str] = []
-
-    def walk(parent: nn.Module, prefix: str, rest: list[str]) -> None:
-        passed = False
-        # A parent's own parameters (class tokens, position tables) are used before its children.
-        before.extend(f"{prefix}{name}" for name in parent._parameters)
-        for name, child in parent._modules.items():
-            if rest and name == rest[0]:
-                passed = True
-                if len(rest) > 1 and child is not None:
-                    walk(child, f"{prefix}{name}.", rest[1:])
-            elif child is not None:
-                (after if passed else before).append(f"{prefix}{name}")
-
-    walk(module, "", path.split("."))
-    return before, after
-
-
-def clone(module: nn.Module) -> nn.Module:
-    """Structural copy: new module objects (own hooks, own mode), the same parameters and buffers."""
-    new = copy.copy(module)
-    for table in ("_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks"):
-        new.__dict__[table] = copy.copy(module.__dict__[table])
-    for table in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
-        new.__dict__[table] = copy.copy(module.__dict__[table])
-    new.__dict__["_modules"] = {
-        name: None if child is None else clone(child) for name, child in module._modules.items()
+    name = type(module).__name__
+    lists = {
+        key: child
+        for key, child in module.named_modules()
+        if isinstance(child, nn.ModuleList) and len(child) > 0 and key != ""
     }
-    return new
+    if path is not None:
+        if path not in lists:
+            raise ValueError(f"{name} has no ModuleList {path!r}; layers= takes one of: {', '.join(lists) or 'none'}")
+        return path
+    outer = {key: child for key, child in lists.items() if not any(key.startswith(f"{other}.") for other in lists)}
+    sizes = {key: sum(p.numel() for p in child.parameters()) for key, child in outer.items()}
+    if not sizes:
+        raise ValueError(
+            f"{name} has no nn.ModuleList of layers, so it cannot be cut into stages: pass layers='path.to.the.list' "
+            "(a ModuleList of repeated blocks that the forward goes through in order)"
+        )
+    best = max(sizes, key=lambda key: sizes[key])
+    if 2 * sizes[best] < sum(sizes.values()) or list(sizes.values()).count(sizes[best]) > 1:
+        raise ValueError(
+            f"{name} has several lists of layers ({', '.join(sizes)}): say which is cut into stages with layers='...'"
+        )
+    return best
 
 
-def _to_meta(module: nn.Module) -> None:
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                child._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = buffer.to("meta")
+def carve(
+    module: nn.Module,
+    path: str,
+    start: int,
+    stop: int,
+    *,
+    share: bool = True,
+    checkpointing: bool = False,
+) -> nn.Module:
+    """What the stage of layers [start, stop) of the ModuleList at `path` needs of `module`; see the module docstring.
+
+    share: parameters are `module`'s own; otherwise independent copies (ties inside the stage are kept). The layers
+    get activation checkpointing as asked, without a change to `module`'s.
+    """
+    memo: dict[int, Any] = {}
+
+    def take(value: Any) -> Any:
+        return value if share else copy.deepcopy(value, memo)
+
+    def take_layer(layer: nn.Module) -> nn.Module:
+        # Even when shared, the layer is its own object, so that hooks and checkpointing here do not reach `module`.
+        layer = _clone(layer) if share else copy.deepcopy(layer, memo)
+        set_checkpointing([layer], checkpointing)
+        return layer
+
+    def visit(node: nn.Module, rest: list[str]) -> nn.Module:
+        shell = _clone(node)
+        if not rest:
+            for i, (key, layer) in enumerate(node._modules.items()):
+                assert layer is not None
+                kept = start <= i < stop
+                shell._modules[key] = take_layer(layer) if kept else _Exit(layer) if i == stop else _Absent(layer)
+            return shell
+        if start == 0:
+            shell._parameters = {key: take(value) for key, value in node._parameters.items()}
+        else:
+            _hollow_tensors(shell)
+        shell._buffers = {key: take(value) for key, value in shell._buffers.items()}
+        first = True
+        for key, child in node._modules.items():
+            if key == rest[0]:
+                assert child is not None
+                shell._modules[key] = visit(child, rest[1:])
+                first = False
+            elif child is None or next(child.parameters(), None) is None or (start == 0 if first else stop == total):
+                shell._modules[key] = take(child)
+            else:
+                shell._modules[key] = _hollow(child)
+        return shell
+
+    layers = module.get_submodule(path)
+    assert isinstance(layers, nn.ModuleList)
+    total = len(layers)
+    if not 0 <= start < stop <= total:
+        raise ValueError(
+            f"layers {start} to {stop} are no range of the {total} layers at {path!r}: "
+            f"need 0 <= start < stop <= {total}"
+        )
+    return visit(module, path.split("."))
 
 
-class SlicedModule:
-    """Layers ``[start, stop)`` of ``module``: ``run`` executes its own forward between those.
+def prologue(module: nn.Module, path: str) -> nn.Module:
+    """A hollow copy of `module` that stops at its first layer: computes the shape of what the layers are given."""
+    shell = _hollow(module)
+    layers = shell.get_submodule(path)
+    for key, layer in layers._modules.items():
+        assert layer is not None
+        layers._modules[key] = _Exit(layer)
+    return shell
 
-    ``module`` (the attribute) is the clone; its present parameters are those not on the meta device, under the same
-    names as in the original. Raises ValueError for an empty or impossible range.
+
+def run(
+    module: nn.Module,
+    first_layer: nn.Module,
+    kwargs: dict[str, Any],
+    *,
+    hidden: Tensor | None = None,
+    enter: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Any, bool]:
+    """Call `module(**kwargs)`; returns (its output, False), or (hidden state, True) where a cut ends it.
+
+    hidden replaces what `first_layer` is given; enter(given) -> replacement does so too and may call `leave`.
+    Raises RuntimeError if the forward never reached `first_layer` (layer drop).
     """
 
-    def __init__(self, module: nn.Module, path: str, start: int, stop: int, *, checkpointing: bool = False):
-        total = len(module.get_submodule(path))  # type: ignore[arg-type]
-        if not 0 <= start < stop <= total:
-            raise ValueError(f"layers [{start}, {stop}) are not in {type(module).__name__}, which has {total} layers")
-        self.is_first, self.is_last = start == 0, stop == total
-        self.module = clone(module)
-        self._takes_embeddings = "inputs_embeds" in inspect.signature(module.forward).parameters
-        layers = self.module.get_submodule(path)
-        assert isinstance(layers, nn.ModuleList)
-        for i, layer in enumerate(layers):
-            if not start <= i < stop:
-                layer.__dict__["_modules"] = {}
-                layer.__dict__["_parameters"] = {}
-                layer.__dict__["_buffers"] = {}
-                layer.forward = _hand_on  # type: ignore[method-assign]
-            elif checkpointing:
-                layer.forward = _recomputed(layer.forward)  # type: ignore[method-assign]
-        before, after = split_names(module, path)
-        for absent, names in ((not self.is_first, before), (not self.is_last, after)):
-            for name in names if absent else ():
-                parent, _, leaf = name.rpartition(".")
-                holder = self.module.get_submodule(parent)
-                if leaf in holder._parameters:
-                    if holder._parameters[leaf] is not None:
-                        holder._parameters[leaf] = nn.Parameter(holder._parameters[leaf].detach().to("meta"), False)
-                elif any(True for _ in holder.get_submodule(leaf).parameters()):
-                    _to_meta(holder.get_submodule(leaf))
-        self._enter: Callable[[Tensor], Tensor] | None = None
-        self._leave = False
-        layers[start].register_forward_pre_hook(self._at_entry, with_kwargs=True)
-        layers[stop - 1].register_forward_hook(self._at_exit)
-
-    def _at_entry(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._enter is None:
-            return None
+    def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        nonlocal entered
+        entered = True
+        given = _hidden_argument(args, kwargs)
+        new = enter(given) if enter is not None else hidden
         if args:
-            return (self._enter(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._enter(kwargs["hidden_states"])}
+            return (new, *args[1:]), kwargs
+        return args, {key: new if value is given else value for key, value in kwargs.items()}
 
-    def _at_exit(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._leave:
-            raise _Exit(output[0] if isinstance(output, tuple) else output)
-
-    def run(self, inputs: dict[str, Any], enter: Callable[[Tensor], Tensor] | None = None) -> Any:
-        """The module's forward on ``inputs``; ``enter`` replaces the hidden state that reaches the first layer.
-
-        Returns the hidden state after the last present layer, or on the last stage the module's own output.
-        """
-        self._enter, self._leave = enter, not self.is_last
-        try:
-            return self.module(**inputs)
-        except _Exit as exit:
-            return exit.hidden
-        finally:
-            self._enter, self._leave = None, False
-
-    def run_hidden(self, hidden: Tensor, inputs: dict[str, Any], meta_inputs: dict[str, Any]) -> Any:
-        """Continue from ``hidden`` of an earlier stage; ``meta_inputs`` feed the absent beginning, if it has to run."""
-        if self._takes_embeddings:
-            return self.run({**inputs, "inputs_embeds": hidden})
-        return self.run({**inputs, **meta_inputs}, lambda _: hidden)
-
-    def capture(self, inputs: dict[str, Any]) -> Tensor:
-        """The hidden state that reaches the first layer."""
-
-        def leave(hidden: Tensor) -> Tensor:
-            raise _Exit(hidden)
-
-        found = self.run(inputs, leave)
-        assert isinstance(found, Tensor)
-        return found
+    entered = hidden is None and enter is None
+    handle = None if entered else first_layer.register_forward_pre_hook(replace, with_kwargs=True)
+    token = _hidden.set(hidden)
+    try:
+        output, left = module(**kwargs), False
+    except _Leave as leave:
+        output, left = leave.hidden, True
+    finally:
+        _hidden.reset(token)
+        if handle is not None:
+            handle.remove()
+    if not entered:
+        raise RuntimeError(
+            f"{type(module).__name__} skipped its layer {type(first_layer).__name__}, where the hidden state enters: "
+            "set layer drop (layerdrop, encoder_layerdrop) to 0"
+        )
+    return output, left
 
 
-def meta_clone(module: nn.Module) -> nn.Module:
-    """The module with every parameter and buffer on the meta device: tells shapes without computing."""
-    new = clone(module)
-    _to_meta(new)
+def leave(hidden: Tensor) -> NoReturn:
+    """From within `enter`: end the forward here, with this hidden state."""
+    raise _Leave(hidden)
+
+
+def _clone(module: nn.Module) -> nn.Module:
+    """The same module as a new object: parameters, buffers and children are shared, its tables of them are not."""
+    new = type(module).__new__(type(module))
+    new.__dict__.update(module.__dict__)
+    for key, value in module.__dict__.items():
+        if isinstance(value, dict) and (key in ("_parameters", "_buffers", "_modules") or key.endswith("_hooks")):
+            new.__dict__[key] = value.copy()
     return new
 
 
-def _hand_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden_states
+def _hollow(module: nn.Module) -> nn.Module:
+    """The structure of `module` with meta tensors for parameters and buffers, none of them registered."""
+    shell = _clone(module)
+    _hollow_tensors(shell)
+    for key, buffer in list(shell._buffers.items()):
+        if buffer is not None:
+            del shell._buffers[key]
+            shell.__dict__[key] = torch.empty_like(buffer, device="meta")
+    for key, child in shell._modules.items():
+        shell._modules[key] = None if child is None else _hollow(child)
+    return shell
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` that keeps no activations and runs again in backward, under the attention plan of its first run."""
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        plan = current_plan()
-
-        def run(*args: Any) -> Any:
-            with use_plan(plan):
-                return forward(*args, **kwargs)
-
-        return recompute(run, *args, use_reentrant=False)
-
-    return wrapped
-
-
-def present_parameters(module: nn.Module, prefix: str, *, remove_duplicate: bool = True) -> list[tuple[str, Any]]:
-    """Named parameters that are not on the meta device."""
-    found: Sequence[tuple[str, nn.Parameter]] = list(
-        module.named_parameters(prefix=prefix, remove_duplicate=remove_duplicate)
-    )
-    return [(name, parameter) for name, parameter in found if parameter.device.type != "meta"]
+def _hollow_tensors(shell: nn.Module) -> None:
+    for key, parameter in list(shell._parameters.items()):
+        if parameter is not None:
+            del shell._parameters[key]
+            shell.__dict__[key] = torch.empty_like(parameter, device="meta", requires_grad=False)

@@ -1,159 +1,97 @@
-"""StageModule: layers [start, stop) of one module of a multimodal model, ready for a pipeline stage."""
+"""StageModule: consecutive layers of one module of a MultimodalModel, as a pipeline stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from interlace.attention.hf import mask_carrier, use_plan
+from interlace.model.language import LanguageSettings, cross_entropy_sum, run_language
 from interlace.model.modality import ModalityModule
 from interlace.model.sample import IGNORE
-from interlace.model.slice import SlicedModule, clone, present_parameters
 
 
 class StageModule(nn.Module):
-    """Base of both kinds of stage. ``forward(inputs, hidden)`` maps a microbatch's inputs and the hidden state of the
-    stage before (None on the first) to the next hidden state, or on the last stage to the module's result.
+    """Layers [start, stop) of module `name`; made by MultimodalModel.slice.
 
-    Parameters have the names that they have in the whole model, and are the same objects.
+    What lies before the layers comes with the first stage, what comes after (norms, projector, head) with the last.
+    Parameters have the names that they have in the whole model and only those present are listed.
     """
-
-    name: str
-    start: int
-    stop: int
-    is_first: bool
-    is_last: bool
-
-    def __init__(self, name: str, start: int, stop: int, sliced: SlicedModule, prefix: str):
-        super().__init__()
-        self.name, self.start, self.stop = name, start, stop
-        self.is_first, self.is_last = sliced.is_first, sliced.is_last
-        self._sliced = sliced
-        self._prefix = prefix
-        self.module = sliced.module
-
-    def named_parameters(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters present on this stage, by their name in the whole model."""
-        yield from present_parameters(self.module, self._prefix, remove_duplicate=remove_duplicate)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Parameters present on this stage."""
-        for _, parameter in self.named_parameters():
-            yield parameter
-
-    def train(self, mode: bool = True) -> StageModule:
-        """A module without anything trainable stays in evaluation."""
-        super().train(mode)
-        self.module.train(mode and any(p.requires_grad for p in self.module.parameters()))
-        return self
-
-
-class EncoderStage(StageModule):
-    """Layers of an encoder; the last one ends with the projector and returns [tokens, language model width]."""
-
-    def __init__(self, name: str, modality: ModalityModule, start: int, stop: int, checkpointing: bool):
-        sliced = SlicedModule(modality.module, modality.layers_path, start, stop, checkpointing=checkpointing)
-        super().__init__(name, start, stop, sliced, f"encoders.{name}.module")
-        self._modality = [modality]  # in a list: not a submodule, it holds the whole encoder
-        self.projector = clone(modality.projector) if self.is_last and modality.projector is not None else None
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from super().named_parameters(remove_duplicate=remove_duplicate)
-        if self.projector is not None:
-            yield from self.projector.named_parameters(f"encoders.{self.name}.projector")
-
-    def train(self, mode: bool = True) -> StageModule:
-        super().train(mode)
-        if self.projector is not None:
-            self.projector.train(mode and any(p.requires_grad for p in self.projector.parameters()))
-        return self
-
-    def forward(self, inputs: dict[str, Any], hidden: Tensor | None) -> Tensor:
-        """Hidden state [1, tokens, width] (packed images) or [clips, positions, width]; on the last stage features."""
-        (modality,) = self._modality
-        inputs = modality.complete(inputs)
-        with use_plan(inputs["plan"]):
-            if modality.main_input == "pixel_values":
-                images = inputs["pixel_values"]
-                if hidden is None:
-                    output = self._packed(modality, images)
-                else:
-                    meta = torch.empty((1, *images[-1].shape), device="meta", dtype=hidden.dtype)
-                    output = self._sliced.run_hidden(hidden, {}, modality.image_inputs(meta))
-            elif hidden is None:
-                output = self._sliced.run({"input_features": inputs["input_features"]})
-            else:
-                meta = inputs["input_features"].to("meta", hidden.dtype)
-                output = self._sliced.run_hidden(hidden, {}, {"input_features": meta})
-        if not self.is_last:
-            assert isinstance(output, Tensor)
-            return output
-        return modality.project(inputs, output)
-
-    def _packed(self, modality: ModalityModule, images: list[Tensor]) -> Any:
-        """Embed each image at its own size, then run the layers once over all of them side by side."""
-        *first, last = images
-        embedded = [self._sliced.capture(modality.image_inputs(image[None])) for image in first]
-        return self._sliced.run(
-            modality.image_inputs(last[None]), lambda hidden: torch.cat([*embedded, hidden], dim=1)
-        )
-
-
-class LanguageModelStage(StageModule):
-    """Layers of the language model; the first merges the encoders' features, the last returns the summed loss."""
 
     def __init__(
         self,
-        language_model: nn.Module,
-        path: str,
+        name: str,
+        part: nn.Module,
         start: int,
         stop: int,
-        checkpointing: bool,
-        merge: Callable[..., Tensor],
+        total: int,
+        settings: LanguageSettings,
+        frozen: set[str],
     ):
-        sliced = SlicedModule(language_model, path, start, stop, checkpointing=checkpointing)
-        super().__init__("language_model", start, stop, sliced, "language_model")
-        self._merge = merge
+        super().__init__()
+        self.name, self.start, self.stop = name, start, stop
+        self.is_first, self.is_last = start == 0, stop == total
+        self._settings = settings
+        self._frozen = frozen
+        self.is_encoder = isinstance(part, ModalityModule)
+        if self.is_encoder:
+            self.encoders = nn.ModuleDict({name: part})
+        else:
+            self.language_model = part
 
-    def forward(self, inputs: dict[str, Any], hidden: Tensor | None) -> Tensor:
-        """[1, T, width], or on the last stage the cross entropy summed over valid targets (a scalar)."""
-        if not self.is_last:
-            output = self.run(inputs, hidden)
-            assert isinstance(output, Tensor)
-            return output
-        labels = inputs["labels"].reshape(-1)
-        valid = (labels != IGNORE).nonzero().squeeze(1)
-        # Logits only where there is a target: the head is the widest product of a small model.
-        logits = self.run(inputs, hidden, logits_to_keep=valid).logits[0]
-        return nn.functional.cross_entropy(logits.float(), labels[valid], reduction="sum")
+    def train(self, mode: bool = True) -> StageModule:
+        """Switch to training or evaluation; frozen modules stay in evaluation."""
+        super().train(mode)
+        keep_frozen(self, self._frozen)
+        return self
 
-    def logits_of(self, inputs: dict[str, Any], hidden: Tensor | None, keep: Tensor | None = None) -> Tensor:
-        """Logits [T or len(keep), vocabulary] of the last stage, at positions ``keep`` (int64) or all."""
-        extra = {} if keep is None else {"logits_to_keep": keep}
-        logits: Tensor = self.run(inputs, hidden, **extra).logits[0]
-        return logits
+    def forward(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
+        """Run the stage on one microbatch.
 
-    def run(self, inputs: dict[str, Any], hidden: Tensor | None, **extra: Any) -> Any:
-        """The module's forward between its cuts."""
-        plan = inputs["plan"]
-        if hidden is None:
-            embeddings = self.module.get_input_embeddings()(inputs["input_ids"])  # type: ignore[operator]
-            hidden = self._merge(embeddings, inputs["input_ids"], inputs.get("features") or {})
-        with use_plan(plan):
-            return self._sliced.run_hidden(
-                hidden,
-                {
-                    "attention_mask": mask_carrier(plan),
-                    "position_ids": inputs["position_ids"],
-                    "use_cache": False,
-                    **extra,
-                },
-                {},
-            )
+        inputs: the module's collated inputs (`MultimodalModel.collate_module`); for the first stage of the language
+        model also "features": {encoder: [n, D]}. hidden: the previous stage's output, None on the first stage.
+        Returns the hidden state [1, N, D]; on an encoder's last stage features [n, D_llm]; on the language model's
+        last stage the sum of the cross entropy over valid targets, a scalar (the caller divides).
+        """
+        self._check(hidden)
+        if self.is_encoder:
+            encoder = self.encoders[self.name]
+            assert isinstance(encoder, ModalityModule)
+            return encoder.run(inputs, hidden)
+        keep = None
+        if self.is_last and self._settings.postprocess is None:
+            # The head is run for positions with a target only: most of a packed row of media has none.
+            labels = inputs["labels"]
+            if labels.shape[0] == 1:
+                keep = (labels[0] != IGNORE).nonzero().squeeze(1).to(next(self.parameters()).device)
+        output = self._run_language(inputs, hidden, keep)
+        return cross_entropy_sum(output.logits, inputs["labels"]) if self.is_last else output
+
+    def logits_of(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
+        """Logits [1, T, V] of all positions, on the language model's last stage."""
+        if self.is_encoder or not self.is_last:
+            raise ValueError(f"{self.name} [{self.start}:{self.stop}] has no logits: ask the language model's last stage")
+        self._check(hidden)
+        return self._run_language(inputs, hidden, None).logits
+
+    def _run_language(self, inputs: dict[str, Any], hidden: Tensor | None, keep: Tensor | None) -> Any:
+        layers = self.language_model.get_submodule(self._settings.layer_path)
+        assert isinstance(layers, nn.ModuleList)
+        return run_language(self.language_model, self._settings, layers[self.start], inputs, hidden, keep=keep)
+
+    def _check(self, hidden: Tensor | None) -> None:
+        if self.is_first == (hidden is not None):
+            wanted = "takes no hidden state" if self.is_first else "needs the previous stage's hidden state"
+            raise ValueError(f"{self.name} [{self.start}:{self.stop}] {wanted}")
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, layers {self.start} to {self.stop}"
+
+
+def keep_frozen(root: nn.Module, frozen: set[str]) -> None:
+    """Put the modules named in `frozen`, as far as `root` has them, into evaluation mode."""
+    for name, module in root.named_modules():
+        if any(name == path or name.startswith(f"{path}.") for path in frozen):
+            module.training = False
+
+
