@@ -1,0 +1,71 @@
+# make train      set up, then train configs/stamps.toml (a vision-audio-language model on real data)
+# make test       set up, lint, and the tests that are not marked slow
+# make test-all   what `make test` does, then the tests that are (long sweeps, real installs)
+# make lint       ruff (rules and format) and mypy
+# make bench      every benchmark under pytest-benchmark; each also runs alone: python -m bench.NAME
+# make clean      remove the environment and everything that was built
+#
+# Two stamps in .venv make a second call start at once: `deps` is renewed when pyproject.toml changes, `core` when
+# setup.py or a file of csrc/ does.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+CONFIG ?= configs/stamps.toml
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+DEPS := $(VENV)/.deps-stamp
+CORE := $(VENV)/.core-stamp
+CSRC := $(shell find csrc -type f)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: train test test-all lint bench clean setup
+.DELETE_ON_ERROR:
+
+train: $(CORE)
+	$(BIN)/interlace train $(CONFIG)
+
+# One OpenMP thread per process: many tests start several processes on few cores.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+# `make test test-all` runs the fast tests once.
+test-all: test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(CORE)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(CORE)
+	$(BIN)/python -m pytest bench -o python_files='*.py' --benchmark-only $(PYTEST_ARGS)
+
+setup: $(CORE)
+
+# Torch goes first and alone, so that the version is the pinned one and no later requirement picks another; the build
+# needs no isolation (whose private environment would be one more download).
+$(DEPS): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
+	    echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1), Interlace needs Python 3.10 to 3.13: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	    echo "error: $(PYTHON) cannot create virtual environments; on Debian: apt-get install python3-venv python3-dev" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || { \
+	    echo "error: Python.h is missing, csrc/ cannot be compiled; on Debian: apt-get install python3-dev" >&2; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || { \
+	    echo "error: no C++ compiler; on Debian: apt-get install g++, or set CXX" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "$(TORCH)"
+	$(PIP) install --quiet "setuptools>=77" "pybind11>=3"
+	$(PIP) install --quiet --no-build-isolation --editable ".[data,dev]"
+	touch $@
+
+# Nothing to compile right after the installation above: the extension is then newer than its sources.
+$(CORE): $(DEPS) setup.py $(CSRC)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist python/*.egg-info python/interlace/_core*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,7 @@
+"""The attention op: `plan` (which blocks hold anything), `op` (the custom op that users call) and its backends, one
+file each: `reference` (dense oracle), `cpu`, `triton`. `hf` is the drop-in for HuggingFace models.
+"""
+
+from interlace.attention.plan import AttentionPlan, PlanStats
+
+__all__ = ["AttentionPlan", "PlanStats"]

@@ -1,0 +1,271 @@
+"""AttentionPlan: which blocks of the score matrix hold anything, as lists that kernels walk.
+
+Built once per microbatch from a BitfieldMask and used by every layer, head and pass. A block is EMPTY (no pair of it
+is visible), FULL (every pair that exists is) or PARTIAL, exactly. "That exists": at the ragged end of a sequence a
+block is shorter and what lies beyond the end does not count, so a last block may be FULL: kernels check bounds there.
+
+Classification is block row by block row: summaries per block (document, position and span ranges, OR and AND of the
+bits) decide most blocks, and only the rest are looked at element by element, a few dozen at a time. Nothing of size
+T x T ever exists (dissertation 3.4.2; Cornstarch 2025-11 section 6.1 evaluates every element instead).
+
+Rows are split for load balance as in Cornstarch 2025-11 section 5.2, but by the work that a row really has and not by a
+fixed number of keys. Row r = b * q_blocks + i owns the blocks
+
+    full_q_idx[full_q_ptr[r] : full_q_ptr[r + 1]]  followed by  part_q_idx[part_q_ptr[r] : part_q_ptr[r + 1]]
+
+each part in ascending order. Work item w does the blocks work_start[w] : work_stop[w] of that concatenation for the row
+work_row[w]. If work_slot[w] is -1 it is the row's only item and writes the row's result (also when the row is empty:
+then 0 and LSE = -inf); otherwise it writes partial result number work_slot[w], and the row's partial results are those
+from row_slots[r] to row_slots[r + 1], to be merged in that order. Items are sorted longest first; unused items have
+work_row = -1. The same, with `_k`, for key-block rows (r = b * k_blocks + j, query blocks), which is dK and dV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from interlace.attention._blocks import classify
+from interlace.masks import BitfieldMask, Tokens
+
+
+class PlanStats(NamedTuple):
+    """What a plan holds; see AttentionPlan.stats."""
+
+    blocks: int  # all blocks of the score matrix, over the batch
+    full: int
+    partial: int
+    density: float  # share of blocks that are visited
+    rows: int
+    split_rows: int
+    work_items: int
+    longest_item: int  # blocks in the longest work item
+    imbalance: float  # longest row over mean row, before splitting
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The block lists of one mask; see the module docstring for their layout. Make one with AttentionPlan.build.
+
+    Every field but `block` and `sinks` is a tensor (all int32 but q_bits and k_bits, int64) on one device, so that a
+    plan passes through torch.compile and torch.export; sizes are read off the tensors' shapes. Lists are padded to at
+    least two entries with -1: read their length from the ptr arrays (work lists: entries with row -1 are unused).
+    """
+
+    block: int
+    sinks: int
+    full_q_ptr: Tensor  # [B * q_blocks + 1]
+    full_q_idx: Tensor  # key blocks
+    part_q_ptr: Tensor
+    part_q_idx: Tensor
+    full_k_ptr: Tensor  # [B * k_blocks + 1]
+    full_k_idx: Tensor  # query blocks
+    part_k_ptr: Tensor
+    part_k_idx: Tensor
+    q_bits: Tensor  # int64 [B, Tq]
+    q_doc: Tensor  # [B, Tq]; 0 where the mask has none, -1 = padding
+    q_span: Tensor  # -1 where the mask has none
+    q_pos: Tensor
+    q_window: Tensor  # 2**30 where the mask has none
+    k_bits: Tensor  # int64 [B, Tk]
+    k_doc: Tensor
+    k_span: Tensor
+    k_pos: Tensor
+    work_row: Tensor  # [W]
+    work_start: Tensor
+    work_stop: Tensor
+    work_slot: Tensor
+    row_slots: Tensor  # [B * q_blocks + 1]
+    slot_row: Tensor  # [S]: the row of each partial result, -1 = unused; its length is the room that slots need
+    work_k_row: Tensor
+    work_k_start: Tensor
+    work_k_stop: Tensor
+    work_k_slot: Tensor
+    row_k_slots: Tensor  # [B * k_blocks + 1]
+    slot_k_row: Tensor
+
+    @classmethod
+    @torch.compiler.disable(reason="AttentionPlan.build depends on the mask's values")  # type: ignore[untyped-decorator, no-untyped-call]
+    def build(
+        cls,
+        mask: BitfieldMask,
+        kv_mask: BitfieldMask | None = None,
+        *,
+        block: int = 128,
+        device: torch.device | str | None = None,
+        cap: int | None = None,
+    ) -> AttentionPlan:
+        """Classify the blocks of `mask` (queries) against `kv_mask` (keys; default: the same mask).
+
+        block: tokens per side of a block. device: where the plan goes (default: where the mask is; it is built there).
+        cap: rows with more blocks than this are split into work items of at most `cap` blocks, in both directions;
+        None = chosen from the device (one core does not profit: never on a CPU).
+
+        Raises TypeError for anything but masks, ValueError for masks that do not fit each other or a bad block or cap.
+        """
+        for name, given in (("mask", mask), ("kv_mask", kv_mask if kv_mask is not None else mask)):
+            if not isinstance(given, BitfieldMask):
+                raise TypeError(f"{name} must be a BitfieldMask, got {type(given).__name__}")
+        if block < 1:
+            raise ValueError(f"block is {block}; it must be at least 1 (the Triton kernels want 128)")
+        if cap is not None and cap < 1:
+            raise ValueError(f"cap is {cap}; it must be at least 1, or None to choose it")
+        keys = mask if kv_mask is None else kv_mask
+        if keys.batch != mask.batch or keys.device != mask.device:
+            raise ValueError(
+                f"kv_mask ({keys.batch} rows, {keys.device}) does not fit the query mask ({mask.batch} rows, "
+                f"{mask.device}): they need the same batch and device"
+            )
+        q, k = mask.tokens()(Tensor.contiguous), keys.tokens()(Tensor.contiguous)
+        full, partial = classify(q, k, mask.sinks, block)
+        q_rows, k_rows = mask.batch * -(-mask.length // block), mask.batch * -(-keys.length // block)
+        full_q_ptr, full_q_idx = _lists(full.row, full.key, q_rows)
+        part_q_ptr, part_q_idx = _lists(partial.row, partial.key, q_rows)
+        full_k_ptr, full_k_idx = _lists(full.key_row, full.query, k_rows)
+        part_k_ptr, part_k_idx = _lists(partial.key_row, partial.query, k_rows)
+        if cap is None:
+            cap = _default_cap(
+                torch.device(device) if device is not None else mask.device, full.row.numel() + partial.row.numel()
+            )
+        plan = cls(
+            block,
+            mask.sinks,
+            full_q_ptr, _room(full_q_idx), part_q_ptr, _room(part_q_idx),
+            full_k_ptr, _room(full_k_idx), part_k_ptr, _room(part_k_idx),
+            q.bits, q.doc, q.span, q.pos, q.window,
+            k.bits, k.doc, k.span, k.pos,
+            *_work(full_q_ptr, part_q_ptr, cap),
+            *_work(full_k_ptr, part_k_ptr, cap),
+        )  # fmt: skip
+        return plan if device is None else plan.to(device)
+
+    # ------------------------------------------------------------------ sizes
+
+    @property
+    def batch(self) -> int:
+        return self.q_bits.shape[0]
+
+    @property
+    def q_len(self) -> int:
+        return self.q_bits.shape[1]
+
+    @property
+    def k_len(self) -> int:
+        return self.k_bits.shape[1]
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.q_len // self.block)
+
+    @property
+    def k_blocks(self) -> int:
+        return -(-self.k_len // self.block)
+
+    @property
+    def device(self) -> torch.device:
+        return self.q_bits.device
+
+    # ------------------------------------------------------------------ views
+
+    def row_blocks(self) -> Tensor:
+        """int32 [B, q_blocks]: non-empty blocks per query block, the weights that balance.distribute_tokens takes."""
+        return (self.full_q_ptr.diff() + self.part_q_ptr.diff()).view(self.batch, self.q_blocks)
+
+    def stats(self) -> PlanStats:
+        """Density, splits and imbalance, as Python numbers (waits for the device)."""
+        rows = self.row_blocks().flatten().double()
+        full, partial = int(self.full_q_ptr[-1]), int(self.part_q_ptr[-1])
+        blocks = self.batch * self.q_blocks * self.k_blocks
+        used = full + partial
+        items = self.work_stop - self.work_start
+        return PlanStats(
+            blocks=blocks,
+            full=full,
+            partial=partial,
+            density=used / blocks if blocks else 0.0,
+            rows=rows.numel(),
+            split_rows=int((self.row_slots.diff() > 0).sum()),
+            work_items=int((self.work_row >= 0).sum()),
+            longest_item=int(items.max()),
+            imbalance=float(rows.max() / rows.mean()) if used else 1.0,
+        )
+
+    def queries(self) -> Tokens:
+        """The query side of the rule, [B, Tq] per field (for interlace.masks.visible)."""
+        return Tokens(self.q_bits, self.q_doc, self.q_span, self.q_pos, self.q_window)
+
+    def keys(self) -> Tokens:
+        """The key side of the rule, [B, Tk] per field; its window plays no part in the rule."""
+        return Tokens(self.k_bits, self.k_doc, self.k_span, self.k_pos, torch.zeros_like(self.k_pos))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor field in the order of declaration; from_tensors undoes it (a custom op's schema wants this)."""
+        return [getattr(self, name) for name in TENSOR_FIELDS]
+
+    @classmethod
+    def from_tensors(cls, tensors: list[Tensor], block: int, sinks: int) -> AttentionPlan:
+        return cls(block, sinks, *tensors)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> AttentionPlan:
+        """The same plan on another device (itself when it is there already)."""
+        if torch.device(device) == self.device:
+            return self
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in TENSOR_FIELDS}
+        return replace(self, **moved)
+
+    def check(self, batch: int, q_len: int, k_len: int, device: torch.device) -> None:
+        """Raise ValueError unless the plan was built for tensors of these sizes on this device."""
+        if (self.batch, self.q_len, self.k_len) != (batch, q_len, k_len):
+            raise ValueError(
+                f"the mask or plan is for batch {self.batch}, {self.q_len} queries and {self.k_len} keys, but q and k "
+                f"hold batch {batch}, {q_len} queries and {k_len} keys; build it from a mask of these tokens "
+                "(queries that are part of a longer sequence: mask.select(...) with kv_mask=)"
+            )
+        if self.device != device:
+            raise ValueError(f"the mask or plan is on {self.device} but q is on {device}; use .to({str(device)!r})")
+
+
+TENSOR_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name not in ("block", "sinks"))
+torch.export.register_dataclass(AttentionPlan, serialized_type_name="interlace.attention.plan.AttentionPlan")
+
+
+def _lists(row: Tensor, column: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(row, column) pairs -> CSR ptr int32 [rows + 1] and columns int32, ascending within each row."""
+    order = torch.argsort(row * (int(column.max()) + 1 if column.numel() else 1) + column)
+    ptr = torch.zeros(rows + 1, dtype=torch.int32, device=row.device)
+    ptr[1:] = torch.bincount(row, minlength=rows).cumsum(0)
+    return ptr, column[order].to(torch.int32)
+
+
+def _work(full_ptr: Tensor, part_ptr: Tensor, cap: int | None) -> tuple[Tensor, ...]:
+    """Work items (row, start, stop, slot) longest first, then row_slots and slot_row; see the module docstring."""
+    device = full_ptr.device
+    length = (full_ptr.diff() + part_ptr.diff()).long()
+    pieces = torch.ones_like(length) if cap is None else (-(-length // cap)).clamp(min=1)
+    row = torch.repeat_interleave(torch.arange(length.numel(), device=device), pieces)
+    piece = torch.arange(row.numel(), device=device) - (pieces.cumsum(0) - pieces)[row]
+    start, stop = piece * length[row] // pieces[row], (piece + 1) * length[row] // pieces[row]
+    slots = torch.where(pieces > 1, pieces, 0)
+    row_slots = torch.zeros(length.numel() + 1, dtype=torch.int32, device=device)
+    row_slots[1:] = slots.cumsum(0)
+    slot = torch.where(pieces[row] > 1, row_slots[row] + piece, -1)
+    order = torch.argsort(stop - start, descending=True, stable=True)
+    slot_row = torch.repeat_interleave(torch.arange(length.numel(), device=device), slots)
+    row, start, stop, slot = (_room(field[order]) for field in (row, start, stop, slot))
+    return row, start, stop, slot, row_slots, _room(slot_row)
+
+
+def _room(values: Tensor) -> Tensor:
+    """int32, padded with -1 to two entries: torch.compile specialises on lengths 0 and 1 and would compile again."""
+    values = values.to(torch.int32)
+    return values if values.numel() >= 2 else torch.nn.functional.pad(values, (0, 2 - values.numel()), value=-1)
+
+
+def _default_cap(device: torch.device, blocks: int) -> int | None:
+    """Work items of about a quarter of one SM's share, but never below 8 blocks, where the merge would cost more."""
+    if device.type != "cuda":
+        return None
+    return max(8, blocks // (4 * torch.cuda.get_device_properties(device).multi_processor_count))

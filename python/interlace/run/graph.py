@@ -1,0 +1,96 @@
+"""What a plan means for a model: its stage graph for the schedule generators, and who holds which parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..plan import ParallelPlan
+from ..schedule import Stage, StageGraph
+
+
+def stage_graph(mllm: Any, plan: ParallelPlan) -> StageGraph:
+    """Stages of one replica with their edges, and which of them have a backward.
+
+    A stage needs the gradient of its inputs if anything trainable lies strictly before it on any path, across
+    modules, and a backward if it needs that or holds something trainable itself.
+    """
+    order = list(mllm.modules_order())
+    *encoders, language_model = order
+    trainable = {name: [layer.trainable for layer in mllm.layers(name)] for name in order}
+    index = {(stage.module, stage.index): i for i, stage in enumerate(plan.stages)}
+    count = {name: sum(stage.module == name for stage in plan.stages) for name in order}
+
+    before_language_model = any(any(trainable[name]) for name in encoders)
+    stages = []
+    edges = []
+    for stage in plan.stages:
+        if stage.module == language_model:
+            before = before_language_model or any(trainable[language_model][: stage.start])
+        else:
+            before = any(trainable[stage.module][: stage.start])
+        own = any(trainable[stage.module][stage.start : stage.stop])
+        stages.append(
+            Stage(
+                module=stage.module,
+                index=stage.index,
+                ranks=stage.ranks,
+                backward=before or own,
+                input_grad=before,
+                pass_through=before and not own,
+            )
+        )
+        if stage.index > 0:
+            edges.append((index[stage.module, stage.index - 1], index[stage.module, stage.index]))
+    for name in encoders:
+        edges.append((index[name, count[name] - 1], index[language_model, 0]))
+    return StageGraph(stages=tuple(stages), edges=tuple(edges), num_ranks=plan.num_ranks)
+
+
+def forward_only(graph: StageGraph) -> StageGraph:
+    """The same graph with nothing to take backward: evaluation."""
+    stages = tuple(Stage(s.module, s.index, s.ranks, backward=False, input_grad=False) for s in graph.stages)
+    return StageGraph(stages=stages, edges=graph.edges, num_ranks=graph.num_ranks)
+
+
+@dataclass(frozen=True)
+class Tied:
+    """One weight that lives under several names on several ranks of a replica (local ranks)."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+class ParameterMap:
+    """Which ranks hold which parameters, known to every rank without holding them.
+
+    ``owner[name]`` is the one global rank that counts the parameter (norms), ``tied`` the weights whose gradients
+    several ranks of a replica add up, ``stage_ranks`` the global ranks that run a stage in any replica.
+    """
+
+    def __init__(self, mllm: Any, plan: ParallelPlan):
+        self.plan = plan
+        groups = [tuple(names) for names in mllm.tied_parameters()]
+        weight = {name: names for names in groups for name in names}  # name -> all names of the same weight
+        holders: dict[str, list[int]] = {}
+        for stage in plan.stages:
+            part = mllm.slice(stage.module, stage.start, stage.stop)
+            for name, _ in part.named_parameters(remove_duplicate=False):
+                for alias in weight.get(name, (name,)):
+                    holders.setdefault(alias, []).extend(stage.ranks)
+        self.owner = {name: min(ranks) for name, ranks in holders.items()}
+        self.tied = [
+            Tied(names, ranks) for names in groups if len(ranks := tuple(sorted(set(holders.get(names[0], []))))) > 1
+        ]
+
+    def stage_ranks(self, module: str, index: int) -> list[int]:
+        """Global ranks that hold this stage, over copies and replicas."""
+        ranks = next(s.ranks for s in self.plan.stages if (s.module, s.index) == (module, index))
+        return [replica * self.plan.num_ranks + rank for replica in range(self.plan.dp) for rank in ranks]
+
+    def groups(self) -> list[list[int]]:
+        """Every set of global ranks that reduces something together."""
+        groups = [self.stage_ranks(stage.module, stage.index) for stage in self.plan.stages]
+        for tied in self.tied:
+            groups += [[replica * self.plan.num_ranks + r for r in tied.ranks] for replica in range(self.plan.dp)]
+        return [*groups, list(range(self.plan.world_size))]
