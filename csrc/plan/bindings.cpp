@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "common/arrays.h"
 #include "plan/frozen_costs.h"
 #include "plan/partition.h"
@@ -45,10 +47,20 @@ py::array_t<double> bind_frozen_costs(const py::array &forward, const py::array 
     return to_numpy(costs);
 }
 
+py::tuple bind_backward_needs(const py::array &frozen, bool trainable_before) {
+    const std::vector<char> flags = read_flags(frozen, "frozen", static_cast<size_t>(frozen.size()));
+    const BackwardNeeds needs = backward_needs(flags, trainable_before);
+    py::array_t<bool> weight(static_cast<py::ssize_t>(flags.size())), input(static_cast<py::ssize_t>(flags.size()));
+    std::copy(needs.weight.begin(), needs.weight.end(), weight.mutable_data());
+    std::copy(needs.input.begin(), needs.input.end(), input.mutable_data());
+    return py::make_tuple(weight, input);
+}
+
 }  // namespace
 
 void bind_plan(py::module_ &module) {
     module.def("partition", &partition, py::arg("costs"), py::arg("stages"));
+    module.def("backward_needs", &bind_backward_needs, py::arg("frozen"), py::arg("trainable_before"));
     module.def("frozen_costs", &bind_frozen_costs, py::arg("forward"), py::arg("input_grad"), py::arg("weight_grad"),
                py::arg("frozen"), py::arg("trainable_before"), py::arg("recompute"));
 }

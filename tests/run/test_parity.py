@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 from interlace.plan import ParallelPlan, ParallelSpec
 from interlace.run import parallelize

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .frozen import frozen_costs
-from .partition import partition
+from interlace.plan.partitioning import partition
+from interlace.plan.profile import LayerTimes
 
 Placement = Literal["parallel", "colocated", "replicated", "chain"]
 LANGUAGE_MODEL = "language_model"
@@ -52,14 +52,12 @@ class StagePlan:
 class ModuleCosts:
     """Cost of the parts (layers, embeddings, head, projector) of one module for one microbatch.
 
-    All arrays have shape [parts]; the times are seconds, or FLOPs: only their ratio matters to a cut.
+    All arrays have shape [parts]; the times may be FLOPs instead of seconds: only their ratio matters to a cut.
     ``layer[i]`` is the sliceable layer that part i travels with.
     """
 
     layer: NDArray[np.int64]
-    forward: NDArray[np.float64]
-    input_grad: NDArray[np.float64]
-    weight_grad: NDArray[np.float64]
+    times: LayerTimes
     trainable: NDArray[np.bool_]
 
     @property
@@ -75,16 +73,9 @@ class ModuleCosts:
         ``frozen_aware=False`` charges backward = 2 x forward everywhere, which is what LLM partitioners assume.
         """
         if frozen_aware:
-            parts = frozen_costs(
-                self.forward,
-                self.input_grad,
-                self.weight_grad,
-                ~self.trainable,
-                trainable_before=trainable_before,
-                recompute=recompute,
-            )
+            parts = self.times.costs(~self.trainable, trainable_before=trainable_before, recompute=recompute)
         else:
-            parts = (4.0 if recompute else 3.0) * self.forward
+            parts = (4.0 if recompute else 3.0) * self.times.forward
         return np.bincount(self.layer, weights=parts, minlength=self.num_layers).astype(np.float64)
 
 
@@ -100,9 +91,7 @@ def analytic_costs(mllm: Any, tokens: Mapping[str, float] | None = None) -> dict
         forward = np.array([part.forward_flops * scale for _, part in parts], dtype=np.float64)
         costs[name] = ModuleCosts(
             layer=np.array([index for index, _ in parts], dtype=np.int64),
-            forward=forward,
-            input_grad=forward.copy(),
-            weight_grad=forward.copy(),
+            times=LayerTimes(forward, forward, forward, forward),
             trainable=np.array([part.trainable for _, part in parts], dtype=np.bool_),
         )
     return costs
@@ -116,10 +105,7 @@ def layer_costs(
     ``order`` lists the encoders first and the language model last, as ``mllm.modules_order()`` does.
     """
     *encoders, language_model = order
-    out = {
-        name: costs[name].per_layer(frozen_aware=frozen_aware, recompute=recompute)
-        for name in encoders
-    }
+    out = {name: costs[name].per_layer(frozen_aware=frozen_aware, recompute=recompute) for name in encoders}
     out[language_model] = costs[language_model].per_layer(
         trainable_before=any(bool(costs[name].trainable.any()) for name in encoders),
         frozen_aware=frozen_aware,
@@ -296,7 +282,5 @@ def _check_specs(order: Sequence[str], specs: Mapping[str, ParallelSpec]) -> Non
 
 def _cut(name: str, costs: NDArray[np.float64], stages: int) -> NDArray[np.int32]:
     if stages > len(costs):
-        raise ValueError(
-            f"{name}: pp={stages} stages but only {len(costs)} layers; set pp to at most {len(costs)}"
-        )
+        raise ValueError(f"{name}: pp={stages} stages but only {len(costs)} layers; set pp to at most {len(costs)}")
     return partition(costs, stages)

@@ -4,7 +4,8 @@ channel.py (in-process channel, errors) · distributed.py (between processes) ·
 gradients.py (parameters on several ranks) · graph.py (plan -> stage graph) · parallel_model.py (the public face).
 """
 
-from .channel import PipelineError
-from .parallel_model import ParallelModel, StepResult, parallelize
+from interlace.run.channel import PipelineError
+from interlace.run.graph import stage_durations, stage_graph
+from interlace.run.parallel_model import ParallelModel, StepResult, parallelize
 
-__all__ = ["ParallelModel", "PipelineError", "StepResult", "parallelize"]
+__all__ = ["ParallelModel", "PipelineError", "StepResult", "parallelize", "stage_durations", "stage_graph"]

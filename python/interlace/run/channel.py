@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..schedule import Action
+from interlace.schedule import Action
 
 
 class PipelineError(RuntimeError):

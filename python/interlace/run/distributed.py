@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .channel import PipelineError, Tag
+from interlace.run.channel import PipelineError, Tag
 
 _MAGIC = 0x1A7E71ACE
 _MAX_DIMS = 8

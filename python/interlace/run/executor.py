@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..schedule import Action, Op
-from .channel import Channel, PipelineError, Tag
+from interlace.run.channel import Channel, PipelineError, Tag
+from interlace.schedule import Action, Op
 
 Key = tuple[str, int]
 
@@ -95,7 +95,9 @@ class Executor:
             except PipelineError:
                 raise
             except Exception as error:
-                raise PipelineError(f"rank {self.rank}, {_describe(action)}: {type(error).__name__}: {error}") from error
+                raise PipelineError(
+                    f"rank {self.rank}, {_describe(action)}: {type(error).__name__}: {error}"
+                ) from error
             step.records.append((self.rank, action, start, time.monotonic()))
         self.channel.finish()
         if self._saved:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .channel import Channel
+from interlace.run.channel import Channel
 
 
 def sum_over_ranks(

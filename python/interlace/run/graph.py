@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import ParallelPlan
-from ..schedule import Stage, StageGraph
+import numpy as np
+
+from interlace.plan import ModuleCosts, ParallelPlan, layer_costs
+from interlace.schedule import Op, Stage, StageGraph
 
 
 def stage_graph(mllm: Any, plan: ParallelPlan) -> StageGraph:
@@ -51,6 +54,22 @@ def forward_only(graph: StageGraph) -> StageGraph:
     """The same graph with nothing to take backward: evaluation."""
     stages = tuple(Stage(s.module, s.index, s.ranks, backward=False, input_grad=False) for s in graph.stages)
     return StageGraph(stages=stages, edges=graph.edges, num_ranks=graph.num_ranks)
+
+
+def stage_durations(
+    mllm: Any, plan: ParallelPlan, costs: Mapping[str, ModuleCosts], *, recompute: bool = False
+) -> dict[tuple[Op, str, int], float]:
+    """Seconds of FORWARD and BACKWARD of every stage, for `simulate`, from measured (or estimated) layer costs."""
+    per_layer = layer_costs(costs, mllm.modules_order(), recompute=recompute)
+    durations = {}
+    for stage in plan.stages:
+        cost = costs[stage.module]
+        forward = np.bincount(cost.layer, weights=cost.times.forward, minlength=cost.num_layers)
+        seconds = float(forward[stage.start : stage.stop].sum())
+        both = float(per_layer[stage.module][stage.start : stage.stop].sum())
+        durations[Op.FORWARD, stage.module, stage.index] = seconds
+        durations[Op.BACKWARD, stage.module, stage.index] = max(both - seconds, 0.0)
+    return durations
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .. import balance
-from ..plan import ParallelPlan
-from ..schedule import Action, Op, Schedule, StageGraph, check, gpipe, one_f_one_b
-from ..simulate import Timeline
-from .channel import Channel, LocalChannel, LocalNetwork, PipelineError
-from .executor import Executor, Key, StageRuntime, Step
-from .gradients import sum_over_ranks
-from .graph import ParameterMap, forward_only, stage_graph
+from interlace import balance
+from interlace.plan import ParallelPlan
+from interlace.run.channel import Channel, LocalChannel, LocalNetwork, PipelineError
+from interlace.run.executor import Executor, Key, StageRuntime, Step
+from interlace.run.gradients import sum_over_ranks
+from interlace.run.graph import ParameterMap, forward_only, stage_graph
+from interlace.schedule import Action, Op, Schedule, check, gpipe, one_f_one_b
+from interlace.simulate import Timeline
 
 _GENERATORS: dict[str, Callable[..., Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
 
@@ -69,7 +69,7 @@ def parallelize(
     elif transport == "distributed":
         import torch.distributed as dist
 
-        from .distributed import DistributedChannel
+        from interlace.run.distributed import DistributedChannel
 
         if not dist.is_initialized():
             raise PipelineError("torch.distributed is not initialised: call init_process_group before parallelize")
@@ -177,9 +177,7 @@ class ParallelModel:
 
     def _run(self, samples: Sequence[Any], microbatches: int | None, train: bool) -> StepResult:
         replicas = sorted({rank // self.plan.num_ranks for rank in self.ranks})
-        groups = {
-            replica: self._split(samples[i :: len(replicas)], microbatches) for i, replica in enumerate(replicas)
-        }
+        groups = {replica: self._split(samples[i :: len(replicas)], microbatches) for i, replica in enumerate(replicas)}
         # Whether a module runs anywhere in this step is known before it starts, so that all replicas reduce alike.
         *encoders, language_model = self.mllm.modules_order()
         facts = {}

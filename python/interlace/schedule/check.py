@@ -78,8 +78,8 @@ def check(
                 if size > limit:
                     action = schedule.actions[rank][place]
                     raise ScheduleError(
-                        f"rank {rank} holds {size:.0f} bytes ({count} forwards in flight) at {action}, over its limit of "
-                        f"{limit:.0f}; it would need {peaks[rank].bytes:.0f}: use more stages, smaller microbatches "
+                        f"rank {rank} holds {size:.0f} bytes ({count} forwards in flight) at {action}, over its limit "
+                        f"of {limit:.0f}; it would need {peaks[rank].bytes:.0f}: use more stages, smaller microbatches "
                         "or activation checkpointing",
                         rank,
                         action,
@@ -224,10 +224,9 @@ class _Replay:
                     progress = True
         stuck = [rank for rank, actions in enumerate(self.lists) if self.at[rank] < len(actions)]
         if stuck:
-            lines = [f"  rank {rank}: {self.explain(rank)}" for rank in stuck]
-            raise ScheduleError(
-                "deadlock: these ranks wait for ever\n" + "\n".join(lines), stuck[0], self.lists[stuck[0]][self.at[stuck[0]]]
-            )
+            lines = "\n".join(f"  rank {rank}: {self.explain(rank)}" for rank in stuck)
+            first = self.lists[stuck[0]][self.at[stuck[0]]]
+            raise ScheduleError(f"deadlock: these ranks wait for ever\n{lines}", stuck[0], first)
 
     def advance(self, rank: int, action: Action) -> bool:
         """Runs the action if it need not wait. Raises ScheduleError if it never could."""
@@ -241,8 +240,8 @@ class _Replay:
                 action.module, action.stage, action.microbatch, action.part, action.grad,
             ):  # fmt: skip
                 raise ScheduleError(
-                    f"rank {rank} expects {action} but the next message from rank {action.peer} is {sent}: receives must "
-                    "stand in the order of the sends between two ranks",
+                    f"rank {rank} expects {action} but the next message from rank {action.peer} is {sent}: receives "
+                    "must stand in the order of the sends between two ranks",
                     rank,
                     action,
                 )

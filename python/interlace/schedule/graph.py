@@ -21,6 +21,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from interlace.schedule.actions import valid_module_name
 
@@ -74,7 +75,7 @@ class StageGraph:
         indices: dict[str, list[int]] = {}
         for stage in self.stages:
             if not valid_module_name(stage.module):
-                raise ValueError(f"module name {stage.module!r} must not hold white space or any of , ; / @ + < > = \"")
+                raise ValueError(f'module name {stage.module!r} must not hold white space or any of , ; / @ + < > = "')
             indices.setdefault(stage.module, []).append(stage.index)
             if not stage.ranks or len(set(stage.ranks)) != len(stage.ranks):
                 raise ValueError(f"stage {stage} has ranks {stage.ranks}; name each of its ranks once")
@@ -102,7 +103,7 @@ class StageGraph:
                 )
         for module in self.modules:
             members = self.module_stages(module)
-            for before, after in zip(members, members[1:], strict=False):
+            for before, after in pairwise(members):
                 if (before, after) not in self.edges:
                     raise ValueError(f"no edge from {self.stages[before]} to {self.stages[after]}: add it")
         if len(self.topological) != len(self.stages):

@@ -1,9 +1,9 @@
 """Orders the work of ranks that feed each other in a cycle, or with known costs, by playing it in time.
 
-Stages of one rank compete when, say, rank 0 hosts stages 0 and 2 of a chain whose stages 1 and 3 are on rank 1. There is
-no closed form for that, so the work is played on a clock: a rank that is idle takes a backward that is ready,
-or else a forward that is ready and within its copy's cap; among several the lowest microbatch, then the one
-nearest to the sink.
+Stages of one rank compete when, say, rank 0 hosts stages 0 and 2 of a chain whose stages 1 and 3 are on rank 1.
+There is no closed form for that, so the work is played on a clock: a rank that is idle takes a backward that is
+ready, or else a forward that is ready and within its copy's cap; among several the lowest microbatch, then the
+one nearest to the sink.
 
 It never gets stuck, whatever the graph, caps (at least 1) and costs. Every copy takes its forwards, and its
 backwards, in the order of microbatches. Take the lowest microbatch with work left, and its first action whose

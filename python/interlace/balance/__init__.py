@@ -1,0 +1,8 @@
+"""Who computes what: items with weights (token blocks, samples, microbatches) dealt to bins (ranks).
+
+numpy arrays in, numpy arrays out; the algorithms are in csrc/balance/ and release the GIL.
+"""
+
+from interlace.balance.assignment import METHODS, assign, lower_bound
+
+__all__ = ["METHODS", "assign", "lower_bound"]

@@ -1,0 +1,143 @@
+"""Times the forward, the input gradient and the weight gradient of each layer, each by itself.
+
+A partition that knows what is frozen (dissertation 3.3.1) needs the parts of a backward pass apart. Per layer and
+repetition three small graphs are recorded and timed:
+
+- the parameters frozen, gradient of the input only: what a frozen layer behind something trainable runs;
+- the input without gradient, gradient of the parameters only: what the first trainable layer of a model runs;
+- both: what a trainable layer behind something trainable runs.
+
+Repetitions go round all layers, so that a machine that slows down for a while slows all layers alike, and the median
+drops the outliers. One layer's activations are alive at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from interlace.plan.cost import backward_needs, frozen_costs
+
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds per layer, float64 [n] each.
+
+    `weight_grad` is what the parameters' gradients add to a backward pass that computes the input's: the B_w of
+    `frozen_costs`. `weight_only` is a backward pass for the parameters alone; it is longer where the gradient travels
+    through the layer on its way to them.
+    """
+
+    forward: NDArray[np.float64]
+    input_grad: NDArray[np.float64]
+    weight_grad: NDArray[np.float64]
+    weight_only: NDArray[np.float64]
+
+    def costs(
+        self, frozen: ArrayLike, *, trainable_before: bool = False, recompute: bool = False
+    ) -> NDArray[np.float64]:
+        """`frozen_costs` of these times, with the measured `weight_only` for a layer that is the first trainable one.
+
+        Arguments and errors as in `interlace.plan.frozen_costs`. Returns seconds, float64 [n].
+        """
+        weight, inputs = backward_needs(frozen, trainable_before=trainable_before)
+        if len(weight) != len(self.forward):
+            raise ValueError(f"frozen has {len(weight)} layers, the profile has {len(self.forward)}")
+        alone = weight & ~inputs
+        return frozen_costs(
+            self.forward,
+            self.input_grad,
+            np.where(alone, self.weight_only, self.weight_grad),
+            frozen,
+            trainable_before=trainable_before,
+            recompute=recompute,
+        )
+
+
+def profile_layers(
+    layers: Sequence[tuple[Run, Sequence[Tensor]]], hidden: Tensor, *, repeats: int = 5, warmup: int = 2
+) -> LayerTimes:
+    """Times each layer on the output of the one before.
+
+    Args:
+        layers: (run, parameters) per layer. `run(hidden) -> hidden` must be repeatable; what else it needs (masks,
+            positions) it holds itself. `parameters` are those whose gradient counts as the layer's weight gradient:
+            requires_grad is switched on and off here, whatever is frozen, and restored. Empty: weight gradient 0.
+        hidden: input of the first layer. If it is not floating point (token ids), that layer's input gradient is 0.
+        repeats: measured repetitions, of which the median counts.
+        warmup: repetitions before them that do not count.
+
+    Returns:
+        LayerTimes in seconds. Times hold for this device, thread count, dtype and input shape.
+
+    Raises:
+        ValueError: no layers, repeats < 1 or warmup < 0.
+        TypeError: a layer returned something other than a tensor (the message names the layer).
+    """
+    if not layers:
+        raise ValueError("no layers to profile")
+    if repeats < 1 or warmup < 0:
+        raise ValueError(f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}")
+
+    samples = np.zeros((warmup + repeats, 4, len(layers)))
+    for repetition in samples:
+        current = hidden.detach()
+        for index, (run, parameters) in enumerate(layers):
+            weights = [p for p in parameters if p.is_floating_point()]
+            inputs = [current] if current.is_floating_point() else []
+            forward, backward, output = _time(run, current, inputs, weights, index)
+            input_grad = _time(run, current, inputs, [], index, frozen=weights)[1]
+            weight_only = _time(run, current, [], weights, index)[1]
+            # Difference of two measured times of one repetition; noise may take it below 0.
+            repetition[:, index] = forward, input_grad, max(backward - input_grad, 0.0), weight_only
+            current = output
+    forward, input_grad, weight_grad, weight_only = np.median(samples[warmup:], axis=0)
+    return LayerTimes(forward, input_grad, weight_grad, weight_only)
+
+
+def _time(
+    run: Run, hidden: Tensor, inputs: list[Tensor], weights: list[Tensor], index: int, frozen: Sequence[Tensor] = ()
+) -> tuple[float, float, Tensor]:
+    """Seconds of a forward, and of a backward for the inputs (hidden or nothing) and the weights; the output."""
+    hidden = hidden.detach().requires_grad_(bool(inputs))
+    wanted = [hidden] * bool(inputs) + weights
+    with torch.enable_grad(), _requires_grad(weights, True), _requires_grad(frozen, False):
+        start = _now(hidden)
+        output = run(hidden)
+        forward = _now(hidden) - start
+        if not isinstance(output, Tensor):
+            raise TypeError(f"layer {index} returned {type(output).__name__}: run(hidden) must return a tensor")
+        if not wanted or not output.requires_grad:
+            return forward, 0.0, output.detach()
+        gradient = torch.ones_like(output)
+        start = _now(hidden)
+        torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+        return forward, _now(hidden) - start, output.detach()
+
+
+@contextmanager
+def _requires_grad(tensors: Sequence[Tensor], value: bool) -> Iterator[None]:
+    before = [tensor.requires_grad for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.requires_grad_(value)
+        yield
+    finally:
+        for tensor, old in zip(tensors, before):
+            tensor.requires_grad_(old)
+
+
+def _now(tensor: Tensor) -> float:
+    """Seconds on a clock, after the device has done what it was given."""
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()

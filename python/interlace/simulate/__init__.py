@@ -1,0 +1,15 @@
+"""Plays a schedule against costs, and shows the outcome.
+
+- `events`: when each action of a schedule starts and finishes, given what actions and transfers cost
+- `timeline`: those times, simulated or measured, and what follows from them (makespan, bubble, busy, memory)
+- `trace`: the timeline as a Chrome/Perfetto trace; `picture`: as a PNG
+
+    timeline = simulate(schedule, {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
+    timeline.write_trace("step.json")
+    timeline.plot("step.png")
+"""
+
+from interlace.simulate.events import simulate
+from interlace.simulate.timeline import Record, Timeline
+
+__all__ = ["Record", "Timeline", "simulate"]

@@ -1,0 +1,147 @@
+"""When every action of a step started and finished, simulated or measured, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from interlace.schedule.actions import COMPUTE, Action
+from interlace.schedule.memory import peak
+
+
+class Record(NamedTuple):
+    """One action of one rank; times in seconds on a clock that all ranks share."""
+
+    rank: int
+    action: Action
+    start: float
+    finish: float
+
+
+@dataclass
+class Timeline:
+    """Times of all actions of a step.
+
+    actions, start, finish: per rank, in the order in which the rank ran them; seconds. A RECV and a REDUCE_GRAD
+    last from the moment the rank reaches them, so they include the waiting; a SEND is the posting alone.
+    """
+
+    actions: list[list[Action]]
+    start: list[list[float]]
+    finish: list[list[float]]
+    name: str = ""
+
+    @classmethod
+    def from_records(
+        cls,
+        records: Iterable[Record | tuple[int, Action, float, float]],
+        *,
+        num_ranks: int | None = None,
+        name: str = "",
+    ) -> Timeline:
+        """The timeline of measured (rank, action, start, finish), in any order; clocks must agree between ranks.
+
+        num_ranks: counts ranks without any record too; by default the highest rank found + 1.
+        """
+        ordered = sorted((Record(*record) for record in records), key=lambda r: (r.rank, r.start, r.finish))
+        for rank, action, start, finish in ordered:
+            if not start <= finish:
+                raise ValueError(f"rank {rank}: {action} finishes at {finish}, before its start at {start}")
+        highest = max((record.rank for record in ordered), default=-1)
+        ranks = highest + 1 if num_ranks is None else num_ranks
+        if highest >= ranks or (ordered and ordered[0].rank < 0):
+            raise ValueError(f"a record names rank {highest if highest >= ranks else ordered[0].rank} of {ranks} ranks")
+        timeline = cls([[] for _ in range(ranks)], [[] for _ in range(ranks)], [[] for _ in range(ranks)], name)
+        for rank, action, start, finish in ordered:
+            timeline.actions[rank].append(action)
+            timeline.start[rank].append(start)
+            timeline.finish[rank].append(finish)
+        return timeline
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    def records(self) -> Iterator[Record]:
+        """All records, rank by rank in the order of execution."""
+        for rank, actions in enumerate(self.actions):
+            for action, start, finish in zip(actions, self.start[rank], self.finish[rank]):
+                yield Record(rank, action, start, finish)
+
+    @cached_property
+    def begin(self) -> float:
+        """Start of the first action."""
+        return min((times[0] for times in self.start if times), default=0.0)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds from the start of the first action to the finish of the last."""
+        return max((max(times) for times in self.finish if times), default=self.begin) - self.begin
+
+    @cached_property
+    def busy(self) -> dict[tuple[int, str], float]:
+        """(rank, module) -> seconds of compute."""
+        total: dict[tuple[int, str], float] = {}
+        for rank, actions in enumerate(self.actions):
+            for action, start, finish in zip(actions, self.start[rank], self.finish[rank]):
+                if action.op in COMPUTE:
+                    key = (rank, action.module)
+                    total[key] = total.get(key, 0.0) + finish - start
+        return total
+
+    @property
+    def busy_per_rank(self) -> tuple[float, ...]:
+        """Seconds of compute of each rank."""
+        total = [0.0] * self.num_ranks
+        for (rank, _), seconds in self.busy.items():
+            total[rank] += seconds
+        return tuple(total)
+
+    @property
+    def busy_per_module(self) -> dict[str, float]:
+        """Seconds of compute of each module, summed over ranks."""
+        total: dict[str, float] = {}
+        for (_, module), seconds in self.busy.items():
+            total[module] = total.get(module, 0.0) + seconds
+        return total
+
+    @property
+    def utilization(self) -> dict[str, float]:
+        """Per module, the share of the time of the ranks that run it which it keeps them busy, 0 to 1."""
+        ranks: dict[str, int] = {}
+        for _, module in self.busy:
+            ranks[module] = ranks.get(module, 0) + 1
+        return {
+            module: seconds / (ranks[module] * self.makespan) if self.makespan else 0.0
+            for module, seconds in self.busy_per_module.items()
+        }
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they do not compute, 0 to 1."""
+        area = self.num_ranks * self.makespan
+        return 1.0 - sum(self.busy_per_rank) / area if area else 0.0
+
+    @property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Per rank, the most forwards whose backward is still to come, summed over its stages."""
+        return tuple(peak(actions).in_flight for actions in self.actions)
+
+    def peak_memory(self, activation_bytes: Mapping[tuple[str, int], float]) -> tuple[float, ...]:
+        """Per rank, the most bytes held; activation_bytes is per microbatch of each (module, stage)."""
+        return tuple(peak(actions, activation_bytes).bytes for actions in self.actions)
+
+    def write_trace(self, path: str | Path) -> None:
+        """Writes a trace for https://ui.perfetto.dev or chrome://tracing (JSON)."""
+        from interlace.simulate.trace import write_trace
+
+        write_trace(self, path)
+
+    def plot(self, path: str | Path, *, title: str | None = None) -> None:
+        """Writes a picture (PNG): one row per rank, one colour per module."""
+        from interlace.simulate.picture import plot
+
+        plot(self, path, title=title)

@@ -1,0 +1,114 @@
+"""The pipeline over real processes: parity with one process, and peers that die or hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from interlace.plan import ParallelPlan, ParallelSpec
+from interlace.run import PipelineError, parallelize
+from tests.distributed.workers import run_ranks
+from tests.run.test_parity import FREEZING, assert_same_gradient, make_plan, oracle
+from tests.tiny import random_microbatches, tiny_mllm
+
+# placement, freezing, batch, checkpointing, tied
+REPRESENTATIVE = [
+    ("parallel", "nothing", "all", False, True),
+    ("parallel", "encoders but projectors", "no_image", True, False),
+    ("colocated", "nothing", "no_image", True, True),
+    ("colocated", "encoders and language model", "all", False, False),
+    ("replicated", "nothing", "all", False, True),
+    ("replicated", "all but one encoder", "no_image", False, False),
+    ("parallel", "language model", "text", False, False),
+    ("colocated", "encoders", "text", False, True),
+]
+
+
+def parity(rank: int, world: int, cases: list[tuple]) -> int:
+    """Compare this rank's loss and gradients with one process for each case; returns the number compared."""
+    compared = 0
+    for placement, freezing, kind, checkpointing, tied in cases:
+        mllm = tiny_mllm(tied=tied, layers=3)
+        for path in FREEZING[freezing]:
+            mllm.freeze(path)
+        mllm.train()
+        microbatches = random_microbatches(mllm, kind)
+        loss, gradients = oracle(mllm, microbatches)
+        mllm.zero_grad()
+        plan = make_plan(mllm, placement, world)
+        parallel = parallelize(mllm, plan, transport="distributed", checkpointing=checkpointing, timeout=30)
+        result = parallel.step(microbatches)
+        where = (placement, freezing, kind, checkpointing, tied, rank)
+        assert abs(result.loss - loss) <= 1e-5 * abs(loss), where
+        for name, parameter in parallel.named_parameters():
+            assert_same_gradient(f"{where} {name}", parameter.grad, gradients[name])
+            compared += 1
+        tied_names = {name for names in mllm.tied_parameters() for name in names[1:]}
+        total = sum(
+            float(g.double().pow(2).sum()) for n, g in gradients.items() if g is not None and n not in tied_names
+        )
+        assert parallel.clip_grad_norm_(1e9) == pytest.approx(total**0.5, rel=1e-5), where
+    return compared
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gloo_ranks_equal_one_process(world):
+    for kind, value in run_ranks(world, parity, world, REPRESENTATIVE):
+        assert kind == "returned", value
+        assert value > 0
+
+
+def replicas(rank: int) -> float:
+    """Two data-parallel replicas of a 1-rank pipeline, one of them without images."""
+    mllm = tiny_mllm(layers=1)
+    specs = {name: ParallelSpec(dp=2) for name in mllm.modules_order()}
+    plan = ParallelPlan.from_specs(mllm, specs, ranks=1)
+    microbatches = [random_microbatches(mllm, kind, seed=i, count=2) for i, kind in enumerate(("all", "text"))]
+    loss, gradients = oracle(mllm, [*microbatches[0], *microbatches[1]])
+    mllm.zero_grad()
+    parallel = parallelize(mllm, plan, transport="distributed", timeout=30)
+    result = parallel.step(microbatches[rank])
+    assert abs(result.loss - loss) <= 1e-5 * loss
+    for name, parameter in parallel.named_parameters():
+        assert_same_gradient(name, parameter.grad, gradients[name])
+    # A modality that no replica has: its parameters keep no gradient.
+    parallel.zero_grad()
+    parallel.step(microbatches[1])
+    assert all(p.grad is None for name, p in parallel.named_parameters() if name.startswith("encoders."))
+    return result.loss
+
+
+def test_data_parallel_replicas_equal_one_process_also_when_one_has_no_image():
+    results = run_ranks(2, replicas)
+    assert [kind for kind, _ in results] == ["returned", "returned"], results
+    assert results[0] == results[1]
+
+
+def lose_peer(rank: int, how: str) -> tuple[str, float]:
+    """Rank 1 dies, or stops answering, after one good step; rank 0 reports its error and how long it took."""
+    mllm = tiny_mllm(layers=1)
+    specs = {name: ParallelSpec() for name in mllm.modules_order()}
+    plan = ParallelPlan.from_specs(mllm, specs, ranks=2)
+    parallel = parallelize(mllm, plan, transport="distributed", timeout=4)
+    microbatches = random_microbatches(mllm, "all")
+    parallel.step(microbatches)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        parallel.step(microbatches)
+    except PipelineError as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_lost_peer_is_named_within_the_timeout(how):
+    results = run_ranks(2, lose_peer, how, timeout=90)
+    kind, (message, seconds) = results[0]
+    assert kind == "returned"
+    assert "rank 1" in message and ("SEND" in message or "RECV" in message or "REDUCE" in message), message
+    assert seconds < 12
