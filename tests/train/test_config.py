@@ -52,7 +52,8 @@ def test_defaults_and_overrides() -> None:
         ("train.microbatches=9", "microbatches = 9 is more than batch_size = 8"),
         ("train.warmup_steps=101", "warmup_steps = 101 is more than steps = 100"),
         ("parallel.audio.pp=2", r"\[parallel.audio\] speaks of an encoder that \[model\] does not have"),
-        ("parallel.ranks=5", r"needs 2 \(or 1"),
+        ("parallel.ranks=5", "has work for 2; use 1 to 2"),
+        ("parallel.dp=9", "cannot give 9 replicas 1 microbatches each"),
         ("run=3", "run must be a section"),
         ("train.steps.more=2", "train.steps is a value, not a section"),
         ("train", "write it as section.key=value"),
@@ -81,8 +82,8 @@ def test_colocated_encoders_need_equal_stages_and_ranks_follow_the_placement() -
     assert _load("parallel.placement=parallel", model=model).num_ranks() == 3
     assert _load("parallel.placement=replicated", "parallel.language_model.pp=3", model=model).num_ranks() == 3
     assert _load("parallel.vision.pp=2", "parallel.audio.pp=2", model=model).num_ranks() == 3
-    one = _load("parallel.ranks=1", model=model)
-    assert (one.transport, one.processes) == ("local", 1)
+    assert _load("parallel.ranks=1", model=model).world_size() == 1
+    assert _load("parallel.dp=2", model=model).world_size() == 4
     with pytest.raises(ConfigError, match="all need the same pp"):
         _load("parallel.vision.pp=2", model=model)
     with pytest.raises(ConfigError, match="run whole on every rank"):
@@ -107,7 +108,10 @@ _VALUES = st.recursive(
 )
 
 
-@given(extra=st.dictionaries(st.text(max_size=6), _VALUES, max_size=4), name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]*", fullmatch=True, alphabet="aZ0._-"))
+@given(
+    extra=st.dictionaries(st.text(max_size=6), _VALUES, max_size=4),
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]*", fullmatch=True, alphabet="aZ0._-"),
+)
 def test_written_config_reads_back_equal(extra: dict[str, Any], name: str, tmp_path_factory: Any) -> None:
     table = copy.deepcopy(BASE)
     table["run"]["name"] = name

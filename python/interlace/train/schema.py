@@ -101,16 +101,16 @@ class Model(Section):
 class Mixture(Section):
     """Relative weights of the kinds of samples drawn from the stamps; 0 leaves a kind out."""
 
-    image_caption: Rate = 4.0
-    """One image, answer its caption."""
-    speech_caption: Rate = 2.0
+    image: Rate = 0.35
+    """One picture, answer its caption."""
+    speech: Rate = 0.2
     """A spoken description, answer it in writing, in the language of the speech."""
-    image_speech_caption: Rate = 2.0
-    """An image and the speech about it, answer the caption."""
-    images_caption: Rate = 1.0
-    """Several images, answer all their captions."""
-    text: Rate = 1.0
-    """Captions only, no media."""
+    image_speech: Rate = 0.2
+    """A picture and the speech about it, answer the caption."""
+    images: Rate = 0.15
+    """Several pictures, answer all their captions."""
+    text: Rate = 0.1
+    """A caption, answer it in another language."""
 
 
 class Data(Section):
@@ -120,19 +120,25 @@ class Data(Section):
     """stamps: Debian's Tux Paint stamps (images, speech, captions in many languages), fetched on first use, or the
     digits when they cannot be had; digits: scikit-learn's handwritten digits, image -> "seven"."""
     cache: str | None = None
-    """Folder for fetched files and indices; by default ``$INTERLACE_CACHE``, else ``~/.cache/interlace``."""
+    """Folder for fetched files and decoded items; by default ``$INTERLACE_CACHE``, else ``~/.cache/interlace``."""
     mixture: Mixture = Field(default_factory=Mixture)
-    """Weights of the kinds of samples (stamps only)."""
-    languages: list[str] | None = None
-    """Language codes of captions and speech to use, such as ``["en", "fr"]``; by default all."""
+    """Weights of the kinds of samples (stamps); kinds whose encoder the model lacks are left out."""
+    languages: Annotated[list[str], Field(min_length=1)] | None = None
+    """Language codes of captions and speech to use, such as ``["en", "fr"]``; by default the ten with most speech."""
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Fraction of the stamps (with all their languages), or of the digits, that is never trained on."""
-    max_tokens: Positive = 1024
-    """Token budget of one sample; a sample that needs more is an error that names it."""
-    max_image_side: Positive = 96
-    """Images are scaled down to this longer side, in pixels, keeping their aspect."""
-    max_seconds: Annotated[float, Field(gt=0.0)] = 6.0
-    """Longer clips are cut to this many seconds."""
+    max_image_tokens: Positive = 64
+    """Token budget of one image."""
+    on_too_large: Literal["downscale", "error"] = "downscale"
+    """What happens to an image over its budget: scaled down keeping its aspect, or an error that names it."""
+    max_images: Annotated[int, Field(ge=2)] = 3
+    """Most pictures in a sample with several."""
+    max_audio_seconds: Annotated[float, Field(gt=0.0)] = 6.0
+    """Longer clips are skipped and counted."""
+    max_caption_bytes: Positive = 160
+    """Longer captions are skipped and counted."""
+    digit_scale: Positive = 1
+    """The 8 x 8 digits are enlarged so many times (digits)."""
 
 
 class Train(Section):
@@ -199,11 +205,12 @@ class Parallel(Section):
     language_model: ModuleParallel = Field(default_factory=ModuleParallel)
     """Stages of the language model."""
     ranks: Positive | None = None
-    """Number of ranks; by default what the placement and the stages add up to. 1 runs all stages in one process."""
+    """Ranks of one replica; by default one for each stage that the placement makes. With fewer, neighbouring stages
+    share a rank; 1 runs everything in one process."""
+    dp: Positive = 1
+    """Replicas of the whole model; each takes its share of every batch."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of the microbatches' forward and backward passes."""
-    transport: Literal["auto", "local", "gloo"] = "auto"
-    """local: one process plays every rank; gloo: one process per rank; auto: gloo when there are several ranks."""
     timeout: Annotated[float, Field(gt=0.0)] = 60.0
     """Seconds after which a rank that waits for a dead or hung one gives up, naming it."""
     threads: Positive | None = None
@@ -262,28 +269,20 @@ class Config(Section):
     """What the run tells."""
 
     def num_ranks(self) -> int:
-        """Ranks that the placement and the stages add up to, or the config's own ``parallel.ranks``."""
-        return self.parallel.ranks or self._natural_ranks()
+        """Ranks of one replica."""
+        return self.parallel.ranks or self._stage_groups()
 
-    def _natural_ranks(self) -> int:
-        parallel, encoders = self.parallel, self.model.encoders()
-        stages = [parallel.stages(name) for name in encoders]
-        language_model = parallel.language_model.pp
-        if parallel.placement == "replicated" or not stages:
+    def world_size(self) -> int:
+        """Processes of the whole run: ranks of a replica times replicas."""
+        return self.num_ranks() * self.parallel.dp
+
+    def _stage_groups(self) -> int:
+        parallel = self.parallel
+        encoders = [parallel.stages(name) for name in self.model.encoders()]
+        language_model = parallel.stages("language_model")
+        if parallel.placement == "replicated" or not encoders:
             return language_model
-        return language_model + (sum(stages) if parallel.placement == "parallel" else max(stages))
-
-    @property
-    def transport(self) -> Literal["local", "gloo"]:
-        """How stages talk: ``local`` (one process plays all ranks) or ``gloo`` (one process per rank)."""
-        if self.parallel.transport == "auto":
-            return "gloo" if self.num_ranks() > 1 else "local"
-        return self.parallel.transport
-
-    @property
-    def processes(self) -> int:
-        """Operating system processes of a run."""
-        return self.num_ranks() if self.transport == "gloo" else 1
+        return language_model + (sum(encoders) if parallel.placement == "parallel" else max(encoders))
 
     @model_validator(mode="after")
     def _stages_agree(self) -> Config:
@@ -299,11 +298,16 @@ class Config(Section):
             )
         if self.parallel.placement == "replicated" and any(pp != 1 for pp in stages.values()):
             raise ValueError(f"replicated encoders run whole on every rank, so their pp must be 1, not {stages}")
-        natural = self._natural_ranks()
-        if self.parallel.ranks not in (None, 1, natural):
+        most = self._stage_groups()
+        if self.num_ranks() > most:
             raise ValueError(
-                f"parallel.ranks = {self.parallel.ranks}, but placement {self.parallel.placement!r} with "
-                f"{stages} and language_model pp {self.parallel.language_model.pp} needs {natural} "
-                "(or 1, which runs all stages in one process)"
+                f"parallel.ranks = {self.parallel.ranks}, but placement {self.parallel.placement!r} with pp = "
+                f"{stages | {'language_model': self.parallel.stages('language_model')}} has work for {most}; "
+                f"use 1 to {most}, or raise a pp"
+            )
+        if self.train.batch_size < self.parallel.dp * self.train.microbatches:
+            raise ValueError(
+                f"train.batch_size = {self.train.batch_size} cannot give {self.parallel.dp} replicas "
+                f"{self.train.microbatches} microbatches each"
             )
         return self
