@@ -53,7 +53,7 @@ def test_defaults_and_overrides() -> None:
         ("train.warmup_steps=101", "warmup_steps = 101 is more than steps = 100"),
         ("parallel.audio.pp=2", r"\[parallel.audio\] speaks of an encoder that \[model\] does not have"),
         ("parallel.ranks=5", "has work for 2; use 1 to 2"),
-        ("parallel.dp=9", "cannot give 9 replicas 1 microbatches each"),
+        ("parallel.dp=9", "cannot give 9 replicas equal parts"),
         ("run=3", "run must be a section"),
         ("train.steps.more=2", "train.steps is a value, not a section"),
         ("train", "write it as section.key=value"),

@@ -137,8 +137,8 @@ class Data(Section):
     """Longer clips are skipped and counted."""
     max_caption_bytes: Positive = 160
     """Longer captions are skipped and counted."""
-    digit_scale: Positive = 1
-    """The 8 x 8 digits are enlarged so many times (digits)."""
+    digit_size: Positive | None = None
+    """Side in pixels to which the 8 x 8 digits are enlarged; by default the patch size, at least 8 (digits)."""
 
 
 class Train(Section):
@@ -244,10 +244,8 @@ class Log(Section):
     """How many held-out samples the page samples.html shows."""
     max_new_tokens: Positive = 48
     """Longest generated answer on the page and in the accuracy, in tokens."""
-    accuracy: bool = False
-    """Count the held-out samples whose generated answer is exactly right (digits)."""
-    accuracy_samples: Positive = 512
-    """At most so many held-out samples are answered for the accuracy."""
+    accuracy_samples: NotNegative = 512
+    """At most so many held-out digits are answered at the end to count the exactly right answers; 0 counts none."""
 
 
 class Config(Section):
@@ -305,9 +303,10 @@ class Config(Section):
                 f"{stages | {'language_model': self.parallel.stages('language_model')}} has work for {most}; "
                 f"use 1 to {most}, or raise a pp"
             )
-        if self.train.batch_size < self.parallel.dp * self.train.microbatches:
+        batch, dp = self.train.batch_size, self.parallel.dp
+        if batch % dp or batch // dp < self.train.microbatches:
             raise ValueError(
-                f"train.batch_size = {self.train.batch_size} cannot give {self.parallel.dp} replicas "
-                f"{self.train.microbatches} microbatches each"
+                f"train.batch_size = {batch} cannot give {dp} replicas equal parts of at least {self.train.microbatches} "
+                "samples (train.microbatches)"
             )
         return self

@@ -140,8 +140,8 @@ class Trainer:
         began = time.perf_counter()
         data = Clock()
         with data:
-            samples = self.feed.next()
-        result = self.parallel.step(samples, microbatches=self.config.train.microbatches)
+            batch = self.feed.next()
+        result = self.parallel.step(batch.samples, microbatches=self.config.train.microbatches)
         norm = self.parallel.clip_grad_norm_(self.config.train.clip_norm)
         if not (math.isfinite(result.loss) and math.isfinite(norm)):
             raise TrainingError(
@@ -150,18 +150,17 @@ class Trainer:
             )
         lr = self.optimizer.step(self.step)
         seconds = time.perf_counter() - began
-        read, dp = sum(len(sample.input_ids) for sample in samples), self.config.parallel.dp
         self.window.add(
             loss=result.loss,
             tokens=result.tokens,
-            samples=len(samples) * dp,
-            read_tokens=read * dp,
+            samples=batch.count,
+            read_tokens=batch.tokens,
             data=data.seconds,
             seconds=seconds,
         )
         self.totals["seconds"] += seconds
-        self.totals["samples"] += len(samples) * dp
-        self.totals["tokens"] += read * dp
+        self.totals["samples"] += batch.count
+        self.totals["tokens"] += batch.tokens
         return {"lr": lr, "grad_norm": norm, "loss_metrics/step_loss": result.loss}
 
     def _measurements(self) -> dict[str, float]:
