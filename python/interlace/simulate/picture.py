@@ -13,12 +13,16 @@ from typing import Any
 from interlace.schedule.actions import COMPUTE, Action, Op
 from interlace.simulate.timeline import Timeline
 
-_HUES = {"language_model": "#3b6fb6"}
-_PALETTE = ("#d9772b", "#3a9a5b", "#8a5cb8", "#c2435a", "#2c9aa6", "#a08a1f", "#7a5a45", "#b85a9c")
+_HUES = {"language_model": "#3b6fb6", "vision": "#d9772b", "audio": "#3a9a5b"}
+_PALETTE = ("#8a5cb8", "#c2435a", "#2c9aa6", "#a08a1f", "#7a5a45", "#b85a9c")
 _SHADES = {Op.FORWARD: 0.45, Op.BACKWARD: 0.0, Op.BACKWARD_INPUT: 0.0, Op.BACKWARD_WEIGHT: -0.3}
-_NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward, inputs"}
-_NAMES[Op.BACKWARD_WEIGHT] = "backward, weights"
-_INK, _IDLE, _EDGE = "#1f2430", "#eceef1", "#ffffff"
+_NAMES = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward (inputs)",
+    Op.BACKWARD_WEIGHT: "backward (weights)",
+}
+_INK, _QUIET, _GREY, _IDLE, _EDGE = "#1f2430", "#555c6b", "#8b919c", "#eceef1", "#ffffff"
 _DPI = 120
 
 
@@ -28,6 +32,7 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
     title: replaces the schedule's name in the title; ranks, microbatches, makespan and bubble follow it.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
     boxes = [record for record in timeline.records() if record.action.op in COMPUTE]
@@ -36,118 +41,158 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
     scale, unit = _unit(timeline.makespan)
     span = max(timeline.makespan, 1e-12) * scale
 
-    # Wide enough that a typical box takes its number, within what a screen or a page can show.
+    # Wide enough that a typical box takes its number, within what a screen or a page can show. All else grows with
+    # the width, so that a large picture that is shown small stays legible.
     durations = sorted(record.finish - record.start for record in boxes) or [1.0]
     typical = max(durations[len(durations) // 4] * scale, span / 2000)
-    width = min(max(9.0, span / typical * 0.16 + 3.0), 44.0)
-    row = 0.42 if timeline.num_ranks <= 8 else 0.34
-    height = timeline.num_ranks * row + 1.75
+    names = [_hosted(actions) for actions in timeline.actions]
+    letters = max(map(len, names), default=0)
+    width = min(max(9.5, span / typical * 0.16 + 3.0) + 0.05 * letters, 28.0)
+    zoom = min(max(width / 14, 1.0), 2.0)
+    row = (0.42 if timeline.num_ranks <= 8 else 0.34) * zoom
+    height = timeline.num_ranks * row + 1.6 * zoom
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    left, right = 1.9 / width, 1 - 0.75 / width
-    axes = figure.add_axes((left, 0.85 / height, right - left, timeline.num_ranks * row / height))
+    left = (0.075 * letters + 0.75) * zoom / width
+    right = 1 - 0.6 * zoom / width
+    axes = figure.add_axes((left, 0.6 * zoom / height, right - left, timeline.num_ranks * row / height))
     axes.set_xlim(0.0, span)
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
     pixels = (right - left) * width * _DPI / span  # per unit of time
 
     for rank in range(timeline.num_ranks):
         axes.broken_barh([(0.0, span)], (rank - 0.42, 0.84), facecolor=_IDLE, linewidth=0, zorder=0)
-    groups: dict[tuple[int, str, Op], list[tuple[float, float]]] = {}
+    groups: dict[tuple[str, Op], list[tuple[int, int, float, float]]] = {}
     for rank, action, start, finish in boxes:
-        place = ((start - timeline.begin) * scale, (finish - start) * scale)
-        groups.setdefault((rank, action.module, action.op), []).append(place)
-        _number(axes, rank, action, place, pixels, row)
-    for (rank, module, op), places in groups.items():
-        colour = _shade(colours[module], _SHADES[op])
-        line = 0.8 if pixels * typical > 6 else 0.25
-        axes.broken_barh(places, (rank - 0.42, 0.84), facecolor=colour, edgecolor=_EDGE, linewidth=line, zorder=2)
+        place = (rank, action.microbatch, (start - timeline.begin) * scale, (finish - start) * scale)
+        groups.setdefault((action.module, action.op), []).append(place)
+    for (module, op), places in groups.items():
+        axes.add_collection(
+            PolyCollection(
+                [_corners(rank, start, length) for rank, _, start, length in places],
+                facecolor=_shade(colours[module], _SHADES[op]),
+                edgecolor=_EDGE,
+                linewidth=0.8 if pixels * typical > 6 else 0.25,
+                zorder=2,
+            )
+        )
+    for ops in ({Op.FORWARD}, set(_SHADES) - {Op.FORWARD}):
+        places = [place for (_, op), members in groups.items() if op in ops for place in members]
+        if places:
+            _number(axes, ops, places, pixels, row, zoom)
 
-    _label(axes, timeline, span, unit)
+    _label(axes, timeline, names, unit, zoom)
     heading = title if title is not None else (timeline.name.upper() or "timeline")
     facts = (
         f"{timeline.num_ranks} rank{'s' * (timeline.num_ranks != 1)} × {microbatches} "
         f"microbatch{'es' * (microbatches != 1)}   ·   {span:.4g} {unit}   ·   bubble {timeline.bubble:.1%}"
     )
-    top = 1 - 0.34 / height
-    heading_text = figure.text(left, top, heading, fontsize=13, weight="bold", color=_INK, va="center")
-    figure.canvas.draw()
-    extent = heading_text.get_window_extent()
-    offset = extent.x1 / (width * _DPI) + 0.22 / width
-    figure.text(offset, top, facts, fontsize=11, color="#555c6b", va="center")
-    _legend(figure, groups, colours, left, 1 - 0.68 / height)
+    top = 1 - 0.28 * zoom / height
+    written = figure.text(left, top, heading, fontsize=13 * zoom, weight="bold", color=_INK, va="center_baseline")
+    offset = written.get_window_extent().x1 / (width * _DPI) + 0.2 * zoom / width
+    figure.text(offset, top, facts, fontsize=11 * zoom, color=_QUIET, va="center_baseline")
+    _legend(figure, set(groups), colours, (left, 1 - 0.6 * zoom / height), zoom)
     figure.savefig(path, dpi=_DPI)
 
 
 def module_colours(modules: Iterable[str]) -> dict[str, str]:
     """A colour per module, in the order given; the language model is always blue."""
     names = list(dict.fromkeys(modules))
-    others = sorted(name for name in names if name not in _HUES)
+    others = [name for name in names if name not in _HUES]
     return {name: _HUES.get(name) or _PALETTE[others.index(name) % len(_PALETTE)] for name in names}
 
 
-def _number(axes: Any, rank: int, action: Action, place: tuple[float, float], pixels: float, row: float) -> None:
-    text = str(action.microbatch)
-    room = place[1] * pixels / _DPI * 72  # points
-    size = min(9.0, row * 72 * 0.42, room / (0.62 * len(text) + 0.25))
-    if size >= 4.0:
-        colour = _INK if action.op is Op.FORWARD else "white"
-        middle = place[0] + place[1] / 2
-        axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=colour, zorder=3)
+def _number(
+    axes: Any, ops: Iterable[Op], places: list[tuple[int, int, float, float]], pixels: float, row: float, zoom: float
+) -> None:
+    """Writes the microbatches' numbers into boxes (rank, microbatch, start, length) of the same kind, all alike.
+
+    Upright where the boxes are wide enough, turned by 90 degrees where they are not; none in far smaller boxes.
+    """
+    digits = max(len(str(microbatch)) for _, microbatch, _, _ in places)
+    letter = 0.62 * digits + 0.35  # width of the number and its margins, as a share of the font size
+    tall = row * 0.84 * 72  # points
+
+    def fit(length: float) -> tuple[float, float]:
+        room = length * pixels / _DPI * 72
+        return min(9.0 * zoom, tall * 0.5, room / letter), min(8.0 * zoom, room * 0.85, tall / letter)
+
+    usual = sorted(length for _, _, _, length in places)[len(places) // 4]
+    upright, turned = fit(usual)
+    turn = upright < 6.0 * zoom and turned > upright
+    colour = _INK if Op.FORWARD in ops else "white"
+    for rank, microbatch, start, length in places:
+        size = min(turned if turn else upright, fit(length)[turn])
+        if size >= 4.0:
+            axes.text(
+                start + length / 2, rank, str(microbatch), ha="center", va="center" if turn else "center_baseline",
+                fontsize=size, rotation=90 if turn else 0, color=colour, zorder=3,
+            )  # fmt: skip
 
 
-def _label(axes: Any, timeline: Timeline, span: float, unit: str) -> None:
-    names = []
-    for rank, actions in enumerate(timeline.actions):
-        stages = dict.fromkeys((a.module, a.stage) for a in actions if a.op in COMPUTE)
-        names.append(f"{_hosted(list(stages))}   {rank}")
-    axes.set_yticks(range(timeline.num_ranks), names, fontsize=8.5, color=_INK)
+def _label(axes: Any, timeline: Timeline, names: list[str], unit: str, zoom: float) -> None:
+    size = 8.5 * zoom
+    axes.set_yticks(range(timeline.num_ranks), [f"{name}   {rank}" for rank, name in enumerate(names)], fontsize=size)
     for rank, seconds in enumerate(timeline.busy_per_rank):
         share = seconds / timeline.makespan if timeline.makespan else 0.0
         axes.annotate(
-            f"{share:.0%}", (1, rank), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
-            va="center", fontsize=8.5, color=_INK,
+            f"{share:.0%}", (1, rank), xycoords=("axes fraction", "data"), xytext=(7 * zoom, 0),
+            textcoords="offset points", va="center_baseline", fontsize=size, color=_INK,
         )  # fmt: skip
-    axes.annotate(
-        "busy", (1, 1), xycoords="axes fraction", xytext=(8, 3), textcoords="offset points", fontsize=8, color="#555c6b"
-    )
-    axes.annotate(
-        "stages   rank", (0, 1), xycoords="axes fraction", xytext=(-8, 3), textcoords="offset points", fontsize=8,
-        color="#555c6b", ha="right",
-    )  # fmt: skip
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=8.5, color="#9aa1ad", labelcolor=_INK)
-    axes.set_xlabel(f"time ({unit})", fontsize=9, color="#555c6b")
-    for side in ("top", "left", "right"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#9aa1ad")
+    for text, side, shift, align in (("busy", 1, 7, "left"), ("stages   rank", 0, -4, "right")):
+        axes.annotate(
+            text, (side, 1), xycoords="axes fraction", xytext=(shift * zoom, 2 * zoom), textcoords="offset points",
+            fontsize=7.5 * zoom, color=_QUIET, ha=align,
+        )  # fmt: skip
+    axes.tick_params(axis="y", length=0, labelcolor=_INK)
+    axes.tick_params(axis="x", labelsize=size, color=_GREY, labelcolor=_INK)
+    axes.set_xlabel(f"time ({unit})", fontsize=size, color=_QUIET)
+    for name in ("top", "left", "right"):
+        axes.spines[name].set_visible(False)
+    axes.spines["bottom"].set_color(_GREY)
 
 
-def _hosted(stages: list[tuple[str, int]]) -> str:
-    """Stages in few words: vision/0-3, audio/0."""
-    of: dict[str, list[int]] = {}
-    for module, index in stages:
-        of.setdefault(module, []).append(index)
+def _corners(rank: int, start: float, length: float) -> list[tuple[float, float]]:
+    top, bottom = rank - 0.42, rank + 0.42
+    return [(start, top), (start + length, top), (start + length, bottom), (start, bottom)]
+
+
+def _hosted(actions: Iterable[Action]) -> str:
+    """The stages that run in these actions, in few words: vision/0-3, audio/0."""
+    of: dict[str, set[int]] = {}
+    for action in actions:
+        if action.op in COMPUTE:
+            of.setdefault(action.module, set()).add(action.stage)
     parts = []
     for module, indices in of.items():
-        indices.sort()
-        contiguous = len(indices) > 1 and indices == list(range(indices[0], indices[-1] + 1))
-        text = f"{indices[0]}-{indices[-1]}" if contiguous else ",".join(map(str, indices))
+        first, last = min(indices), max(indices)
+        contiguous = len(indices) > 1 and len(indices) == last - first + 1
+        text = f"{first}-{last}" if contiguous else ",".join(map(str, sorted(indices)))
         parts.append(f"{'llm' if module == 'language_model' else module}/{text}")
     text = ", ".join(parts) or "idle"
-    return text if len(text) <= 24 else text[:23] + "…"
+    return text if len(text) <= 28 else text[:27] + "…"
 
 
-def _legend(figure: Any, groups: Iterable[tuple[int, str, Op]], colours: dict[str, str], x: float, y: float) -> None:
+def _legend(
+    figure: Any, used: set[tuple[str, Op]], colours: dict[str, str], corner: tuple[float, float], zoom: float
+) -> None:
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    used = {(module, op) for _, module, op in groups}
-    handles = []
-    for module, op in ((module, op) for module in colours for op in _SHADES if (module, op) in used):
-        handles.append(Patch(facecolor=_shade(colours[module], _SHADES[op]), label=f"{module} {_NAMES[op]}"))
-    handles.append(Patch(facecolor=_IDLE, label="idle"))
+    # A pair of shades per module, then what the shades mean.
+    handles: list[Any] = []
+    labels: list[str] = []
+    ops = [op for op in _SHADES if any(op is seen for _, seen in used)]
+    for module, colour in (colours | {"": _GREY}).items():
+        shades = tuple(Patch(facecolor=_shade(colour, _SHADES[op])) for op in ops if not module or (module, op) in used)
+        handles.append(shades)
+        labels.append(module or ", ".join(_NAMES[op] for op in ops))
+    handles.append(Patch(facecolor=_IDLE))
+    labels.append("idle")
     figure.legend(
-        handles=handles, loc="center left", bbox_to_anchor=(x, y), ncols=len(handles), frameon=False, fontsize=8.5,
-        borderpad=0, borderaxespad=0, handlelength=1.2, handleheight=1.0, columnspacing=1.4, labelcolor=_INK,
+        handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, loc="center left", bbox_to_anchor=corner, ncols=len(handles), frameon=False,
+        fontsize=8 * zoom, borderpad=0, borderaxespad=0, handlelength=2.0, handleheight=1.0, columnspacing=1.6,
+        handletextpad=0.5, labelcolor=_INK,
     )  # fmt: skip
 
 

@@ -1,0 +1,203 @@
+"""Frozen-aware against frozen-unaware pipeline cuts, measured side by side (dissertation 3.3.1, cornstarch-2025-03 4.2).
+
+A frozen vision encoder and a frozen language model with a trainable projector between them run as a pipeline of
+2 gloo ranks with 1 thread each. The unaware cut balances forward + backward = 3 x forward, as LLM pipelines do; the
+aware cut balances what each layer really computes. Steps of the two alternate in one run, so that both see the same
+machine; the simulator's prediction from profiled layers stands beside each measurement.
+
+    python -m bench.frozen_pipeline [--microbatches 16] [--steps 9] [--out bench/results/frozen_pipeline.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
+
+from interlace.model import Media, ModalityModule, MultimodalModel, Sample
+from interlace.plan import ParallelPlan, profile_model
+from interlace.run import parallelize, stage_durations, stage_graph
+from interlace.schedule import one_f_one_b
+from interlace.simulate import simulate
+
+IMAGE_TOKEN = 500
+PATCH = 16
+CUTS = {"unaware": False, "aware": True}
+
+
+def build_model(vision_layers: int, language_layers: int, hidden: int = 256) -> MultimodalModel:
+    """SigLIP and Llama of equal width, everything frozen but the projector."""
+    torch.manual_seed(0)
+    vision = SiglipVisionModel(
+        SiglipVisionConfig(
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_hidden_layers=vision_layers,
+            num_attention_heads=4,
+            image_size=16 * PATCH,
+            patch_size=PATCH,
+            vision_use_head=False,
+            attn_implementation="interlace",
+        )
+    )
+    language_model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=512,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=language_layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            attn_implementation="interlace",
+        )
+    )
+    mllm = MultimodalModel(
+        encoders={"vision": ModalityModule(vision, projector="mlp")},
+        language_model=language_model,
+        placeholders={"vision": IMAGE_TOKEN},
+    )
+    mllm.freeze("vision")
+    mllm.freeze("language_model")
+    return mllm.train()
+
+
+def build_microbatches(mllm: MultimodalModel, count: int) -> list[list[Sample]]:
+    """One sample each: an image of 16 x 16 patches and 64 text tokens, all alike so that only the cut differs."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 16 * PATCH, 16 * PATCH)
+    tokens = mllm.encoders["vision"].tokens(shape)
+    batches = []
+    for _ in range(count):
+        ids = [1, *[IMAGE_TOKEN] * tokens, *torch.randint(2, 400, (64,), generator=generator).tolist()]
+        labels = torch.tensor([-100] * (tokens + 1) + ids[tokens + 2 :] + [2])
+        image = Media(shape, tokens, torch.randn(shape, generator=generator))
+        batches.append([Sample(input_ids=torch.tensor(ids), labels=labels, media={"vision": [image]}, name="bench")])
+    return batches
+
+
+def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> None:
+    """One rank: profile, then alternate steps of both cuts; rank 0 writes the measurements."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    mllm = build_model(options.vision_layers, options.language_layers)
+    batches = build_microbatches(mllm, options.microbatches)
+
+    # Both ranks profile at the same time: layers then cost what they cost in a step, when both cores are busy.
+    dist.barrier()
+    measured = profile_model(mllm, batches[0], repeats=options.profile_repeats)
+    shared = [measured]
+    dist.broadcast_object_list(shared, src=0)  # one profile, so that all ranks cut alike
+    costs = shared[0]
+
+    parallel, predicted, cuts = {}, {}, {}
+    for name, aware in CUTS.items():
+        plan = ParallelPlan.balanced(mllm, 2, costs=costs, frozen_aware=aware)
+        parallel[name] = parallelize(mllm, plan, transport="distributed", timeout=120)
+        graph = stage_graph(mllm, plan)
+        schedule = one_f_one_b(graph, graph.everything(options.microbatches))
+        predicted[name] = simulate(schedule, stage_durations(mllm, plan, costs)).makespan
+        cuts[name] = [f"rank {s.ranks[0]}: {s.module}[{s.start}:{s.stop}]" for s in plan.stages]
+
+    seconds: dict[str, list[float]] = {name: [] for name in CUTS}
+    bubbles: dict[str, list[float]] = {name: [] for name in CUTS}
+    for step in range(options.steps + 1):  # the first one warms up
+        for name, model in parallel.items():
+            model.zero_grad()
+            dist.barrier()
+            start = time.monotonic()
+            model.step(batches)
+            dist.barrier()
+            elapsed = time.monotonic() - start
+            timeline = model.timeline()
+            if step:
+                seconds[name].append(elapsed)
+                bubbles[name].append(timeline.bubble)
+    if rank == 0:
+        report: dict[str, Any] = {"cuts": cuts, "seconds": seconds, "predicted_seconds": predicted, "bubble": bubbles}
+        Path(result).write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run the benchmark, print the table, write the JSON; returns what was written."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", type=int, default=16, help="microbatches of a step")
+    parser.add_argument("--steps", type=int, default=9, help="measured steps of each cut")
+    parser.add_argument("--profile-repeats", type=int, default=9, help="repeats of the layer profile")
+    parser.add_argument("--vision-layers", type=int, default=12)
+    parser.add_argument("--language-layers", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/frozen_pipeline.json"))
+    options = parser.parse_args(argv)
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        result = str(Path(folder) / "result.json")
+        mp.spawn(run_rank, (port, options, result), nprocs=2)
+        report = json.loads(Path(result).read_text())
+
+    median = {name: statistics.median(report["seconds"][name]) for name in CUTS}
+    ratios = [slow / fast for slow, fast in zip(report["seconds"]["unaware"], report["seconds"]["aware"], strict=True)]
+    report = {
+        "benchmark": "frozen_pipeline",
+        "command": "python -m bench.frozen_pipeline",
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "ranks": 2, "threads_per_rank": 1},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "model": {
+            "vision_layers": options.vision_layers,
+            "language_layers": options.language_layers,
+            "frozen": ["vision", "language_model"],
+            "trainable": ["vision.projector"],
+            "microbatches": options.microbatches,
+        },
+        **report,
+        "median_seconds": median,
+        "speedup": median["unaware"] / median["aware"],
+        "speedup_per_pair": ratios,
+        "prediction_error": {name: report["predicted_seconds"][name] / median[name] - 1 for name in CUTS},
+    }
+    for name in CUTS:
+        print(
+            f"{name:8} {median[name] * 1e3:8.1f} ms/step, predicted {report['predicted_seconds'][name] * 1e3:8.1f} ms "
+            f"({report['prediction_error'][name]:+.1%}), bubble {statistics.median(report['bubble'][name]):.0%}  "
+            + ", ".join(report["cuts"][name])
+        )
+    print(f"frozen-aware is {report['speedup']:.2f}x faster (pairs {min(ratios):.2f} to {max(ratios):.2f})")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _cpu() -> str:
+    with open("/proc/cpuinfo") as lines:
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def test_frozen_pipeline(benchmark: Any) -> None:
+    """The same under pytest-benchmark, shorter."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = str(Path(folder) / "frozen_pipeline.json")
+        report = benchmark.pedantic(lambda: main(["--steps", "3", "--out", out]), rounds=1)
+    benchmark.extra_info["speedup"] = report["speedup"]
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main() else 1)
