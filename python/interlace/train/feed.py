@@ -126,7 +126,7 @@ def datasets(
     `decode` names the modalities that this rank runs. Raises ConfigError for settings that the data or the encoders
     cannot meet, naming the key.
     """
-    from interlace.data import FetchError, load_dataset
+    from interlace.data import load_dataset
 
     tokens = {name: model.encoders[name].tokens for name in config.model.encoders()}
     settings: dict[str, Any] = {"tokenizer": tokenizer, "held_out": config.data.held_out}
@@ -153,8 +153,23 @@ def datasets(
                 **settings,
             )
         )
-    except (FetchError, ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         raise ConfigError(f"{source}: [data]: {error}") from None
+
+
+def media_specs(config: Config, model: Any) -> dict[str, Any]:
+    """How files become the encoders' inputs: modality -> ImageSpec or AudioSpec of `interlace.data`."""
+    from interlace.data import AudioSpec, ImageSpec
+
+    specs: dict[str, Any] = {}
+    vision = config.model.vision
+    if vision is not None:
+        patch = model.encoders["vision"].module.config.patch_size * vision.downsample
+        mean, std = PIXELS[vision.family]
+        specs["vision"] = ImageSpec(patch, config.data.max_image_tokens, mean, std)
+    if config.model.audio is not None:
+        specs["audio"] = AudioSpec(model.encoders["audio"].module.config.num_mel_bins, config.data.max_audio_seconds)
+    return specs
 
 
 def prepare(config: Config, say: Callable[[str], None], *, source: str = "config") -> Config:
@@ -185,9 +200,11 @@ def _marker(config: Config) -> Path:
     from interlace import __version__
 
     what = (__version__, config.data.model_dump_json(), config.model.model_dump_json(), config.run.seed)
-    default = os.environ.get("INTERLACE_CACHE") or Path.home() / ".cache" / "interlace"
     key = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-    return Path(config.data.cache or default) / "prepared" / key
+    # The folder is interlace.data.cache_folder(), found without importing torch.
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    cache = config.data.cache or os.environ.get("INTERLACE_CACHE") or f"{base}/interlace"
+    return Path(cache).expanduser() / "prepared" / key
 
 
 def _stamps_settings(config: Config, model: Any, source: str) -> dict[str, Any]:
