@@ -105,7 +105,7 @@ def test_torn_checkpoint_is_named_and_the_previous_used(tmp_path: Path, harm: ob
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert store.newest() == first  # set aside: warned once
-    with pytest.raises(ck.CheckpointError, match="no checkpoint at .*found: step-00000001"):
+    with pytest.raises(ck.CheckpointError, match=r"no checkpoint at .*found: step-00000001"):
         store.newest(second)
     _save(store, 2, model)
     assert store.newest() == second

@@ -129,7 +129,9 @@ def materialize(model: nn.Module, names: Collection[str] | None = None, *, seed:
         own = [_join(prefix, name) for name, _ in module.named_parameters(remove_duplicate=False)]
         if any(name not in wanted for name in own) or (own and all(name in later for name in own)):
             continue
-        owner = max((p for p in families if p == "" or prefix == p or prefix.startswith(p + ".")), key=len, default=None)
+        owner = max(
+            (p for p in families if p == "" or prefix == p or prefix.startswith(p + ".")), key=len, default=None
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_seed_of(seed, prefix))
             if owner is not None:
@@ -148,7 +150,7 @@ def architecture(config: Config) -> dict[str, Any]:
     }
 
 
-def _module(name: str, spec: Encoder | LanguageModel, source: str, **defaults: Any) -> nn.Module:
+def _module(name: str, spec: Encoder | LanguageModel, source: str, **defaults: Any) -> Any:
     folder, config_class, model_class, family_defaults = FAMILIES[spec.family]
     base = f"transformers.models.{folder}"
     hf_config = getattr(importlib.import_module(f"{base}.configuration_{folder}"), config_class)
@@ -161,7 +163,7 @@ def _module(name: str, spec: Encoder | LanguageModel, source: str, **defaults: A
             raise ConfigError(f"{where} has no key {key!r} for family {spec.family!r}; {_hint(key, fields)}")
     try:
         made = hf_config(**{**family_defaults, **defaults, **spec.config}, attn_implementation="interlace")
-        module: nn.Module = hf_model(made)
+        module = hf_model(made)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"{where} {spec.family}: {' '.join(str(error).split())}") from None
     return module

@@ -134,8 +134,8 @@ class Checkpoints:
     def load(self, path: Path, parameters: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fills the given tensors in place from the checkpoint at `path`, sets the generators, returns ``progress``.
 
-        `optimizer` tensors that the checkpoint lacks (their parameters were frozen then) are left as they are; a missing
-        parameter is an error. Raises CheckpointError when the checkpoint is of another model.
+        `optimizer` tensors that the checkpoint lacks (their parameters were frozen then) are left as they are; a
+        missing parameter is an error. Raises CheckpointError when the checkpoint is of another model.
         """
         check_model(path, self.identity)
         reader = dcp.FileSystemReader(path)
@@ -148,7 +148,7 @@ class Checkpoints:
         generators = f"rng.{self.rank}"
         for key in ("progress", generators):
             if key in stored:  # a rank that did not exist when this was saved keeps its freshly seeded generators
-                wanted[key] = torch.empty(stored[key].size, dtype=torch.uint8)
+                wanted[key] = torch.empty(_size_of(stored[key]), dtype=torch.uint8)
         with _quiet_dcp():
             dcp.load(wanted, storage_reader=reader, no_dist=not self.distributed)
         if generators in wanted:
@@ -293,6 +293,11 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     kind, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+
+
+def _size_of(stored: Any) -> torch.Size:
+    size: torch.Size = stored.size
+    return size
 
 
 def _pack(value: Any) -> Tensor:

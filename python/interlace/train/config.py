@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from interlace.train.schema import Config
 
-if sys.version_info >= (3, 11):  # noqa: UP036  (Python 3.10 has no tomllib)
+if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib

@@ -17,7 +17,9 @@ IGNORE = -100
 
 
 @torch.no_grad()
-def answer(model: Any, prompts: Sequence[Any], *, end: int, max_new_tokens: int, batch_size: int = 64) -> list[list[int]]:
+def answer(
+    model: Any, prompts: Sequence[Any], *, end: int, max_new_tokens: int, batch_size: int = 64
+) -> list[list[int]]:
     """Greedy continuations of `prompts` (samples whose ``input_ids`` end where the answer begins), without `end`.
 
     Each answer ends before the token `end` or after `max_new_tokens`.

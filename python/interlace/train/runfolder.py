@@ -1,10 +1,10 @@
 """The folder of a run, ``<run.folder>/<run.name>/<time>``, and which one ``--resume`` means.
 
-    config.toml      the resolved config (the ranks read this one)     metrics.jsonl    one line per logged step
-    checkpoints/     see `checkpoint`                                  tensorboard/     event files
-    trace.json       one measured step, for Perfetto                   timeline.png     the same, as a picture
-    mask.png         the attention mask of a batch                     samples.html, samples.png    held-out answers
-    logs/rank-N.log  what each rank wrote to stderr                    summary.json     the closing table
+config.toml      the resolved config (the ranks read this one)     metrics.jsonl    one line per logged step
+checkpoints/     see `checkpoint`                                  tensorboard/     event files
+trace.json       one measured step, for Perfetto                   timeline.png     the same, as a picture
+mask.png         the attention mask of a batch                     samples.html, samples.png    held-out answers
+logs/rank-N.log  what each rank wrote to stderr                    summary.json     the closing table
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Data(Section):
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Fraction of the stamps (with all their languages), or of the digits, that is never trained on."""
     max_image_tokens: Positive = 64
-    """Token budget of one image."""
+    """Most patches of one image, before the encoder's ``downsample`` divides them."""
     on_too_large: Literal["downscale", "error"] = "downscale"
     """What happens to an image over its budget: scaled down keeping its aspect, or an error that names it."""
     max_images: Annotated[int, Field(ge=2)] = 3
@@ -306,7 +306,7 @@ class Config(Section):
         batch, dp = self.train.batch_size, self.parallel.dp
         if batch % dp or batch // dp < self.train.microbatches:
             raise ValueError(
-                f"train.batch_size = {batch} cannot give {dp} replicas equal parts of at least {self.train.microbatches} "
-                "samples (train.microbatches)"
+                f"train.batch_size = {batch} cannot give {dp} replicas equal parts of at least "
+                f"{self.train.microbatches} samples (train.microbatches)"
             )
         return self

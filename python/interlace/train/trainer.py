@@ -101,9 +101,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Trains to the last step (or until asked to stop); returns what the summary needs."""
         train, log, every = self.config.train, self.config.log, self.config.checkpoint.every
-        metrics = (
-            Metrics(self.folder, start=self.step, tensorboard=log.tensorboard) if self.rank == 0 else None
-        )
+        metrics = Metrics(self.folder, start=self.step, tensorboard=log.tensorboard) if self.rank == 0 else None
         screen = Screen(train.steps, self.step, name=self.config.run.name, enabled=not self.quiet)
         stopped = False
         try:
