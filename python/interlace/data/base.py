@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class Recipe:
     stamp: str = ""
 
 
-class MultimodalDataset(Dataset[Sample]):
+class MultimodalDataset(Dataset[Sample], ABC):
     """Base of the datasets: map-style, yields uncollated samples, deterministic per (seed, epoch, index).
 
     ``tokens``: modality -> function from an item's shape to its LLM tokens (ModalityModule.tokens); its keys are the
@@ -86,16 +87,17 @@ class MultimodalDataset(Dataset[Sample]):
 
     # What a dataset defines -------------------------------------------------------------------------------
 
+    @abstractmethod
     def __len__(self) -> int:
-        raise TypeError(f"{type(self).__name__} does not say how many samples it has")
+        """Samples per epoch."""
 
+    @abstractmethod
     def recipe(self, index: int, epoch: int | None = None) -> Recipe:
         """What sample ``index`` of ``epoch`` (default: the current one) is, without decoding. Raises IndexError."""
-        raise TypeError(f"{type(self).__name__} does not say what its samples are")
 
+    @abstractmethod
     def read(self, item: MediaRef) -> np.ndarray:
         """The decoded item, compact (uint8 or float16). Raises DecodeError."""
-        raise TypeError(f"{type(self).__name__} does not say how to read its items")
 
     # What follows from it ---------------------------------------------------------------------------------
 

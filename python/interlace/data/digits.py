@@ -64,7 +64,7 @@ class DigitsDataset(MultimodalDataset):
         if not self.indices:
             raise ValueError(f"no digits in split {split!r} with held_out = {held_out}, length = {length}")
         self.targets = digits.target[self.indices]
-        self._pictures = pictures[self.indices]
+        self._pictures = {f"digit/{i}": pictures[i] for i in self.indices}
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -78,12 +78,10 @@ class DigitsDataset(MultimodalDataset):
         return Recipe("digit", (MediaRef("vision", name, self.shape),), "en", WORDS[self.targets[index]], stamp=name)
 
     def read(self, item: MediaRef) -> np.ndarray:
-        try:
-            picture = self._pictures[self.indices.index(int(item.source.removeprefix("digit/")))]
-        except ValueError:
-            raise DecodeError(f"{item.source}: not a digit of this dataset") from None
+        if item.source not in self._pictures:
+            raise DecodeError(f"{item.source}: not a digit of this dataset")
         image_module = _library("PIL.Image")
-        grey = image_module.fromarray(np.minimum(picture * 16, 255).astype(np.uint8))
+        grey = image_module.fromarray(np.minimum(self._pictures[item.source] * 16.0, 255).astype(np.uint8))
         if grey.size != self.shape[1:]:
             grey = grey.resize(self.shape[1:], image_module.Resampling.BILINEAR)
         return np.repeat(np.asarray(grey)[None], 3, axis=0)

@@ -164,14 +164,15 @@ def _unpack(package: Path, tree: Path, timeout: float) -> None:
     if not (tree / "usr/share/tuxpaint/stamps").is_dir():
         raise FetchError(f"{package.name} holds no usr/share/tuxpaint/stamps folder")
     # Installed-Size rounds every file up to whole KiB and counts 1 KiB for each folder and link.
-    unpacked = sum(1024 if p.is_symlink() or p.is_dir() else -(-p.stat().st_size // 1024) * 1024 for p in tree.rglob("*"))
+    contents = tree.rglob("*")
+    unpacked = sum(1024 if p.is_symlink() or p.is_dir() else -(-p.stat().st_size // 1024) * 1024 for p in contents)
     if declared and abs(unpacked - declared) > 0.02 * declared:
         raise FetchError(f"{package.name} unpacked to {unpacked} bytes, it declares {declared}; is the disk full?")
 
 
 def _run(command: Sequence[str], timeout: float, cwd: Path | None = None) -> str:
     environment = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
-    name = " ".join(c for c in command[:1] + [c for c in command[1:] if c in ("update", "download", "-x", "-f", "show")])
+    name = " ".join([command[0], *(c for c in command[1:] if c in ("update", "download", "-x", "-f", "show"))])
     try:
         done = subprocess.run(
             list(command),

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from interlace.data.fetch import exclusive
 from interlace.data.media import DecodeError, clip_info, image_size
 
 FORMAT = 1  # raise it when the meaning of the JSON changes: older indexes are then rebuilt
@@ -64,13 +65,14 @@ class Stamp:
 
 @dataclass
 class StampIndex:
-    """All stamps under ``root``. ``failures``: file -> reason (broken). ``skipped``: file -> reason (unusable)."""
+    """All stamps under ``root``. ``failures``: file -> reason (broken). ``skipped``: file -> (reason, language or "")
+    of whole files that no sample can use."""
 
     root: Path
     signature: str
     stamps: list[Stamp]
     failures: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes the JSON atomically."""
@@ -102,8 +104,9 @@ class StampIndex:
                 )
                 for s in record["stamps"]
             ]
-            return cls(root, signature, stamps, record["failures"], record["skipped"])
-        except (OSError, ValueError, KeyError, TypeError):
+            skipped = {path: (reason, language) for path, (reason, language) in record["skipped"].items()}
+            return cls(root, signature, stamps, record["failures"], skipped)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
 
@@ -121,9 +124,11 @@ def load_index(root: str | Path, cache: str | Path | None = None) -> StampIndex:
     path = (Path(cache) if cache is not None else root.parent) / "index.json"
     index = StampIndex.load(path, root, signature)
     if index is None:
-        index = build_index(root, [name for name, _, _ in files], signature)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        index.save(path)
+        with exclusive(path.with_suffix(".lock"), timeout=600):  # of several ranks one builds, the others read
+            index = StampIndex.load(path, root, signature)
+            if index is None:
+                index = build_index(root, [name for name, _, _ in files], signature)
+                index.save(path)
     if not index.stamps:
         raise ValueError(f"{root}: holds no captioned stamps (.txt files beside .png, .svg or _desc_*.ogg files)")
     return index
@@ -160,12 +165,12 @@ def build_index(root: Path, files: list[str], signature: str = "") -> StampIndex
                     width, height = image_size(root / name)
                     stamps[stem].images.append(ImageFile(name, width, height))
                 elif not (stem.endswith("_mirror") and stem[: -len("_mirror")] in stamps):
-                    index.skipped[name] = "no caption"
+                    index.skipped[name] = ("no caption", "")
             elif (match := _CLIP.fullmatch(name)) is not None:
                 language = match["language"] or "en"
                 stamp = stamps.get(match["stem"])
                 if stamp is None or language not in stamp.captions:
-                    index.skipped[name] = f"no {language} caption"
+                    index.skipped[name] = ("no caption in its language", language)
                 elif language not in stamp.clips:
                     frames, rate = clip_info(root / name)
                     stamp.clips[language] = Clip(name, language, rate, frames)
@@ -190,7 +195,7 @@ def _read_captions(root: Path, name: str, index: StampIndex) -> dict[str, str]:
         if match is not None and match["text"].strip():
             captions.setdefault(match["language"], match["text"].strip())
     if not captions:
-        index.skipped[name] = "no caption in it"
+        index.skipped[name] = ("no caption in it", "")
     return captions
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from interlace.data.base import MultimodalDataset
 from interlace.data.digits import DigitsDataset
-from interlace.data.fetch import fetch_stamps, find_stamps
+from interlace.data.fetch import cache_folder, fetch_stamps, find_stamps
 from interlace.data.stamps import StampsDataset
 
 log = logging.getLogger("interlace.data")
@@ -46,7 +47,7 @@ def load_dataset(
     In a run of many processes call it once before they start: it fetches and decodes; then every rank finds the
     same data in the cache. Raises ValueError for an unknown name and TypeError for unknown settings.
     """
-    kinds: dict[str, type[MultimodalDataset]] = {"stamps": StampsDataset, "digits": DigitsDataset}
+    kinds: dict[str, type[StampsDataset] | type[DigitsDataset]] = {"stamps": StampsDataset, "digits": DigitsDataset}
     if name not in kinds:
         raise ValueError(f"unknown dataset {name!r}; known: {', '.join(kinds)}")
     accepted = {key: _parameters(kind) for key, kind in kinds.items()}
@@ -63,13 +64,14 @@ def load_dataset(
             settings = {key: value for key, value in settings.items() if key in accepted[name]}
         else:
             settings["root"] = folder
-    make = kinds[name]
+            if root is not None:  # leave nothing beside a folder that is the user's own
+                place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+                settings["cache"] = (Path(cache) if cache is not None else cache_folder()) / "local" / place
     common: dict[str, Any] = {"tokens": tokens, "decode": decode, "seed": seed, **settings}
-    return Splits(
-        make(split="train", length=length, **common), make(split="heldout", length=heldout_length, **common), note
-    )
+    train = kinds[name](split="train", **common, length=length)
+    return Splits(train, kinds[name](split="heldout", **common, length=heldout_length), note)
 
 
 def _parameters(kind: type) -> set[str]:
-    fixed = {"self", "tokens", "decode", "seed", "split", "length", "root"}
+    fixed = {"self", "tokens", "decode", "seed", "split", "length", "root", "cache"}
     return set(inspect.signature(kind).parameters) - fixed

@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import re
 import struct
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +142,9 @@ def svg_size(path: str | Path) -> tuple[float, float]:
         raise DecodeError(f"{path}: no <svg> element in the first 64 KiB")
     attributes = dict(re.findall(r"\s([\w:]+)\s*=\s*[\"']([^\"']*)[\"']", root[0]))
     box = [float(x) for x in re.findall(r"[-+]?[\d.]+(?:e[-+]?\d+)?", attributes.get("viewBox", ""))]
-    box_size = box[2:4] if len(box) == 4 else [0.0, 0.0]
-    width, height = (_css_length(attributes.get(k, "")) or b for k, b in zip(("width", "height"), box_size, strict=True))
+    box_width, box_height = box[2:4] if len(box) == 4 else (0.0, 0.0)
+    width = _css_length(attributes.get("width", "")) or box_width
+    height = _css_length(attributes.get("height", "")) or box_height
     if width <= 0 or height <= 0:
         raise DecodeError(f"{path}: SVG without a usable width and height or viewBox")
     return width, height
@@ -262,7 +265,7 @@ def load_image(path: str | Path, spec: ImageSpec) -> torch.Tensor:
         size = image_size(path) if str(path).lower().endswith((".svg", ".png")) else _pillow_size(path)
     except OSError as error:
         raise DecodeError(f"{path}: {error}") from error
-    return to_tensor(decode_image(path, spec.fit(*size, name=str(path))), spec)
+    return to_tensor(decode_image(path, spec.fit(size[0], size[1], str(path))), spec)
 
 
 def _pillow_size(path: str | Path) -> tuple[int, int]:
@@ -281,29 +284,28 @@ def load_audio(path: str | Path, spec: AudioSpec) -> torch.Tensor:
     return to_tensor(decode_audio(path, spec), spec)
 
 
-@dataclass(frozen=True)
-class Decoders:
-    """Versions of the libraries that decode: part of the key of everything cached from their output."""
+def decoder_versions(modality: str) -> dict[str, str]:
+    """Versions of the libraries that decode: part of the key of everything cached from their output.
 
-    versions: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def installed(cls, modality: str) -> Decoders:
-        """Raises ImportError naming the package to install when a decoder is missing."""
-        names = {"vision": ("PIL", "resvg_py"), "audio": ("soundfile", "scipy.signal", "transformers")}[modality]
-        from importlib.metadata import version
-
-        for name in names:
-            _library(name)
-        packages = {"PIL": "pillow", "scipy.signal": "scipy"}
-        return cls({p: version(p) for p in (packages.get(n, n) for n in names)})
+    Imports none of them (that costs seconds, and a rank that reads the cache needs none). Raises ImportError naming
+    what to install when one is missing.
+    """
+    versions = {}
+    for package in {"vision": ("pillow", "resvg_py"), "audio": ("soundfile", "scipy", "transformers")}[modality]:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            raise ImportError(_missing(package)) from None
+    return versions
 
 
-@lru_cache(maxsize=None)
+@cache
 def _library(name: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{name} is needed to read this data ({error}); pip install 'interlace[data]'") from error
+        raise ImportError(f"{_missing(name)} ({error})") from error
+
+
+def _missing(name: str) -> str:
+    return f"{name} is needed to read this data: pip install 'interlace[data]'"

@@ -4,8 +4,8 @@ One pass does two jobs. It *verifies*: a file that fails is known by name and re
 rank, so the sample sequence never depends on which rank decodes. And it *caches*: resized pixels (uint8) and mel
 features (float16) go to flat files read by memory map, so training decodes nothing.
 
-- Workers are separate ``python -m interlace.data.pack`` processes: a decoder that crashes or hangs costs that file,
-  not the run, and no fork happens after torch has started threads.
+- Workers are separate Python processes, not forks: a decoder that crashes or hangs costs that file,
+  not the run, and torch's threads are never forked.
 - A pack is keyed by the files, the specification and the decoder versions; it is built under a lock, moved into place
   whole, checked by size when opened and by CRC when read. A damaged pack is rebuilt, a damaged item decoded afresh.
 - Bounded: past ``limit_bytes`` items are verified but not kept; the 6 packs used last per modality stay on disk.
@@ -34,7 +34,7 @@ from typing import IO, Any
 import numpy as np
 
 from interlace.data.fetch import exclusive
-from interlace.data.media import AudioSpec, DecodeError, Decoders, ImageSpec, decode_audio, decode_image
+from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, decoder_versions
 
 FORMAT = 1
 KEPT_PACKS = 6
@@ -72,7 +72,7 @@ class Pack:
                 raw = np.array(self._maps[number][offset : offset + size])
             except (OSError, ValueError):
                 raw = np.empty(0, dtype=np.uint8)
-            if raw.nbytes == size and zlib.crc32(raw) == crc:
+            if raw.nbytes == size and zlib.crc32(raw.data) == crc:
                 return raw.view(dtype).reshape(shape)
             log.warning("%s: its cached copy in %s is damaged; decoding the file again", path, self.folder)
             self.entries[path] = (number, -1, crc)
@@ -109,7 +109,7 @@ def open_pack(
     ImportError when a decoder library is missing, RuntimeError when workers cannot start.
     """
     modality = "audio" if isinstance(spec, AudioSpec) else "vision"
-    key = [FORMAT, signature, modality, asdict(spec), Decoders.installed(modality).versions, sorted(items), limit_bytes]
+    key = [FORMAT, signature, modality, asdict(spec), decoder_versions(modality), sorted(items), limit_bytes]
     name = f"{modality}-{sha256(json.dumps(key).encode()).hexdigest()[:16]}"
     folder = cache / "packs" / name
     pack = _load(folder, root, spec)
@@ -162,19 +162,20 @@ def _build(folder: Path, root: Path, items: Sequence[Item], spec: Spec, workers:
             results = _run_workers(temporary, root, items, spec, workers, limit // workers)
         done = {r["path"]: r for r in results}
         good = [(i, done[i[0]]) for i in items if "error" not in done[i[0]]]
+        failures = {r["path"]: r["error"] for r in results if "error" in r}
         record = {
             "parts": {p.name: p.stat().st_size for p in sorted(temporary.glob("part*.bin"))},
             "items": [[path, shape, r["part"], r["offset"], r["crc"]] for (path, shape), r in good],
-            "failures": {r["path"]: r["error"] for r in results if "error" in r},
+            "failures": failures,
         }
         (temporary / "pack.json").write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for path, reason in sorted(record["failures"].items()):
+    for path, reason in sorted(failures.items()):
         log.warning("cannot decode %s: %s", path, reason)
-    log.info("decoded %d %s in %.1f s, %d failed", len(items), kind, time.monotonic() - started, len(record["failures"]))
+    log.info("decoded %d %s in %.1f s, %d failed", len(items), kind, time.monotonic() - started, len(failures))
 
 
 def _prune(packs: Path, modality: str) -> None:
@@ -243,7 +244,8 @@ def _one_worker(
         "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH", "")])),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "interlace.data.pack", str(job_file), str(folder / f"part{number}.bin")]
+    program = "import sys; from interlace.data.pack import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", program, str(job_file), str(folder / f"part{number}.bin")]
     with open(folder / f"log{number}.txt", "wb") as stderr:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True
@@ -296,13 +298,9 @@ def main(arguments: Sequence[str]) -> None:
     job_file, part = arguments
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     spec = {"ImageSpec": ImageSpec, "AudioSpec": AudioSpec}[job["kind"]](**job["spec"])
-    Decoders.installed("audio" if isinstance(spec, AudioSpec) else "vision")
+    decoder_versions("audio" if isinstance(spec, AudioSpec) else "vision")
     print("ready", flush=True)
     with open(part, "ab", buffering=0) as out:  # unbuffered: what a line reports is in the file
         out.seek(0, os.SEEK_END)
         for path, shape in job["items"]:
             print(json.dumps(_process(Path(job["root"]), (path, tuple(shape)), spec, out, job["limit"])), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

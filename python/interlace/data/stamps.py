@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from interlace.data.base import MediaRef, MultimodalDataset, Recipe
-from interlace.data.index import Clip, Stamp, StampIndex, is_held_out, load_index
+from interlace.data.index import Clip, Stamp, is_held_out, load_index
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarge
 from interlace.data.pack import Item, Pack, open_pack
 from interlace.data.tokenizer import ByteTokenizer
@@ -110,10 +110,9 @@ class StampsDataset(MultimodalDataset):
         self.specs = {"vision": self.image_spec, "audio": self.audio_spec}
         self.index = load_index(self.root, cache)
         self.failures.update(self.index.failures)
-        foreign = {f"no {language} caption" for s in self.index.stamps for language in s.captions} - {
-            f"no {language} caption" for language in self.languages
-        }
-        self.skipped.update({path: why for path, why in self.index.skipped.items() if why not in foreign})
+        for path, (reason, language) in self.index.skipped.items():
+            if language in ("", *self.languages):
+                self.skipped[path] = reason
         cache = Path(cache) if cache is not None else self.root.parent
         used = {modality for kind in self.weights for modality in KINDS[kind]}
         self._packs: dict[str, Pack] = {}
