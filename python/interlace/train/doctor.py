@@ -84,6 +84,7 @@ def _attention() -> dict[str, Callable[[], Check]]:
             device = "cuda" if name in ("triton", "gluon") and torch.cuda.is_available() else "cpu"
             q = torch.randn(1, 2, 16, 16, device=device)
             out = bitfield_attention(q, q, q, BitfieldMask.causal(1, 16).to(device), backend=name)
+            assert isinstance(out, torch.Tensor)
             return bool(torch.isfinite(out).all()), f"runs on {device}"
 
         return check

@@ -130,13 +130,12 @@ def datasets(
 
     tokens = {name: model.encoders[name].tokens for name in config.model.encoders()}
     settings: dict[str, Any] = {"tokenizer": tokenizer, "held_out": config.data.held_out}
-    vision = config.model.vision
-    if vision is not None:
-        settings["patch_size"] = model.encoders["vision"].module.config.patch_size * vision.downsample
-        settings["max_image_tokens"] = config.data.max_image_tokens
-        settings["mean"], settings["std"] = PIXELS[vision.family]
+    if "vision" in tokens:
+        spec = media_specs(config, model)["vision"]
+        settings["patch_size"], settings["max_image_tokens"] = spec.patch_size, spec.max_tokens
+        settings["mean"], settings["std"] = spec.mean, spec.std
     if config.data.dataset == "digits":
-        if vision is None:
+        if "vision" not in tokens:
             raise ConfigError(f"{source}: the digits are images, but the model has no [model.vision]")
         settings["image_size"] = config.data.digit_size
     else:
@@ -164,7 +163,7 @@ def media_specs(config: Config, model: Any) -> dict[str, Any]:
     specs: dict[str, Any] = {}
     vision = config.model.vision
     if vision is not None:
-        patch = model.encoders["vision"].module.config.patch_size * vision.downsample
+        patch = model.encoders["vision"].module.config.patch_size
         mean, std = PIXELS[vision.family]
         specs["vision"] = ImageSpec(patch, config.data.max_image_tokens, mean, std)
     if config.model.audio is not None:

@@ -143,7 +143,7 @@ def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
                 seconds(cost.times.forward),
                 seconds(cost.times.input_grad),
                 seconds(cost.times.weight_grad),
-                seconds(cost.times.backward),
+                seconds(cost.times.weight_only),
             ),
             trainable=cost.trainable,
         )
@@ -179,8 +179,8 @@ def budget_tokens(config: Config, model: Any) -> dict[str, float]:
     language_model = float(config.data.max_caption_bytes)
     vision, audio = config.model.vision, config.model.audio
     if vision is not None:
-        tokens["vision"] = samples * config.data.max_image_tokens * vision.downsample**2
-        language_model += config.data.max_image_tokens
+        tokens["vision"] = samples * config.data.max_image_tokens
+        language_model += -(-config.data.max_image_tokens // vision.downsample)
     if audio is not None:
         frames = round(config.data.max_audio_seconds * 100)
         tokens["audio"] = samples * frames / 2
