@@ -51,13 +51,16 @@ def plan(options: argparse.Namespace) -> int:
     if own.num_ranks == ranks:
         candidates[f"config ({config.parallel.placement})"] = own
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140
     table = Table(title=f"{config.run.name}: {ranks} ranks, {microbatches} microbatches", title_justify="left")
     for column in ("cut", "rank", "stages", "parameters", "1F+1B ms", "of the step"):
-        table.add_column(column, justify="right" if column not in ("cut", "stages") else "left")
-    seconds = {}
+        table.add_column(column, justify="right" if column not in ("cut", "stages") else "left", overflow="fold")
+    seconds, verdicts = {}, []
     for name, candidate in candidates.items():
         timeline = _simulated(config, model, candidate, costs, microbatches)
         seconds[name] = timeline.makespan
+        verdicts.append(f"{name}: iteration {1e3 * timeline.makespan:,.1f} ms, bubble {100 * timeline.bubble:.0f} %")
         busy = timeline.busy_per_rank
         for rank in range(candidate.num_ranks):
             stages = candidate.of_rank(rank)
@@ -69,12 +72,13 @@ def plan(options: argparse.Namespace) -> int:
                 f"{1e3 * busy[rank] / microbatches:,.2f}",
                 f"{100 * busy[rank] / timeline.makespan:.0f} %",
             )
-        table.add_row("", "", f"predicted iteration: {1e3 * timeline.makespan:,.1f} ms", "", "", "")
         table.add_section()
     console.print(table)
+    for verdict in verdicts:
+        console.print(verdict)
     console.print(costs.origin)
     ratio = seconds["frozen-unaware"] / seconds["frozen-aware"]
-    console.print(f"frozen-aware is predicted {ratio:.2f}x as fast as frozen-unaware")
+    console.print(f"frozen-aware is predicted to be {ratio:.2f}x as fast as frozen-unaware")
     return 0
 
 
