@@ -24,3 +24,6 @@ class Sample:
     labels: Tensor
     media: dict[str, list[Media]] = field(default_factory=dict)
     name: str = ""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
