@@ -14,6 +14,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from interlace import balance
+from interlace.model import MultimodalModel
 from interlace.plan import ParallelPlan
 from interlace.run.channel import Channel, LocalChannel, LocalNetwork, PipelineError
 from interlace.run.executor import Executor, Key, StageRuntime, Step
@@ -42,7 +44,7 @@ class StepResult:
 
 
 def parallelize(
-    mllm: nn.Module,
+    mllm: MultimodalModel,
     plan: ParallelPlan,
     *,
     schedule: str = "1f1b",
@@ -93,11 +95,11 @@ class ParallelModel:
 
     def __init__(
         self,
-        mllm: nn.Module,
+        mllm: MultimodalModel,
         plan: ParallelPlan,
         generator: Callable[..., Schedule],
         ranks: Sequence[int],
-        models: Sequence[nn.Module],
+        models: Sequence[MultimodalModel],
         channels: Sequence[Channel],
         checkpointing: bool,
         autocast: torch.dtype | None,
@@ -122,7 +124,7 @@ class ParallelModel:
                 for stage in plan.of_rank(rank)
             }
             self._executors[rank] = Executor(
-                rank, self._runtimes(rank), self._channels[rank], lambda action, rank=rank: self._reduce(rank, action)
+                rank, self._runtimes(rank), self._channels[rank], partial(self._reduce, rank)
             )
         self._map = ParameterMap(mllm, plan)
 
