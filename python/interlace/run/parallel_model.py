@@ -1,7 +1,7 @@
 """`parallelize(mllm, plan)`: this process's share of a model, and `step(samples)` that trains it.
 
     parallel = parallelize(mllm, plan)           # transport "local": one process plays every rank
-    loss = parallel.step(samples).loss           # gradients are in .grad of parallel.named_parameters()
+    loss = parallel.step(samples)                # gradients are in .grad of parallel.named_parameters()
 
 Every rank of a replica is given the same samples; each collates what its own stages read, and media that it does not
 run may be undecoded (`Media.data is None`). The loss is normalised by the number of valid targets of the whole batch,
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,13 +34,24 @@ from interlace.simulate import Timeline
 _GENERATORS: dict[str, Callable[..., Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did, the same on every rank."""
+class StepResult(float):
+    """The loss of a step (mean cross entropy over the valid targets of the whole batch, nats), with its circumstances.
 
-    loss: float  # mean cross entropy over the valid targets of the whole batch, nats
-    tokens: int  # valid targets
-    microbatches: int  # of this replica
+    The same on every rank. tokens: valid targets of all replicas; microbatches: of this replica.
+    """
+
+    tokens: int
+    microbatches: int
+
+    def __new__(cls, loss: float, tokens: int, microbatches: int) -> StepResult:
+        result = super().__new__(cls, loss)
+        result.tokens, result.microbatches = tokens, microbatches
+        return result
+
+    @property
+    def loss(self) -> float:
+        """The loss as a plain number."""
+        return float(self)
 
 
 def parallelize(
