@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import carrier, use_plan
-from interlace.model.slice import run
 from interlace.model.sample import IGNORE
+from interlace.model.slice import run
 
 Inputs = dict[str, Any]
 

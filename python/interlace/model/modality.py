@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import NAME, use_plan
 from interlace.masks import BitfieldMask, word
-from interlace.model.slice import find_layers, leave, prologue, run
 from interlace.model.projector import PROJECTORS, stack_tokens
 from interlace.model.sample import Media
+from interlace.model.slice import find_layers, leave, prologue, run
 
 Inputs = dict[str, Any]
 KINDS = {"pixel_values": "image", "input_features": "audio", "input_ids": "text"}
@@ -96,17 +96,19 @@ class ModalityModule(nn.Module):
         self.postprocess_projector = postprocess_projector
         self._tokens, self._collate = tokens, collate
         self.out_features = 0
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         self.hidden_size = int(getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
         if not self.hidden_size:
-            raise ValueError(f"{type(module).__name__} has no config.hidden_size (or d_model); is it a HuggingFace model?")
+            raise ValueError(
+                f"{type(module).__name__} has no config.hidden_size (or d_model); is it a HuggingFace model?"
+            )
         use_bitfield_attention(module)
         if self.kind != "text":
             self._measure()
 
     def _measure(self) -> None:
         """Learn the encoder's geometry from its config and from one run of its prologue without memory."""
-        config = self.module.config
+        config: Any = self.module.config
         self.channels = int(getattr(config, "num_channels", None) or getattr(config, "num_mel_bins", None) or 0)
         if self.kind == "image":
             self.patch = int(config.patch_size)
@@ -346,9 +348,10 @@ def use_bitfield_attention(module: nn.Module) -> None:
     setter = getattr(module, "set_attn_implementation", None)
     if setter is None:
         raise ValueError(f"{type(module).__name__} is no HuggingFace model: its attention cannot be switched")
-    if module.config._attn_implementation != NAME:
+    config: Any = module.config
+    if config._attn_implementation != NAME:
         setter(NAME)
-    if module.config._attn_implementation != NAME:
+    if config._attn_implementation != NAME:
         raise ValueError(
             f"{type(module).__name__} does not take attn_implementation={NAME!r}: its attention does not go through "
             "HuggingFace's attention interface"

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from interlace.masks import BitfieldMask
-from interlace.model.slice import carve, find_layers
 from interlace.model.checkpointing import set_checkpointing
 from interlace.model.collate import collate_language, collate_media
-from interlace.model.language import LanguageSettings, cross_entropy_sum, merge_tokens, run_language
 from interlace.model.describe import LayerInfo, describe_layers
+from interlace.model.language import LanguageSettings, cross_entropy_sum, merge_tokens, run_language
 from interlace.model.modality import ModalityModule, use_bitfield_attention
 from interlace.model.sample import IGNORE, Sample
+from interlace.model.slice import carve, find_layers
 from interlace.model.stage import StageModule, keep_frozen
 
 LANGUAGE_MODEL = "language_model"
@@ -66,7 +66,8 @@ class MultimodalModel(nn.Module):
         use_bitfield_attention(language_model)
         self.encoders = nn.ModuleDict(encoders)
         self.language_model = language_model
-        config = language_model.config.get_text_config()
+        config: Any = language_model.config
+        config = config.get_text_config()
         _check_placeholders(encoders, placeholders, int(config.vocab_size))
         for name, encoder in encoders.items():
             if not isinstance(encoder, ModalityModule) or name == LANGUAGE_MODEL or "." in name:
@@ -76,7 +77,7 @@ class MultimodalModel(nn.Module):
             encoder.connect(int(config.hidden_size))
             encoder.backend = backend
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
-        self._settings = LanguageSettings(
+        self.language_settings = LanguageSettings(
             layer_path=find_layers(language_model, path),
             placeholders={name: placeholders[name] for name in encoders},
             merge=preprocess,
@@ -101,14 +102,14 @@ class MultimodalModel(nn.Module):
     @property
     def placeholders(self) -> dict[str, int]:
         """Encoder name -> the token id that stands for one of its features."""
-        return dict(self._settings.placeholders)
+        return dict(self.language_settings.placeholders)
 
     def layer_list(self, name: str) -> nn.ModuleList:
         """The repeated layers of module `name`, which stages are cut from."""
         self._check_module(name)
         if name != LANGUAGE_MODEL:
             return self._encoder(name).layers
-        layers = self.language_model.get_submodule(self._settings.layer_path)
+        layers = self.language_model.get_submodule(self.language_settings.layer_path)
         assert isinstance(layers, nn.ModuleList)
         return layers
 
@@ -121,7 +122,7 @@ class MultimodalModel(nn.Module):
         self._check_module(name)
         if name == LANGUAGE_MODEL:
             keys = context if context is not None else min(self.max_length or 1024, 1024) / 2
-            return describe_layers(self.language_model, LANGUAGE_MODEL, self._settings.layer_path, keys)
+            return describe_layers(self.language_model, LANGUAGE_MODEL, self.language_settings.layer_path, keys)
         encoder = self._encoder(name)
         keys = context if context is not None else encoder.nominal_length
         path = f"module.{encoder.layer_path}"
@@ -149,12 +150,14 @@ class MultimodalModel(nn.Module):
                 f"{total} (more stages than layers cannot be)"
             )
         root = self.language_model if name == LANGUAGE_MODEL else self.encoders[name]
-        path = self._settings.layer_path if name == LANGUAGE_MODEL else f"module.{self._encoder(name).layer_path}"
+        path = (
+            self.language_settings.layer_path if name == LANGUAGE_MODEL else f"module.{self._encoder(name).layer_path}"
+        )
         recompute = self._checkpointing if checkpointing is None else checkpointing
         part = carve(root, path, start, stop, share=not copy, checkpointing=recompute)
         if isinstance(part, ModalityModule):
             part.start, part.stop = start, stop
-        stage = StageModule(name, part, start, stop, total, self._settings, self._frozen)
+        stage = StageModule(name, part, start, stop, total, self.language_settings, self._frozen)
         return stage.train(self.training)
 
     # ------------------------------------------------------------------ freezing and modes
@@ -233,7 +236,7 @@ class MultimodalModel(nn.Module):
         self._check_module(name)
         if name == LANGUAGE_MODEL:
             encoders = {name: self._encoder(name) for name in self.encoders}
-            return collate_language(samples, encoders, self._settings.placeholders, self.max_length)
+            return collate_language(samples, encoders, self.language_settings.placeholders, self.max_length)
         return collate_media(samples, name, self._encoder(name))
 
     # ------------------------------------------------------------------ forward
@@ -268,7 +271,7 @@ class MultimodalModel(nn.Module):
             raise ValueError("a plan without a mask needs position_ids beside it")
         inputs["features"] = {name: self._encoder(name)(**given) for name, given in encoder_inputs.items()}
         first_layer = self.layer_list(LANGUAGE_MODEL)[0]
-        output = run_language(self.language_model, self._settings, first_layer, inputs, None)
+        output = run_language(self.language_model, self.language_settings, first_layer, inputs, None)
         if labels is None:
             return MultimodalOutput(None, output.logits, 0)
         targets = int((labels != IGNORE).sum())
