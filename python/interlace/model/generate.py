@@ -83,7 +83,8 @@ class _Step:
     """
 
     def __init__(self, module: nn.Module, settings: LanguageSettings, inputs: dict[str, Any]):
-        self.module, self.settings, self.inputs = module, settings, inputs
+        self.module: Any = module
+        self.settings, self.inputs = settings, inputs
         self.cache: Any = None
         self.position = inputs["input_ids"].shape[1]
         self.device = next(module.parameters()).device

@@ -99,9 +99,7 @@ class ModalityModule(nn.Module):
         config: Any = getattr(module, "config", None)
         self.hidden_size = int(getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
         if not self.hidden_size:
-            raise ValueError(
-                f"{type(module).__name__} has no config.hidden_size (or d_model); is it a HuggingFace model?"
-            )
+            raise ValueError(f"{type(module).__name__} has no config.hidden_size or d_model: is it HuggingFace's?")
         use_bitfield_attention(module)
         if self.kind != "text":
             self._measure()
@@ -228,6 +226,11 @@ class ModalityModule(nn.Module):
     def _groups(self, inputs: Inputs, shapes: list[tuple[int, ...]], like: Tensor) -> list[_Group]:
         """One call of the prologue per image size; audio in one call, padded to the length that the encoder wants."""
         batch = inputs[self.input_name]
+        if any(item.is_meta for item in batch) and not like.is_meta:
+            raise ValueError(
+                f"the batch holds {self.kind} items that were not decoded (Media.data is None), but this is the "
+                "encoder's first stage, which reads them: decode this modality on this rank"
+            )
         if self.kind == "audio":
             batch = nn.functional.pad(batch.to(like), (0, self.frames - batch.shape[2]))
             return [_Group(list(range(len(shapes))), self._kwargs(batch))]

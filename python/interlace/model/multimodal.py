@@ -13,6 +13,7 @@ from interlace.masks import BitfieldMask
 from interlace.model.checkpointing import set_checkpointing
 from interlace.model.collate import collate_language, collate_media
 from interlace.model.describe import LayerInfo, describe_layers
+from interlace.model.generate import generate
 from interlace.model.language import LanguageSettings, cross_entropy_sum, merge_tokens, run_language
 from interlace.model.modality import ModalityModule, use_bitfield_attention
 from interlace.model.sample import IGNORE, Sample
@@ -149,10 +150,9 @@ class MultimodalModel(nn.Module):
                 f"{name}: layers {start} to {stop} are no stage of its {total} layers; need 0 <= start < stop <= "
                 f"{total} (more stages than layers cannot be)"
             )
-        root = self.language_model if name == LANGUAGE_MODEL else self.encoders[name]
-        path = (
-            self.language_settings.layer_path if name == LANGUAGE_MODEL else f"module.{self._encoder(name).layer_path}"
-        )
+        root, path = self.language_model, self.language_settings.layer_path
+        if name != LANGUAGE_MODEL:
+            root, path = self._encoder(name), f"module.{self._encoder(name).layer_path}"
         recompute = self._checkpointing if checkpointing is None else checkpointing
         part = carve(root, path, start, stop, share=not copy, checkpointing=recompute)
         if isinstance(part, ModalityModule):
@@ -241,6 +241,21 @@ class MultimodalModel(nn.Module):
 
     # ------------------------------------------------------------------ forward
 
+    def encode(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Features [n, D_llm] of each encoder from its collated inputs. Raises ValueError for an unknown encoder."""
+        unknown = [name for name in inputs if name not in self.encoders]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], self.encoders, n=1)
+            raise ValueError(
+                f"the batch has inputs for {unknown[0]!r}, but the encoders are {', '.join(self.encoders) or 'none'}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        return {name: self._encoder(name)(**given) for name, given in inputs.items()}
+
+    def generate(self, prompt: Sample, **options: Any) -> list[int]:
+        """Token ids that continue `prompt` (its labels do not matter); options: see interlace.model.generate."""
+        return generate(self, prompt, **options)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -256,20 +271,13 @@ class MultimodalModel(nn.Module):
         causal; encoder_inputs: keyword per encoder, its collated inputs. Raises ValueError for unknown encoders and
         for features that do not match the placeholders.
         """
-        unknown = [name for name in encoder_inputs if name not in self.encoders]
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], self.encoders, n=1)
-            raise ValueError(
-                f"the batch has inputs for {unknown[0]!r}, but the encoders are {', '.join(self.encoders) or 'none'}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
         if mask is None and plan is None:
             mask = BitfieldMask.causal(*input_ids.shape)
         inputs: dict[str, Any] = {"input_ids": input_ids, "labels": labels, "mask": mask, "plan": plan}
         inputs["position_ids"] = mask.pos.long() if position_ids is None and mask is not None else position_ids
         if inputs["position_ids"] is None:
             raise ValueError("a plan without a mask needs position_ids beside it")
-        inputs["features"] = {name: self._encoder(name)(**given) for name, given in encoder_inputs.items()}
+        inputs["features"] = self.encode(encoder_inputs)
         first_layer = self.layer_list(LANGUAGE_MODEL)[0]
         output = run_language(self.language_model, self.language_settings, first_layer, inputs, None)
         if labels is None:
