@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    return load_index(STAMPS, tmp_path_factory.mktemp("index"))
+def index():
+    return load_index(STAMPS)
 
 
 def test_what_the_package_holds(index):
