@@ -56,9 +56,9 @@ $(DEPS): pyproject.toml
 	@command -v $${CXX:-g++} >/dev/null || { \
 	    echo "error: no C++ compiler; on Debian: apt-get install g++, or set CXX" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet "$(TORCH)"
-	$(PIP) install --quiet "setuptools>=77" "pybind11>=3"
-	$(PIP) install --quiet --no-build-isolation --editable ".[data,dev]"
+	$(PIP) install -qq "$(TORCH)"
+	$(PIP) install -qq "setuptools>=77" "pybind11>=3"
+	$(PIP) install -qq --no-build-isolation --editable ".[data,dev]"
 	touch $@
 
 # Nothing to compile right after the installation above: the extension is then newer than its sources.

@@ -27,7 +27,7 @@ def oracle(mllm, microbatches):
     output = mllm(**mllm.collate(samples))
     if output.loss.requires_grad:  # not so if only encoders train and no sample has their modality
         output.loss.backward()
-    return float(output.loss), {
+    return float(output.loss.detach()), {
         name: None if p.grad is None else p.grad.clone() for name, p in mllm.named_parameters(remove_duplicate=False)
     }
 

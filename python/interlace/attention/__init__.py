@@ -2,6 +2,7 @@
 file each: `reference` (dense oracle), `cpu`, `triton`. `hf` is the drop-in for HuggingFace models.
 """
 
+from interlace.attention.op import bitfield_attention
 from interlace.attention.plan import AttentionPlan, PlanStats
 
-__all__ = ["AttentionPlan", "PlanStats"]
+__all__ = ["AttentionPlan", "PlanStats", "bitfield_attention"]

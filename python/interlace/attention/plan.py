@@ -88,7 +88,6 @@ class AttentionPlan:
     slot_k_row: Tensor
 
     @classmethod
-    @torch.compiler.disable(reason="AttentionPlan.build depends on the mask's values")  # type: ignore[untyped-decorator, no-untyped-call]
     def build(
         cls,
         mask: BitfieldMask,
@@ -121,11 +120,12 @@ class AttentionPlan:
             )
         q, k = mask.tokens()(Tensor.contiguous), keys.tokens()(Tensor.contiguous)
         full, partial = classify(q, k, mask.sinks, block)
-        q_rows, k_rows = mask.batch * -(-mask.length // block), mask.batch * -(-keys.length // block)
-        full_q_ptr, full_q_idx = _lists(full.row, full.key, q_rows)
-        part_q_ptr, part_q_idx = _lists(partial.row, partial.key, q_rows)
-        full_k_ptr, full_k_idx = _lists(full.key_row, full.query, k_rows)
-        part_k_ptr, part_k_idx = _lists(partial.key_row, partial.query, k_rows)
+        q_blocks, k_blocks = -(-mask.length // block), -(-keys.length // block)
+        q_rows, k_rows = mask.batch * q_blocks, mask.batch * k_blocks
+        full_q_ptr, full_q_idx = _lists(full.row, full.key, q_rows, k_blocks)
+        part_q_ptr, part_q_idx = _lists(partial.row, partial.key, q_rows, k_blocks)
+        full_k_ptr, full_k_idx = _lists(full.key_row, full.query, k_rows, q_blocks)
+        part_k_ptr, part_k_idx = _lists(partial.key_row, partial.query, k_rows, q_blocks)
         if cap is None:
             cap = _default_cap(
                 torch.device(device) if device is not None else mask.device, full.row.numel() + partial.row.numel()
@@ -232,9 +232,9 @@ TENSOR_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.nam
 torch.export.register_dataclass(AttentionPlan, serialized_type_name="interlace.attention.plan.AttentionPlan")
 
 
-def _lists(row: Tensor, column: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _lists(row: Tensor, column: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """(row, column) pairs -> CSR ptr int32 [rows + 1] and columns int32, ascending within each row."""
-    order = torch.argsort(row * (int(column.max()) + 1 if column.numel() else 1) + column)
+    order = torch.argsort(row * columns + column)
     ptr = torch.zeros(rows + 1, dtype=torch.int32, device=row.device)
     ptr[1:] = torch.bincount(row, minlength=rows).cumsum(0)
     return ptr, column[order].to(torch.int32)

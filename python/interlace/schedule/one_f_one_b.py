@@ -14,7 +14,8 @@ that is absent from most of them runs ahead as far as its memory allows. Let p_j
 waits for B of p_{j-d-1} only, at time 2 p_{j-d-1} + d + 1. A consumer counts at least the same microbatches, so
 going back fewer of them (its d is smaller) ends at a later one: times still increase along every edge.
 
-Where ranks do feed each other in a cycle, or if `durations` are given, `order.play` decides with the same caps.
+Where ranks do feed each other in a cycle, `order.play` decides under the same caps; also where `durations` are given
+and that finishes earlier.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from interlace.schedule.actions import Op
 from interlace.schedule.costs import Durations, duration_of
 from interlace.schedule.graph import Node, StageGraph
-from interlace.schedule.order import play
+from interlace.schedule.order import play, span
 from interlace.schedule.schedule import Compute, Schedule, assemble
 from interlace.schedule.work import Work, works
 
@@ -41,13 +42,18 @@ def one_f_one_b(
     presence: per microbatch, the modules that run in it (`graph.everything(m)`: all in each of m).
     reduce_grad: end each rank's list with REDUCE_GRAD for its stages that have parameter gradients.
     durations: seconds of FORWARD and BACKWARD, as in `simulate`. Given, ranks take what is ready by these costs
-        instead of the classical order; each copy still holds at most `graph.in_flight_caps` microbatches.
+        wherever that finishes earlier than the classical order (transfers left out); either way each copy holds at
+        most `graph.in_flight_caps` microbatches.
     """
     step = works(graph, presence)
-    if durations is None and graph.rank_depths is not None:
+    compute: list[list[Compute]] | None = None
+    if graph.rank_depths is not None:
         compute = [_unit(graph, step, rank, depth) for rank, depth in enumerate(graph.rank_depths)]
-    else:
-        compute = play(graph, step, graph.in_flight_caps, _cost(graph, durations))
+    if compute is None or durations is not None:
+        cost = _cost(graph, durations)
+        greedy = play(graph, step, graph.in_flight_caps, cost)
+        if compute is None or span(step, greedy, cost) < span(step, compute, cost):
+            compute = greedy
     return assemble("1f1b", graph, presence, compute, reduce_grad=reduce_grad)
 
 

@@ -2,8 +2,9 @@
 
 Stages of one rank compete when, say, rank 0 hosts stages 0 and 2 of a chain whose stages 1 and 3 are on rank 1.
 There is no closed form for that, so the work is played on a clock: a rank that is idle takes a backward that is
-ready, or else a forward that is ready and within its copy's cap; among several the lowest microbatch, then the
-one nearest to the sink.
+ready, or else a forward that is ready and within its copy's cap. Among several, microbatches go in groups of as
+many as there are ranks, like interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2); within a group
+forwards of early stages and backwards of late stages come first.
 
 It never gets stuck, whatever the graph, caps (at least 1) and costs. Every copy takes its forwards, and its
 backwards, in the order of microbatches. Take the lowest microbatch with work left, and its first action whose
@@ -43,6 +44,30 @@ def play(
     return player.lists
 
 
+def span(step: Sequence[Work], lists: Sequence[Sequence[Compute]], cost: Cost) -> float:
+    """Seconds until the last action finishes if each rank runs its list in order, transfers taking none."""
+    finish: dict[Compute, float] = {}
+    at, clocks = [0] * len(lists), [0.0] * len(lists)
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(lists):
+            while at[rank] < len(actions):
+                op, node, k = actions[at[rank]]
+                needs = step[k].inputs[node] if op is Op.FORWARD else step[k].gradients[node]
+                times = [finish.get((op, other, k)) for other in needs]
+                if any(time is None for time in times):
+                    break
+                ready = max((time for time in times if time is not None), default=0.0)
+                clocks[rank] = max(clocks[rank], ready) + cost(op, node, k)
+                finish[op, node, k] = clocks[rank]
+                at[rank] += 1
+                progress = True
+    if any(place < len(actions) for place, actions in zip(at, lists)):
+        raise ValueError("the lists never finish: an action waits for one that comes later")
+    return max(clocks)
+
+
 class _Player:
     def __init__(
         self, graph: StageGraph, step: Sequence[Work], caps: Mapping[Node, int], cost: Cost, ops: tuple[Op, ...]
@@ -58,8 +83,7 @@ class _Player:
             self.queue[Op.BACKWARD, node] = [k for k, work in enumerate(step) if node in work.gradients]
         for key in self.queue:
             self.next[key] = 0 if key[0] in ops else len(self.queue[key])
-        # Nearest to the sink first among equals: consumers stand after producers in graph.nodes.
-        self.hosted = [[node for node in reversed(graph.nodes) if node[1] == rank] for rank in range(graph.num_ranks)]
+        self.hosted = [[node for node in graph.nodes if node[1] == rank] for rank in range(graph.num_ranks)]
 
     def run(self) -> None:
         clock = 0.0
@@ -87,15 +111,16 @@ class _Player:
 
     def choose(self, rank: int) -> Compute | None:
         for op in (Op.BACKWARD, Op.FORWARD):
-            best: Compute | None = None
-            for node in self.hosted[rank]:
-                queue, place = self.queue[op, node], self.next[op, node]
-                if place == len(queue) or (best is not None and best[2] <= queue[place]):
+            best: tuple[tuple[int, int], Compute] | None = None
+            for place, node in enumerate(self.hosted[rank]):
+                queue, at = self.queue[op, node], self.next[op, node]
+                if at == len(queue) or not self.ready(op, node, queue[at]):
                     continue
-                if self.ready(op, node, queue[place]):
-                    best = (op, node, queue[place])
+                priority = (queue[at] // len(self.lists), place if op is Op.FORWARD else -place)
+                if best is None or priority < best[0]:
+                    best = (priority, (op, node, queue[at]))
             if best is not None:
-                return best
+                return best[1]
         return None
 
     def ready(self, op: Op, node: Node, k: int) -> bool:

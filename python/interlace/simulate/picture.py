@@ -183,14 +183,15 @@ def _legend(
     handles: list[Any] = []
     labels: list[str] = []
     ops = [op for op in _SHADES if any(op is seen for _, seen in used)]
-    for module, colour in (colours | {"": _GREY}).items():
+    for module, colour in (colours | {"": _GREY} if used else {}).items():
         shades = tuple(Patch(facecolor=_shade(colour, _SHADES[op])) for op in ops if not module or (module, op) in used)
         handles.append(shades)
         labels.append(module or ", ".join(_NAMES[op] for op in ops))
     handles.append(Patch(facecolor=_IDLE))
     labels.append("idle")
     figure.legend(
-        handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, loc="center left", bbox_to_anchor=corner, ncols=len(handles), frameon=False,
+        handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, loc="center left",
+        bbox_to_anchor=corner, ncols=len(handles), frameon=False,
         fontsize=8 * zoom, borderpad=0, borderaxespad=0, handlelength=2.0, handleheight=1.0, columnspacing=1.6,
         handletextpad=0.5, labelcolor=_INK,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from interlace.schedule.memory import held_after
 from interlace.simulate.timeline import Timeline
 
 COMPUTE_THREAD, COMMUNICATION_THREAD = 0, 1
-_SHORTEST = 0.001  # microseconds: an arrow needs a slice of some length to start from
+_SHORTEST = 0.002  # microseconds (Perfetto counts whole nanoseconds): an arrow needs a slice to be bound to
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:
@@ -49,16 +49,20 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
         yield _named("thread_name", rank, COMPUTE_THREAD, "compute")
         yield _named("thread_name", rank, COMMUNICATION_THREAD, "communication")
+        free = 0.0  # from when on the communication thread has room: slices of one thread must not overlap
         for action, start, finish in zip(actions, timeline.start[rank], timeline.finish[rank]):
             begin, length = (start - timeline.begin) * 1e6, (finish - start) * 1e6
             if action.op in COMPUTE:
                 yield _slice(rank, COMPUTE_THREAD, action, begin, length)
                 continue
-            yield _slice(rank, COMMUNICATION_THREAD, action, begin, max(length, _SHORTEST))
+            end = max(begin + length, max(begin, free) + _SHORTEST)
+            begin = max(begin, free)
+            free = end
+            yield _slice(rank, COMMUNICATION_THREAD, action, begin, end - begin)
             if action.op is Op.SEND:
                 yield _arrow("s", rank, leaving[rank, action.peer].popleft(), begin)
             elif action.op is Op.RECV and sent.get((action.peer, rank)):
-                yield _arrow("f", rank, sent[action.peer, rank].popleft(), begin + max(length, _SHORTEST))
+                yield _arrow("f", rank, sent[action.peer, rank].popleft(), end - _SHORTEST / 2)
         for place, count, _ in held_after(actions):
             moment = timeline.start[rank][place] if actions[place].op is Op.FORWARD else timeline.finish[rank][place]
             yield {

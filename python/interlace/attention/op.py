@@ -1,0 +1,266 @@
+"""bitfield_attention: the op that users call, as a torch.library custom op around the backends.
+
+    bitfield_attention(q, k, v, mask) ── checks shapes, builds the plan if given a mask
+      └─ interlace::bitfield_attention ── casts under autocast, picks the backend   (torch.compile sees one opaque node)
+           └─ backend.forward
+      └─ interlace::bitfield_attention_backward                                      (autograd formula, also opaque)
+           └─ backend.backward
+
+A custom op's schema takes tensors and numbers only, so the plan crosses it as a list of its tensors. Everything about
+a plan that may change from step to step is in those tensors, hence new masks do not compile again. Gradients flow into
+q, k and v from both the output and the LSE; a second derivative raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from interlace.attention.plan import AttentionPlan
+from interlace.attention.reference import accumulate_dtype
+from interlace.masks import BitfieldMask
+
+BACKENDS = ("reference", "cpu", "triton")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def bitfield_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BitfieldMask | AttentionPlan,
+    *,
+    kv_mask: BitfieldMask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention under a bitfield mask: softmax(scale * q k^T where visible) v, with gradients.
+
+    q: [B, Hq, Tq, D]; k, v: [B, Hkv, Tk, D], Hq a multiple of Hkv (head h uses key head h // (Hq / Hkv)); one dtype
+    among fp16, bf16, fp32, fp64 and one device (under autocast: cast to autocast's dtype).
+    mask: an AttentionPlan, built once and used in every layer, or a BitfieldMask, for which a plan is built on each
+    call. kv_mask: the mask of the keys when they are not the queries' own tokens (with a BitfieldMask only).
+    scale: default D ** -0.5. softcap: scores become softcap * tanh(scores / softcap) before masking.
+    return_lse: also return the log-sum-exp of each row's scores, natural log, [B, Hq, Tq], fp32 (fp64 for fp64),
+    differentiable. A row that sees nothing yields 0, LSE -inf and zero gradients.
+    deterministic: False allows a backend to trade repeatable bits for speed; none in this version does.
+    backend: "reference" (dense, any device), "cpu", "triton"; None picks the fastest that supports the inputs.
+
+    Returns out [B, Hq, Tq, D] contiguous in q's dtype, or (out, lse). Raises TypeError or ValueError for tensors that
+    do not fit each other or the mask, and for a named backend that cannot run them, with the reason.
+    """
+    _check_shapes(q, k, v)
+    if isinstance(mask, BitfieldMask):
+        plan = AttentionPlan.build(mask, kv_mask)
+    elif isinstance(mask, AttentionPlan):
+        if kv_mask is not None:
+            raise ValueError("kv_mask is given beside an AttentionPlan, which already holds one: pass it to build()")
+        plan = mask
+    else:
+        raise TypeError(f"mask must be a BitfieldMask or an AttentionPlan, got {type(mask).__name__}")
+    plan.check(q.shape[0], q.shape[2], k.shape[2], q.device)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it must be finite")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap is {softcap}; it must be positive and finite, or None for none")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool, got {type(deterministic).__name__}")
+    if backend == "gluon":
+        raise ValueError('backend "gluon" is not available in this version; use "triton", or None to choose')
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}, or None to choose")
+    out, lse = _forward(q, k, v, plan.tensors(), plan.block, plan.sinks, float(scale), softcap, backend or "")
+    return (out, lse) if return_lse else out
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{name} must be a tensor [batch, heads, tokens, head_dim], got {got}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device} but q is on {q.device}; move one of them")
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {list(k.shape)} and v {list(v.shape)}; they must be equal")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q has shape {list(q.shape)} and k {list(k.shape)}; batch and head_dim must be equal")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Apart from the shapes because autocast may still change them before the op runs."""
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q is {q.dtype}; attention needs a floating dtype (fp16, bf16, fp32 or fp64)")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+# ---------------------------------------------------------------------- backends
+
+
+def why_not(backend: str, q: Tensor) -> str | None:
+    """Why `backend` cannot run tensors like `q` on this machine; None when it can."""
+    module = _module(backend)
+    return module if isinstance(module, str) else module.why_not(q)
+
+
+def _choose(backend: str, q: Tensor) -> ModuleType:
+    if not backend:
+        if q.device.type == "cpu":
+            backend = "cpu"
+        elif (reason := why_not("triton", q)) is None:
+            backend = "triton"
+        else:
+            _warn_of_fallback(q.device.type, reason)
+            backend = "reference"
+    if (reason := why_not(backend, q)) is not None:
+        raise ValueError(f'backend "{backend}" cannot run this: {reason}')
+    module = _module(backend)
+    assert isinstance(module, ModuleType)
+    return module
+
+
+@cache
+def _module(backend: str) -> ModuleType | str:
+    """A backend's module, or why it cannot be imported."""
+    try:
+        return importlib.import_module(f"interlace.attention.{backend}")
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
+
+
+@cache
+def _warn_of_fallback(device_type: str, reason: str) -> None:
+    warnings.warn(
+        f"bitfield_attention runs the dense reference backend on {device_type} (T x T memory): triton is off, {reason}",
+        stacklevel=2,
+    )
+
+
+# ---------------------------------------------------------------------- the custom ops
+
+
+@torch.library.custom_op("interlace::bitfield_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: list[Tensor],
+    block: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    _check_dtypes(q, k, v)
+    run = _choose(backend, q)
+    out, lse = run.forward(q, k, v, AttentionPlan.from_tensors(plan, block, sinks), scale, softcap)
+    return out.contiguous(), lse.contiguous()
+
+
+@_forward.register_fake
+def _forward_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: list[Tensor],
+    block: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    _check_dtypes(q, k, v)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
+
+
+@torch.library.custom_op("interlace::bitfield_attention_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: list[Tensor],
+    block: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = _choose(backend, q)
+    whole = AttentionPlan.from_tensors(plan, block, sinks)
+    grads = run.backward(dout, dlse, q, k, v, out, lse, whole, scale, softcap)
+    dq, dk, dv = (grad.contiguous() for grad in grads)
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _backward_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: list[Tensor],
+    block: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, plan, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, *plan)
+    ctx.set_materialize_grads(False)  # an unused LSE then costs no zeros
+
+
+def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, *plan = ctx.saved_tensors
+    nothing = ([None] * len(plan), *(None for _ in ctx.numbers))
+    if dout is None and dlse is None:
+        return (None, None, None, *nothing)
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    return (*_backward(dout, dlse, q, k, v, out, lse, plan, *ctx.numbers), *nothing)
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
+
+
+def _register_autocast(device_type: str, key: str) -> None:
+    """Under autocast, cast q, k and v to autocast's own dtype, as scaled_dot_product_attention does.
+
+    `register_autocast` fixes one dtype when it is called; users choose theirs (fp16 or bf16) by the context.
+    """
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        with torch.autocast(device_type, enabled=False):
+            return _forward(q, k, v, *rest)  # type: ignore[no-any-return]
+
+    _LIBRARY.impl("bitfield_attention", kernel, key)  # type: ignore[no-untyped-call]
+
+
+_LIBRARY = torch.library.Library("interlace", "FRAGMENT")  # type: ignore[no-untyped-call]
+_register_autocast("cpu", "AutocastCPU")
+_register_autocast("cuda", "AutocastCUDA")

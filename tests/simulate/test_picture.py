@@ -1,0 +1,48 @@
+"""The picture: written for every size, with every rank's colours where they belong."""
+
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from interlace.schedule import Action, Op, StageGraph, one_f_one_b
+from interlace.simulate import Timeline, simulate
+from interlace.simulate.picture import module_colours
+
+LLM = "language_model"
+
+
+def timeline(vision: int, llm: int, microbatches: int) -> Timeline:
+    graph = StageGraph.build({"vision": list(range(vision)), LLM: list(range(vision, vision + llm))}, [("vision", LLM)])
+    return simulate(one_f_one_b(graph, graph.everything(microbatches)), {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
+
+
+@pytest.mark.parametrize(("vision", "llm", "microbatches"), [(1, 2, 8), (4, 12, 64)])
+def test_small_and_large_pictures_are_written(vision: int, llm: int, microbatches: int, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.png"
+    timeline(vision, llm, microbatches).plot(path)
+    image = matplotlib.image.imread(path)[:, :, :3]
+    height, width, _ = image.shape
+    assert 900 <= width <= 3400 and 1.2 <= width / height <= 4.5
+    # The backward of each module appears in its own colour.
+    for colour in module_colours(["vision", LLM]).values():
+        assert (np.abs(image - np.array(to_rgb(colour))).max(axis=2) < 0.02).mean() > 0.02
+
+
+def test_modules_keep_their_colours() -> None:
+    colours = module_colours(["audio", "depth", LLM, "vision", "touch"])
+    assert len(set(colours.values())) == 5
+    assert colours["vision"] == module_colours(["vision"])["vision"]
+
+
+def test_measured_odd_timelines_are_drawn(tmp_path: Path) -> None:
+    records = [
+        (0, Action(Op.FORWARD, "a_module_with_a_long_name", 11, 123), 5.0, 5.0),
+        (2, Action(Op.BACKWARD_INPUT, "b", 0, 0), 5.0, 5.001),
+        (2, Action(Op.BACKWARD_WEIGHT, "b", 0, 0), 5.001, 5.0010001),
+    ]
+    path = tmp_path / "odd.png"
+    Timeline.from_records(records).plot(path, title="A measured step")
+    assert path.read_bytes().startswith(b"\x89PNG")
