@@ -96,13 +96,13 @@ def test_a_carrier_takes_no_memory_and_is_missed_when_lost():
     assert mask.shape == (2, 1, 300, 300) and mask.untyped_storage().nbytes() == 1
     q = torch.randn(2, 1, 300, 4)
     module = torch.nn.Module()
-    with pytest.raises(ValueError, match="lost its plan"):
+    with pytest.raises(ValueError, match=r"lost its plan"):
         attention(module, q, q, q, mask[:, :, :, :])  # a view of it, without the plan
-    with pytest.raises(ValueError, match="dropout is 0.1"):
+    with pytest.raises(ValueError, match=r"dropout is 0.1"):
         attention(module, q, q, q, mask, dropout=0.1)
-    with pytest.raises(ValueError, match="passes 's_aux'"):
+    with pytest.raises(ValueError, match=r"passes 's_aux'"):
         attention(module, q, q, q, mask, s_aux=torch.zeros(1))
-    with pytest.raises(ValueError, match="softcap needs a plan"):
+    with pytest.raises(ValueError, match=r"softcap needs a plan"):
         attention(module, q, q, q, None, softcap=2.0)
 
 

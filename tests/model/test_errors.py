@@ -15,19 +15,19 @@ def ids(*values):
 
 
 def test_sample_and_media_contradictions():
-    with pytest.raises(ValueError, match="3 input_ids but 2 labels"):
+    with pytest.raises(ValueError, match=r"3 input_ids but 2 labels"):
         Sample(ids(1, 2, 3), ids(1, 2))
-    with pytest.raises(TypeError, match="'x': input_ids must be an int64"):
+    with pytest.raises(TypeError, match=r"'x': input_ids must be an int64"):
         Sample(torch.ones(3), ids(1, 2, 3), name="x")
-    with pytest.raises(ValueError, match="no tokens"):
+    with pytest.raises(ValueError, match=r"no tokens"):
         Sample(ids().long(), ids().long())
     with pytest.raises(ValueError, match=r"shape \(3, 4, 4\) but its data has \(3, 4, 8\)"):
         Media((3, 4, 4), 1, torch.zeros(3, 4, 8))
-    with pytest.raises(TypeError, match="normalise"):
+    with pytest.raises(TypeError, match=r"normalise"):
         Media((3, 4, 4), 1, torch.zeros(3, 4, 4, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="tokens=0"):
+    with pytest.raises(ValueError, match=r"tokens=0"):
         Media((3, 4, 4), 0)
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match=r"is empty"):
         Media((3, 0, 4), 1)
 
 
@@ -73,7 +73,7 @@ def test_sample_longer_than_the_positions():
     mllm = build(None, None, max_position_embeddings=16)
     with pytest.raises(ValueError, match=r"'big' has 18 tokens .* positions for 16"):
         mllm.collate([sample(mllm, torch.Generator().manual_seed(0), 17, name="big")])
-    with pytest.raises(ValueError, match="at least one sample"):
+    with pytest.raises(ValueError, match=r"at least one sample"):
         mllm.collate([])
 
 
@@ -84,7 +84,7 @@ def test_features_that_do_not_match_placeholders():
     batch.pop("vision")
     with pytest.raises(ValueError, match=r"vision: input_ids hold 4 placeholders \(id 46\) but the encoder gave 0"):
         mllm(**batch)
-    with pytest.raises(ValueError, match="inputs for 'visio'.*did you mean 'vision'"):
+    with pytest.raises(ValueError, match=r"inputs for 'visio'.*did you mean 'vision'"):
         mllm(**batch, visio={})
     wrong = MultimodalModel(
         {"vision": ModalityModule(siglip(), projector=nn.Linear(16, 7))}, llama(), placeholders={"vision": 46}
@@ -96,7 +96,7 @@ def test_features_that_do_not_match_placeholders():
 def test_undecoded_media_on_the_first_stage():
     mllm = build()
     one = Sample(ids(1, 46), ids(1, -100), {"vision": [Media((3, 4, 4), 1)]})
-    with pytest.raises(ValueError, match="not decoded"):
+    with pytest.raises(ValueError, match=r"not decoded"):
         mllm(**mllm.collate([one]))
 
 
@@ -120,18 +120,18 @@ def test_parts_that_do_not_fit(changes, message):
 
 def test_shared_placeholder():
     encoders = {"vision": ModalityModule(siglip()), "audio": ModalityModule(whisper())}
-    with pytest.raises(ValueError, match="share a placeholder"):
+    with pytest.raises(ValueError, match=r"share a placeholder"):
         MultimodalModel(encoders, llama(), placeholders={"vision": 46, "audio": 46})
 
 
 def test_modules_that_cannot_be_used():
-    with pytest.raises(ValueError, match="unknown projector 'mpl': use linear, mlp"):
+    with pytest.raises(ValueError, match=r"unknown projector 'mpl': use linear, mlp"):
         ModalityModule(siglip(), projector="mpl")
-    with pytest.raises(ValueError, match="downsample is 0"):
+    with pytest.raises(ValueError, match=r"downsample is 0"):
         ModalityModule(siglip(), downsample=0)
     with pytest.raises(ValueError, match=r"no nn.ModuleList of layers.*layers='path"):
         ModalityModule(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="has no ModuleList 'layers'.*encoder.layers"):
+    with pytest.raises(ValueError, match=r"has no ModuleList 'layers'.*encoder.layers"):
         ModalityModule(siglip(), layers="layers")
 
     class TwoTowers(nn.Module):
@@ -151,18 +151,18 @@ def test_modules_that_cannot_be_used():
         def forward(self, waveform):
             return waveform
 
-    with pytest.raises(ValueError, match="no image, audio or text model"):
+    with pytest.raises(ValueError, match=r"no image, audio or text model"):
         ModalityModule(Sound())
 
 
 def test_ranges_and_names_of_slices():
     mllm = build()
     for start, stop in ((0, 4), (2, 2), (-1, 1), (3, 2)):
-        with pytest.raises(ValueError, match=f"vision: layers {start} to {stop} .* 3 layers.*more stages than layers"):
+        with pytest.raises(ValueError, match=rf"vision: layers {start} to {stop} .* 3 layers.*more stages than layers"):
             mllm.slice("vision", start, stop)
-    with pytest.raises(ValueError, match="unknown module 'visoin'.*did you mean 'vision'"):
+    with pytest.raises(ValueError, match=r"unknown module 'visoin'.*did you mean 'vision'"):
         mllm.slice("visoin", 0, 1)
-    with pytest.raises(ValueError, match="unknown module"):
+    with pytest.raises(ValueError, match=r"unknown module"):
         mllm.collate([], only={"video"})
     batch = mllm.collate_module("vision", [sample(mllm, torch.Generator().manual_seed(0), ("vision", 4, 4), 2)])
     with pytest.raises(ValueError, match=r"vision \[1:3\] needs the previous stage's hidden state"):
@@ -175,12 +175,12 @@ def test_attention_dropout_is_refused_in_training():
     mllm = build(None, None, language=lambda: qwen2(attention_dropout=0.1))
     batch = mllm.collate([sample(mllm, torch.Generator().manual_seed(0), 4)])
     mllm.eval()(**batch)
-    with pytest.raises(ValueError, match="attention dropout is 0.1"):
+    with pytest.raises(ValueError, match=r"attention dropout is 0.1"):
         mllm.train()(**batch)
 
 
 def test_postprocess_that_changes_the_number_of_tokens():
     vision = ModalityModule(clip(), downsample=2, postprocess=lambda inputs, output: output[:3])
     vision.connect(24)
-    with pytest.raises(ValueError, match="postprocess made 3 tokens of 4.*downsample=1"):
+    with pytest.raises(ValueError, match=r"postprocess made 3 tokens of 4.*downsample=1"):
         vision(pixel_values=[torch.zeros(3, 8, 8)])

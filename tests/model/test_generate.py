@@ -43,8 +43,8 @@ def test_options_and_room():
     one = sample(mllm, torch.Generator().manual_seed(0), 5)
     assert len(mllm.generate(one, max_new_tokens=64)) == 2
     assert mllm.generate(one, max_new_tokens=0) == []
-    with pytest.raises(ValueError, match="leaves no room"):
+    with pytest.raises(ValueError, match=r"leaves no room"):
         mllm.generate(sample(mllm, torch.Generator().manual_seed(0), 7))
     for wrong in ({"top_p": 0.0}, {"temperature": -1.0}, {"max_new_tokens": -1}):
-        with pytest.raises(ValueError, match="must be"):
+        with pytest.raises(ValueError, match=r"must be"):
             mllm.generate(one, **wrong)
