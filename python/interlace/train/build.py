@@ -151,6 +151,8 @@ def architecture(config: Config) -> dict[str, Any]:
 
 
 def _module(name: str, spec: Encoder | LanguageModel, source: str, **defaults: Any) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+
     folder, config_class, model_class, family_defaults = FAMILIES[spec.family]
     base = f"transformers.models.{folder}"
     hf_config = getattr(importlib.import_module(f"{base}.configuration_{folder}"), config_class)
@@ -164,8 +166,9 @@ def _module(name: str, spec: Encoder | LanguageModel, source: str, **defaults: A
     try:
         made = hf_config(**{**family_defaults, **defaults, **spec.config}, attn_implementation="interlace")
         module = hf_model(made)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"{where} {spec.family}: {' '.join(str(error).split())}") from None
+    except (StrictDataclassError, TypeError, ValueError, ZeroDivisionError, KeyError) as error:
+        text = " ".join(str(error.__cause__ or error).split())
+        raise ConfigError(f"{where} {spec.family}: {text}") from None
     return module
 
 

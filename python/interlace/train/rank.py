@@ -93,7 +93,6 @@ def run(
     if not outcome["finished"]:
         print(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}", flush=True)
         return
-    torch.set_num_threads(config.parallel.threads or launch.default_threads(1))
     close(config, folder, outcome, tokenizer, feed, source)
 
 

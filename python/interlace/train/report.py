@@ -155,6 +155,8 @@ def _draw(answers: Sequence[Answer], path: Path, config: Config, pixels: tuple[A
         pictures = [picture for _, picture in _pictures(answer, pixels)]
         if pictures:
             axes.imshow(_side_by_side(pictures), aspect="equal", interpolation="nearest")
+        else:
+            axes.text(0.5, 0.5, "(no media)", ha="center", va="center", fontsize=8, color="#57606a")
         colour = "#1a7f37" if answer.right else "#24292f"
         text = f"wanted: {_short(answer.truth)}\nsaid: {_short(answer.said)}"
         axes.set_title(text, fontsize=7, color=colour, loc="left", parse_math=False)
