@@ -152,8 +152,9 @@ class BitfieldMask:
         if isinstance(self.window, Tensor) and bool(((self.window < 1) | (self.window > NO_WINDOW)).any()):
             raise ValueError(f"window values must lie in 1..{NO_WINDOW} (= unlimited)")
         if self.span is not None and self.doc is not None and self.length > 1:
-            order = self.span.argsort(dim=1, stable=True)
-            span, doc = self.span.gather(1, order), self.doc.gather(1, order)
+            span = torch.where(self.doc >= 0, self.span, -1)  # padding is never seen: its span is nobody's
+            order = span.argsort(dim=1, stable=True)
+            span, doc = span.gather(1, order), self.doc.gather(1, order)
             shared = (span[:, 1:] == span[:, :-1]) & (span[:, 1:] >= 0) & (doc[:, 1:] != doc[:, :-1])
             if bool(shared.any()):
                 raise ValueError(

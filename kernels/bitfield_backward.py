@@ -1,0 +1,319 @@
+"""Bitfield attention, backward: delta, then dQ over the q-major lists, then dK and dV over the k-major lists.
+
+With P = exp(S - LSE), D = rowsum(dO * O) - dLSE and dS = P * (dO V^T - D): dQ = scale dS K, dK = scale dS^T Q,
+dV = P^T dO. dQ and dK/dV are separate kernels that each own what they write, so there are no atomics and the bits
+repeat; the price is 7 matrix products instead of 5. The heads of a GQA group are looped over inside the dK/dV kernel.
+
+dK/dV works on transposed scores from the start (K Q^T): transposing the cast result of a wgmma gave wrong gradients on
+Hopper (flash-linear-attention #826). Only tiles that come straight from memory are transposed here.
+
+Work items, slots and longest-first order are as in the forward. A query that saw nothing has LSE -inf, read here as
++inf: P is then exactly 0, and so are its gradients.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .bitfield_common import LOG2E, allowed, cap, dot, key_terms, load_tile, query_terms, store_tile, tile_offsets
+
+
+@triton.jit(do_not_specialize=["heads", "length"])
+def delta_kernel(
+    out, dout, lse, dlse, delta, dout_stride_b, dout_stride_h, dout_stride_t, heads, length,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    ALIGN: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """delta[b, h, t] = sum_d(dout * out) - dlse; 0 where the row saw nothing, whatever dlse holds there."""
+    tiles = tl.cdiv(length, BLOCK_M)
+    rows = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    plane = tl.program_id(0) // tiles  # b * heads + h
+    batch = (plane // heads).to(tl.int64)
+    head = (plane % heads).to(tl.int64)
+    columns = tl.arange(0, BLOCK_D)
+    at = plane.to(tl.int64) * length
+    o_tile = out + at * HEAD_DIM + rows.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
+    do_base = dout + (batch * dout_stride_b + head * dout_stride_h) * ALIGN
+    do_tile = do_base + rows.to(tl.int64)[:, None] * (dout_stride_t * ALIGN) + columns[None, :]
+    o = load_tile(o_tile, rows, columns, length, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    do = load_tile(do_tile, rows, columns, length, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    inside = rows < length
+    value = tl.sum(o * do, 1)
+    if HAS_DLSE:
+        value -= tl.load(dlse + at + rows, mask=inside, other=0.0)
+    seen = tl.load(lse + at + rows, mask=inside, other=0.0) != float("-inf")
+    tl.store(delta + at + rows, tl.where(seen, value, 0.0), mask=inside)
+
+
+@triton.jit
+def _load_lse(lse, rows, length):
+    """The LSE in base 2, +inf for rows that saw nothing or do not exist: exp2(s - inf) = 0."""
+    value = tl.load(lse + rows, mask=rows < length, other=float("-inf"))
+    return tl.where(value == float("-inf"), float("inf"), value * LOG2E)
+
+
+@triton.jit
+def _query_gradient(
+    dq, q, do, lse2, delta,
+    attends, q_doc, q_span, last, before,
+    k_base, v_base, k_stride, v_stride,
+    block_index, begin, end,
+    k_bits, k_doc, k_span, k_pos,
+    k_length, sinks, scale, softcap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """dq + the contribution of the key blocks block_index[begin:end] (not yet times scale)."""
+    tiles: tl.constexpr = BLOCK // BLOCK_N
+    BOUNDED: tl.constexpr = MASKED or RAGGED
+    columns = tl.arange(0, BLOCK_D)
+    k_tile = tile_offsets(k_stride, BLOCK_N, BLOCK_D)
+    v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_D)
+    for tile in tl.range(begin * tiles, end * tiles, disable_licm=True):
+        first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_N
+        keys = first + tl.arange(0, BLOCK_N)
+        first64 = first.to(tl.int64)
+        k = load_tile(k_base + first64 * k_stride + k_tile, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        v = load_tile(v_base + first64 * v_stride + v_tile, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        s = dot(q, tl.trans(k), PRECISION, UPCAST)
+        dp = dot(do, tl.trans(v), PRECISION, UPCAST)
+        if SOFTCAP:
+            s, tanh = cap(s * scale, softcap)
+            p = tl.exp2(s * LOG2E - lse2[:, None])
+        else:
+            p = tl.exp2(s * (scale * LOG2E) - lse2[:, None])
+        if MASKED:
+            stream, doc, span, pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
+            see = allowed(
+                attends[:, None], q_doc[:, None], q_span[:, None], last[:, None], before[:, None],
+                stream[None, :], doc[None, :], span[None, :], pos[None, :], window_pos[None, :],
+            )  # fmt: skip
+            p = tl.where(see, p, 0.0)
+        elif RAGGED:
+            p = tl.where(keys[None, :] < k_length, p, 0.0)
+        ds = p * (dp - delta[:, None])
+        if SOFTCAP:
+            ds = ds * (1.0 - tanh * tanh)
+        dq += dot(ds.to(k.dtype), k, PRECISION, UPCAST)
+    return dq
+
+
+@triton.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "q_blocks", "sinks"])
+def query_gradient_kernel(
+    q, k, v, dout, lse, delta, dq, slot_dq,
+    full_ptr, full_idx, part_ptr, part_idx,
+    work_row, work_start, work_stop, work_slot,
+    q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
+    dout_stride_b, dout_stride_h, dout_stride_t,
+    heads, group, q_length, k_length, q_blocks, sinks, scale, softcap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """dQ: one program per (work item, part of a block of queries, query head), as in the forward."""
+    head = tl.program_id(0) % heads
+    item = tl.program_id(0) // heads
+    parts: tl.constexpr = BLOCK // BLOCK_M
+    within = (item % parts) * BLOCK_M
+    item = item // parts
+    row = tl.load(work_row + item)
+    if row < 0:
+        return
+    batch = (row // q_blocks).to(tl.int64)
+    first = (row % q_blocks) * BLOCK + within
+    if first >= q_length:
+        return
+    local = tl.arange(0, BLOCK_M)
+    rows = first + local
+    columns = tl.arange(0, BLOCK_D)
+    head64 = head.to(tl.int64)
+    kv_head = (head // group).to(tl.int64)
+    first64 = first.to(tl.int64)
+
+    q_base = q + (batch * q_stride_b + head64 * q_stride_h + first64 * q_stride_t) * ALIGN
+    do_base = dout + (batch * dout_stride_b + head64 * dout_stride_h + first64 * dout_stride_t) * ALIGN
+    q_tile = load_tile(
+        q_base + tile_offsets(q_stride_t * ALIGN, BLOCK_M, BLOCK_D), rows, columns, q_length,
+        HEAD_DIM, BLOCK_D, True,
+    )  # fmt: skip
+    do_tile = load_tile(
+        do_base + tile_offsets(dout_stride_t * ALIGN, BLOCK_M, BLOCK_D), rows, columns, q_length,
+        HEAD_DIM, BLOCK_D, True,
+    )  # fmt: skip
+    at = (batch * heads + head) * q_length
+    lse2 = _load_lse(lse + at, rows, q_length)
+    row_delta = tl.load(delta + at + rows, mask=rows < q_length, other=0.0)
+    k_base = k + (batch * k_stride_b + kv_head * k_stride_h) * ALIGN
+    v_base = v + (batch * v_stride_b + kv_head * v_stride_h) * ALIGN
+    qm = batch * q_length
+    km = batch * k_length
+    attends, doc, span, last, before = query_terms(
+        q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, rows, q_length
+    )
+
+    start = tl.load(work_start + item)
+    stop = tl.load(work_stop + item)
+    full_from = tl.load(full_ptr + row)
+    part_from = tl.load(part_ptr + row)
+    full = tl.load(full_ptr + row + 1) - full_from
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = _query_gradient(
+        acc, q_tile, do_tile, lse2, row_delta, attends, doc, span, last, before,
+        k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
+        full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
+        k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
+        HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
+    )  # fmt: skip
+    acc = _query_gradient(
+        acc, q_tile, do_tile, lse2, row_delta, attends, doc, span, last, before,
+        k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
+        part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
+        k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
+        HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
+    )  # fmt: skip
+    acc *= scale
+
+    slot = tl.load(work_slot + item)
+    if slot < 0:
+        dq_tile = dq + (at + first) * HEAD_DIM + local[:, None] * HEAD_DIM + columns[None, :]
+        store_tile(dq_tile, acc, rows, columns, q_length, HEAD_DIM, BLOCK_D)
+    else:
+        slot_at = (slot.to(tl.int64) * heads + head) * BLOCK + within
+        slot_tile = slot_dq + slot_at * HEAD_DIM + local[:, None] * HEAD_DIM + columns[None, :]
+        store_tile(slot_tile, acc, local, columns, BLOCK_M, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _key_gradients(
+    dk, dv, k, v, keys,
+    q_base, do_base, q_stride, do_stride, lse, delta,
+    block_index, begin, end,
+    q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
+    q_length, k_length, sinks, scale, softcap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """(dk, dv) + the contribution of the query blocks block_index[begin:end] of one head (dk not yet times scale)."""
+    tiles: tl.constexpr = BLOCK // BLOCK_M
+    BOUNDED: tl.constexpr = MASKED or RAGGED
+    columns = tl.arange(0, BLOCK_D)
+    q_tile = tile_offsets(q_stride, BLOCK_M, BLOCK_D)
+    do_tile = tile_offsets(do_stride, BLOCK_M, BLOCK_D)
+    if MASKED:
+        stream, key_doc, key_span, key_pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
+    for tile in tl.range(begin * tiles, end * tiles, disable_licm=True):
+        first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_M
+        rows = first + tl.arange(0, BLOCK_M)
+        first64 = first.to(tl.int64)
+        q = load_tile(q_base + first64 * q_stride + q_tile, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        do = load_tile(do_base + first64 * do_stride + do_tile, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        # Rows that do not exist read an LSE of +inf, so their p is 0 and no other test is needed.
+        lse2 = _load_lse(lse, rows, q_length)
+        row_delta = tl.load(delta + rows, mask=rows < q_length, other=0.0)
+        s = dot(k, tl.trans(q), PRECISION, UPCAST)  # transposed: [keys, queries]
+        if SOFTCAP:
+            s, tanh = cap(s * scale, softcap)
+            p = tl.exp2(s * LOG2E - lse2[None, :])
+        else:
+            p = tl.exp2(s * (scale * LOG2E) - lse2[None, :])
+        if MASKED:
+            attends, doc, span, last, before = query_terms(q_bits, q_doc, q_span, q_pos, q_window, rows, q_length)
+            see = allowed(
+                attends[None, :], doc[None, :], span[None, :], last[None, :], before[None, :],
+                stream[:, None], key_doc[:, None], key_span[:, None], key_pos[:, None], window_pos[:, None],
+            )  # fmt: skip
+            p = tl.where(see, p, 0.0)
+        dv += dot(p.to(do.dtype), do, PRECISION, UPCAST)
+        dp = dot(v, tl.trans(do), PRECISION, UPCAST)
+        ds = p * (dp - row_delta[None, :])
+        if SOFTCAP:
+            ds = ds * (1.0 - tanh * tanh)
+        dk += dot(ds.to(q.dtype), q, PRECISION, UPCAST)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "k_blocks", "sinks"])
+def key_gradient_kernel(
+    q, k, v, dout, lse, delta, dk, dv, slot_dk, slot_dv,
+    full_ptr, full_idx, part_ptr, part_idx,
+    work_row, work_start, work_stop, work_slot,
+    q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
+    dout_stride_b, dout_stride_h, dout_stride_t,
+    heads, group, q_length, k_length, k_blocks, sinks, scale, softcap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """dK and dV: one program per (work item of the k-major list, part of a block of keys, key head); heads = Hkv."""
+    kv_head = tl.program_id(0) % heads
+    item = tl.program_id(0) // heads
+    parts: tl.constexpr = BLOCK // BLOCK_N
+    within = (item % parts) * BLOCK_N
+    item = item // parts
+    row = tl.load(work_row + item)
+    if row < 0:
+        return
+    batch = (row // k_blocks).to(tl.int64)
+    first = (row % k_blocks) * BLOCK + within
+    if first >= k_length:
+        return
+    local = tl.arange(0, BLOCK_N)
+    keys = first + local
+    columns = tl.arange(0, BLOCK_D)
+    kv64 = kv_head.to(tl.int64)
+    first64 = first.to(tl.int64)
+
+    k_base = k + (batch * k_stride_b + kv64 * k_stride_h + first64 * k_stride_t) * ALIGN
+    v_base = v + (batch * v_stride_b + kv64 * v_stride_h + first64 * v_stride_t) * ALIGN
+    k_tile = load_tile(
+        k_base + tile_offsets(k_stride_t * ALIGN, BLOCK_N, BLOCK_D), keys, columns, k_length,
+        HEAD_DIM, BLOCK_D, True,
+    )  # fmt: skip
+    v_tile = load_tile(
+        v_base + tile_offsets(v_stride_t * ALIGN, BLOCK_N, BLOCK_D), keys, columns, k_length,
+        HEAD_DIM, BLOCK_D, True,
+    )  # fmt: skip
+    km = batch * k_length
+    qm = batch * q_length
+
+    start = tl.load(work_start + item)
+    stop = tl.load(work_stop + item)
+    full_from = tl.load(full_ptr + row)
+    part_from = tl.load(part_ptr + row)
+    full = tl.load(full_ptr + row + 1) - full_from
+    acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for member in tl.range(0, group, disable_licm=True):
+        head = kv64 * group + member
+        q_base = q + (batch * q_stride_b + head * q_stride_h) * ALIGN
+        do_base = dout + (batch * dout_stride_b + head * dout_stride_h) * ALIGN
+        at = (batch * heads * group + head) * q_length
+        acc_k, acc_v = _key_gradients(
+            acc_k, acc_v, k_tile, v_tile, keys,
+            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
+            full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
+            q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
+            k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
+            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
+        )  # fmt: skip
+        acc_k, acc_v = _key_gradients(
+            acc_k, acc_v, k_tile, v_tile, keys,
+            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
+            part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
+            q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
+            k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
+            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
+        )  # fmt: skip
+    acc_k *= scale
+
+    slot = tl.load(work_slot + item)
+    tile = local[:, None] * HEAD_DIM + columns[None, :]
+    if slot < 0:
+        to = ((batch * heads + kv_head) * k_length + first) * HEAD_DIM
+        store_tile(dk + to + tile, acc_k, keys, columns, k_length, HEAD_DIM, BLOCK_D)
+        store_tile(dv + to + tile, acc_v, keys, columns, k_length, HEAD_DIM, BLOCK_D)
+    else:
+        to = ((slot.to(tl.int64) * heads + kv_head) * BLOCK + within) * HEAD_DIM
+        store_tile(slot_dk + to + tile, acc_k, local, columns, BLOCK_N, HEAD_DIM, BLOCK_D)
+        store_tile(slot_dv + to + tile, acc_v, local, columns, BLOCK_N, HEAD_DIM, BLOCK_D)

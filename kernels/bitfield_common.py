@@ -1,0 +1,113 @@
+"""What the bitfield attention kernels share: the mask predicate, masked tile loads, the dot, the softcap.
+
+The predicate is the one of ``interlace.masks`` (query i sees key j), rearranged so that a pair costs five compares:
+
+    doc_i == doc_j >= 0
+    and (pos_j > pos_i - window_i or pos_j < sinks)
+    and ((ATTENDS_i has OWN_j and (not CAUSAL_i or pos_j <= pos_i)) or span_i == span_j >= 0)
+
+Everything that depends on one side alone is folded into vectors first (``query_terms``, ``key_terms``); only ``allowed``
+touches pairs. Rows and keys outside the tensors get document numbers that equal nothing, so the length bounds need no
+arithmetic of their own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether the kernels of this process run in Triton's interpreter (decided when they are decorated, once)."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+ATTENDS_MASK = tl.constexpr((1 << 56) - 1)  # the same constants as interlace.masks, which kernels may not import
+OWN_SHIFT = tl.constexpr(56)
+INT_MAX = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def query_terms(bits_ptr, doc_ptr, span_ptr, pos_ptr, window_ptr, rows, length):
+    """Vectors of the predicate that depend on the query: (attends, doc, span, last key position, before-window)."""
+    inside = rows < length
+    bits = tl.load(bits_ptr + rows, mask=inside, other=0)
+    doc = tl.load(doc_ptr + rows, mask=inside, other=-1)
+    span = tl.load(span_ptr + rows, mask=inside, other=-1)
+    pos = tl.load(pos_ptr + rows, mask=inside, other=0)
+    window = tl.load(window_ptr + rows, mask=inside, other=0)
+    # CAUSAL is the sign bit: a causal query sees positions up to its own, any other query sees all of them.
+    last = tl.where(bits < 0, pos, INT_MAX)
+    return bits & ATTENDS_MASK, doc, span, last, pos - window
+
+
+@triton.jit
+def key_terms(bits_ptr, doc_ptr, span_ptr, pos_ptr, rows, length, sinks):
+    """Vectors of the predicate that depend on the key: (stream bit, doc, span, position, position for the window)."""
+    inside = rows < length
+    bits = tl.load(bits_ptr + rows, mask=inside, other=0)
+    doc = tl.load(doc_ptr + rows, mask=inside, other=-2)
+    span = tl.load(span_ptr + rows, mask=inside, other=-2)
+    pos = tl.load(pos_ptr + rows, mask=inside, other=0)
+    own = (bits >> OWN_SHIFT) & 63
+    stream = tl.full(own.shape, 1, tl.int64) << own
+    # Padding (-1) must not meet the padding of the query side: on the key side it becomes -2.
+    doc = tl.where(doc < 0, -2, doc)
+    span = tl.where(span < 0, -2, span)
+    # A sink passes every window.
+    return stream, doc, span, pos, tl.where(pos < sinks, INT_MAX, pos)
+
+
+@triton.jit
+def allowed(attends, q_doc, q_span, last, before, stream, k_doc, k_span, k_pos, k_window_pos):
+    """The predicate on pairs; the caller has given one side a trailing and the other a leading axis of length 1.
+
+    The word test is ``!= 0`` and never ``> 0``: the word is signed and its top bits are in use.
+    """
+    streams = ((attends & stream) != 0) & (k_pos <= last)
+    return (q_doc == k_doc) & (k_window_pos > before) & (streams | (q_span == k_span))
+
+
+@triton.jit
+def tile_offsets(stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Offsets of a [rows, head_dim] tile from its first element: int32, so that a loop keeps half the registers."""
+    return tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def load_tile(pointers, rows, columns, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):
+    """A [rows, head_dim] tile, zero outside. Bounds are only tested where the tile can cross them."""
+    if BOUNDED:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(pointers, mask=rows[:, None] < length, other=0.0)
+        else:
+            return tl.load(pointers, mask=(rows[:, None] < length) & (columns[None, :] < HEAD_DIM), other=0.0)
+    else:
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=columns[None, :] < HEAD_DIM, other=0.0)
+
+
+@triton.jit
+def store_tile(pointers, value, rows, columns, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store a [rows, head_dim] tile, cut at ``length`` rows and ``HEAD_DIM`` columns."""
+    inside = rows[:, None] < length
+    if HEAD_DIM != BLOCK_D:
+        inside = inside & (columns[None, :] < HEAD_DIM)
+    tl.store(pointers, value.to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """a @ b in float32. UPCAST: the interpreter's bfloat16 dot returns garbage (Triton 3.6 and 3.9)."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def cap(scores, softcap):
+    """softcap * tanh(scores / softcap) and the tanh; by exp2, which saturates to +-1 without NaN."""
+    tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E / softcap)))
+    return softcap * tanh, tanh

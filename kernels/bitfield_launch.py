@@ -1,0 +1,244 @@
+"""From tensors and a plan to kernel launches: arguments, grids, tiles and work buffers.
+
+Each function returns the launches of one pass as `Call`s, in order. The attention backend runs them; `ahead_of_time`
+compiles the very same objects (made of meta tensors) for a named architecture without a GPU, so what the static gate
+checks is what runs.
+
+``plan`` is anything with the tensors of ``interlace.attention.AttentionPlan``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bitfield_aggregate import merge_kernel, sum_kernel
+from .bitfield_backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
+from .bitfield_common import INTERPRETED
+from .bitfield_forward import forward_kernel
+from .bitfield_tiles import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, choose
+
+AGGREGATE_ROWS = 16
+DELTA_ROWS = 32
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel launch. `arguments` has every parameter by name: tensors, numbers and constexprs."""
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    warps: int
+    stages: int
+
+    def run(self) -> None:
+        if self.programs:
+            self.kernel[(self.programs,)](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def architecture_of(device: torch.device) -> int:
+    """10 * the major compute capability of a CUDA device; 0 in the interpreter."""
+    if INTERPRETED:
+        return 0
+    return 10 * torch.cuda.get_device_capability(device)[0]
+
+
+def block_d(head_dim: int, architecture: int) -> int:
+    """The head dimension rounded up to what kernels use: a power of two, on GPUs at least 64.
+
+    (Tiles narrower than a warpgroup's 64 faulted on Hopper with 4 or more warps.)
+    """
+    return max(1 << (head_dim - 1).bit_length(), 64 if architecture else 16)
+
+
+def forward_calls(
+    q: Tensor, k: Tensor, v: Tensor, plan: Any, out: Tensor, lse: Tensor, scale: float, softcap: float | None,
+    architecture: int,
+) -> list[Call]:  # fmt: skip
+    """out [B, Hq, Tq, D] contiguous, lse fp32 [B, Hq, Tq] contiguous: attention, then the merge of split rows."""
+    heads, head_dim = q.shape[1], q.shape[3]
+    padded = block_d(head_dim, architecture)
+    tile = choose(FORWARD, architecture, padded, plan.block, float32=q.dtype == torch.float32)
+    slots = plan.slot_row.numel() if _has_slots(plan.slot_row) else 0
+    slot_out = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
+    slot_lse = q.new_empty((slots, heads, plan.block), dtype=torch.float32)
+    strides, align = _strides(q=q, k=k, v=v)
+    calls = [
+        Call(
+            forward_kernel,
+            plan.work_row.numel() * (plan.block // tile.m) * heads,
+            dict(
+                q=q, k=k, v=v, out=out, lse=lse, slot_out=slot_out, slot_lse=slot_lse,
+                **_query_lists(plan), **_tokens(plan), **strides, **_sizes(q, k, plan),
+                q_blocks=_blocks(plan.q_bits, plan.block),
+                scale=scale, softcap=softcap or 0.0,
+                HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK=plan.block, BLOCK_M=tile.m, BLOCK_N=tile.n, ALIGN=align,
+                RAGGED=k.shape[2] % plan.block != 0, SOFTCAP=softcap is not None, **_arithmetic(q),
+            ),
+            tile.warps,
+            tile.stages,
+        )
+    ]  # fmt: skip
+    if slots:
+        calls.append(
+            _aggregate(
+                merge_kernel, plan.row_slots, plan.slot_row, plan, q, padded,
+                slot_out=slot_out, slot_lse=slot_lse, out=out, lse=lse,
+            )
+        )  # fmt: skip
+    return calls
+
+
+def backward_calls(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Any,
+    dq: Tensor, dk: Tensor, dv: Tensor, scale: float, softcap: float | None, architecture: int,
+) -> list[Call]:  # fmt: skip
+    """dq, dk, dv (contiguous, shapes of q, k, v): delta, dQ and its sums, dK/dV and their sums."""
+    heads, head_dim = q.shape[1], q.shape[3]
+    float32 = q.dtype == torch.float32
+    padded = block_d(head_dim, architecture)
+    delta = torch.empty_like(lse)
+    strides, align = _strides(q=q, k=k, v=v, dout=dout)
+    shared = dict(
+        q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, **_tokens(plan), **strides,
+        scale=scale, softcap=softcap or 0.0,
+        HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK=plan.block, ALIGN=align, SOFTCAP=softcap is not None,
+        **_arithmetic(q),
+    )  # fmt: skip
+    sizes = _sizes(q, k, plan)
+    calls = [
+        Call(
+            delta_kernel,
+            q.shape[0] * heads * -(-q.shape[2] // DELTA_ROWS),
+            dict(
+                out=out, dout=dout, lse=lse, dlse=lse if dlse is None else dlse, delta=delta,
+                **{name: value for name, value in strides.items() if name.startswith("dout")},
+                heads=heads, length=q.shape[2], HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK_M=DELTA_ROWS,
+                ALIGN=align, HAS_DLSE=dlse is not None,
+            ),
+            4,
+            1,
+        )
+    ]  # fmt: skip
+
+    tile = choose(QUERY_GRADIENT, architecture, padded, plan.block, float32=float32)
+    slots = plan.slot_row.numel() if _has_slots(plan.slot_row) else 0
+    slot_dq = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
+    calls.append(
+        Call(
+            query_gradient_kernel,
+            plan.work_row.numel() * (plan.block // tile.m) * heads,
+            dict(
+                shared, dq=dq, slot_dq=slot_dq, **_query_lists(plan), **sizes,
+                q_blocks=_blocks(plan.q_bits, plan.block),
+                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=k.shape[2] % plan.block != 0,
+            ),
+            tile.warps,
+            tile.stages,
+        )
+    )  # fmt: skip
+    if slots:
+        calls.append(_aggregate(sum_kernel, plan.row_slots, plan.slot_row, plan, q, padded, slot_grad=slot_dq, grad=dq))
+
+    tile = choose(KEY_GRADIENT, architecture, padded, plan.block, float32=float32)
+    slots = plan.slot_k_row.numel() if _has_slots(plan.slot_k_row) else 0
+    slot_dk = k.new_empty((slots, k.shape[1], plan.block, head_dim), dtype=torch.float32)
+    slot_dv = torch.empty_like(slot_dk)
+    calls.append(
+        Call(
+            key_gradient_kernel,
+            plan.work_k_row.numel() * (plan.block // tile.n) * k.shape[1],
+            dict(
+                shared, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan),
+                **(sizes | dict(heads=k.shape[1])), k_blocks=_blocks(plan.k_bits, plan.block),
+                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=q.shape[2] % plan.block != 0,
+            ),
+            tile.warps,
+            tile.stages,
+        )
+    )  # fmt: skip
+    if slots:
+        for slot, grad in ((slot_dk, dk), (slot_dv, dv)):
+            calls.append(
+                _aggregate(sum_kernel, plan.row_k_slots, plan.slot_k_row, plan, k, padded, slot_grad=slot, grad=grad)
+            )
+    return calls
+
+
+def _aggregate(
+    kernel: Any, row_slots: Tensor, slot_row: Tensor, plan: Any, like: Tensor, padded: int, **tensors: Tensor
+) -> Call:
+    """`like`: q or k, whose heads and length the rows have."""
+    rows = min(AGGREGATE_ROWS, plan.block)
+    return Call(
+        kernel,
+        slot_row.numel() * (plan.block // rows) * like.shape[1],
+        dict(
+            **tensors, row_slots=row_slots, slot_row=slot_row,
+            heads=like.shape[1], length=like.shape[2], blocks=-(-like.shape[2] // plan.block),
+            HEAD_DIM=like.shape[3], BLOCK_D=padded, BLOCK=plan.block, BLOCK_M=rows,
+        ),
+        4,
+        1,
+    )  # fmt: skip
+
+
+def _has_slots(slot_row: Tensor) -> bool:
+    """Whether rows may be split. Only the padding of an empty list looks like two slots; a GPU is not asked which."""
+    return slot_row.numel() > 2 or slot_row.device.type != "cpu" or int(slot_row[0]) >= 0
+
+
+def _query_lists(plan: Any) -> dict[str, Tensor]:
+    return dict(
+        full_ptr=plan.full_q_ptr, full_idx=plan.full_q_idx, part_ptr=plan.part_q_ptr, part_idx=plan.part_q_idx,
+        work_row=plan.work_row, work_start=plan.work_start, work_stop=plan.work_stop, work_slot=plan.work_slot,
+    )  # fmt: skip
+
+
+def _key_lists(plan: Any) -> dict[str, Tensor]:
+    return dict(
+        full_ptr=plan.full_k_ptr, full_idx=plan.full_k_idx, part_ptr=plan.part_k_ptr, part_idx=plan.part_k_idx,
+        work_row=plan.work_k_row, work_start=plan.work_k_start, work_stop=plan.work_k_stop, work_slot=plan.work_k_slot,
+    )  # fmt: skip
+
+
+def _tokens(plan: Any) -> dict[str, Tensor]:
+    names = ("q_bits", "q_doc", "q_span", "q_pos", "q_window", "k_bits", "k_doc", "k_span", "k_pos")
+    return {name: getattr(plan, name) for name in names}
+
+
+def _sizes(q: Tensor, k: Tensor, plan: Any) -> dict[str, int]:
+    return dict(
+        heads=q.shape[1], group=q.shape[1] // k.shape[1], q_length=q.shape[2], k_length=k.shape[2], sinks=plan.sinks
+    )
+
+
+def _blocks(bits: Tensor, block: int) -> int:
+    return -(-bits.shape[1] // block)
+
+
+def _arithmetic(q: Tensor) -> dict[str, Any]:
+    """fp32 inputs get exact products unless torch was told that TF32 will do (as in scaled_dot_product_attention)."""
+    exact = q.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    return dict(PRECISION="ieee" if exact else "tf32", UPCAST=INTERPRETED and q.dtype == torch.bfloat16)
+
+
+def _strides(**tensors: Tensor) -> tuple[dict[str, int], int]:
+    """{name}_stride_{b,h,t} of each tensor, divided by `align` elements, which divide them all.
+
+    Triton sees only whether an argument is a multiple of 16; with the factor outside, head dimensions such as 72 still
+    load 16 bytes at a time.
+    """
+    strides = {
+        f"{name}_stride_{axis}": stride if size > 1 else 0
+        for name, tensor in tensors.items()
+        for axis, stride, size in zip("bht", tensor.stride(), tensor.shape)
+    }
+    align = 8 if math.gcd(*strides.values()) % 8 == 0 else 1
+    return {name: stride // align for name, stride in strides.items()}, align

@@ -1,0 +1,117 @@
+"""The Triton backend: allocates results and runs the kernels of `interlace.kernels.bitfield_*`.
+
+Runs on NVIDIA GPUs of compute capability 8.0 and later, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1
+in the environment before triton is imported), which is how its arithmetic is tested without a GPU. Deterministic: the
+same inputs give the same bits, gradients included.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from interlace.attention.plan import AttentionPlan
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+
+def why_not(q: Tensor) -> str | None:
+    """Why this backend cannot run tensors like `q` [B, H, T, D] on this machine; None when it can."""
+    if (reason := _missing()) is not None:
+        return reason
+    if q.dtype not in DTYPES:
+        return f"the Triton kernels take fp16, bf16 and fp32, not {q.dtype}"
+    if q.shape[-1] > MAX_HEAD_DIM:
+        return f"the Triton kernels take head dimensions up to {MAX_HEAD_DIM}, not {q.shape[-1]}"
+    interpreted = _interpreted()
+    if q.device.type == "cpu":
+        if not interpreted:
+            return "CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
+    elif q.device.type != "cuda":
+        return f"the Triton kernels run on CUDA devices, not on {q.device.type}"
+    elif torch.version.hip is not None:
+        return "the Triton kernels are tuned for NVIDIA GPUs and untested on ROCm"
+    elif not interpreted and torch.cuda.get_device_capability(q.device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(q.device)
+        return f"the GPU has compute capability {major}.{minor}; the Triton kernels need 8.0"
+    return None
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse fp32 [B, Hq, Tq] (natural log; -inf = empty row)."""
+    from interlace.kernels.bitfield_launch import architecture_of, forward_calls
+
+    _check_block(plan.block)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with _on(q.device):
+        for call in forward_calls(q, k, v, plan, out, lse, scale, softcap, architecture_of(q.device)):
+            call.run()
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse."""
+    from interlace.kernels.bitfield_launch import architecture_of, backward_calls
+
+    _check_block(plan.block)
+    dout, q, k, v = _rows(dout), _rows(q), _rows(k), _rows(v)
+    out, lse = out.contiguous(), lse.contiguous()
+    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    architecture = architecture_of(q.device)
+    with _on(q.device):
+        for call in backward_calls(dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture):
+            call.run()
+    return dq, dk, dv
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Kernels take any strides but the last, which must be 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check_block(block: int) -> None:
+    if block < 16 or block & (block - 1):
+        raise ValueError(
+            f"the plan has blocks of {block} tokens; the Triton kernels need a power of two from 16 on: "
+            "AttentionPlan.build(mask, block=128)"
+        )
+
+
+def _on(device: torch.device) -> torch.cuda.device:
+    """Triton launches on the current device, which need not be the tensors' own."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+@cache
+def _missing() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}); install triton, or a GPU build of torch that brings it"
+    return None
+
+
+@cache
+def _interpreted() -> bool:
+    from interlace.kernels.bitfield_common import INTERPRETED
+
+    return INTERPRETED

@@ -1,0 +1,94 @@
+"""Masks that people train with, at sizes that tests can afford, and dense attention in fp64 by plain autograd."""
+
+from __future__ import annotations
+
+import torch
+
+from interlace.masks import BitfieldMask, Segment, word
+
+
+def _prefix_lm(length: int, prefix: int) -> BitfieldMask:
+    span = torch.full((1, length), -1, dtype=torch.int32)
+    span[:, :prefix] = 0
+    return BitfieldMask(torch.full((1, length), word(0, causal=True)), span=span)
+
+
+def _shared_question(length: int) -> BitfieldMask:
+    """A question (stream 0) and two answers (streams 1, 2) that see it and themselves, not each other."""
+    third = length // 3
+    bits = torch.full((1, length), word(0, [0], causal=True))
+    bits[:, third : 2 * third] = word(1, [0, 1], causal=True)
+    bits[:, 2 * third :] = word(2, [0, 2], causal=True)
+    return BitfieldMask(bits)
+
+
+def _blockwise(length: int, size: int) -> BitfieldMask:
+    """Causal blockwise: back to the start of the previous block, and one sink; the last row sees all."""
+    index = torch.arange(length, dtype=torch.int32)
+    window = (index % size + size + 1)[None].contiguous()
+    window[:, -1] = 1 << 30
+    return BitfieldMask(torch.full((1, length), word(0, causal=True)), window=window, sinks=1)
+
+
+def _interleaved(length: int) -> list[Segment]:
+    return [Segment("text", length // 6), Segment("image", length // 5), Segment("text", 3), Segment("audio", 9)]
+
+
+def _with_empty_rows(length: int) -> BitfieldMask:
+    """Queries of stream 3 attend stream 5, which nobody is: they see nothing; the rest is causal, the tail padding."""
+    bits = torch.full((2, length), word(0, [0], causal=True))
+    bits[0, length // 4 : length // 2] = word(3, [5])
+    doc = torch.zeros(2, length, dtype=torch.int32)
+    doc[1, length // 3 :] = -1
+    return BitfieldMask(bits, doc=doc)
+
+
+def masks() -> dict[str, tuple[BitfieldMask, BitfieldMask | None]]:
+    """name -> (mask, kv_mask). Sizes are odd on purpose: 113 x 203, 1 x 50, and more than one chunk of keys."""
+    long = BitfieldMask.causal(1, 203)
+    packed = BitfieldMask.pack([BitfieldMask.from_segments([_interleaved(n)]) for n in (90, 60, 150)])
+    shuffled = torch.randperm(packed.length, generator=torch.Generator().manual_seed(0))
+    return {
+        "full": (BitfieldMask.full(2, 70), None),
+        "causal": (BitfieldMask.causal(2, 130), None),
+        "window": (BitfieldMask.causal(1, 150, window=33), None),
+        "lambda": (BitfieldMask.causal(1, 150, window=20, sinks=4), None),
+        "prefix": (_prefix_lm(120, 50), None),
+        "shared question": (_shared_question(150), None),
+        "blockwise": (_blockwise(150, 32), None),
+        "multimodal": (BitfieldMask.from_segments([_interleaved(150), _interleaved(90)]), None),
+        "packed": (packed, None),
+        "shuffled part": (packed.select(shuffled[:100]), packed),
+        "empty rows": (_with_empty_rows(100), None),
+        "113 x 203": (long.select(slice(90, 203)), long),
+        "1 x 50": (BitfieldMask.causal(2, 50).select([49]), BitfieldMask.causal(2, 50)),
+        "50 x 1": (BitfieldMask.causal(1, 50), BitfieldMask.causal(1, 1)),
+        "cross": (BitfieldMask.full(1, 40), BitfieldMask.full(1, 77)),
+    }
+
+
+def tensors(
+    mask: BitfieldMask, keys: BitfieldMask | None, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """q, k, v that require gradients, from a fixed seed."""
+    generator = torch.Generator().manual_seed(1)
+    length = mask.length if keys is None else keys.length
+    shapes = [(mask.batch, heads, mask.length, dim)] + [(mask.batch, kv_heads, length, dim)] * 2
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def oracle(q, k, v, dense, scale, softcap=None):
+    """(out, lse) in fp64 by autograd through a softmax over the visible keys alone, -inf never appearing in it."""
+    q, k, v = q.double(), k.double(), v.double()
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = dense[:, None].to(scores.dtype)
+    top = (scores.detach() - 1e9 * (1 - seen)).amax(-1, keepdim=True) if scores.shape[-1] else 0.0
+    weights = torch.exp((scores - top) * seen) * seen
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    out = weights @ v / torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -torch.inf, torch.log(torch.where(empty, 1.0, total)) + top)
+    return out, lse.squeeze(-1)

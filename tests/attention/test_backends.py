@@ -1,0 +1,204 @@
+"""Every backend against dense fp64 attention by plain autograd: output, LSE and the gradients of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interlace.attention import AttentionPlan, bitfield_attention, cpu, reference
+from interlace.masks import BitfieldMask
+from tests.attention import cases
+from tests.mask_strategies import mask_pairs
+
+BACKENDS = ["reference", "cpu"]
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    """Room for 32 keys per chunk of 4 heads x 16 queries, so that small tests merge several chunks."""
+    monkeypatch.setattr(cpu, "SCORES", 4 * 16 * 32)
+
+
+def close(got, wanted, tolerance, what):
+    """Relative to the largest entry; infinities must be the same, NaN is never right."""
+    assert torch.equal(got.isinf(), wanted.isinf()), what
+    got, wanted = got.double().masked_fill(got.isinf(), 0), wanted.double().masked_fill(wanted.isinf(), 0)
+    error = (got - wanted).abs().max().item() if got.numel() else 0.0
+    assert error <= tolerance * max(1.0, wanted.abs().max().item() if wanted.numel() else 0.0), (what, error)
+
+
+def compare(backend, mask, keys, dtype, heads=4, kv_heads=2, dim=8, softcap=None, scale=0.4, block=16, cap=None):
+    """Forward and backward of a loss that uses both outputs, against the oracle."""
+    q, k, v = cases.tensors(mask, keys, heads, kv_heads, dim, dtype)
+    plan = AttentionPlan.build(mask, keys, block=block, cap=cap)
+    options = dict(scale=scale, softcap=softcap, return_lse=True, backend=backend)
+    out, lse = bitfield_attention(q, k, v, plan, **options)
+    assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    dout = torch.randn(out.shape, generator=generator).to(dtype)
+    dlse = torch.randn(lse.shape, generator=generator).to(lse.dtype)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    wanted, wanted_lse = cases.oracle(*exact, mask.to_dense(keys), scale, softcap)
+    seen = wanted_lse > -torch.inf
+    loss = (wanted * dout.double()).sum() + (wanted_lse[seen] * dlse.double()[seen]).sum()
+    close(out, wanted, TOLERANCE[dtype], "out")
+    close(lse, wanted_lse, min(TOLERANCE[dtype], 1e-4), "lse")
+    for name, got, exact_grad in zip("qkv", grads, torch.autograd.grad(loss, exact)):
+        assert got.dtype == dtype
+        close(got, exact_grad, TOLERANCE[dtype], f"d{name}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", cases.masks())
+def test_known_masks(backend, name):
+    compare(backend, *cases.masks()[name], torch.float32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["packed", "empty rows", "113 x 203"])
+def test_dtypes(backend, dtype, name):
+    compare(backend, *cases.masks()[name], dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (6, 2), (4, 1)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_head_groups_and_softcap(backend, heads, kv_heads, softcap):
+    mask, keys = cases.masks()["shuffled part"]
+    compare(backend, mask, keys, torch.float32, heads, kv_heads, dim=9, softcap=softcap)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("block", [1, 7, 128])
+def test_block_sizes(backend, block):
+    compare(backend, *cases.masks()["multimodal"], torch.float32, block=block, cap=2)
+
+
+@settings(max_examples=150)
+@given(mask_pairs(longest=50), st.sampled_from([4, 16]), st.sampled_from([None, 3.0]))
+def test_random_masks(pair, block, softcap):
+    for backend in BACKENDS:
+        compare(backend, *pair, torch.float64, heads=2, kv_heads=1, dim=4, softcap=softcap, block=block)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(mask_pairs(longest=70), st.sampled_from([4, 16, 32]), st.sampled_from([None, 3.0]))
+def test_many_random_masks(pair, block, softcap):
+    compare("cpu", *pair, torch.float32, heads=2, kv_heads=1, dim=4, softcap=softcap, block=block)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("batch", "q_len", "k_len"), [(0, 5, 5), (2, 0, 3), (1, 5, 0)])
+def test_nothing_to_attend(backend, batch, q_len, k_len):
+    mask, keys = BitfieldMask.full(batch, q_len), BitfieldMask.full(batch, k_len)
+    q, k, v = cases.tensors(mask, keys, 2, 1, 4, torch.float32)
+    out, lse = bitfield_attention(q, k, v, mask, kv_mask=keys, return_lse=True, backend=backend)
+    assert not out.any() and (lse == -torch.inf).all()
+    grads = torch.autograd.grad((out.sum() + lse.sum()), (q, k, v))
+    assert all(not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_output_alone_has_gradients(backend):
+    mask, keys = cases.masks()["multimodal"]
+    for pick in (0, 1):
+        q, k, v = cases.tensors(mask, keys, 2, 1, 4, torch.float64)
+        result = bitfield_attention(q, k, v, mask, return_lse=True, backend=backend)[pick]
+        wanted = cases.oracle(q, k, v, mask.to_dense(), 0.5)[pick]
+        seen = wanted > -torch.inf
+        grads = torch.autograd.grad(result[seen].sum(), (q, k, v))
+        for got, exact in zip(grads, torch.autograd.grad(wanted[seen].sum(), (q, k, v), allow_unused=True)):
+            close(got, torch.zeros_like(got) if exact is None else exact, 1e-11, pick)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_inputs(backend):
+    """Heads that are a transposed view, as models have them, and an expanded gradient."""
+    mask = BitfieldMask.causal(2, 40)
+    q, k, v = (torch.randn(2, 40, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3))
+    out = bitfield_attention(q, k, v, mask, backend=backend)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(grads, torch.autograd.grad(wanted.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_passes_through_as_in_sdpa(backend):
+    mask = BitfieldMask.causal(1, 40)
+    q, k, v = (torch.randn(1, 1, 40, 8) for _ in range(3))
+    q[0, 0, 5] = torch.nan
+    k[0, 0, 30] = torch.nan
+    out, lse = bitfield_attention(q, k, v, AttentionPlan.build(mask, block=16), return_lse=True, backend=backend)
+    dirty = torch.zeros(40, dtype=torch.bool)
+    dirty[5], dirty[30:] = True, True
+    assert torch.equal(out[0, 0].isnan().all(-1), dirty) and torch.equal(lse[0, 0].isnan(), dirty)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_scores_do_not_overflow(backend):
+    mask, keys = cases.masks()["lambda"]
+    q, k, v = cases.tensors(mask, keys, 2, 2, 8, torch.float32)
+    out = bitfield_attention(q, k, v, AttentionPlan.build(mask, block=16), scale=1000.0, backend=backend)
+    wanted, _ = cases.oracle(q, k, v, mask.to_dense(), 1000.0)
+    close(out, wanted, 1e-3, "out")
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_the_cpu_backend_is_bitwise_repeatable():
+    mask, keys = cases.masks()["packed"]
+    plan = AttentionPlan.build(mask, block=16)
+    results = []
+    for _ in range(2):
+        q, k, v = cases.tensors(mask, keys, 4, 2, 8, torch.float32)
+        out = bitfield_attention(q, k, v, plan, backend="cpu")
+        results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+
+
+def test_the_cpu_backend_needs_no_square_memory(monkeypatch):
+    """8,192 tokens: the largest tensor made is a chunk of scores, not a row of them, in forward and in backward."""
+    monkeypatch.setattr(cpu, "SCORES", 1 << 17)
+    mask = BitfieldMask.causal(1, 8192)
+    plan = AttentionPlan.build(mask)
+    q, k, v = (torch.randn(1, 1, 8192, 8) for _ in range(3))
+    largest = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            largest.extend(x.numel() for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
+            return result
+
+    with Sizes():
+        out, lse = cpu.forward(q, k, v, plan, 0.3, None)
+        cpu.backward(out, None, q, k, v, out, lse, plan, 0.3, None)
+    assert max(largest) <= 1 << 17
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradcheck(softcap):
+    mask, keys = BitfieldMask.causal(1, 9, window=4).select([0, 3, 8, 5]), BitfieldMask.causal(1, 9)
+    q, k, v = cases.tensors(mask, keys, 2, 1, 2, torch.float64)
+    for backend in BACKENDS:
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, backend=backend: bitfield_attention(
+                q, k, v, mask, kv_mask=keys, softcap=softcap, return_lse=True, backend=backend
+            ),
+            (q, k, v),
+        )
+
+
+def test_reference_agrees_with_its_own_probabilities():
+    """Weights of a row that sees something sum to one: attention over ones is one, else zero."""
+    mask, keys = cases.masks()["empty rows"]
+    q, k, v = cases.tensors(mask, keys, 2, 2, 4, torch.float32)
+    out, lse = reference.forward(q, k, torch.ones_like(v), AttentionPlan.build(mask), 0.5, None)
+    torch.testing.assert_close(out[..., 0], (lse > -torch.inf).float())

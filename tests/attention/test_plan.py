@@ -1,0 +1,162 @@
+"""AttentionPlan against the dense mask: every block called what it is, every list and work item accounted for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interlace.attention import AttentionPlan
+from interlace.attention import _blocks as blocks
+from interlace.masks import BitfieldMask, Segment
+from tests.attention import cases
+from tests.mask_strategies import mask_pairs
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+def states(dense: torch.Tensor, block: int) -> torch.Tensor:
+    """[B, q_blocks, k_blocks] of EMPTY / PARTIAL / FULL, over the pairs that exist."""
+    batch, q_len, k_len = dense.shape
+    out = torch.zeros(batch, -(-q_len // block), -(-k_len // block), dtype=torch.int64)
+    for b in range(batch):
+        for i in range(out.shape[1]):
+            for j in range(out.shape[2]):
+                tile = dense[b, i * block : (i + 1) * block, j * block : (j + 1) * block]
+                out[b, i, j] = FULL if tile.all() else PARTIAL if tile.any() else EMPTY
+    return out
+
+
+def listed(plan: AttentionPlan, side: str) -> torch.Tensor:
+    """The same, read off the q-major or k-major lists."""
+    shape = (plan.batch, plan.q_blocks, plan.k_blocks)
+    out = torch.zeros(shape if side == "q" else (shape[0], shape[2], shape[1]), dtype=torch.int64).flatten(0, 1)
+    for kind, value in (("full", FULL), ("part", PARTIAL)):
+        ptr, idx = getattr(plan, f"{kind}_{side}_ptr").tolist(), getattr(plan, f"{kind}_{side}_idx").tolist()
+        assert len(ptr) == out.shape[0] + 1 and ptr[0] == 0 and len(idx) == max(2, ptr[-1])
+        for r in range(out.shape[0]):
+            row = idx[ptr[r] : ptr[r + 1]]
+            assert row == sorted(set(row))
+            out[r, row] += value
+    out = out.unflatten(0, (shape[0], shape[1] if side == "q" else shape[2]))
+    return out if side == "q" else out.mT
+
+
+def check_work(plan: AttentionPlan, side: str, cap: int | None) -> None:
+    """The work items of a side tile its rows exactly, longest first, with slots in order."""
+    mark = "" if side == "q" else "k_"
+    names = [f"work_{mark}{name}" for name in ("row", "start", "stop", "slot")]
+    items = list(zip(*(getattr(plan, name).tolist() for name in names)))
+    slots = getattr(plan, f"row_{mark}slots").tolist()
+    slot_row = getattr(plan, f"slot_{mark}row").tolist()
+    lengths = getattr(plan, f"full_{side}_ptr").diff() + getattr(plan, f"part_{side}_ptr").diff()
+    items = [item for item in items if item[0] >= 0]
+    sizes = [stop - start for _, start, stop, _ in items]
+    assert sizes == sorted(sizes, reverse=True)
+    assert cap is None or max(sizes, default=0) <= cap
+    for r, length in enumerate(lengths.tolist()):
+        mine = sorted(item for item in items if item[0] == r)
+        assert [start for _, start, _, _ in mine] == [0] + [stop for _, _, stop, _ in mine[:-1]]
+        assert mine[-1][2] == length
+        if len(mine) == 1:
+            assert mine[0][3] == -1 and slots[r] == slots[r + 1]
+        else:
+            assert [slot for *_, slot in mine] == list(range(slots[r], slots[r + 1]))
+            assert slot_row[slots[r] : slots[r + 1]] == [r] * len(mine)
+
+
+def check(mask: BitfieldMask, keys: BitfieldMask | None, block: int, cap: int | None) -> AttentionPlan:
+    plan = AttentionPlan.build(mask, keys, block=block, cap=cap)
+    wanted = states(mask.to_dense(keys), block)
+    assert torch.equal(listed(plan, "q"), wanted) and torch.equal(listed(plan, "k"), wanted)
+    assert torch.equal(plan.row_blocks(), (wanted > 0).sum(-1).int())
+    check_work(plan, "q", cap)
+    check_work(plan, "k", cap)
+    return plan
+
+
+@settings(max_examples=150)
+@given(mask_pairs(), st.sampled_from([1, 4, 7, 16]), st.sampled_from([None, 1, 3]))
+def test_random_masks_are_classified_exactly(pair, block, cap):
+    check(*pair, block, cap)
+
+
+@pytest.mark.parametrize("name", cases.masks())
+@pytest.mark.parametrize("block", [16, 128])
+def test_known_masks_are_classified_exactly(name, block):
+    check(*cases.masks()[name], block, cap=3)
+
+
+def test_work_in_pieces_gives_the_same_plan(monkeypatch):
+    mask, _ = cases.masks()["packed"]
+    whole = AttentionPlan.build(mask, block=8)
+    monkeypatch.setattr(blocks, "CELLS", 10)
+    monkeypatch.setattr(blocks, "ELEMENTS", 100)
+    for one, other in zip(AttentionPlan.build(mask, block=8).tensors(), whole.tensors()):
+        assert torch.equal(one, other)
+
+
+def test_summaries_decide_most_blocks(monkeypatch):
+    """Element tests are for boundaries: here a handful of blocks, of 4,096."""
+    evaluated = []
+    evaluate = blocks._evaluate
+    monkeypatch.setattr(blocks, "_evaluate", lambda *args: evaluated.append(args[2].numel()) or evaluate(*args))
+    row = [Segment("text", 1000), Segment("image", 256), Segment("text", 792)]
+    AttentionPlan.build(BitfieldMask.pack([BitfieldMask.from_segments([row])] * 4))
+    assert sum(evaluated) < 200
+
+
+@pytest.mark.parametrize(("batch", "q_len", "k_len"), [(0, 5, 5), (2, 0, 0), (1, 0, 9), (1, 9, 0)])
+def test_nothing_to_attend(batch, q_len, k_len):
+    plan = AttentionPlan.build(BitfieldMask.full(batch, q_len), BitfieldMask.full(batch, k_len))
+    assert plan.row_blocks().sum() == 0 and plan.stats().density == 0.0
+    assert plan.row_blocks().shape == (batch, plan.q_blocks)
+
+
+def test_stats():
+    stats = AttentionPlan.build(BitfieldMask.causal(1, 64), block=16, cap=2).stats()
+    assert (stats.blocks, stats.full, stats.partial, stats.density) == (16, 6, 4, 10 / 16)
+    assert (stats.rows, stats.split_rows, stats.work_items, stats.longest_item) == (4, 2, 6, 2)
+    assert stats.imbalance == pytest.approx(4 / 2.5)
+
+
+def test_lists_have_room_for_two():
+    plan = AttentionPlan.build(BitfieldMask.causal(1, 3))
+    assert plan.full_q_idx.tolist() == [-1, -1] and plan.part_q_idx.tolist() == [0, -1]
+    assert plan.work_row.tolist() == [0, -1] and plan.slot_row.tolist() == [-1, -1]
+
+
+def test_companions_are_filled_in():
+    plan = AttentionPlan.build(BitfieldMask.causal(1, 3, window=2), BitfieldMask.causal(1, 5))
+    assert plan.q_doc.tolist() == [[0, 0, 0]] and plan.k_span.tolist() == [[-1] * 5]
+    assert plan.q_window.tolist() == [[2, 2, 2]] and plan.k_pos.tolist() == [[0, 1, 2, 3, 4]]
+    assert AttentionPlan.build(BitfieldMask.causal(1, 2)).q_window.tolist() == [[1 << 30] * 2]
+    assert {t.dtype for t in plan.tensors()} == {torch.int32, torch.int64}
+
+
+def test_moves_and_round_trips():
+    plan = AttentionPlan.build(BitfieldMask.causal(1, 40), block=16)
+    assert plan.to("cpu") is plan
+    assert {t.device.type for t in plan.to("meta").tensors()} == {"meta"}
+    again = AttentionPlan.from_tensors(plan.tensors(), plan.block, plan.sinks)
+    assert all(a is b for a, b in zip(again.tensors(), plan.tensors()))
+    leaves, spec = torch.utils._pytree.tree_flatten(plan)
+    assert torch.equal(torch.utils._pytree.tree_unflatten(leaves, spec).work_row, plan.work_row)
+
+
+def test_refusals():
+    mask = BitfieldMask.causal(1, 8)
+    with pytest.raises(TypeError, match="BitfieldMask"):
+        AttentionPlan.build(mask.bits)
+    with pytest.raises(ValueError, match="same batch"):
+        AttentionPlan.build(mask, BitfieldMask.causal(2, 8))
+    with pytest.raises(ValueError, match="block is 0"):
+        AttentionPlan.build(mask, block=0)
+    with pytest.raises(ValueError, match="cap is 0"):
+        AttentionPlan.build(mask, cap=0)
+    plan = AttentionPlan.build(mask)
+    with pytest.raises(ValueError, match="8 queries and 8 keys, but q and k hold batch 1, 7 queries"):
+        plan.check(1, 7, 8, torch.device("cpu"))
+    with pytest.raises(ValueError, match="is on cpu but q is on meta"):
+        plan.check(1, 8, 8, torch.device("meta"))
