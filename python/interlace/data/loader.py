@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from interlace.data.types import Sample
+from interlace.model.sample import Sample
 
 log = logging.getLogger("interlace.data")
 
