@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .bitfield_common import LOG2E, allowed, cap, dot, key_terms, load_tile, query_terms, store_tile
+from .bitfield_common import LOG2E, allowed, cap, dot, key_terms, load_tile, query_terms, store_tile, tile_offsets
 
 
 @triton.jit(do_not_specialize=["heads", "length"])
@@ -57,7 +57,7 @@ def _load_lse(lse, rows, length):
 def _query_gradient(
     dq, q, do, lse2, delta,
     attends, q_doc, q_span, last, before,
-    k_tile, v_tile, k_stride, v_stride,
+    k_base, v_base, k_stride, v_stride,
     block_index, begin, end,
     k_bits, k_doc, k_span, k_pos,
     k_length, sinks, scale, softcap,
@@ -68,11 +68,14 @@ def _query_gradient(
     tiles: tl.constexpr = BLOCK // BLOCK_N
     BOUNDED: tl.constexpr = MASKED or RAGGED
     columns = tl.arange(0, BLOCK_D)
-    for tile in range(begin * tiles, end * tiles):
+    k_tile = tile_offsets(k_stride, BLOCK_N, BLOCK_D)
+    v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_D)
+    for tile in tl.range(begin * tiles, end * tiles, disable_licm=True):
         first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_N
         keys = first + tl.arange(0, BLOCK_N)
-        k = load_tile(k_tile + first.to(tl.int64) * k_stride, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
-        v = load_tile(v_tile + first.to(tl.int64) * v_stride, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        first64 = first.to(tl.int64)
+        k = load_tile(k_base + first64 * k_stride + k_tile, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        v = load_tile(v_base + first64 * v_stride + v_tile, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
         s = dot(q, tl.trans(k), PRECISION, UPCAST)
         dp = dot(do, tl.trans(v), PRECISION, UPCAST)
         if SOFTCAP:
@@ -124,7 +127,6 @@ def query_gradient_kernel(
     local = tl.arange(0, BLOCK_M)
     rows = first + local
     columns = tl.arange(0, BLOCK_D)
-    keys = tl.arange(0, BLOCK_N)
     head64 = head.to(tl.int64)
     kv_head = (head // group).to(tl.int64)
     first64 = first.to(tl.int64)
@@ -132,20 +134,18 @@ def query_gradient_kernel(
     q_base = q + (batch * q_stride_b + head64 * q_stride_h + first64 * q_stride_t) * ALIGN
     do_base = dout + (batch * dout_stride_b + head64 * dout_stride_h + first64 * dout_stride_t) * ALIGN
     q_tile = load_tile(
-        q_base + local[:, None] * (q_stride_t * ALIGN) + columns[None, :], rows, columns, q_length,
+        q_base + tile_offsets(q_stride_t * ALIGN, BLOCK_M, BLOCK_D), rows, columns, q_length,
         HEAD_DIM, BLOCK_D, True,
     )  # fmt: skip
     do_tile = load_tile(
-        do_base + local[:, None] * (dout_stride_t * ALIGN) + columns[None, :], rows, columns, q_length,
+        do_base + tile_offsets(dout_stride_t * ALIGN, BLOCK_M, BLOCK_D), rows, columns, q_length,
         HEAD_DIM, BLOCK_D, True,
     )  # fmt: skip
     at = (batch * heads + head) * q_length
     lse2 = _load_lse(lse + at, rows, q_length)
     row_delta = tl.load(delta + at + rows, mask=rows < q_length, other=0.0)
-    k_tile = k + (batch * k_stride_b + kv_head * k_stride_h) * ALIGN + keys[:, None] * (k_stride_t * ALIGN)
-    v_tile = v + (batch * v_stride_b + kv_head * v_stride_h) * ALIGN + keys[:, None] * (v_stride_t * ALIGN)
-    k_tile += columns[None, :]
-    v_tile += columns[None, :]
+    k_base = k + (batch * k_stride_b + kv_head * k_stride_h) * ALIGN
+    v_base = v + (batch * v_stride_b + kv_head * v_stride_h) * ALIGN
     qm = batch * q_length
     km = batch * k_length
     attends, doc, span, last, before = query_terms(
@@ -160,14 +160,14 @@ def query_gradient_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc = _query_gradient(
         acc, q_tile, do_tile, lse2, row_delta, attends, doc, span, last, before,
-        k_tile, v_tile, k_stride_t * ALIGN, v_stride_t * ALIGN,
+        k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
         HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     acc = _query_gradient(
         acc, q_tile, do_tile, lse2, row_delta, attends, doc, span, last, before,
-        k_tile, v_tile, k_stride_t * ALIGN, v_stride_t * ALIGN,
+        k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
         HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
@@ -186,12 +186,11 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_gradients(
-    dk, dv, k, v,
-    stream, k_doc, k_span, k_pos, window_pos,
-    q_tile, do_tile, q_stride, do_stride, lse, delta,
+    dk, dv, k, v, keys,
+    q_base, do_base, q_stride, do_stride, lse, delta,
     block_index, begin, end,
-    q_bits, q_doc, q_span, q_pos, q_window,
-    q_length, scale, softcap,
+    q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
+    q_length, k_length, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -199,11 +198,16 @@ def _key_gradients(
     tiles: tl.constexpr = BLOCK // BLOCK_M
     BOUNDED: tl.constexpr = MASKED or RAGGED
     columns = tl.arange(0, BLOCK_D)
-    for tile in range(begin * tiles, end * tiles):
+    q_tile = tile_offsets(q_stride, BLOCK_M, BLOCK_D)
+    do_tile = tile_offsets(do_stride, BLOCK_M, BLOCK_D)
+    if MASKED:
+        stream, key_doc, key_span, key_pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
+    for tile in tl.range(begin * tiles, end * tiles, disable_licm=True):
         first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
-        q = load_tile(q_tile + first.to(tl.int64) * q_stride, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
-        do = load_tile(do_tile + first.to(tl.int64) * do_stride, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        first64 = first.to(tl.int64)
+        q = load_tile(q_base + first64 * q_stride + q_tile, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        do = load_tile(do_base + first64 * do_stride + do_tile, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
         # Rows that do not exist read an LSE of +inf, so their p is 0 and no other test is needed.
         lse2 = _load_lse(lse, rows, q_length)
         row_delta = tl.load(delta + rows, mask=rows < q_length, other=0.0)
@@ -217,7 +221,7 @@ def _key_gradients(
             attends, doc, span, last, before = query_terms(q_bits, q_doc, q_span, q_pos, q_window, rows, q_length)
             see = allowed(
                 attends[None, :], doc[None, :], span[None, :], last[None, :], before[None, :],
-                stream[:, None], k_doc[:, None], k_span[:, None], k_pos[:, None], window_pos[:, None],
+                stream[:, None], key_doc[:, None], key_span[:, None], key_pos[:, None], window_pos[:, None],
             )  # fmt: skip
             p = tl.where(see, p, 0.0)
         dv += dot(p.to(do.dtype), do, PRECISION, UPCAST)
@@ -257,23 +261,21 @@ def key_gradient_kernel(
     local = tl.arange(0, BLOCK_N)
     keys = first + local
     columns = tl.arange(0, BLOCK_D)
-    rows = tl.arange(0, BLOCK_M)
     kv64 = kv_head.to(tl.int64)
     first64 = first.to(tl.int64)
 
     k_base = k + (batch * k_stride_b + kv64 * k_stride_h + first64 * k_stride_t) * ALIGN
     v_base = v + (batch * v_stride_b + kv64 * v_stride_h + first64 * v_stride_t) * ALIGN
     k_tile = load_tile(
-        k_base + local[:, None] * (k_stride_t * ALIGN) + columns[None, :], keys, columns, k_length,
+        k_base + tile_offsets(k_stride_t * ALIGN, BLOCK_N, BLOCK_D), keys, columns, k_length,
         HEAD_DIM, BLOCK_D, True,
     )  # fmt: skip
     v_tile = load_tile(
-        v_base + local[:, None] * (v_stride_t * ALIGN) + columns[None, :], keys, columns, k_length,
+        v_base + tile_offsets(v_stride_t * ALIGN, BLOCK_N, BLOCK_D), keys, columns, k_length,
         HEAD_DIM, BLOCK_D, True,
     )  # fmt: skip
     km = batch * k_length
     qm = batch * q_length
-    stream, doc, span, pos, window_pos = key_terms(k_bits + km, k_doc + km, k_span + km, k_pos + km, keys, k_length, sinks)
 
     start = tl.load(work_start + item)
     stop = tl.load(work_stop + item)
@@ -282,25 +284,25 @@ def key_gradient_kernel(
     full = tl.load(full_ptr + row + 1) - full_from
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(0, group):
+    for member in tl.range(0, group, disable_licm=True):
         head = kv64 * group + member
-        q_tile = q + (batch * q_stride_b + head * q_stride_h) * ALIGN
-        do_tile = dout + (batch * dout_stride_b + head * dout_stride_h) * ALIGN
-        q_tile = q_tile + rows[:, None] * (q_stride_t * ALIGN) + columns[None, :]
-        do_tile = do_tile + rows[:, None] * (dout_stride_t * ALIGN) + columns[None, :]
+        q_base = q + (batch * q_stride_b + head * q_stride_h) * ALIGN
+        do_base = dout + (batch * dout_stride_b + head * dout_stride_h) * ALIGN
         at = (batch * heads * group + head) * q_length
         acc_k, acc_v = _key_gradients(
-            acc_k, acc_v, k_tile, v_tile, stream, doc, span, pos, window_pos,
-            q_tile, do_tile, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
+            acc_k, acc_v, k_tile, v_tile, keys,
+            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
             full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
-            q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, q_length, scale, softcap,
+            q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
+            k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
             HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
         )  # fmt: skip
         acc_k, acc_v = _key_gradients(
-            acc_k, acc_v, k_tile, v_tile, stream, doc, span, pos, window_pos,
-            q_tile, do_tile, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
+            acc_k, acc_v, k_tile, v_tile, keys,
+            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
             part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
-            q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, q_length, scale, softcap,
+            q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
+            k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
             HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
         )  # fmt: skip
     acc_k *= scale

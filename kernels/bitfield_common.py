@@ -68,6 +68,12 @@ def allowed(attends, q_doc, q_span, last, before, stream, k_doc, k_span, k_pos, 
 
 
 @triton.jit
+def tile_offsets(stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Offsets of a [rows, head_dim] tile from its first element: int32, so that a loop keeps half the registers."""
+    return tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
 def load_tile(pointers, rows, columns, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):
     """A [rows, head_dim] tile, zero outside. Bounds are only tested where the tile can cross them."""
     if BOUNDED:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .bitfield_common import LN2, LOG2E, allowed, cap, dot, key_terms, load_tile, query_terms, store_tile
+from .bitfield_common import LN2, LOG2E, allowed, cap, dot, key_terms, load_tile, query_terms, store_tile, tile_offsets
 
 
 @triton.jit
 def _attend(
     acc, m, total, q,
     attends, q_doc, q_span, last, before,
-    k_tile, v_tile, k_stride, v_stride,
+    k_base, v_base, k_stride, v_stride,
     block_index, begin, end,
     k_bits, k_doc, k_span, k_pos,
     k_length, sinks, scale, softcap,
@@ -34,11 +34,14 @@ def _attend(
     tiles: tl.constexpr = BLOCK // BLOCK_N
     BOUNDED: tl.constexpr = MASKED or RAGGED
     columns = tl.arange(0, BLOCK_D)
+    k_tile = tile_offsets(k_stride, BLOCK_N, BLOCK_D)
+    v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_D)
     for tile in range(begin * tiles, end * tiles):
         first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_N
         keys = first + tl.arange(0, BLOCK_N)
-        k = load_tile(k_tile + first.to(tl.int64) * k_stride, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
-        v = load_tile(v_tile + first.to(tl.int64) * v_stride, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        first64 = first.to(tl.int64)
+        k = load_tile(k_base + first64 * k_stride + k_tile, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        v = load_tile(v_base + first64 * v_stride + v_tile, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
         s = dot(q, tl.trans(k), PRECISION, UPCAST)
         if SOFTCAP:
             s, _ = cap(s * scale, softcap)
@@ -100,14 +103,11 @@ def forward_kernel(
     # Strides come divided by ALIGN, so that the compiler knows how far they can be vectorised.
     q_base = q + (batch64 * q_stride_b + head.to(tl.int64) * q_stride_h + first.to(tl.int64) * q_stride_t) * ALIGN
     q_tile = load_tile(
-        q_base + local[:, None] * (q_stride_t * ALIGN) + columns[None, :], rows, columns, q_length,
+        q_base + tile_offsets(q_stride_t * ALIGN, BLOCK_M, BLOCK_D), rows, columns, q_length,
         HEAD_DIM, BLOCK_D, True,
     )  # fmt: skip
-    keys = tl.arange(0, BLOCK_N)
     k_base = k + (batch64 * k_stride_b + kv_head * k_stride_h) * ALIGN
     v_base = v + (batch64 * v_stride_b + kv_head * v_stride_h) * ALIGN
-    k_tile = k_base + keys[:, None] * (k_stride_t * ALIGN) + columns[None, :]
-    v_tile = v_base + keys[:, None] * (v_stride_t * ALIGN) + columns[None, :]
     qm = batch64 * q_length  # the words of this batch row
     km = batch64 * k_length
     attends, doc, span, last, before = query_terms(
@@ -125,13 +125,13 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc, m, total = _attend(
-        acc, m, total, q_tile, attends, doc, span, last, before, k_tile, v_tile, k_stride_t * ALIGN, v_stride_t * ALIGN,
+        acc, m, total, q_tile, attends, doc, span, last, before, k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
         HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     acc, m, total = _attend(
-        acc, m, total, q_tile, attends, doc, span, last, before, k_tile, v_tile, k_stride_t * ALIGN, v_stride_t * ALIGN,
+        acc, m, total, q_tile, attends, doc, span, last, before, k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
         HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, True, RAGGED, SOFTCAP, PRECISION, UPCAST,

@@ -27,8 +27,8 @@ class LayerPart:
 class LayerInfo:
     """A layer that a stage can be cut at, with all that travels with it.
 
-    name: of the layer in the whole model. parameters, forward_flops and trainable include the parts: prologue with the first
-    layer, epilogue and projector or head with the last, so a stage's numbers are sums over its layers.
+    name: of the layer in the whole model. parameters, forward_flops and trainable include the parts: prologue with the
+    first layer, epilogue and projector or head with the last, so a stage's numbers are sums over its layers.
     """
 
     index: int
@@ -47,7 +47,9 @@ def describe_layers(root: nn.Module, prefix: str, path: str, context: float, dow
     """
     before, after = _around(root, path)
     layers = root.get_submodule(path)
-    rates = []  # outputs of a prologue part per token of the layers: strided convolutions after it thin them out
+    rates: list[
+        float
+    ] = []  # outputs of a prologue part per token of the layers: strided convolutions after it thin them out
     rate = 1.0
     for _, part in reversed(before):
         rates.insert(0, rate)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import carrier, use_plan
-from interlace.model.slice import run
 from interlace.model.sample import IGNORE
+from interlace.model.slice import run
 
 Inputs = dict[str, Any]
 
@@ -75,17 +75,11 @@ def run_language(
     if settings.preprocess is not None:
         inputs = settings.preprocess(dict(inputs))
     like = next(first_layer.parameters())
-    ids = inputs["input_ids"].to(like.device)
     if hidden is None:
-        embed = module.get_input_embeddings()  # type: ignore[operator]
-        given = {**inputs, "input_ids": ids, "inputs_embeds": embed(ids), "placeholders": settings.placeholders}
-        inputs = settings.merge(inputs.get("features") or {}, given)
-        embeds = inputs["inputs_embeds"]
-    else:
-        embeds = hidden
+        inputs = embed(module, settings, inputs, like.device)
     plan = plan_of(inputs, like.device)
     kwargs: Inputs = {
-        "inputs_embeds": embeds,
+        "inputs_embeds": inputs["inputs_embeds"] if hidden is None else hidden,
         "position_ids": inputs["position_ids"].to(like.device),
         "attention_mask": carrier(plan),
     }
@@ -99,6 +93,14 @@ def run_language(
     if not left and settings.postprocess is not None:
         output = settings.postprocess(inputs, output)
     return output
+
+
+def embed(module: nn.Module, settings: LanguageSettings, inputs: Inputs, device: torch.device) -> Inputs:
+    """`inputs` with inputs_embeds [B, T, D]: the text's embeddings with the encoders' features merged in."""
+    ids = inputs["input_ids"].to(device)
+    embeds = module.get_input_embeddings()(ids)  # type: ignore[operator]
+    given = {**inputs, "input_ids": ids, "inputs_embeds": embeds, "placeholders": settings.placeholders}
+    return settings.merge(inputs.get("features") or {}, given)
 
 
 def plan_of(inputs: Inputs, device: torch.device) -> AttentionPlan:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import NAME, use_plan
 from interlace.masks import BitfieldMask, word
-from interlace.model.slice import find_layers, leave, prologue, run
 from interlace.model.projector import PROJECTORS, stack_tokens
 from interlace.model.sample import Media
+from interlace.model.slice import find_layers, leave, prologue, run
 
 Inputs = dict[str, Any]
 KINDS = {"pixel_values": "image", "input_features": "audio", "input_ids": "text"}
@@ -74,7 +74,7 @@ class ModalityModule(nn.Module):
         super().__init__()
         self.module = module
         self.layer_path = find_layers(module, layers)
-        self.num_layers = len(module.get_submodule(self.layer_path))  # type: ignore[arg-type]
+        self.num_layers = len(self.layers)
         self.start, self.stop = 0, self.num_layers
         self.backend: str | None = None
         parameters = inspect.signature(module.forward).parameters
@@ -95,26 +95,26 @@ class ModalityModule(nn.Module):
         self.preprocess, self.postprocess = preprocess, postprocess
         self.postprocess_projector = postprocess_projector
         self._tokens, self._collate = tokens, collate
-        self._lengths: dict[tuple[int, ...], int] = {}
         self.out_features = 0
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         self.hidden_size = int(getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
         if not self.hidden_size:
-            raise ValueError(f"{type(module).__name__} has no config.hidden_size (or d_model); is it a HuggingFace model?")
+            raise ValueError(f"{type(module).__name__} has no config.hidden_size or d_model: is it HuggingFace's?")
         use_bitfield_attention(module)
         if self.kind != "text":
             self._measure()
 
     def _measure(self) -> None:
         """Learn the encoder's geometry from its config and from one run of its prologue without memory."""
-        config = self.module.config
+        config: Any = self.module.config
         self.channels = int(getattr(config, "num_channels", None) or getattr(config, "num_mel_bins", None) or 0)
         if self.kind == "image":
             self.patch = int(config.patch_size)
             side = int(config.image_size)
             self._default: tuple[int, ...] = (self.channels, side, side)
-            self.prefix = 0
-            self.prefix = self.encoder_length(self._default) - (side // self.patch) ** 2
+            item = torch.empty((1, *self._default), device="meta")
+            hidden, _ = run(prologue(self.module, self.layer_path), self._first_layer, self._kwargs(item))
+            self.prefix = hidden.shape[1] - (side // self.patch) ** 2
         else:
             convolutions = [m for m in self.module.modules() if isinstance(m, nn.Conv1d)]
             self.stride = math.prod(int(conv.stride[0]) for conv in convolutions)
@@ -147,6 +147,11 @@ class ModalityModule(nn.Module):
                     f"an image of shape {shape} does not fit {type(self.module).__name__}, which takes "
                     f"({self.channels}, height, width) of at least {self.patch} x {self.patch} pixels"
                 )
+            if shape[1] % self.patch or shape[2] % self.patch:
+                raise ValueError(
+                    f"an image of {shape[1]} x {shape[2]} pixels would lose its rim: resize it so that both sides are "
+                    f"multiples of the patch, {self.patch}"
+                )
             if not self._interpolates and tuple(shape) != self._default:
                 raise ValueError(
                     f"an image of shape {shape} does not fit {type(self.module).__name__}, whose positions do not "
@@ -165,16 +170,10 @@ class ModalityModule(nn.Module):
 
     def encoder_length(self, shape: tuple[int, ...]) -> int:
         """Tokens of an item inside the encoder's layers, class tokens included."""
-        shape = tuple(shape)
-        if shape not in self._lengths:
-            self.check_shape(shape)
-            if self.kind == "audio":
-                self._lengths[shape] = -(-shape[1] // self.stride)
-            else:
-                item = torch.empty((1, *shape), device="meta")
-                hidden, _ = run(prologue(self.module, self.layer_path), self._first_layer, self._kwargs(item))
-                self._lengths[shape] = hidden.shape[1]
-        return self._lengths[shape]
+        self.check_shape(tuple(shape))
+        if self.kind == "audio":
+            return -(-shape[1] // self.stride)
+        return (shape[1] // self.patch) * (shape[2] // self.patch) + self.prefix
 
     def tokens(self, shape: tuple[int, ...]) -> int:
         """Language-model tokens (= placeholders) that an item of this shape becomes. Raises ValueError as check_shape.
@@ -227,6 +226,11 @@ class ModalityModule(nn.Module):
     def _groups(self, inputs: Inputs, shapes: list[tuple[int, ...]], like: Tensor) -> list[_Group]:
         """One call of the prologue per image size; audio in one call, padded to the length that the encoder wants."""
         batch = inputs[self.input_name]
+        if any(item.is_meta for item in batch) and not like.is_meta:
+            raise ValueError(
+                f"the batch holds {self.kind} items that were not decoded (Media.data is None), but this is the "
+                "encoder's first stage, which reads them: decode this modality on this rank"
+            )
         if self.kind == "audio":
             batch = nn.functional.pad(batch.to(like), (0, self.frames - batch.shape[2]))
             return [_Group(list(range(len(shapes))), self._kwargs(batch))]
@@ -347,9 +351,10 @@ def use_bitfield_attention(module: nn.Module) -> None:
     setter = getattr(module, "set_attn_implementation", None)
     if setter is None:
         raise ValueError(f"{type(module).__name__} is no HuggingFace model: its attention cannot be switched")
-    if module.config._attn_implementation != NAME:
+    config: Any = module.config
+    if config._attn_implementation != NAME:
         setter(NAME)
-    if module.config._attn_implementation != NAME:
+    if config._attn_implementation != NAME:
         raise ValueError(
             f"{type(module).__name__} does not take attn_implementation={NAME!r}: its attention does not go through "
             "HuggingFace's attention interface"

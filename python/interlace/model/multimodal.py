@@ -10,13 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from interlace.masks import BitfieldMask
-from interlace.model.slice import carve, find_layers
 from interlace.model.checkpointing import set_checkpointing
 from interlace.model.collate import collate_language, collate_media
-from interlace.model.language import LanguageSettings, cross_entropy_sum, merge_tokens, run_language
 from interlace.model.describe import LayerInfo, describe_layers
+from interlace.model.generate import generate
+from interlace.model.language import LanguageSettings, cross_entropy_sum, merge_tokens, run_language
 from interlace.model.modality import ModalityModule, use_bitfield_attention
 from interlace.model.sample import IGNORE, Sample
+from interlace.model.slice import carve, find_layers
 from interlace.model.stage import StageModule, keep_frozen
 
 LANGUAGE_MODEL = "language_model"
@@ -66,7 +67,8 @@ class MultimodalModel(nn.Module):
         use_bitfield_attention(language_model)
         self.encoders = nn.ModuleDict(encoders)
         self.language_model = language_model
-        config = language_model.config.get_text_config()
+        config: Any = language_model.config
+        config = config.get_text_config()
         _check_placeholders(encoders, placeholders, int(config.vocab_size))
         for name, encoder in encoders.items():
             if not isinstance(encoder, ModalityModule) or name == LANGUAGE_MODEL or "." in name:
@@ -76,7 +78,7 @@ class MultimodalModel(nn.Module):
             encoder.connect(int(config.hidden_size))
             encoder.backend = backend
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
-        self._settings = LanguageSettings(
+        self.language_settings = LanguageSettings(
             layer_path=find_layers(language_model, path),
             placeholders={name: placeholders[name] for name in encoders},
             merge=preprocess,
@@ -101,14 +103,14 @@ class MultimodalModel(nn.Module):
     @property
     def placeholders(self) -> dict[str, int]:
         """Encoder name -> the token id that stands for one of its features."""
-        return dict(self._settings.placeholders)
+        return dict(self.language_settings.placeholders)
 
     def layer_list(self, name: str) -> nn.ModuleList:
         """The repeated layers of module `name`, which stages are cut from."""
         self._check_module(name)
         if name != LANGUAGE_MODEL:
             return self._encoder(name).layers
-        layers = self.language_model.get_submodule(self._settings.layer_path)
+        layers = self.language_model.get_submodule(self.language_settings.layer_path)
         assert isinstance(layers, nn.ModuleList)
         return layers
 
@@ -121,7 +123,7 @@ class MultimodalModel(nn.Module):
         self._check_module(name)
         if name == LANGUAGE_MODEL:
             keys = context if context is not None else min(self.max_length or 1024, 1024) / 2
-            return describe_layers(self.language_model, LANGUAGE_MODEL, self._settings.layer_path, keys)
+            return describe_layers(self.language_model, LANGUAGE_MODEL, self.language_settings.layer_path, keys)
         encoder = self._encoder(name)
         keys = context if context is not None else encoder.nominal_length
         path = f"module.{encoder.layer_path}"
@@ -148,13 +150,14 @@ class MultimodalModel(nn.Module):
                 f"{name}: layers {start} to {stop} are no stage of its {total} layers; need 0 <= start < stop <= "
                 f"{total} (more stages than layers cannot be)"
             )
-        root = self.language_model if name == LANGUAGE_MODEL else self.encoders[name]
-        path = self._settings.layer_path if name == LANGUAGE_MODEL else f"module.{self._encoder(name).layer_path}"
+        root, path = self.language_model, self.language_settings.layer_path
+        if name != LANGUAGE_MODEL:
+            root, path = self._encoder(name), f"module.{self._encoder(name).layer_path}"
         recompute = self._checkpointing if checkpointing is None else checkpointing
         part = carve(root, path, start, stop, share=not copy, checkpointing=recompute)
         if isinstance(part, ModalityModule):
             part.start, part.stop = start, stop
-        stage = StageModule(name, part, start, stop, total, self._settings, self._frozen)
+        stage = StageModule(name, part, start, stop, total, self.language_settings, self._frozen)
         return stage.train(self.training)
 
     # ------------------------------------------------------------------ freezing and modes
@@ -233,10 +236,25 @@ class MultimodalModel(nn.Module):
         self._check_module(name)
         if name == LANGUAGE_MODEL:
             encoders = {name: self._encoder(name) for name in self.encoders}
-            return collate_language(samples, encoders, self._settings.placeholders, self.max_length)
+            return collate_language(samples, encoders, self.language_settings.placeholders, self.max_length)
         return collate_media(samples, name, self._encoder(name))
 
     # ------------------------------------------------------------------ forward
+
+    def encode(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Features [n, D_llm] of each encoder from its collated inputs. Raises ValueError for an unknown encoder."""
+        unknown = [name for name in inputs if name not in self.encoders]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], self.encoders, n=1)
+            raise ValueError(
+                f"the batch has inputs for {unknown[0]!r}, but the encoders are {', '.join(self.encoders) or 'none'}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        return {name: self._encoder(name)(**given) for name, given in inputs.items()}
+
+    def generate(self, prompt: Sample, **options: Any) -> list[int]:
+        """Token ids that continue `prompt` (its labels do not matter); options: see interlace.model.generate."""
+        return generate(self, prompt, **options)
 
     def forward(
         self,
@@ -253,22 +271,15 @@ class MultimodalModel(nn.Module):
         causal; encoder_inputs: keyword per encoder, its collated inputs. Raises ValueError for unknown encoders and
         for features that do not match the placeholders.
         """
-        unknown = [name for name in encoder_inputs if name not in self.encoders]
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], self.encoders, n=1)
-            raise ValueError(
-                f"the batch has inputs for {unknown[0]!r}, but the encoders are {', '.join(self.encoders) or 'none'}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
         if mask is None and plan is None:
             mask = BitfieldMask.causal(*input_ids.shape)
         inputs: dict[str, Any] = {"input_ids": input_ids, "labels": labels, "mask": mask, "plan": plan}
         inputs["position_ids"] = mask.pos.long() if position_ids is None and mask is not None else position_ids
         if inputs["position_ids"] is None:
             raise ValueError("a plan without a mask needs position_ids beside it")
-        inputs["features"] = {name: self._encoder(name)(**given) for name, given in encoder_inputs.items()}
+        inputs["features"] = self.encode(encoder_inputs)
         first_layer = self.layer_list(LANGUAGE_MODEL)[0]
-        output = run_language(self.language_model, self._settings, first_layer, inputs, None)
+        output = run_language(self.language_model, self.language_settings, first_layer, inputs, None)
         if labels is None:
             return MultimodalOutput(None, output.logits, 0)
         targets = int((labels != IGNORE).sum())

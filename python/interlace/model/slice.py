@@ -179,6 +179,8 @@ def run(
     Raises RuntimeError if the forward never reached `first_layer` (layer drop).
     """
 
+    entered = hidden is None and enter is None
+
     def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         nonlocal entered
         entered = True
@@ -188,7 +190,6 @@ def run(
             return (new, *args[1:]), kwargs
         return args, {key: new if value is given else value for key, value in kwargs.items()}
 
-    entered = hidden is None and enter is None
     handle = None if entered else first_layer.register_forward_pre_hook(replace, with_kwargs=True)
     token = _hidden.set(hidden)
     try:

@@ -70,7 +70,7 @@ class StageModule(nn.Module):
     def logits_of(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
         """Logits [1, T, V] of all positions, on the language model's last stage."""
         if self.is_encoder or not self.is_last:
-            raise ValueError(f"{self.name} [{self.start}:{self.stop}] has no logits: ask the language model's last stage")
+            raise ValueError(f"{self.name} [{self.start}:{self.stop}] has no logits: ask the language model's last one")
         self._check(hidden)
         return self._run_language(inputs, hidden, None).logits
 
@@ -93,5 +93,3 @@ def keep_frozen(root: nn.Module, frozen: set[str]) -> None:
     for name, module in root.named_modules():
         if any(name == path or name.startswith(f"{path}.") for path in frozen):
             module.training = False
-
-

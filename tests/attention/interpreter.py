@@ -1,0 +1,213 @@
+"""The Triton backend's cases, and a worker process that runs them in Triton's interpreter.
+
+The interpreter is chosen by an environment variable when kernels are imported, and a process that interprets cannot
+compile, so the test process must not import kernels itself: it starts `python -m tests.attention.interpreter` once and
+sends it names of cases, one a line; the answer to each is a line of JSON, null or what went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from interlace.attention import AttentionPlan, bitfield_attention
+from interlace.masks import BitfieldMask
+from tests.attention import cases
+from tests.attention.test_backends import compare
+from tests.mask_strategies import mask_pairs
+
+check = partial(compare, "triton")
+
+
+def known(name: str, dtype: torch.dtype = torch.float32, **options) -> None:
+    check(*cases.masks()[name], dtype, **{"block": 32, "dim": 16, "heads": 2, "kv_heads": 1, **options})
+
+
+# Shrinking a failure would take the interpreter minutes; the settings of tests/conftest.py do not reach this process.
+@settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(
+    mask_pairs(longest=50), st.sampled_from([(2, 1), (2, 2)]), st.sampled_from([None, 3.0]), st.sampled_from([None, 1])
+)
+def random_masks(masks, heads, softcap, cap):
+    """Blocks of 16, so that 50 tokens make full, partial and empty ones; cap 1 splits every row that it can."""
+    small = dict(heads=heads[0], kv_heads=heads[1], block=16, dim=16)
+    mask = masks[0]
+    if mask.batch > 1:  # the interpreter's time goes by programs; one batch row more is enough to test strides
+        masks = tuple(m if m is None else m._map(lambda tensor: tensor[:2]) for m in masks)
+    check(*masks, torch.float32, softcap=softcap, cap=cap, **small)
+
+
+def without_gradient_of_lse() -> None:
+    """Only the output is used: the backward gets no gradient of the LSE."""
+    mask = BitfieldMask.causal(1, 70)
+    q, k, v = cases.tensors(mask, None, 2, 2, 16, torch.float32)
+    plan = AttentionPlan.build(mask, block=32)
+    grads = torch.autograd.grad(bitfield_attention(q, k, v, plan, backend="triton").sum(), (q, k, v))
+    wanted = torch.autograd.grad(bitfield_attention(q, k, v, plan, backend="reference").sum(), (q, k, v))
+    for got, exact in zip(grads, wanted):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+
+
+def strides() -> None:
+    """q as HuggingFace holds it ([B, T, H, D] transposed), keys shared by expansion, values with strided columns."""
+    mask = BitfieldMask.causal(2, 40)
+    plan = AttentionPlan.build(mask, block=16)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 40, 2, 20, generator=generator).transpose(1, 2)
+    k = torch.randn(2, 1, 40, 20, generator=generator).expand(2, 2, 40, 20)
+    v = torch.randn(2, 2, 40, 40, generator=generator)[..., ::2]
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    results = []
+    for backend in ("triton", "reference"):
+        out = bitfield_attention(q, k, v, plan, backend=backend)
+        dout = torch.randn(2, 40, 2, 20, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
+    for got, wanted in zip(*results):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def same_bits() -> None:
+    """Two runs agree bit for bit, with split rows too; and a plan that splits changes the result only by rounding."""
+    mask = cases.masks()["multimodal"][0]
+    results = []
+    for cap in (None, 1, 1):
+        q, k, v = cases.tensors(mask, None, 2, 1, 16, torch.float32)
+        plan = AttentionPlan.build(mask, block=32, cap=cap)
+        out, lse = bitfield_attention(q, k, v, plan, return_lse=True, backend="triton")
+        results.append([out, lse, *torch.autograd.grad((out.sum() + lse[lse > -torch.inf].sum()), (q, k, v))])
+    for whole, first, second in zip(*results):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(whole, first, rtol=1e-4, atol=1e-5)
+
+
+def nan_stays_in_its_row() -> None:
+    """A query of NaN gives a row of NaN and leaves the other rows alone, as in scaled_dot_product_attention."""
+    mask = BitfieldMask.causal(1, 40)
+    q, k, v = (x.detach() for x in cases.tensors(mask, None, 1, 1, 16, torch.float32))
+    q[0, 0, 33] = torch.nan
+    out = bitfield_attention(q, k, v, AttentionPlan.build(mask, block=16), backend="triton")
+    assert out[0, 0, 33].isnan().all()
+    assert not out[0, 0, :33].isnan().any() and not out[0, 0, 34:].isnan().any()
+
+
+def no_keys() -> None:
+    """Zero keys: every row is empty."""
+    mask, keys = BitfieldMask.full(1, 20), BitfieldMask.full(1, 0)
+    q, k, v = cases.tensors(mask, keys, 2, 2, 16, torch.float32)
+    out, lse = bitfield_attention(q, k, v, AttentionPlan.build(mask, keys, block=16), return_lse=True, backend="triton")
+    assert torch.equal(out, torch.zeros_like(out)) and torch.equal(lse, torch.full_like(lse, -torch.inf))
+    for grad in torch.autograd.grad(out.sum(), (q, k, v), allow_unused=True):
+        assert grad is None or not grad.isnan().any()
+
+
+def refuses() -> None:
+    """What the kernels cannot run is refused with the reason."""
+    from interlace.attention.op import why_not
+
+    assert why_not("triton", torch.zeros(1, 1, 16, 16)) is None
+    assert "head dimensions up to 256" in str(why_not("triton", torch.zeros(1, 1, 16, 272)))
+    assert "float64" in str(why_not("triton", torch.zeros(1, 1, 16, 16, dtype=torch.float64)))
+    mask = BitfieldMask.causal(1, 48)
+    q, k, v = cases.tensors(mask, None, 1, 1, 16, torch.float32)
+    for block in (8, 48):
+        try:
+            bitfield_attention(q, k, v, AttentionPlan.build(mask, block=block), backend="triton")
+        except ValueError as error:
+            assert "power of two from 16" in str(error), error
+        else:
+            raise AssertionError(f"block {block} was accepted")
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{name: partial(known, name) for name in cases.masks()},
+    "heads 4:2, capped scores": partial(known, "packed", heads=4, kv_heads=2, softcap=2.5),
+    "heads 4:1": partial(known, "causal", heads=4),
+    "head dimension 72": partial(known, "multimodal", dim=72),
+    "head dimension 80, split": partial(known, "113 x 203", dim=80, cap=2),
+    "head dimension 96, fp16": partial(known, "window", torch.float16, dim=96),
+    "head dimension 256": partial(known, "prefix", dim=256, heads=1, block=64),
+    "head dimension 5": partial(known, "1 x 50", dim=5),
+    "bf16": partial(known, "multimodal", torch.bfloat16, dim=64),
+    "bf16, capped scores, split": partial(known, "lambda", torch.bfloat16, softcap=2.0, cap=1),
+    "fp16": partial(known, "shared question", torch.float16),
+    "split": partial(known, "full", cap=1, heads=4, kv_heads=2),
+    "split, empty rows": partial(known, "empty rows", cap=1, block=16),
+    "several tiles per block": partial(known, "packed", block=128),
+    "several tiles per block, split": partial(known, "shuffled part", block=64, cap=1),
+    "negative scale": partial(known, "blockwise", scale=-0.3),
+    "random masks": random_masks,
+    "no gradient of the LSE": without_gradient_of_lse,
+    "strides": strides,
+    "same bits": same_bits,
+    "NaN": nan_stays_in_its_row,
+    "no keys": no_keys,
+    "refuses": refuses,
+}
+
+
+class Worker:
+    """The process that interprets; used as a context manager."""
+
+    process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def _start(self) -> subprocess.Popen[str]:
+        root = Path(__file__).parents[2]
+        path = os.pathsep.join([str(root / "python"), str(root)])
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.attention.interpreter"],
+            cwd=root,
+            env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, name: str) -> str | None:
+        """What went wrong in this case, or None."""
+        self.process = self.process or self._start()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(name + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+            assert answer, f"the interpreter process ended with status {self.process.wait()}"
+        except BaseException:  # a test that ran out of time leaves its answer to come: the next one needs a new process
+            self.__exit__()
+            raise
+        return json.loads(answer)
+
+    def __exit__(self, *error: object) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a case prints must not be read as an answer
+    for line in sys.stdin:
+        try:
+            CASES[line.rstrip("\n")]()
+            problem = None
+        except Exception:  # reported to the test that asked
+            problem = traceback.format_exc()
+        answers.write(json.dumps(problem) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

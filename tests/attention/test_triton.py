@@ -1,0 +1,35 @@
+"""The Triton backend against dense attention, in Triton's interpreter; see `interpreter` for the cases themselves."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from interlace.attention import AttentionPlan, bitfield_attention
+from interlace.attention.op import why_not
+from interlace.masks import BitfieldMask
+from tests.attention import interpreter
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with interpreter.Worker() as worker:
+        yield worker
+
+
+@pytest.mark.parametrize("name", interpreter.CASES)
+def test_interpreted(worker, name):
+    if problem := worker.run(name):
+        pytest.fail(problem, pytrace=False)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets")
+def test_a_cpu_tensor_without_the_interpreter_is_refused_with_the_remedy():
+    q = torch.zeros(1, 1, 16, 16)
+    assert "TRITON_INTERPRET=1" in str(why_not("triton", q))
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        bitfield_attention(q, q, q, AttentionPlan.build(BitfieldMask.full(1, 16)), backend="triton")
