@@ -1,4 +1,4 @@
-"""Frozen-aware against frozen-unaware pipeline cuts, measured side by side (dissertation 3.3.1, cornstarch-2025-03 4.2).
+"""Frozen-aware against frozen-unaware cuts, measured side by side (dissertation 3.3.1, cornstarch-2025-03 4.2).
 
 A frozen vision encoder and a frozen language model with a trainable projector between them run as a pipeline of
 2 gloo ranks with 1 thread each. The unaware cut balances forward + backward = 3 x forward, as LLM pipelines do; the

@@ -28,7 +28,9 @@ public:
         for (int64_t i = 0; i < n_; ++i) low = std::max(low, cost(i, i + 1));
         double high = probe(prefix_[n_]).costliest;
         while (low < high) {
-            const Probe result = probe(low + (high - low) / 2);
+            double middle = low + (high - low) / 2;
+            if (!(middle < high)) middle = low;  // neighbouring doubles: their mean rounds to one of them
+            const Probe result = probe(middle);
             if (result.feasible)
                 high = result.costliest;
             else

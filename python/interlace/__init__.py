@@ -1,3 +1,70 @@
-"""Interlace: bitfield attention, scheduling and a pipeline runtime for training multimodal LLMs."""
+"""Interlace: bitfield attention, scheduling and a pipeline runtime for training multimodal LLMs.
+
+The names below are loaded when first used, so that `import interlace` costs nothing and `interlace.balance` never loads torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from interlace import attention, balance, masks, model, plan, run, schedule, simulate
+    from interlace.attention import AttentionPlan, bitfield_attention
+    from interlace.masks import BitfieldMask, Segment
+    from interlace.model import Media, ModalityModule, MultimodalModel, Sample
+    from interlace.plan import ParallelPlan, ParallelSpec
+    from interlace.run import ParallelModel, PipelineError, parallelize
+
+_HOMES = {
+    "AttentionPlan": "attention",
+    "bitfield_attention": "attention",
+    "BitfieldMask": "masks",
+    "Segment": "masks",
+    "Media": "model",
+    "ModalityModule": "model",
+    "MultimodalModel": "model",
+    "Sample": "model",
+    "ParallelPlan": "plan",
+    "ParallelSpec": "plan",
+    "ParallelModel": "run",
+    "PipelineError": "run",
+    "parallelize": "run",
+}
+_MODULES = ("attention", "balance", "masks", "model", "plan", "run", "schedule", "simulate")
+
+__all__ = [
+    "AttentionPlan",
+    "BitfieldMask",
+    "Media",
+    "ModalityModule",
+    "MultimodalModel",
+    "ParallelModel",
+    "ParallelPlan",
+    "ParallelSpec",
+    "PipelineError",
+    "Sample",
+    "Segment",
+    "attention",
+    "balance",
+    "bitfield_attention",
+    "masks",
+    "model",
+    "parallelize",
+    "plan",
+    "run",
+    "schedule",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"interlace.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return import_module(f"interlace.{name}")
+    raise AttributeError(f"module 'interlace' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -23,7 +23,7 @@ def _shared_question(length: int) -> BitfieldMask:
 
 
 def _blockwise(length: int, size: int) -> BitfieldMask:
-    """Causal blockwise: a window that reaches back to the start of the previous block, one sink, the last row sees all."""
+    """Causal blockwise: back to the start of the previous block, and one sink; the last row sees all."""
     index = torch.arange(length, dtype=torch.int32)
     window = (index % size + size + 1)[None].contiguous()
     window[:, -1] = 1 << 30

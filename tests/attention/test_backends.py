@@ -184,9 +184,9 @@ def test_the_cpu_backend_needs_no_square_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_reference_passes_gradcheck(softcap):
+def test_gradcheck(softcap):
     mask, keys = BitfieldMask.causal(1, 9, window=4).select([0, 3, 8, 5]), BitfieldMask.causal(1, 9)
-    q, k, v = cases.tensors(mask, keys, 4, 2, 3, torch.float64)
+    q, k, v = cases.tensors(mask, keys, 2, 1, 2, torch.float64)
     for backend in BACKENDS:
         assert torch.autograd.gradcheck(
             lambda q, k, v, backend=backend: bitfield_attention(

@@ -83,9 +83,10 @@ def test_new_masks_do_not_compile_again(compiled):
         mask = BitfieldMask.causal(2, 30, window=window)
         plan = AttentionPlan.build(mask, block=4, cap=2)
         torch.testing.assert_close(f(q, k, v, plan), bitfield_attention(q, k, v, mask))
-    assert len(compilations) <= 2  # once, and once more when list lengths turn out to vary
+    assert len(compilations) <= 3  # once, and again when some lengths, then the others, turn out to vary
 
 
+@pytest.mark.slow  # torch.compile walks through the whole of AttentionPlan.build, breaking where values are read
 def test_compile_with_a_mask_builds_the_plan_outside_the_graph(compiled):
     q, k, v = inputs()
     got = compiled(lambda q, k, v: bitfield_attention(q * 1, k, v, MASK))(q, k, v)
@@ -143,7 +144,7 @@ def test_no_gradient_is_asked_for():
 def test_a_second_derivative_raises():
     q, k, v = inputs()
     grad = torch.autograd.grad(bitfield_attention(q, k, v, PLAN).square().sum(), q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="does not require grad|autograd formula|not differentiable|backward"):
+    with pytest.raises(RuntimeError, match="no autograd formula"):
         torch.autograd.grad(grad.sum(), q)
 
 

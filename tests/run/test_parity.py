@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from interlace.plan import ParallelPlan, ParallelSpec
 from interlace.run import parallelize
@@ -27,7 +28,7 @@ def oracle(mllm, microbatches):
     output = mllm(**mllm.collate(samples))
     if output.loss.requires_grad:  # not so if only encoders train and no sample has their modality
         output.loss.backward()
-    return float(output.loss), {
+    return float(output.loss.detach()), {
         name: None if p.grad is None else p.grad.clone() for name, p in mllm.named_parameters(remove_duplicate=False)
     }
 
@@ -53,39 +54,103 @@ def make_plan(mllm, placement, ranks):
     return ParallelPlan.from_specs(mllm, specs, placement=placement, ranks=ranks)
 
 
-CASES = list(
-    itertools.product(
-        ("colocated", "parallel", "replicated"),
-        FREEZING,
-        ("all", "no_image", "text"),
-        (False, True),  # activation checkpointing
-        (False, True),  # tied embeddings
-        (1, 2, 3),
-    )
-)
+# batch, activation checkpointing, tied embeddings, ranks
+VARIANTS = list(itertools.product(("all", "no_image", "text"), (False, True), (False, True), (1, 2, 3)))
+LAYOUTS = list(itertools.product(("colocated", "parallel", "replicated"), FREEZING))
 
 
-@pytest.mark.parametrize("placement", ("colocated", "parallel", "replicated"))
-@pytest.mark.parametrize("freezing", FREEZING)
-def test_every_layout_equals_one_process(placement, freezing):
-    for _, _, kind, checkpointing, tied, ranks in (c for c in CASES if c[:2] == (placement, freezing)):
-        mllm = tiny_mllm(tied=tied, layers=3)
-        for path in FREEZING[freezing]:
-            mllm.freeze(path)
-        mllm.train()
-        microbatches = random_microbatches(mllm, kind)
-        loss, gradients = oracle(mllm, microbatches)
-        mllm.zero_grad()
-        parallel = parallelize(mllm, make_plan(mllm, placement, ranks), checkpointing=checkpointing)
-        result = parallel.step(microbatches)
-        where = f"{placement}, {freezing} frozen, {kind}, checkpointing={checkpointing}, tied={tied}, {ranks} ranks"
-        assert abs(result.loss - loss) <= 1e-5 * abs(loss), where
-        seen = set()
-        for name, parameter in parallel.named_parameters():
-            seen.add(name)
-            try:
-                assert_same_gradient(name, parameter.grad, gradients[name])
-            except AssertionError as error:
-                raise AssertionError(f"{where}: {error}") from None
-        missing = {name for name, _ in mllm.named_parameters()} - seen
-        assert not missing, f"{where}: no rank holds {sorted(missing)[:3]}"
+def check_variant(placement, freezing, kind, checkpointing, tied, ranks):
+    where = f"{placement}, {freezing} frozen, {kind}, checkpointing={checkpointing}, tied={tied}, {ranks} ranks"
+    mllm = tiny_mllm(tied=tied, layers=3)
+    for path in FREEZING[freezing]:
+        mllm.freeze(path)
+    mllm.train()
+    microbatches = random_microbatches(mllm, kind)
+    loss, gradients = oracle(mllm, microbatches)
+    mllm.zero_grad()
+    parallel = parallelize(mllm, make_plan(mllm, placement, ranks), checkpointing=checkpointing)
+    result = parallel.step(microbatches)
+    assert abs(result.loss - loss) <= 1e-5 * abs(loss), where
+    seen = set()
+    for name, parameter in parallel.named_parameters():
+        seen.add(name)
+        try:
+            assert_same_gradient(name, parameter.grad, gradients[name])
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {error}") from None
+    missing = {name for name, _ in mllm.named_parameters()} - seen
+    assert not missing, f"{where}: no rank holds {sorted(missing)[:3]}"
+
+
+@pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[f"{p}, {f} frozen" for p, f in LAYOUTS])
+def test_layouts_equal_one_process(layout):
+    """Each layout with every seventh variant, starting elsewhere each time: all values of all factors occur."""
+    for variant in VARIANTS[layout % 7 :: 7]:
+        check_variant(*LAYOUTS[layout], *variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[f"{p}, {f} frozen" for p, f in LAYOUTS])
+def test_every_layout_and_variant_equals_one_process(layout):
+    for variant in VARIANTS:
+        check_variant(*LAYOUTS[layout], *variant)
+
+
+def test_evaluation_gives_the_loss_and_no_gradient():
+    mllm = tiny_mllm()
+    microbatches = random_microbatches(mllm, "no_image")
+    loss, _ = oracle(mllm, microbatches)
+    mllm.zero_grad()
+    parallel = parallelize(mllm, make_plan(mllm, "parallel", 3))
+    assert parallel.evaluate(microbatches).loss == pytest.approx(loss, rel=1e-5)
+    assert all(p.grad is None for _, p in parallel.named_parameters())
+
+
+def test_samples_are_spread_over_microbatches_without_loss():
+    mllm = tiny_mllm()
+    samples = [sample for group in random_microbatches(mllm, "all") for sample in group]
+    loss, gradients = oracle(mllm, [samples])
+    mllm.zero_grad()
+    parallel = parallelize(mllm, make_plan(mllm, "colocated", 2))
+    result = parallel.step(samples, microbatches=3)
+    assert result.microbatches == 3
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in parallel.named_parameters():
+        assert_same_gradient(name, parameter.grad, gradients[name])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_both_schedules_and_a_chain_cut_inside_modules(schedule):
+    mllm = tiny_mllm(layers=3)
+    mllm.freeze("vision")
+    microbatches = random_microbatches(mllm, "all")
+    loss, gradients = oracle(mllm, microbatches)
+    mllm.zero_grad()
+    parallel = parallelize(mllm, ParallelPlan.balanced(mllm, 4), schedule=schedule)
+    assert parallel.step(microbatches).loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in parallel.named_parameters():
+        assert_same_gradient(name, parameter.grad, gradients[name])
+
+
+def test_a_batch_without_targets_is_refused():
+    mllm = tiny_mllm()
+    (batch,) = random_microbatches(mllm, "text", count=1)
+    for sample in batch:
+        sample.labels.fill_(-100)
+    parallel = parallelize(mllm, make_plan(mllm, "parallel", 1))
+    with pytest.raises(ValueError, match="no sample of the batch has a valid target"):
+        parallel.step([batch])
+
+
+def test_autocast_runs_in_bf16_and_keeps_fp32_gradients():
+    mllm = tiny_mllm()
+    microbatches = random_microbatches(mllm, "all")
+    loss, gradients = oracle(mllm, microbatches)
+    mllm.zero_grad()
+    parallel = parallelize(mllm, make_plan(mllm, "parallel", 3), autocast=torch.bfloat16, checkpointing=True)
+    result = parallel.step(microbatches)
+    assert result != loss and abs(result - loss) <= 2e-2 * loss  # bf16 has 8 bits of mantissa
+    for name, parameter in parallel.named_parameters():
+        if gradients[name] is not None and gradients[name].norm() > 1e-3:
+            assert parameter.grad.dtype == torch.float32
+            assert (parameter.grad - gradients[name]).norm() <= 0.15 * gradients[name].norm(), name

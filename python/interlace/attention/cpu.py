@@ -141,7 +141,7 @@ class _Chunk(NamedTuple):
         """grad [Hkv, Tk, D] += weights^T [Hkv, width, rows] @ rows [Hkv, rows, D], at the chunk's keys."""
         column = 0
         for start, stop in self.spans:
-            grad[:, start:stop].baddbmm_(weights[..., column : column + stop - start].mT, rows)
+            grad[:, start:stop] += torch.bmm(weights[..., column : column + stop - start].mT, rows)
             column += stop - start
 
 

@@ -74,6 +74,7 @@ def bitfield_attention(
         raise ValueError(f"scale is {scale}; it must be finite")
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap is {softcap}; it must be positive and finite, or None for none")
+    softcap = None if softcap is None else float(softcap)
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be a bool, got {type(deterministic).__name__}")
     if backend == "gluon":

@@ -49,7 +49,7 @@ def profile_model(mllm: Any, samples: Sequence[Any], *, repeats: int = 5, warmup
     together = torch.cat([features[name] for name in names]) if names else _NO_INPUT
 
     def with_features(hidden: Tensor) -> dict[str, Any]:
-        return {**inputs, "features": dict(zip(names, hidden.split(sizes), strict=True)) if names else {}}
+        return {**inputs, "features": dict(zip(names, torch.split(hidden, sizes), strict=True)) if names else {}}
 
     costs[language_model], _ = _profile_module(mllm, language_model, with_features, together, repeats, warmup)
     return costs

@@ -1,7 +1,7 @@
 """`parallelize(mllm, plan)`: this process's share of a model, and `step(samples)` that trains it.
 
     parallel = parallelize(mllm, plan)           # transport "local": one process plays every rank
-    loss = parallel.step(samples).loss           # gradients are in .grad of parallel.named_parameters()
+    loss = parallel.step(samples)                # gradients are in .grad of parallel.named_parameters()
 
 Every rank of a replica is given the same samples; each collates what its own stages read, and media that it does not
 run may be undecoded (`Media.data is None`). The loss is normalised by the number of valid targets of the whole batch,
@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from interlace import balance
+from interlace.model import MultimodalModel
 from interlace.plan import ParallelPlan
 from interlace.run.channel import Channel, LocalChannel, LocalNetwork, PipelineError
 from interlace.run.executor import Executor, Key, StageRuntime, Step
@@ -32,17 +34,28 @@ from interlace.simulate import Timeline
 _GENERATORS: dict[str, Callable[..., Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did, the same on every rank."""
+class StepResult(float):
+    """The loss of a step (mean cross entropy over the valid targets of the whole batch, nats), with its circumstances.
 
-    loss: float  # mean cross entropy over the valid targets of the whole batch, nats
-    tokens: int  # valid targets
-    microbatches: int  # of this replica
+    The same on every rank. tokens: valid targets of all replicas; microbatches: of this replica.
+    """
+
+    tokens: int
+    microbatches: int
+
+    def __new__(cls, loss: float, tokens: int, microbatches: int) -> StepResult:
+        result = super().__new__(cls, loss)
+        result.tokens, result.microbatches = tokens, microbatches
+        return result
+
+    @property
+    def loss(self) -> float:
+        """The loss as a plain number."""
+        return float(self)
 
 
 def parallelize(
-    mllm: nn.Module,
+    mllm: MultimodalModel,
     plan: ParallelPlan,
     *,
     schedule: str = "1f1b",
@@ -93,11 +106,11 @@ class ParallelModel:
 
     def __init__(
         self,
-        mllm: nn.Module,
+        mllm: MultimodalModel,
         plan: ParallelPlan,
         generator: Callable[..., Schedule],
         ranks: Sequence[int],
-        models: Sequence[nn.Module],
+        models: Sequence[MultimodalModel],
         channels: Sequence[Channel],
         checkpointing: bool,
         autocast: torch.dtype | None,
@@ -122,7 +135,7 @@ class ParallelModel:
                 for stage in plan.of_rank(rank)
             }
             self._executors[rank] = Executor(
-                rank, self._runtimes(rank), self._channels[rank], lambda action, rank=rank: self._reduce(rank, action)
+                rank, self._runtimes(rank), self._channels[rank], partial(self._reduce, rank)
             )
         self._map = ParameterMap(mllm, plan)
 
@@ -264,7 +277,8 @@ class ParallelModel:
     def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(next(self.mllm.parameters()).device.type, dtype=self._autocast)
+        # A parameter that lives here: those of other ranks may be on the meta device.
+        return torch.autocast(next(self.named_parameters())[1].device.type, dtype=self._autocast)
 
     # -- gradients that several ranks share ------------------------------------------------------------------
 

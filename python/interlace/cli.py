@@ -1,0 +1,163 @@
+"""The command line: ``interlace train | generate | doctor | mask | plan | simulate``.
+
+Every command imports what it needs when it runs, so that ``--help`` and a wrong option answer at once. What the user
+can mend (config, files, ranks) is one line and exit code 2; a run that failed is one line and exit code 1; a defect of
+the program keeps its traceback. ``--debug`` shows the traceback of all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+DESCRIPTION = "Train multimodal language models with bitfield attention and a scheduled pipeline."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    options = parser().parse_args(arguments)
+    from interlace.train import launch
+
+    try:
+        return _command(options)
+    except KeyboardInterrupt:
+        print("interlace: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has left: nothing to say, and nobody to say it to
+        return 0
+    except Exception as error:
+        user_error, known = _kind_of(error)
+        if launch.under_launcher():
+            launch.report_error(error, user_error=user_error and not options.debug)
+        elif options.debug or not known:
+            raise
+        else:
+            print(f"interlace: {error}", file=sys.stderr)
+        return launch.USER_ERROR if user_error else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The argument parser with all commands."""
+    top = argparse.ArgumentParser(prog="interlace", description=DESCRIPTION)
+    top.add_argument("--version", action="version", version=_version())
+    top.set_defaults(debug=False)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    config = argparse.ArgumentParser(add_help=False, parents=[common])
+    config.add_argument("config", type=Path, help="TOML file, such as configs/stamps.toml")
+    _add_set(config)
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+
+    train = commands.add_parser(
+        "train",
+        parents=[common],
+        help="train a config; starts its ranks, or is one under torchrun",
+        description="Train a config. Starts the ranks that it asks for, or is one of them under torchrun.",
+    )
+    train.add_argument("config", type=Path, nargs="?", help="TOML file; with --resume by default the run's own")
+    _add_set(train)
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="go on from a run folder or one of its checkpoints; without a path, the newest run of the config's name",
+    )
+
+    generate = commands.add_parser(
+        "generate", parents=[common], help="answer from a checkpoint: images and/or speech and/or text -> text"
+    )
+    generate.add_argument("run", type=Path, help="run folder (its newest checkpoint) or one checkpoint folder")
+    generate.add_argument("--image", type=Path, action="append", default=[], help="PNG, JPEG or SVG; may be repeated")
+    generate.add_argument("--speech", type=Path, action="append", default=[], help="OGG, WAV or FLAC; may be repeated")
+    generate.add_argument("--prompt", default="", help="text after the media")
+    generate.add_argument("--language", default="en", help="language code of the answer (default: en)")
+    generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in bytes (default: 96)")
+
+    commands.add_parser("doctor", parents=[common], help="what this machine can run, and why not the rest")
+
+    mask = commands.add_parser("mask", parents=[config], help="draw the attention mask of a config's batch")
+    mask.add_argument("--samples", type=int, default=4, help="samples packed into the row (default: 4)")
+    mask.add_argument("--out", type=Path, default=Path("mask.png"), help="picture to write (default: mask.png)")
+
+    plan = commands.add_parser(
+        "plan", parents=[config], help="cut a config's model over N ranks, with and without frozen awareness"
+    )
+    plan.add_argument("--ranks", type=int, help="ranks of a replica (default: the config's)")
+    plan.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
+    _add_costs(plan)
+
+    simulate = commands.add_parser("simulate", parents=[config], help="play the config's schedule: picture and trace")
+    simulate.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
+    simulate.add_argument("--out", type=Path, default=Path("."), help="folder for timeline.png and trace.json")
+    _add_costs(simulate)
+    return top
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one key, such as --set train.steps=100; values are TOML; may be repeated",
+    )
+
+
+def _add_costs(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--profile",
+        action="store_true",
+        help="time every layer on this machine with a batch of the config's data (default: count FLOPs)",
+    )
+    command.add_argument(
+        "--tflops", type=float, help="speed of a rank when FLOPs are counted (default: of a matrix product here)"
+    )
+
+
+def _command(options: argparse.Namespace) -> int:
+    if options.command == "train":
+        from interlace.train.commands import train
+
+        return train(options)
+    if options.command == "generate":
+        from interlace.train.commands import generate
+
+        return generate(options)
+    if options.command == "mask":
+        from interlace.train.commands import mask
+
+        return mask(options)
+    if options.command == "doctor":
+        from interlace.train.doctor import doctor
+
+        return doctor()
+    from interlace.train import planning
+
+    return planning.plan(options) if options.command == "plan" else planning.simulate(options)
+
+
+def _kind_of(error: Exception) -> tuple[bool, bool]:
+    """(the user can mend it, it is an error that the program knows). Modules that never loaded cannot have raised."""
+    users = {"interlace.train.config": "ConfigError", "interlace.train.checkpoint": "CheckpointError"}
+    users |= {"interlace.data.media": "DecodeError"}
+    failures = {"interlace.train.trainer": "TrainingError", "interlace.run.channel": "PipelineError"}
+
+    def is_one_of(table: dict[str, str]) -> bool:
+        classes = (getattr(sys.modules.get(module), name, None) for module, name in table.items())
+        return isinstance(error, tuple(cls for cls in classes if cls is not None))
+
+    return is_one_of(users), is_one_of(users | failures)
+
+
+def _version() -> str:
+    from interlace import __version__
+
+    return f"interlace {__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

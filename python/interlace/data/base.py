@@ -1,0 +1,190 @@
+"""What every dataset here shares: from a recipe (which files, which answer) to lengths, layout and sample.
+
+A dataset says by ``recipe(index, epoch)`` what sample it is, from headers alone; everything else follows, so
+``lengths`` cannot drift from the decoded truth, and ranks that decode different modalities agree on the sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from interlace.data.media import AudioSpec, DecodeError, ImageSpec, to_tensor
+from interlace.data.tokenizer import ByteTokenizer
+from interlace.model.sample import IGNORE, Media, Sample
+
+MODALITIES = ("vision", "audio")
+log = logging.getLogger("interlace.data")
+
+
+@dataclass(frozen=True)
+class MediaRef:
+    """One media item of a recipe: where it is (``source``: a path or a key) and the shape it decodes to."""
+
+    modality: str
+    source: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A sample before decoding: ``text`` is part of the prompt, ``answer`` is what the loss is taken on."""
+
+    kind: str
+    media: tuple[MediaRef, ...]
+    language: str
+    answer: str
+    text: str = ""
+    stamp: str = ""
+
+
+class MultimodalDataset(Dataset[Sample], ABC):
+    """Base of the datasets: map-style, yields uncollated samples, deterministic per (seed, epoch, index).
+
+    ``tokens``: modality -> function from an item's shape to its LLM tokens (ModalityModule.tokens); its keys are the
+    modalities that the model reads. ``decode``: the modalities whose data this rank needs; items of the others come
+    with ``data=None`` and the same shapes and tokens. None = all. Raises ValueError for unknown modalities.
+    """
+
+    name = "dataset"
+    specs: Mapping[str, ImageSpec | AudioSpec] = {}
+
+    def __init__(
+        self,
+        *,
+        tokens: Mapping[str, Callable[[tuple[int, ...]], int]],
+        decode: Iterable[str] | None = None,
+        split: str = "train",
+        seed: int = 0,
+        tokenizer: ByteTokenizer | None = None,
+    ) -> None:
+        if split not in ("train", "heldout"):
+            raise ValueError(f'split must be "train" or "heldout", not {split!r}')
+        self.tokenizer = tokenizer or ByteTokenizer()
+        for modality in tokens:
+            if modality not in MODALITIES or modality not in self.tokenizer.placeholders:
+                raise ValueError(f"the data has no modality {modality!r}; it has {', '.join(MODALITIES)}")
+        self.decode = set(tokens) if decode is None else set(decode)
+        if self.decode - set(tokens):
+            raise ValueError(f"decode names {sorted(self.decode - set(tokens))}, but tokens has only {sorted(tokens)}")
+        self.tokens = dict(tokens)
+        self.split = split
+        self.seed = seed
+        self.epoch = 0
+        self.failures: dict[str, str] = {}
+        """File -> why it could not be read. Such files are left out of every sample."""
+        self.skipped: dict[str, str] = {}
+        """File -> why it is left out although it is not broken (too long, too elongated, ...)."""
+        self._token_counts: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    # What a dataset defines -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Samples per epoch."""
+
+    @abstractmethod
+    def recipe(self, index: int, epoch: int | None = None) -> Recipe:
+        """What sample ``index`` of ``epoch`` (default: the current one) is, without decoding. Raises IndexError."""
+
+    @abstractmethod
+    def read(self, item: MediaRef) -> np.ndarray:
+        """The decoded item, compact (uint8 or float16). Raises DecodeError."""
+
+    # What follows from it ---------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that ``[i]`` and ``lengths(i)`` mean when none is given."""
+        self.epoch = int(epoch)
+
+    def count_tokens(self, modality: str, shape: tuple[int, ...]) -> int:
+        """LLM tokens of an item, from ``tokens[modality]``. Raises ValueError when that gives none."""
+        key = (modality, shape)
+        if key not in self._token_counts:
+            count = int(self.tokens[modality](shape))
+            if count < 1:
+                raise ValueError(f"tokens[{modality!r}]({shape}) gave {count}; every item must become at least 1 token")
+            self._token_counts[key] = count
+        return self._token_counts[key]
+
+    def layout(self, index: int, epoch: int | None = None) -> list[tuple[str, int]]:
+        """The sample's runs in order, [(modality or "text", tokens), ...], without decoding; one per media item."""
+        recipe = self.recipe(index, epoch)
+        media = [(m.modality, self.count_tokens(m.modality, m.shape)) for m in recipe.media]
+        prompt = len(self.tokenizer.prompt((), recipe.language, recipe.text))
+        after = prompt - 1 + len(self.tokenizer.encode(recipe.answer))
+        return [("text", 1), *media, ("text", after)] if media else [("text", 1 + after)]
+
+    def lengths(self, index: int, epoch: int | None = None) -> dict[str, list[int]]:
+        """Token lengths per modality without decoding, for example {"text": [1, 42], "vision": [30], "audio": []}.
+
+        Every modality of ``tokens`` is present; all lengths add up to ``len(input_ids)``. The order across
+        modalities is in ``layout``.
+        """
+        result: dict[str, list[int]] = {"text": [], **{modality: [] for modality in self.tokens}}
+        for modality, count in self.layout(index, epoch):
+            result[modality].append(count)
+        return result
+
+    def answer(self, index: int, epoch: int | None = None) -> list[int]:
+        """The target tokens of a sample, end token included."""
+        return [*self.tokenizer.encode(self.recipe(index, epoch).answer), self.tokenizer.EOS]
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.sample(index)
+
+    def sample(self, index: int, epoch: int | None = None) -> Sample:
+        """Sample ``index`` of ``epoch`` (default: the current one)."""
+        recipe = self.recipe(index, epoch)
+        media: dict[str, list[Media]] = {}
+        runs = []
+        for item in recipe.media:
+            count = self.count_tokens(item.modality, item.shape)
+            data = self._data(item) if item.modality in self.decode else None
+            media.setdefault(item.modality, []).append(Media(item.shape, count, data))
+            runs.append((item.modality, count))
+        prompt = self.tokenizer.prompt(runs, recipe.language, recipe.text)
+        tokens = torch.tensor([*prompt, *self.tokenizer.encode(recipe.answer), self.tokenizer.EOS])
+        labels = tokens[1:].clone()
+        labels[: len(prompt) - 1] = IGNORE
+        sources = " + ".join(item.source for item in recipe.media) or recipe.stamp
+        return Sample(tokens[:-1], labels, media, f"{recipe.kind} [{recipe.language}] {sources}")
+
+    def _data(self, item: MediaRef) -> torch.Tensor:
+        """The item's input tensor. Files were verified before; one that fails all the same (a disk fault, a deleted
+        file) must not change the sequence, which other ranks cannot see: it is reported and read as blank."""
+        spec = self.specs[item.modality]
+        try:
+            return to_tensor(self.read(item), spec)
+        except (DecodeError, OSError) as error:
+            if item.source not in self.failures:
+                log.error("%s can no longer be read, blank used instead: %s", item.source, error)
+            self.failures[item.source] = f"failed after it was verified: {error}"
+            return torch.zeros(item.shape)
+
+    def fingerprint(self) -> str:
+        """A hash of everything that determines the sample sequence: equal on all ranks, or they would drift apart."""
+        parts = [self.name, self.split, self.seed, len(self), self.tokenizer.vocab_size, sorted(self.tokens)]
+        picks = [self.recipe(i, 0) for i in range(0, len(self), max(1, len(self) // 64))]
+        return hashlib.sha256(repr((parts, self.specs, picks)).encode()).hexdigest()[:16]
+
+    def report(self) -> str:
+        """One line on what was left out: counts by reason, and every broken file by name (20 at most)."""
+        if not self.failures and not self.skipped:
+            return f"{self.name}/{self.split}: every file could be used"
+        reasons: dict[str, int] = {}
+        for reason in self.skipped.values():
+            reasons[reason] = reasons.get(reason, 0) + 1
+        parts = [f"{n} skipped ({reason})" for reason, n in sorted(reasons.items(), key=lambda x: -x[1])]
+        if self.failures:
+            named = [f"{path} ({reason})" for path, reason in sorted(self.failures.items())]
+            more = f" and {len(named) - 20} more" if len(named) > 20 else ""
+            parts.insert(0, f"{len(named)} failed: {', '.join(named[:20])}{more}")
+        return f"{self.name}/{self.split}: {'; '.join(parts)}"

@@ -1,0 +1,95 @@
+"""scikit-learn's 1,797 handwritten digits: picture -> "seven". Small, real, always there: the set that shows learning.
+
+Also what the trainer falls back to when the stamps cannot be fetched. 8x8 grey pixels become RGB and are enlarged to a
+multiple of the patch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from interlace.data.base import MediaRef, MultimodalDataset, Recipe
+from interlace.data.media import DecodeError, ImageSpec, _library
+from interlace.data.tokenizer import ByteTokenizer
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+class DigitsDataset(MultimodalDataset):
+    """One sample per digit of the split, in a fixed order (the loader shuffles).
+
+    image_size: side in pixels, a multiple of patch_size; default: the smallest multiple of at least 8 pixels.
+    held_out: share of digits in split "heldout", by a hash of the pixels, so equal pictures stay together.
+    length: use only the first ``length`` digits of the split.
+    Raises ImportError without scikit-learn, ValueError for a size that is no multiple or beyond max_image_tokens.
+    """
+
+    name = "digits"
+
+    def __init__(
+        self,
+        *,
+        tokens: Mapping[str, Callable[[tuple[int, ...]], int]],
+        decode: Iterable[str] | None = None,
+        split: str = "train",
+        seed: int = 0,
+        held_out: float = 0.2,
+        length: int | None = None,
+        patch_size: int = 8,
+        image_size: int | None = None,
+        max_image_tokens: int = 64,
+        mean: Sequence[float] = (0.5, 0.5, 0.5),
+        std: Sequence[float] = (0.5, 0.5, 0.5),
+        tokenizer: ByteTokenizer | None = None,
+    ) -> None:
+        super().__init__(tokens=tokens, decode=decode, split=split, seed=seed, tokenizer=tokenizer)
+        if "vision" not in tokens:
+            raise ValueError("the digits are pictures: the model needs a vision encoder (tokens has no 'vision')")
+        if not 0 < held_out < 1:
+            raise ValueError(f"held_out is the share of digits kept for validation, between 0 and 1; got {held_out}")
+        size = -(-8 // patch_size) * patch_size if image_size is None else image_size
+        if size < 1 or size % patch_size:
+            raise ValueError(f"image_size {size} is no multiple of patch_size {patch_size}")
+        self.image_spec = ImageSpec(patch_size, max_image_tokens, tuple(mean), tuple(std))
+        self.image_spec.fit(size, size, f"a digit of {size}x{size} pixels", strict=True)
+        self.specs = {"vision": self.image_spec}
+        self.shape = (3, size, size)
+        digits = _library("sklearn.datasets").load_digits()
+        pictures = digits.images.astype(np.uint8)  # [1797, 8, 8], values 0..16
+        chosen = [i for i, p in enumerate(pictures) if _held_out(p, held_out) == (split == "heldout")]
+        self.indices = chosen if length is None else chosen[:length]
+        if not self.indices:
+            raise ValueError(f"no digits in split {split!r} with held_out = {held_out}, length = {length}")
+        self.targets = digits.target[self.indices]
+        self._pictures = {f"digit/{i}": pictures[i] for i in self.indices}
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def recipe(self, index: int, epoch: int | None = None) -> Recipe:
+        index = int(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"digit {index} of {len(self)}")
+        index %= len(self)
+        name = f"digit/{self.indices[index]}"
+        return Recipe("digit", (MediaRef("vision", name, self.shape),), "en", WORDS[self.targets[index]], stamp=name)
+
+    def read(self, item: MediaRef) -> np.ndarray:
+        if item.source not in self._pictures:
+            raise DecodeError(f"{item.source}: not a digit of this dataset")
+        image_module = _library("PIL.Image")
+        grey = image_module.fromarray(np.minimum(self._pictures[item.source] * 16.0, 255).astype(np.uint8))
+        if grey.size != self.shape[1:]:
+            grey = grey.resize(self.shape[1:], image_module.Resampling.BILINEAR)
+        return np.repeat(np.asarray(grey)[None], 3, axis=0)
+
+    def stamp_keys(self) -> list[str]:
+        """The digits of this split, for showing that splits do not overlap."""
+        return [f"digit/{i}" for i in self.indices]
+
+
+def _held_out(picture: np.ndarray, fraction: float) -> bool:
+    return int.from_bytes(hashlib.sha256(picture.tobytes()).digest()[:8], "big") < fraction * 2**64

@@ -1,0 +1,193 @@
+"""Batches of uncollated samples: seeded shuffling, one share per replica, background prefetch, exact resumption.
+
+- The order of an epoch is a permutation drawn from (seed, epoch); batch ``b`` is its ``b``-th slice. Replica ``r`` of
+  ``d`` takes the ``r``-th of ``d`` equal parts of every batch, so all replicas agree without talking.
+- ``state_dict`` says what has been *handed out*, not what the prefetch thread has already made; a loader that loads
+  it continues with the very next batch, also with another number of replicas.
+- The thread is enough while decoding is a read from a memory map (0.2 to 0.4 ms per sample); it stops with ``close``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from interlace.model.sample import Sample
+
+log = logging.getLogger("interlace.data")
+
+
+class Loader:
+    """Endless iterator over lists of ``batch_size / dp_size`` samples (this replica's share of each global batch).
+
+    dataset: map-style; one with ``sample(index, epoch)`` gets the epoch, others are indexed. batch_size: global.
+    The last, incomplete batch of an epoch is dropped. prefetch: batches made ahead by a thread (0: none).
+    Raises ValueError for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Sample],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        prefetch: int = 2,
+    ) -> None:
+        size = len(dataset)  # type: ignore[arg-type]
+        if dp_size < 1 or not 0 <= dp_rank < dp_size:
+            raise ValueError(f"dp_rank must be in 0..dp_size-1, got rank {dp_rank} of {dp_size}")
+        if batch_size < 1 or batch_size % dp_size:
+            raise ValueError(f"batch_size {batch_size} cannot be shared equally by {dp_size} replicas")
+        if size < batch_size:
+            raise ValueError(f"the dataset has {size} samples, one batch needs {batch_size}; make batch_size smaller")
+        self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.prefetch = prefetch
+        self.epoch = 0
+        self.position = 0
+        self.batches_per_epoch = size // batch_size
+        self._order: tuple[int, np.ndarray] | None = None
+        self._worker: _Prefetcher | None = None
+        self._closed = False
+        self._failures_told = 0
+
+    def indices(self, epoch: int, position: int) -> list[int]:
+        """Dataset indices of the whole global batch at ``position`` (0 .. batches_per_epoch - 1) of ``epoch``."""
+        order = self._order
+        if order is None or order[0] != epoch:
+            size = len(self.dataset)  # type: ignore[arg-type]
+            drawn = np.random.default_rng([self.seed, 4, epoch]).permutation(size) if self.shuffle else np.arange(size)
+            order = self._order = (epoch, drawn)
+        return order[1][position * self.batch_size : (position + 1) * self.batch_size].tolist()
+
+    def share(self, epoch: int, position: int) -> list[int]:
+        """This replica's part of ``indices``."""
+        part = self.batch_size // self.dp_size
+        return self.indices(epoch, position)[self.dp_rank * part : (self.dp_rank + 1) * part]
+
+    def _make(self, epoch: int, position: int) -> list[Sample]:
+        sample = getattr(self.dataset, "sample", None)
+        share = self.share(epoch, position)
+        return [sample(i, epoch) for i in share] if sample is not None else [self.dataset[i] for i in share]
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        return self
+
+    def __next__(self) -> list[Sample]:
+        """The next share. Raises RuntimeError after ``close``, and whatever the dataset raised."""
+        if self._closed:
+            raise RuntimeError("this loader is closed; make a new one and load its state_dict")
+        if self.prefetch > 0:
+            if self._worker is None:
+                self._worker = _Prefetcher(self, self.epoch, self.position, self.prefetch)
+            try:
+                samples = self._worker.get()
+            except BaseException:
+                self._stop()
+                raise
+        else:
+            samples = self._make(self.epoch, self.position)
+        self.epoch, self.position = self.following(self.epoch, self.position)
+        if self.position == 0 and self.dp_rank == 0 and hasattr(self.dataset, "report"):
+            failures = len(getattr(self.dataset, "failures", ()))
+            level = logging.WARNING if failures > self._failures_told else logging.INFO  # loud only about news
+            log.log(level, "end of epoch %d: %s", self.epoch - 1, self.dataset.report())
+            self._failures_told = failures
+        return samples
+
+    def following(self, epoch: int, position: int) -> tuple[int, int]:
+        """(epoch, position) after the given one."""
+        return (epoch, position + 1) if position + 1 < self.batches_per_epoch else (epoch + 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch comes from: plain numbers, the same on every replica."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "dataset_size": len(self.dataset),  # type: ignore[arg-type]
+            "fingerprint": self._fingerprint(),
+        }
+
+    def _fingerprint(self) -> str:
+        return self.dataset.fingerprint() if hasattr(self.dataset, "fingerprint") else ""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where ``state`` was taken. Raises ValueError when it belongs to other data or another order."""
+        mine = self.state_dict()
+        for key in ("seed", "batch_size", "shuffle", "dataset_size", "fingerprint"):
+            if state[key] != mine[key]:
+                raise ValueError(
+                    f"the saved loader state has {key} = {state[key]!r}, this run {mine[key]!r}: the order of samples "
+                    f"would differ; resume with the same data settings, or start anew"
+                )
+        self._stop()
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def _stop(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def close(self) -> None:
+        """Stops the prefetch thread and waits for it. Safe to call twice."""
+        self._stop()
+        self._closed = True
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Prefetcher:
+    """A thread that makes batches in order into a bounded queue; its exception is raised by ``get``."""
+
+    def __init__(self, loader: Loader, epoch: int, position: int, depth: int) -> None:
+        self._queue: queue.Queue[list[Sample] | BaseException] = queue.Queue(maxsize=depth)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(loader, epoch, position), name="interlace-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, loader: Loader, epoch: int, position: int) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._put(loader._make(epoch, position))
+                epoch, position = loader.following(epoch, position)
+        except BaseException as error:  # handed over, not swallowed
+            self._put(error)
+
+    def _put(self, item: list[Sample] | BaseException) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def get(self) -> list[Sample]:
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()

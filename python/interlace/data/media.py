@@ -1,0 +1,315 @@
+"""Files to arrays: images at their own resolution, speech to log-mel frames.
+
+- Sizes are known without decoding (``png_size``, ``svg_size``, ``clip_info``), and ``ImageSpec.fit`` and
+  ``AudioSpec.shape`` say from them which shape the decoded item will have; ``decode_*`` gives exactly it.
+- SVG is rendered straight at its target size (a tenth of the time of rendering at its nominal size).
+- Arrays are compact (uint8 pixels, float16 mel) so that they can be kept on disk; ``to_tensor`` makes them
+  float32 inputs. Cached and freshly decoded items are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import re
+import struct
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLE_RATE = 16_000
+HOP = 160  # samples per mel frame: 10 ms
+MIN_SAMPLES = 400  # one analysis window (25 ms): nothing shorter can be transformed
+SVG_DPI = 96.0  # CSS: 1in = 96px; resvg refuses sizes in pt, mm or cm when given none
+
+
+class DecodeError(ValueError):
+    """A file that cannot be used; the message names it and says why."""
+
+
+class ImageTooLarge(DecodeError):
+    """An image that the token budget cannot hold."""
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """How images become tensors.
+
+    patch_size: sides are resized to multiples of it (pixels); give patch x merge when the model merges patches.
+    max_tokens: most patches (patch_size squares) per image; larger images are scaled down, keeping their aspect.
+    mean, std: per channel, of pixels in 0..1 (default: SigLIP's, pixels end in -1..1).
+    """
+
+    patch_size: int = 16
+    max_tokens: int = 64
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    def __post_init__(self) -> None:
+        if self.patch_size < 1 or self.max_tokens < 1:
+            raise ValueError(f"patch_size and max_tokens must be at least 1, got {self.patch_size}, {self.max_tokens}")
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise ValueError(f"mean and std need 3 values each, std > 0; got {self.mean}, {self.std}")
+
+    def patches(self, width: float, height: float) -> tuple[int, int]:
+        """(rows, columns) at the image's own resolution, whatever the budget."""
+        return max(1, round(height / self.patch_size)), max(1, round(width / self.patch_size))
+
+    def fit(self, width: float, height: float, name: str = "image", *, strict: bool = False) -> tuple[int, int, int]:
+        """Shape (3, H, W) that an image of this size (pixels) is resized to.
+
+        Raises ImageTooLarge when it is longer than ``max_tokens`` times its width (it could not keep its shape
+        even as a single row of patches), or, with ``strict``, when it would have to be scaled down at all.
+        """
+        rows, columns = self.patches(width, height)
+        budget = self.max_tokens
+        if max(width, height) > budget * min(width, height):
+            raise ImageTooLarge(
+                f"{name}: {width:g}x{height:g} pixels is too elongated for {budget} image tokens of "
+                f"{self.patch_size}x{self.patch_size}; raise max_image_tokens or leave the file out"
+            )
+        if rows * columns > budget:
+            if strict:
+                raise ImageTooLarge(
+                    f"{name}: {width:g}x{height:g} pixels needs {rows}x{columns} = {rows * columns} image tokens, "
+                    f'the budget is {budget}; raise max_image_tokens or set on_too_large="downscale"'
+                )
+            exact_rows, exact_columns = height / self.patch_size, width / self.patch_size
+            scale = math.sqrt(budget / (exact_rows * exact_columns))
+            rows, columns = max(1, int(exact_rows * scale)), max(1, int(exact_columns * scale))
+            # A side held at one patch leaves the other longer than the area allows.
+            rows, columns = min(rows, budget // columns or 1), min(columns, budget // rows or 1)
+        return 3, rows * self.patch_size, columns * self.patch_size
+
+
+@dataclass(frozen=True)
+class AudioSpec:
+    """How speech becomes tensors: ``mel_bins`` log-mel features per 10 ms frame; longer clips are left out."""
+
+    mel_bins: int = 80
+    max_seconds: float = 8.0
+
+    def __post_init__(self) -> None:
+        if self.mel_bins < 1 or self.max_seconds <= 0:
+            raise ValueError(f"mel_bins >= 1 and max_seconds > 0 wanted, got {self.mel_bins}, {self.max_seconds}")
+
+    def shape(self, frames: int, rate: int) -> tuple[int, int]:
+        """(mel_bins, mel frames) of a clip of ``frames`` samples at ``rate`` Hz."""
+        return self.mel_bins, resampled_length(frames, rate) // HOP
+
+
+def resampled_length(frames: int, rate: int) -> int:
+    """Samples at 16 kHz of ``frames`` samples at ``rate`` Hz, as scipy's polyphase resampler rounds it."""
+    shared = math.gcd(SAMPLE_RATE, rate)
+    return -(-frames * (SAMPLE_RATE // shared) // (rate // shared))
+
+
+# --- sizes without decoding -------------------------------------------------------------------------------
+
+
+def image_size(path: str | Path) -> tuple[float, float]:
+    """(width, height) in pixels from the header alone. Raises DecodeError."""
+    return svg_size(path) if str(path).lower().endswith(".svg") else png_size(path)
+
+
+def png_size(path: str | Path) -> tuple[int, int]:
+    """(width, height) from the IHDR chunk. Raises DecodeError when the file is no PNG."""
+    with open(path, "rb") as file:
+        head = file.read(24)
+    if len(head) < 24 or head[:8] != b"\x89PNG\r\n\x1a\n" or head[12:16] != b"IHDR":
+        raise DecodeError(f"{path}: not a PNG file (its header is missing or cut short)")
+    width, height = struct.unpack(">II", head[16:24])
+    if not width or not height:
+        raise DecodeError(f"{path}: PNG of {width}x{height} pixels")
+    return width, height
+
+
+_UNITS = {"": 1.0, "px": 1.0, "pt": 96 / 72, "pc": 16.0, "in": 96.0, "cm": 96 / 2.54, "mm": 96 / 25.4}
+
+
+def svg_size(path: str | Path) -> tuple[float, float]:
+    """(width, height) in CSS pixels: the root's attributes, else its viewBox. Raises DecodeError."""
+    with open(path, "rb") as file:
+        text = file.read(1 << 16).decode("utf-8", errors="replace")
+    root = re.search(r"<(?:\w+:)?svg\b[^>]*>", text, re.DOTALL)
+    if root is None:
+        raise DecodeError(f"{path}: no <svg> element in the first 64 KiB")
+    attributes = dict(re.findall(r"\s([\w:]+)\s*=\s*[\"']([^\"']*)[\"']", root[0]))
+    box = [float(x) for x in re.findall(r"[-+]?[\d.]+(?:e[-+]?\d+)?", attributes.get("viewBox", ""))]
+    box_width, box_height = box[2:4] if len(box) == 4 else (0.0, 0.0)
+    width = _css_length(attributes.get("width", "")) or box_width
+    height = _css_length(attributes.get("height", "")) or box_height
+    if width <= 0 or height <= 0:
+        raise DecodeError(f"{path}: SVG without a usable width and height or viewBox")
+    return width, height
+
+
+def _css_length(value: str) -> float:
+    match = re.fullmatch(r"\s*([\d.]+(?:e[-+]?\d+)?)\s*(px|pt|pc|in|cm|mm)?\s*", value, re.IGNORECASE)
+    return float(match[1]) * _UNITS[(match[2] or "").lower()] if match else 0.0
+
+
+def clip_info(path: str | Path) -> tuple[int, int]:
+    """(samples, sample rate in Hz) from the container's headers. Raises DecodeError."""
+    soundfile = _library("soundfile")
+    try:
+        info = soundfile.info(str(path))
+    except Exception as error:  # libsndfile's own error types; any failure means an unusable file
+        raise DecodeError(f"{path}: {error}") from error
+    if info.frames <= 0 or info.samplerate <= 0:
+        raise DecodeError(f"{path}: clip without samples")
+    return int(info.frames), int(info.samplerate)
+
+
+# --- decoding ---------------------------------------------------------------------------------------------
+
+
+def decode_image(path: str | Path, shape: tuple[int, int, int]) -> np.ndarray:
+    """uint8 [3, H, W] of a PNG or SVG resized to ``shape``, on white. Raises DecodeError."""
+    image_module = _library("PIL.Image")
+    _, height, width = shape
+    try:
+        if str(path).lower().endswith(".svg"):
+            image = _render_svg(path, width, height)
+        else:
+            with image_module.open(path) as file:
+                image = file.convert("RGBA")
+        if image.size != (width, height):
+            # Premultiplied, else the colour of transparent pixels bleeds into the edges.
+            resample = image_module.Resampling.BICUBIC
+            image = image.convert("RGBa").resize((width, height), resample).convert("RGBA")
+        white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
+        pixels = np.asarray(image_module.alpha_composite(white, image).convert("RGB"))
+    except DecodeError:
+        raise
+    except Exception as error:  # pillow and resvg raise many types on broken files
+        raise DecodeError(f"{path}: {error}") from error
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _render_svg(path: str | Path, width: int, height: int) -> Any:
+    resvg = _library("resvg_py")
+    own_width, own_height = svg_size(path)
+    scale = max(width / own_width, height / own_height)  # cover the target; the resize after it only shrinks
+    rendered = resvg.svg_to_bytes(
+        svg_path=str(path),
+        width=max(1, math.ceil(own_width * scale)),
+        height=max(1, math.ceil(own_height * scale)),
+        dpi=SVG_DPI,
+        skip_system_fonts=True,  # the picture must not depend on the machine's fonts
+    )
+    image = _library("PIL.Image").open(io.BytesIO(bytes(rendered))).convert("RGBA")
+    if image.getextrema()[3][1] == 0:
+        raise DecodeError(f"{path}: SVG renders to nothing (drawn with fonts only?)")
+    return image
+
+
+def decode_audio(path: str | Path, spec: AudioSpec) -> np.ndarray:
+    """float16 [mel_bins, frames]: mono mix, 16 kHz, Whisper's log-mel features. Raises DecodeError."""
+    soundfile = _library("soundfile")
+    try:
+        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    except Exception as error:  # libsndfile's own error types
+        raise DecodeError(f"{path}: {error}") from error
+    return log_mel(samples.mean(axis=1), rate, spec, name=str(path))
+
+
+def log_mel(samples: np.ndarray, rate: int, spec: AudioSpec, name: str = "clip") -> np.ndarray:
+    """float16 [mel_bins, frames] of mono ``samples`` (float32 [n]) at ``rate`` Hz. Raises DecodeError."""
+    if rate != SAMPLE_RATE:
+        up, down = SAMPLE_RATE // math.gcd(SAMPLE_RATE, rate), rate // math.gcd(SAMPLE_RATE, rate)
+        samples = _library("scipy.signal").resample_poly(samples, up, down, window=_low_pass(up, down))
+    if len(samples) < MIN_SAMPLES:
+        raise DecodeError(f"{name}: {len(samples) / SAMPLE_RATE * 1000:.0f} ms is too short for a mel frame")
+    if not np.isfinite(samples).all():
+        raise DecodeError(f"{name}: samples are not finite")
+    features = _extractor(spec.mel_bins)(
+        samples, sampling_rate=SAMPLE_RATE, padding=False, truncation=False, return_tensors="np"
+    )
+    return np.ascontiguousarray(features["input_features"][0].astype(np.float16))
+
+
+@lru_cache(maxsize=16)
+def _low_pass(up: int, down: int) -> np.ndarray:
+    """scipy's default anti-aliasing filter, designed once per rate: designing it costs more than applying it."""
+    rate = max(up, down)
+    taps = _library("scipy.signal").firwin(20 * rate + 1, 1.0 / rate, window=("kaiser", 5.0))
+    return taps.astype(np.float32)
+
+
+@lru_cache(maxsize=4)
+def _extractor(mel_bins: int) -> Any:
+    from transformers import WhisperFeatureExtractor
+
+    return WhisperFeatureExtractor(feature_size=mel_bins, sampling_rate=SAMPLE_RATE, hop_length=HOP)
+
+
+def to_tensor(array: np.ndarray, spec: ImageSpec | AudioSpec) -> torch.Tensor:
+    """float32 model input: pixels normalised by the spec's mean and std, mel features as they are."""
+    import torch  # not above: workers that decode pictures do without it
+
+    if isinstance(spec, AudioSpec):
+        return torch.from_numpy(array.astype(np.float32))
+    mean = np.asarray(spec.mean, dtype=np.float32)[:, None, None]
+    std = np.asarray(spec.std, dtype=np.float32)[:, None, None]
+    return torch.from_numpy((array.astype(np.float32) / np.float32(255.0) - mean) / std)
+
+
+def load_image(path: str | Path, spec: ImageSpec) -> torch.Tensor:
+    """float32 [3, H, W] of one file, sized by the spec: for generation and demos. Raises DecodeError."""
+    try:
+        size = image_size(path) if str(path).lower().endswith((".svg", ".png")) else _pillow_size(path)
+    except OSError as error:
+        raise DecodeError(f"{path}: {error}") from error
+    return to_tensor(decode_image(path, spec.fit(size[0], size[1], str(path))), spec)
+
+
+def _pillow_size(path: str | Path) -> tuple[int, int]:
+    with _library("PIL.Image").open(path) as image:  # JPEG, WebP, ...: pillow reads the header only
+        return image.size
+
+
+def load_audio(path: str | Path, spec: AudioSpec) -> torch.Tensor:
+    """float32 [mel_bins, frames] of one file: for generation and demos. Raises DecodeError, also when too long."""
+    frames, rate = clip_info(path)
+    if frames > spec.max_seconds * rate:
+        raise DecodeError(
+            f"{path}: {frames / rate:.1f} s is longer than max_audio_seconds = {spec.max_seconds:g}; "
+            "cut the clip or raise the limit"
+        )
+    return to_tensor(decode_audio(path, spec), spec)
+
+
+def decoder_versions(modality: str) -> dict[str, str]:
+    """Versions of the libraries that decode: part of the key of everything cached from their output.
+
+    Imports none of them (that costs seconds, and a rank that reads the cache needs none). Raises ImportError naming
+    what to install when one is missing.
+    """
+    versions = {}
+    for package in {"vision": ("pillow", "resvg_py"), "audio": ("soundfile", "scipy", "transformers")}[modality]:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            raise ImportError(_missing(package)) from None
+    return versions
+
+
+@cache
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{_missing(name)} ({error})") from error
+
+
+def _missing(name: str) -> str:
+    return f"{name} is needed to read this data: pip install 'interlace[data]'"

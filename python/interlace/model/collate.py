@@ -1,0 +1,127 @@
+"""Packs samples into one row for the language model: ids, labels, positions and the bitfield mask.
+
+    [ text image image text ][ text audio text ] ...      one document per sample, positions restart
+
+Text is stream 0, encoders are streams 1, 2, ... in the model's order. Every token is causal and attends every stream;
+the tokens of one media item are a span and see each other both ways besides (the rule of Gemma-3).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from interlace.attention import AttentionPlan
+from interlace.masks import BitfieldMask, word
+from interlace.model.modality import ModalityModule
+from interlace.model.sample import Media, Sample
+
+
+def collate_language(
+    samples: Sequence[Sample],
+    encoders: Mapping[str, ModalityModule],
+    placeholders: Mapping[str, int],
+    max_length: int | None = None,
+) -> dict[str, Any]:
+    """Pack `samples` into one row.
+
+    Returns input_ids, labels, position_ids int64 [1, T], mask (BitfieldMask [1, T]) and plan (its AttentionPlan).
+    Raises ValueError naming the sample: media of an unknown encoder, placeholders that do not match the media, an
+    item that the encoder cannot take, or a sample longer than `max_length` positions.
+    """
+    if not samples:
+        raise ValueError("collate needs at least one sample")
+    spans: list[torch.Tensor] = []
+    streams: list[torch.Tensor] = []
+    used = 0
+    for sample in samples:
+        check_sample(sample, encoders, placeholders, max_length)
+        span = torch.full(sample.input_ids.shape, -1, dtype=torch.int32)
+        stream = torch.zeros_like(sample.input_ids)
+        for number, name in enumerate(encoders, start=1):
+            items = sample.media.get(name, [])
+            if not items:
+                continue
+            places = (sample.input_ids == placeholders[name]).nonzero().squeeze(1)
+            counts = torch.tensor([item.tokens for item in items])
+            span[places] = torch.repeat_interleave(
+                torch.arange(used, used + len(items), dtype=torch.int32), counts, output_size=len(places)
+            )
+            stream[places] = number
+            used += len(items)
+        spans.append(span)
+        streams.append(stream)
+    words = torch.tensor([word(number, causal=True) for number in range(len(encoders) + 1)], dtype=torch.int64)
+    lengths = torch.tensor([len(sample) for sample in samples])
+    positions = torch.cat([torch.arange(len(sample)) for sample in samples]).unsqueeze(0)
+    mask = BitfieldMask(
+        words[torch.cat(streams)].unsqueeze(0),
+        doc=torch.repeat_interleave(torch.arange(len(samples), dtype=torch.int32), lengths).unsqueeze(0),
+        span=torch.cat(spans).unsqueeze(0) if used else None,
+        pos=positions.to(torch.int32),
+    )
+    return {
+        "input_ids": torch.cat([sample.input_ids for sample in samples]).unsqueeze(0),
+        "labels": torch.cat([sample.labels for sample in samples]).unsqueeze(0),
+        "position_ids": positions,
+        "mask": mask,
+        "plan": AttentionPlan.build(mask),
+    }
+
+
+def collate_media(
+    samples: Sequence[Sample],
+    name: str,
+    encoder: ModalityModule,
+) -> dict[str, Any]:
+    """Inputs of encoder `name` for all its items in `samples`, in order."""
+    items: list[Media] = [item for sample in samples for item in sample.media.get(name, [])]
+    return encoder.collate(items)
+
+
+def check_sample(
+    sample: Sample,
+    encoders: Mapping[str, ModalityModule],
+    placeholders: Mapping[str, int],
+    max_length: int | None = None,
+) -> None:
+    """Raise ValueError, naming the sample, unless its text and its media fit each other and the model."""
+    where = f"sample {sample.name!r}"
+    for name, items in sample.media.items():
+        if name not in encoders and items:
+            near = difflib.get_close_matches(name, encoders, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{where} has {name!r} media but the model's encoders are {_names(encoders)}{hint}")
+    if max_length is not None and len(sample) > max_length:
+        raise ValueError(
+            f"{where} has {len(sample)} tokens but the language model has positions for {max_length}: shorten the "
+            "sample (smaller media become fewer tokens) or raise max_position_embeddings"
+        )
+    for name, encoder in encoders.items():
+        items = sample.media.get(name, [])
+        for i, item in enumerate(items):
+            try:
+                tokens = encoder.tokens(item.shape)
+            except ValueError as error:
+                raise ValueError(f"{where}, {name} item {i}: {error}") from None
+            if tokens != item.tokens:
+                raise ValueError(
+                    f"{where}, {name} item {i} of shape {item.shape} says it becomes {item.tokens} tokens, but the "
+                    f"encoder makes {tokens}: compute Media.tokens with mllm.encoders[{name!r}].tokens(shape)"
+                )
+        found = int((sample.input_ids == placeholders[name]).sum())
+        wanted = sum(item.tokens for item in items)
+        if found != wanted:
+            raise ValueError(
+                f"{where}: input_ids hold {found} placeholders (id {placeholders[name]}) for {name!r}, but its "
+                f"{len(items)} media item{'s' * (len(items) != 1)} become{'s' * (len(items) == 1)} {wanted} tokens: "
+                "write each item as that many consecutive placeholders, and check that the tokenizer's placeholder id "
+                "is the model's and that text was not truncated inside an item"
+            )
+
+
+def _names(encoders: Mapping[str, ModalityModule]) -> str:
+    return ", ".join(map(repr, encoders)) or "none"

@@ -1,0 +1,322 @@
+"""MultimodalModel: encoders and a language model glued into one trainable module, and cut into pipeline stages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from interlace.masks import BitfieldMask
+from interlace.model.checkpointing import set_checkpointing
+from interlace.model.collate import collate_language, collate_media
+from interlace.model.describe import LayerInfo, describe_layers
+from interlace.model.generate import generate
+from interlace.model.language import LanguageSettings, cross_entropy_sum, merge_tokens, run_language
+from interlace.model.modality import ModalityModule, use_bitfield_attention
+from interlace.model.sample import IGNORE, Sample
+from interlace.model.slice import carve, find_layers
+from interlace.model.stage import StageModule, keep_frozen
+
+LANGUAGE_MODEL = "language_model"
+
+
+@dataclass
+class MultimodalOutput:
+    """loss: mean cross entropy over valid targets [nats], None without labels; logits [1, T, V]; targets: how many."""
+
+    loss: Tensor | None
+    logits: Tensor
+    targets: int
+
+
+class MultimodalModel(nn.Module):
+    """Encoders feeding one language model (Cornstarch 2025-03 section 3): a plain single-device module.
+
+    encoders: name -> ModalityModule. language_model: a HuggingFace causal LM, or a ModalityModule(llm, projector=None)
+    with callbacks. placeholders: encoder name -> the token id that stands for one of its features. preprocess(features,
+    inputs) -> inputs merges features into inputs["inputs_embeds"]; see merge_tokens. backend: attention backend, None =
+    the fastest. generators must be empty: this version trains models that produce text.
+
+    Parameters are named "encoders.<name>.module...", "encoders.<name>.projector..." and "language_model...".
+    Raises ValueError for parts that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        encoders: Mapping[str, ModalityModule] | None = None,
+        language_model: nn.Module | None = None,
+        generators: Mapping[str, nn.Module] | None = None,
+        preprocess: Callable[[Mapping[str, Tensor], dict[str, Any]], dict[str, Any]] = merge_tokens,
+        placeholders: Mapping[str, int] | None = None,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        if language_model is None:
+            raise ValueError("a MultimodalModel needs a language_model")
+        if generators:
+            raise ValueError(f"generators ({', '.join(generators)}) are not part of this version: pass none")
+        encoders, placeholders = dict(encoders or {}), dict(placeholders or {})
+        before = after = None
+        path = None
+        if isinstance(language_model, ModalityModule):
+            before, after = language_model.preprocess, language_model.postprocess
+            path, language_model = language_model.layer_path, language_model.module
+        use_bitfield_attention(language_model)
+        self.encoders = nn.ModuleDict(encoders)
+        self.language_model = language_model
+        config: Any = language_model.config
+        config = config.get_text_config()
+        _check_placeholders(encoders, placeholders, int(config.vocab_size))
+        for name, encoder in encoders.items():
+            if not isinstance(encoder, ModalityModule) or name == LANGUAGE_MODEL or "." in name:
+                raise ValueError(
+                    f"encoder {name!r} must be a ModalityModule, under a name without '.' other than {LANGUAGE_MODEL!r}"
+                )
+            encoder.connect(int(config.hidden_size))
+            encoder.backend = backend
+        self.max_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.language_settings = LanguageSettings(
+            layer_path=find_layers(language_model, path),
+            placeholders={name: placeholders[name] for name in encoders},
+            merge=preprocess,
+            preprocess=before,
+            postprocess=after,
+            backend=backend,
+        )
+        self._frozen: set[str] = set()
+        # Some weights are constants by design (Whisper's sinusoids): unfreezing must not make them trainable.
+        self._constant = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+
+    # ------------------------------------------------------------------ structure
+
+    def modules_order(self) -> list[str]:
+        """Names of the modules in the order that data takes: encoders, then "language_model"."""
+        return [*self.encoders, LANGUAGE_MODEL]
+
+    def edges(self) -> list[tuple[str, str]]:
+        """(producer, consumer) of each tensor that passes between modules."""
+        return [(name, LANGUAGE_MODEL) for name in self.encoders]
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        """Encoder name -> the token id that stands for one of its features."""
+        return dict(self.language_settings.placeholders)
+
+    def layer_list(self, name: str) -> nn.ModuleList:
+        """The repeated layers of module `name`, which stages are cut from."""
+        self._check_module(name)
+        if name != LANGUAGE_MODEL:
+            return self._encoder(name).layers
+        layers = self.language_model.get_submodule(self.language_settings.layer_path)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    def layers(self, name: str, *, context: int | None = None) -> list[LayerInfo]:
+        """The layers of module `name` with parameters and estimated forward FLOPs per token of that module.
+
+        context: keys that a query sees (default: a whole item of the encoder's nominal size, or half the language
+        model's positions up to 1,024, as causal queries see half).
+        """
+        self._check_module(name)
+        if name == LANGUAGE_MODEL:
+            keys = context if context is not None else min(self.max_length or 1024, 1024) / 2
+            return describe_layers(self.language_model, LANGUAGE_MODEL, self.language_settings.layer_path, keys)
+        encoder = self._encoder(name)
+        keys = context if context is not None else encoder.nominal_length
+        path = f"module.{encoder.layer_path}"
+        return describe_layers(encoder, f"encoders.{name}", path, keys, encoder.downsample)
+
+    def tied_parameters(self) -> list[tuple[str, ...]]:
+        """Groups of names that are one weight (tied embeddings), each with two names or more."""
+        groups: dict[int, list[str]] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(parameter), []).append(name)
+        return [tuple(names) for names in groups.values() if len(names) > 1]
+
+    def slice(
+        self, name: str, start: int, stop: int, *, copy: bool = False, checkpointing: bool | None = None
+    ) -> StageModule:
+        """Layers [start, stop) of module `name` as a pipeline stage.
+
+        The stage shares this model's parameters unless copy=True. checkpointing: recompute each layer in backward
+        (None: as this model does). Raises ValueError for an unknown module or a range that its layers do not have.
+        """
+        total = len(self.layer_list(name))
+        if not 0 <= start < stop <= total:
+            raise ValueError(
+                f"{name}: layers {start} to {stop} are no stage of its {total} layers; need 0 <= start < stop <= "
+                f"{total} (more stages than layers cannot be)"
+            )
+        root, path = self.language_model, self.language_settings.layer_path
+        if name != LANGUAGE_MODEL:
+            root, path = self._encoder(name), f"module.{self._encoder(name).layer_path}"
+        recompute = self._checkpointing if checkpointing is None else checkpointing
+        part = carve(root, path, start, stop, share=not copy, checkpointing=recompute)
+        if isinstance(part, ModalityModule):
+            part.start, part.stop = start, stop
+        stage = StageModule(name, part, start, stop, total, self.language_settings, self._frozen)
+        return stage.train(self.training)
+
+    # ------------------------------------------------------------------ freezing and modes
+
+    def freeze(self, path: str) -> None:
+        """Stop training part of the model and keep it in evaluation mode.
+
+        path: "vision" (an encoder without its projector), "vision.projector", "language_model", or the full name of
+        any module inside. Raises ValueError with the nearest valid name.
+        """
+        name = self._resolve(path)
+        self.get_submodule(name).requires_grad_(False)
+        self._frozen.add(name)
+        keep_frozen(self, self._frozen)
+
+    def unfreeze(self, path: str) -> None:
+        """Train it (again). Weights that are constants by design stay so."""
+        name = self._resolve(path)
+        self._frozen -= {frozen for frozen in self._frozen if frozen == name or frozen.startswith(f"{name}.")}
+        for key, parameter in self.named_parameters(remove_duplicate=False):
+            if key.startswith(f"{name}.") and key not in self._constant:
+                parameter.requires_grad_(True)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> MultimodalModel:
+        """Switch to training or evaluation; frozen modules stay in evaluation."""
+        super().train(mode)
+        keep_frozen(self, self._frozen)
+        return self
+
+    def set_checkpointing(self, enabled: bool = True) -> None:
+        """Recompute each layer's activations in backward instead of keeping them."""
+        self._checkpointing = enabled
+        for name in self.modules_order():
+            set_checkpointing(self.layer_list(name), enabled)
+
+    _checkpointing = False
+
+    def _resolve(self, path: str) -> str:
+        valid = {LANGUAGE_MODEL: LANGUAGE_MODEL}
+        for name in self.encoders:
+            valid[name] = f"encoders.{name}.module"
+            valid[f"{name}.projector"] = f"encoders.{name}.projector"
+        if path in valid:
+            return valid[path]
+        inside = {name for name, _ in self.named_modules() if name.count(".") > 0 or name == LANGUAGE_MODEL}
+        for candidate in (path, f"encoders.{path}"):
+            if candidate in inside:
+                return candidate
+        near = difflib.get_close_matches(path, [*valid, *inside], n=1, cutoff=0.3)
+        raise ValueError(
+            f"cannot freeze {path!r}: it names no module"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+            + f" Valid are {', '.join(map(repr, valid))} and the names of modules inside them."
+        )
+
+    # ------------------------------------------------------------------ data
+
+    def collate(self, samples: Sequence[Sample], only: Collection[str] | None = None) -> dict[str, Any]:
+        """The batch of `forward`: input_ids, labels, position_ids, mask and plan, and inputs per encoder with items.
+
+        only: names of the modules to collate for ("language_model" for the ids). Media without data become meta
+        tensors, which is all that later stages of their encoder need. Raises ValueError naming the sample at fault.
+        """
+        names = self.modules_order() if only is None else list(only)
+        for name in names:
+            self._check_module(name)
+        batch = self.collate_module(LANGUAGE_MODEL, samples) if LANGUAGE_MODEL in names else {}
+        for name in self.encoders:
+            if name in names and any(sample.media.get(name) for sample in samples):
+                batch[name] = self.collate_module(name, samples)
+        return batch
+
+    def collate_module(self, name: str, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Inputs of one module for these samples, as its stages take them."""
+        self._check_module(name)
+        if name == LANGUAGE_MODEL:
+            encoders = {name: self._encoder(name) for name in self.encoders}
+            return collate_language(samples, encoders, self.language_settings.placeholders, self.max_length)
+        return collate_media(samples, name, self._encoder(name))
+
+    # ------------------------------------------------------------------ forward
+
+    def encode(self, inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Features [n, D_llm] of each encoder from its collated inputs. Raises ValueError for an unknown encoder."""
+        unknown = [name for name in inputs if name not in self.encoders]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], self.encoders, n=1)
+            raise ValueError(
+                f"the batch has inputs for {unknown[0]!r}, but the encoders are {', '.join(self.encoders) or 'none'}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        return {name: self._encoder(name)(**given) for name, given in inputs.items()}
+
+    def generate(self, prompt: Sample, **options: Any) -> list[int]:
+        """Token ids that continue `prompt` (its labels do not matter); options: see interlace.model.generate."""
+        return generate(self, prompt, **options)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        mask: BitfieldMask | None = None,
+        plan: Any = None,
+        **encoder_inputs: dict[str, Any],
+    ) -> MultimodalOutput:
+        """Run the whole model on a collated batch: mllm(**mllm.collate(samples)).
+
+        input_ids, labels (already shifted), position_ids int64 [1, T]; mask or plan: who attends whom, by default
+        causal; encoder_inputs: keyword per encoder, its collated inputs. Raises ValueError for unknown encoders and
+        for features that do not match the placeholders.
+        """
+        if mask is None and plan is None:
+            mask = BitfieldMask.causal(*input_ids.shape)
+        inputs: dict[str, Any] = {"input_ids": input_ids, "labels": labels, "mask": mask, "plan": plan}
+        inputs["position_ids"] = mask.pos.long() if position_ids is None and mask is not None else position_ids
+        if inputs["position_ids"] is None:
+            raise ValueError("a plan without a mask needs position_ids beside it")
+        inputs["features"] = self.encode(encoder_inputs)
+        first_layer = self.layer_list(LANGUAGE_MODEL)[0]
+        output = run_language(self.language_model, self.language_settings, first_layer, inputs, None)
+        if labels is None:
+            return MultimodalOutput(None, output.logits, 0)
+        targets = int((labels != IGNORE).sum())
+        loss = cross_entropy_sum(output.logits, labels) / max(targets, 1)
+        return MultimodalOutput(loss, output.logits, targets)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _encoder(self, name: str) -> ModalityModule:
+        encoder = self.encoders[name]
+        assert isinstance(encoder, ModalityModule)
+        return encoder
+
+    def _check_module(self, name: str) -> None:
+        if name != LANGUAGE_MODEL and name not in self.encoders:
+            near = difflib.get_close_matches(name, self.modules_order(), n=1)
+            raise ValueError(
+                f"unknown module {name!r}: the model has {', '.join(self.modules_order())}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+
+
+def _check_placeholders(encoders: Mapping[str, Any], placeholders: Mapping[str, int], vocab_size: int) -> None:
+    missing = [name for name in encoders if name not in placeholders]
+    if missing:
+        raise ValueError(
+            f"no placeholder for encoder {missing[0]!r}: placeholders={{{missing[0]!r}: token id}} names the token "
+            "that stands for its features in input_ids"
+        )
+    unknown = [name for name in placeholders if name not in encoders]
+    if unknown:
+        raise ValueError(f"placeholder for {unknown[0]!r}, but the encoders are {', '.join(encoders) or 'none'}")
+    for name, token in placeholders.items():
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"placeholder id {token} of {name!r} is outside the language model's vocabulary of {vocab_size}: use "
+                f"an unused id below {vocab_size}, or enlarge vocab_size to at least {token + 1}"
+            )
+    if len(set(placeholders.values())) < len(placeholders):
+        raise ValueError(f"two encoders share a placeholder id ({dict(placeholders)}): each needs its own")

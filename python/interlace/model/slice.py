@@ -1,0 +1,243 @@
+"""Cuts a module at its list of repeated layers and runs its own forward between two cuts.
+
+Nothing here knows a model family. `carve` copies the structure of a module (not its weights) from the root down to
+the list of layers and leaves in it only what one stage needs; keys stay, so parameters keep the names they have in the
+full model:
+
+    before the list (embeddings, convolutions)      first stage only, elsewhere hollow: meta tensors of the same shapes
+    layers [start, stop)                            kept; earlier ones pass on, the next one ends the forward
+    after the list (norms, heads)                   last stage only, elsewhere hollow
+    parameter-free modules (rotary embeddings)      everywhere
+
+`run` then calls the module's own forward. The hidden state enters through a forward pre-hook on the first layer kept,
+replacing what the prologue computed (on meta tensors, so for nothing). It leaves at the first layer after the cut,
+which raises a private exception that `run` catches, so no epilogue of an earlier stage ever runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from interlace.model.checkpointing import set_checkpointing
+
+_hidden: ContextVar[Tensor | None] = ContextVar("interlace_hidden", default=None)
+
+
+class _Leave(Exception):
+    """Carries the hidden state out of a module's forward."""
+
+    def __init__(self, hidden: Tensor):
+        self.hidden = hidden
+
+
+class _Absent(nn.Module):
+    """Stands where a layer of another stage was. Keeps the layer's plain attributes: some models' loops read them."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        plain = {k: v for k, v in layer.__dict__.items() if not k.startswith("_") and k not in ("training", "forward")}
+        self.__dict__.update(plain)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        # Not the argument: where layers return tuples, the caller has taken it apart.
+        entering = _hidden.get()
+        return _hidden_argument(args, kwargs) if entering is None else entering
+
+
+class _Exit(_Absent):
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _Leave(_hidden_argument(args, kwargs))
+
+
+def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    given = args[0] if args else next((kwargs[k] for k in ("hidden_states", "hidden_state", "x") if k in kwargs), None)
+    if not isinstance(given, Tensor):
+        raise TypeError(
+            "cannot find the hidden state in a layer's arguments: it must come first, or be named hidden_states"
+        )
+    return given
+
+
+def find_layers(module: nn.Module, path: str | None = None) -> str:
+    """Path of the list of repeated layers inside `module`: `path` if given, else the one with most parameters.
+
+    Raises ValueError when there is none, or none that stands out, saying how to name it.
+    """
+    name = type(module).__name__
+    lists = {
+        key: child
+        for key, child in module.named_modules()
+        if isinstance(child, nn.ModuleList) and len(child) > 0 and key != ""
+    }
+    if path is not None:
+        if path not in lists:
+            raise ValueError(f"{name} has no ModuleList {path!r}; layers= takes one of: {', '.join(lists) or 'none'}")
+        return path
+    outer = {key: child for key, child in lists.items() if not any(key.startswith(f"{other}.") for other in lists)}
+    sizes = {key: sum(p.numel() for p in child.parameters()) for key, child in outer.items()}
+    if not sizes:
+        raise ValueError(
+            f"{name} has no nn.ModuleList of layers, so it cannot be cut into stages: pass layers='path.to.the.list' "
+            "(a ModuleList of repeated blocks that the forward goes through in order)"
+        )
+    best = max(sizes, key=lambda key: sizes[key])
+    if 2 * sizes[best] < sum(sizes.values()) or list(sizes.values()).count(sizes[best]) > 1:
+        raise ValueError(
+            f"{name} has several lists of layers ({', '.join(sizes)}): say which is cut into stages with layers='...'"
+        )
+    return best
+
+
+def carve(
+    module: nn.Module,
+    path: str,
+    start: int,
+    stop: int,
+    *,
+    share: bool = True,
+    checkpointing: bool = False,
+) -> nn.Module:
+    """What the stage of layers [start, stop) of the ModuleList at `path` needs of `module`; see the module docstring.
+
+    share: parameters are `module`'s own; otherwise independent copies (ties inside the stage are kept). The layers
+    get activation checkpointing as asked, without a change to `module`'s.
+    """
+    memo: dict[int, Any] = {}
+
+    def take(value: Any) -> Any:
+        return value if share else copy.deepcopy(value, memo)
+
+    def take_layer(layer: nn.Module) -> nn.Module:
+        # Even when shared, the layer is its own object, so that hooks and checkpointing here do not reach `module`.
+        layer = _clone(layer) if share else copy.deepcopy(layer, memo)
+        set_checkpointing([layer], checkpointing)
+        return layer
+
+    def visit(node: nn.Module, rest: list[str]) -> nn.Module:
+        shell = _clone(node)
+        if not rest:
+            for i, (key, layer) in enumerate(node._modules.items()):
+                assert layer is not None
+                kept = start <= i < stop
+                shell._modules[key] = take_layer(layer) if kept else _Exit(layer) if i == stop else _Absent(layer)
+            return shell
+        if start == 0:
+            shell._parameters = {key: take(value) for key, value in node._parameters.items()}
+        else:
+            _hollow_tensors(shell)
+        shell._buffers = {key: take(value) for key, value in shell._buffers.items()}
+        first = True
+        for key, child in node._modules.items():
+            if key == rest[0]:
+                assert child is not None
+                shell._modules[key] = visit(child, rest[1:])
+                first = False
+            elif child is None or next(child.parameters(), None) is None or (start == 0 if first else stop == total):
+                shell._modules[key] = take(child)
+            else:
+                shell._modules[key] = _hollow(child)
+        return shell
+
+    layers = module.get_submodule(path)
+    assert isinstance(layers, nn.ModuleList)
+    total = len(layers)
+    if not 0 <= start < stop <= total:
+        raise ValueError(
+            f"layers {start} to {stop} are no range of the {total} layers at {path!r}: "
+            f"need 0 <= start < stop <= {total}"
+        )
+    return visit(module, path.split("."))
+
+
+def prologue(module: nn.Module, path: str) -> nn.Module:
+    """A hollow copy of `module` that stops at its first layer: computes the shape of what the layers are given."""
+    shell = _hollow(module)
+    layers = shell.get_submodule(path)
+    for key, layer in layers._modules.items():
+        assert layer is not None
+        layers._modules[key] = _Exit(layer)
+    return shell
+
+
+def run(
+    module: nn.Module,
+    first_layer: nn.Module,
+    kwargs: dict[str, Any],
+    *,
+    hidden: Tensor | None = None,
+    enter: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Any, bool]:
+    """Call `module(**kwargs)`; returns (its output, False), or (hidden state, True) where a cut ends it.
+
+    hidden replaces what `first_layer` is given; enter(given) -> replacement does so too and may call `leave`.
+    Raises RuntimeError if the forward never reached `first_layer` (layer drop).
+    """
+
+    entered = hidden is None and enter is None
+
+    def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        nonlocal entered
+        entered = True
+        given = _hidden_argument(args, kwargs)
+        new = enter(given) if enter is not None else hidden
+        if args:
+            return (new, *args[1:]), kwargs
+        return args, {key: new if value is given else value for key, value in kwargs.items()}
+
+    handle = None if entered else first_layer.register_forward_pre_hook(replace, with_kwargs=True)
+    token = _hidden.set(hidden)
+    try:
+        output, left = module(**kwargs), False
+    except _Leave as leave:
+        output, left = leave.hidden, True
+    finally:
+        _hidden.reset(token)
+        if handle is not None:
+            handle.remove()
+    if not entered:
+        raise RuntimeError(
+            f"{type(module).__name__} skipped its layer {type(first_layer).__name__}, where the hidden state enters: "
+            "set layer drop (layerdrop, encoder_layerdrop) to 0"
+        )
+    return output, left
+
+
+def leave(hidden: Tensor) -> NoReturn:
+    """From within `enter`: end the forward here, with this hidden state."""
+    raise _Leave(hidden)
+
+
+def _clone(module: nn.Module) -> nn.Module:
+    """The same module as a new object: parameters, buffers and children are shared, its tables of them are not."""
+    new = type(module).__new__(type(module))
+    new.__dict__.update(module.__dict__)
+    for key, value in module.__dict__.items():
+        if isinstance(value, dict) and (key in ("_parameters", "_buffers", "_modules") or key.endswith("_hooks")):
+            new.__dict__[key] = value.copy()
+    return new
+
+
+def _hollow(module: nn.Module) -> nn.Module:
+    """The structure of `module` with meta tensors for parameters and buffers, none of them registered."""
+    shell = _clone(module)
+    _hollow_tensors(shell)
+    for key, buffer in list(shell._buffers.items()):
+        if buffer is not None:
+            del shell._buffers[key]
+            shell.__dict__[key] = torch.empty_like(buffer, device="meta")
+    for key, child in shell._modules.items():
+        shell._modules[key] = None if child is None else _hollow(child)
+    return shell
+
+
+def _hollow_tensors(shell: nn.Module) -> None:
+    for key, parameter in list(shell._parameters.items()):
+        if parameter is not None:
+            del shell._parameters[key]
+            shell.__dict__[key] = torch.empty_like(parameter, device="meta", requires_grad=False)

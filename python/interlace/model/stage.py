@@ -1,0 +1,95 @@
+"""StageModule: consecutive layers of one module of a MultimodalModel, as a pipeline stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from interlace.model.language import LanguageSettings, cross_entropy_sum, run_language
+from interlace.model.modality import ModalityModule
+from interlace.model.sample import IGNORE
+
+
+class StageModule(nn.Module):
+    """Layers [start, stop) of module `name`; made by MultimodalModel.slice.
+
+    What lies before the layers comes with the first stage, what comes after (norms, projector, head) with the last.
+    Parameters have the names that they have in the whole model and only those present are listed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        part: nn.Module,
+        start: int,
+        stop: int,
+        total: int,
+        settings: LanguageSettings,
+        frozen: set[str],
+    ):
+        super().__init__()
+        self.name, self.start, self.stop = name, start, stop
+        self.is_first, self.is_last = start == 0, stop == total
+        self._settings = settings
+        self._frozen = frozen
+        self.is_encoder = isinstance(part, ModalityModule)
+        if self.is_encoder:
+            self.encoders = nn.ModuleDict({name: part})
+        else:
+            self.language_model = part
+
+    def train(self, mode: bool = True) -> StageModule:
+        """Switch to training or evaluation; frozen modules stay in evaluation."""
+        super().train(mode)
+        keep_frozen(self, self._frozen)
+        return self
+
+    def forward(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
+        """Run the stage on one microbatch.
+
+        inputs: the module's collated inputs (`MultimodalModel.collate_module`); for the first stage of the language
+        model also "features": {encoder: [n, D]}. hidden: the previous stage's output, None on the first stage.
+        Returns the hidden state [1, N, D]; on an encoder's last stage features [n, D_llm]; on the language model's
+        last stage the sum of the cross entropy over valid targets, a scalar (the caller divides).
+        """
+        self._check(hidden)
+        if self.is_encoder:
+            encoder = self.encoders[self.name]
+            assert isinstance(encoder, ModalityModule)
+            return encoder.run(inputs, hidden)
+        keep = None
+        if self.is_last and self._settings.postprocess is None:
+            # The head is run for positions with a target only: most of a packed row of media has none.
+            labels = inputs["labels"]
+            if labels.shape[0] == 1:
+                keep = (labels[0] != IGNORE).nonzero().squeeze(1).to(next(self.parameters()).device)
+        output = self._run_language(inputs, hidden, keep)
+        return cross_entropy_sum(output.logits, inputs["labels"]) if self.is_last else output
+
+    def logits_of(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
+        """Logits [1, T, V] of all positions, on the language model's last stage."""
+        if self.is_encoder or not self.is_last:
+            raise ValueError(f"{self.name} [{self.start}:{self.stop}] has no logits: ask the language model's last one")
+        self._check(hidden)
+        return self._run_language(inputs, hidden, None).logits
+
+    def _run_language(self, inputs: dict[str, Any], hidden: Tensor | None, keep: Tensor | None) -> Any:
+        layers = self.language_model.get_submodule(self._settings.layer_path)
+        assert isinstance(layers, nn.ModuleList)
+        return run_language(self.language_model, self._settings, layers[self.start], inputs, hidden, keep=keep)
+
+    def _check(self, hidden: Tensor | None) -> None:
+        if self.is_first == (hidden is not None):
+            wanted = "takes no hidden state" if self.is_first else "needs the previous stage's hidden state"
+            raise ValueError(f"{self.name} [{self.start}:{self.stop}] {wanted}")
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, layers {self.start} to {self.stop}"
+
+
+def keep_frozen(root: nn.Module, frozen: set[str]) -> None:
+    """Put the modules named in `frozen`, as far as `root` has them, into evaluation mode."""
+    for name, module in root.named_modules():
+        if any(name == path or name.startswith(f"{path}.") for path in frozen):
+            module.training = False

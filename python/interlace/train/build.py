@@ -1,0 +1,196 @@
+"""Config -> MultimodalModel, with random weights that depend on the seed and the parameter's name alone.
+
+The model is built on the meta device (no memory), then `materialize` gives real weights to the parameters that this
+rank holds. Each module is initialised by its own library's rule (HuggingFace's ``_init_weights``, torch's
+``reset_parameters``) under a generator seeded by (seed, module name): every layout starts from the same weights, and
+no rank ever allocates a layer that it does not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from interlace.train.config import ConfigError, nearest
+from interlace.train.schema import Config, Encoder, LanguageModel
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
+    from interlace.plan import ParallelPlan
+
+# family -> (module under transformers.models, config class, model class, keys that differ from the library's defaults)
+FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    # SigLIP's attention pooling head would only hold weights that no token ever reaches.
+    "siglip": ("siglip", "SiglipVisionConfig", "SiglipVisionModel", {"vision_use_head": False}),
+    "clip": ("clip", "CLIPVisionConfig", "CLIPVisionModel", {}),
+    "whisper": ("whisper", "WhisperConfig", "WhisperEncoder", {}),
+    "llama": ("llama", "LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen2": ("qwen2", "Qwen2Config", "Qwen2ForCausalLM", {}),
+}
+RESERVED = {"attn_implementation", "dtype", "torch_dtype", "architectures", "return_dict", "output_hidden_states"}
+
+
+def build(config: Config, tokenizer: Any, *, source: str = "config") -> MultimodalModel:
+    """The config's model on the meta device, frozen as configured. Raises ConfigError naming the wrong key."""
+    from interlace.model import ModalityModule, MultimodalModel
+
+    spec = config.model
+    with torch.device("meta"):
+        language_model = _module("language_model", spec.language_model, source, vocab_size=tokenizer.vocab_size)
+        _check_vocabulary(language_model.config.vocab_size, tokenizer, source)
+        encoders = {
+            name: ModalityModule(
+                _module(name, encoder, source), projector=encoder.projector, downsample=encoder.downsample
+            )
+            for name, encoder in spec.encoders().items()
+        }
+        model = MultimodalModel(
+            encoders=encoders,
+            language_model=language_model,
+            placeholders={name: tokenizer.placeholders[name] for name in encoders},
+        )
+    for name, encoder in spec.encoders().items():
+        if encoder.freeze:
+            model.freeze(name)
+        if encoder.freeze_projector:
+            model.freeze(f"{name}.projector")
+    if spec.language_model.freeze:
+        model.freeze("language_model")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"{source}: [model] freezes everything; leave at least a projector to train")
+    return model
+
+
+def build_plan(config: Config, model: MultimodalModel, *, source: str = "config") -> ParallelPlan:
+    """Cuts the model into stages and places them. Raises ConfigError for more stages than layers and the like."""
+    from interlace.plan import ParallelPlan, ParallelSpec
+
+    parallel = config.parallel
+    specs = {name: ParallelSpec(pp=parallel.stages(name), dp=parallel.dp) for name in model.modules_order()}
+    try:
+        return ParallelPlan.from_specs(
+            model,
+            specs,
+            placement=parallel.placement,
+            ranks=config.num_ranks(),
+            recompute=config.train.activation_checkpointing,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{source}: [parallel]: {error}") from None
+
+
+def present(model: MultimodalModel, plan: ParallelPlan, rank: int) -> set[str]:
+    """Names of the parameters that the stages of `rank` hold."""
+    return {
+        name
+        for stage in plan.of_rank(rank)
+        for name, _ in model.slice(stage.module, stage.start, stage.stop).named_parameters()
+    }
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, names: Collection[str] | None = None, *, seed: int) -> nn.Module:
+    """Replaces the meta parameters in `names` (default: all), and all buffers, by real ones with random values.
+
+    Values depend on `seed` and names only, not on which others are in `names`. Tied parameters stay tied.
+    """
+    from transformers import PreTrainedModel
+
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    wanted = {name for group in aliases.values() if names is None or set(group) & set(names) for name in group}
+    replaced: dict[int, nn.Parameter] = {}
+    modules = dict(model.named_modules())
+    for prefix, module in modules.items():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta and _join(prefix, key) in wanted:
+                if id(parameter) not in replaced:
+                    # The meta parameter is kept beside its replacement: a freed id could be given to another.
+                    real = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                    real._was = parameter  # type: ignore[attr-defined]
+                    replaced[id(parameter)] = real
+                module._parameters[key] = replaced[id(parameter)]
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.zeros_like(buffer, device="cpu")
+    for parameter in replaced.values():
+        del parameter._was  # type: ignore[attr-defined]
+
+    families = {prefix: module for prefix, module in modules.items() if isinstance(module, PreTrainedModel)}
+    later = {name for group in aliases.values() for name in group[1:]}  # a tied weight is its first name's to fill
+    for prefix, module in reversed(modules.items()):  # children first, as the library's own rule expects
+        own = [_join(prefix, name) for name, _ in module.named_parameters(remove_duplicate=False)]
+        if any(name not in wanted for name in own) or (own and all(name in later for name in own)):
+            continue
+        owner = max(
+            (p for p in families if p == "" or prefix == p or prefix.startswith(p + ".")), key=len, default=None
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed_of(seed, prefix))
+            if owner is not None:
+                families[owner]._init_weights(module)
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    return model
+
+
+def architecture(config: Config) -> dict[str, Any]:
+    """The part of a config that decides whether weights fit: families, their settings, projectors, downsampling."""
+    spec = config.model
+    return {
+        name: module.model_dump(include={"family", "config", "projector", "downsample"})
+        for name, module in [*spec.encoders().items(), ("language_model", spec.language_model)]
+    }
+
+
+def _module(name: str, spec: Encoder | LanguageModel, source: str, **defaults: Any) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+
+    folder, config_class, model_class, family_defaults = FAMILIES[spec.family]
+    base = f"transformers.models.{folder}"
+    hf_config = getattr(importlib.import_module(f"{base}.configuration_{folder}"), config_class)
+    hf_model = getattr(importlib.import_module(f"{base}.modeling_{folder}"), model_class)
+    fields = {field.name for field in dataclasses.fields(hf_config) if not field.name.startswith("_")}
+    fields |= set(getattr(hf_config, "attribute_map", {}))
+    where = f"{source}: [model.{name}.config]"
+    for key in spec.config:
+        if key not in fields or key in RESERVED:
+            raise ConfigError(f"{where} has no key {key!r} for family {spec.family!r}; {_hint(key, fields)}")
+    try:
+        made = hf_config(**{**family_defaults, **defaults, **spec.config}, attn_implementation="interlace")
+        module = hf_model(made)
+    except (StrictDataclassError, TypeError, ValueError, ZeroDivisionError, KeyError) as error:
+        text = " ".join(str(error.__cause__ or error).split())
+        raise ConfigError(f"{where} {spec.family}: {text}") from None
+    return module
+
+
+def _hint(key: str, fields: set[str]) -> str:
+    if key in RESERVED:
+        return "it is set by the trainer"
+    return nearest(key, fields - RESERVED)
+
+
+def _check_vocabulary(vocab_size: int, tokenizer: Any, source: str) -> None:
+    if vocab_size < tokenizer.vocab_size:
+        outside = [f"{name} (id {id_})" for name, id_ in tokenizer.placeholders.items() if id_ >= vocab_size]
+        lost = f"; the placeholders of {', '.join(outside)} would lie outside" if outside else ""
+        raise ConfigError(
+            f"{source}: [model.language_model.config] vocab_size = {vocab_size} is less than the tokenizer's "
+            f"{tokenizer.vocab_size}{lost}; leave it out or raise it to {tokenizer.vocab_size}"
+        )
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "little")

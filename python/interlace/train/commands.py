@@ -1,0 +1,156 @@
+"""The commands that train, answer and draw: `train`, `generate`, `mask`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from interlace.train import launch, runfolder
+from interlace.train.config import ConfigError, dumps, load
+from interlace.train.schema import Config
+
+
+def train(options: argparse.Namespace) -> int:
+    """``interlace train``: a rank when torchrun's variables are set, else the launcher of the config's ranks."""
+    path = _config_path(options)
+    config = load(path, options.set)
+    if launch.under_launcher():
+        return _as_rank(config, options.resume, str(path))
+    folder, at = _run_folder(config, options.resume)
+    from interlace.train.feed import prepare
+
+    config = prepare(config, lambda line: print(f"interlace: {line}", flush=True), source=str(path))
+    written = folder / "config.toml"
+    written.write_text(dumps(config), encoding="utf-8")
+    print(f"run folder: {folder}", flush=True)
+    world = config.world_size()
+    if world == 1:
+        from interlace.train.rank import run
+
+        run(config, source=str(path), folder=folder, at=at, resume=options.resume is not None)
+        return 0
+    command = [sys.executable, "-m", "interlace", "train", str(written)]
+    command += ["--debug"] if options.debug else []
+    if options.resume is not None:
+        command += ["--resume", str(at or folder)]
+    return launch.run(
+        command,
+        world,
+        folder=folder,
+        timeout=config.parallel.timeout,
+        threads=config.parallel.threads,
+        resume=f"interlace train {shlex.quote(str(written))} --resume {shlex.quote(str(folder))}",
+        environment={launch.RUN_FOLDER: str(folder)},
+    )
+
+
+def _config_path(options: argparse.Namespace) -> Path:
+    if options.config is not None:
+        return Path(options.config)
+    if not options.resume:
+        raise ConfigError("train needs a config, such as: interlace train configs/stamps.toml")
+    folder = Path(options.resume)
+    for place in (folder, folder.parent, folder.parent.parent):
+        if (place / "config.toml").exists():
+            return place / "config.toml"
+    raise ConfigError(f"--resume {options.resume}: no config.toml there; name the config as well")
+
+
+def _run_folder(config: Config, resume: str | None) -> tuple[Path, Path | None]:
+    if resume is None:
+        return runfolder.create(config), None
+    return runfolder.resolve(config, resume)
+
+
+def _as_rank(config: Config, resume: str | None, source: str) -> int:
+    from interlace.train.rank import run
+
+    folder = os.environ.get(launch.RUN_FOLDER)
+    at = None
+    if folder is not None and resume:
+        _, at = runfolder.resolve(config, resume)
+    run(config, source=source, folder=Path(folder) if folder else None, at=at, resume=resume is not None, which=resume)
+    return 0
+
+
+def generate(options: argparse.Namespace) -> int:
+    """``interlace generate``: one answer from a checkpoint."""
+    import torch
+
+    from interlace import data
+    from interlace.train import checkpoint
+    from interlace.train.build import architecture, build, materialize
+    from interlace.train.feed import media_specs
+    from interlace.train.generate import answer
+
+    folder, at = _checkpoint_of(options.run)
+    source = str(folder / "config.toml")
+    config = load(source)
+    tokenizer = data.ByteTokenizer()
+    model = build(config, tokenizer, source=source)
+    specs = media_specs(config, model)
+    items: list[tuple[str, Any]] = []
+    for modality, paths, read in (
+        ("vision", options.image, data.load_image),
+        ("audio", options.speech, data.load_audio),
+    ):
+        for path in paths:
+            if modality not in specs:
+                raise ConfigError(f"{path}: the model of {folder} has no {modality} encoder")
+            if not path.is_file():
+                raise ConfigError(f"{path}: no such file")
+            items.append((modality, read(path, specs[modality])))
+    if not items and not options.prompt:
+        raise ConfigError("nothing to answer: give --image, --speech or --prompt")
+    materialize(model, seed=config.run.seed)
+    path = at or checkpoint.newest(runfolder.checkpoints_of(folder))
+    if path is None:
+        raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
+    checkpoint.load_parameters(path, model, checkpoint.fingerprint(model, architecture(config)))
+    media: dict[str, list[Any]] = {}
+    runs = []
+    for modality, tensor in items:
+        count = model.encoders[modality].tokens(tuple(tensor.shape))
+        media.setdefault(modality, []).append(data.Media(tuple(tensor.shape), count, tensor))
+        runs.append((modality, count))
+    ids = torch.tensor(tokenizer.prompt(runs, options.language, options.prompt))
+    prompt = data.Sample(ids, torch.full_like(ids, data.IGNORE), media, "prompt")
+    (tokens,) = answer(model, [prompt], end=tokenizer.EOS, max_new_tokens=options.max_new_tokens)
+    print(tokenizer.decode(tokens))
+    return 0
+
+
+def _checkpoint_of(path: Path) -> tuple[Path, Path | None]:
+    """(run folder, checkpoint or None for the newest) of what the user named."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such run folder")
+    at = path if path.name.startswith("step-") else None
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / "config.toml").exists():
+            return folder, at
+    raise ConfigError(f"{path}: not a run folder (no config.toml)")
+
+
+def mask(options: argparse.Namespace) -> int:
+    """``interlace mask``: the attention mask of the first training samples of a config, packed into one row."""
+    from interlace.data import ByteTokenizer
+    from interlace.train.build import build
+    from interlace.train.feed import datasets
+
+    if options.samples < 1:
+        raise ConfigError(f"--samples {options.samples}: at least 1")
+    config = load(options.config, options.set)
+    tokenizer = ByteTokenizer()
+    model = build(config, tokenizer, source=str(options.config))
+    train_data, _, note = datasets(config, model, tokenizer, decode=set(), source=str(options.config))
+    if note:
+        print(f"interlace: {note}")
+    samples = [train_data.sample(i, 0) for i in range(min(options.samples, len(train_data)))]
+    drawn = model.collate(samples)["mask"]
+    drawn.plot(options.out)
+    print(f"{options.out}: {len(samples)} samples, {drawn.length} tokens")
+    return 0

@@ -1,0 +1,217 @@
+"""Reads a training config: TOML file + ``--set key=value`` -> checked `Config`, or one clear `ConfigError`.
+
+Every error names the file (or the ``--set``), the section and the key, and says what would be right: an unknown key is
+answered with the nearest valid one, a wrong type with the type wanted, a missing key with its meaning.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from interlace.train.schema import Config
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class ConfigError(ValueError):
+    """The user's config (or command line) is wrong; the message is all they need to mend it."""
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Reads `path`, applies ``a.b=value`` overrides, checks all of it.
+
+    Raises ConfigError for an unreadable file, bad TOML, unknown keys, wrong types, missing keys, impossible values.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    return from_table(table, overrides, source=str(path))
+
+
+def from_table(table: dict[str, Any], overrides: list[str] | None = None, *, source: str = "config") -> Config:
+    """Checks a parsed TOML table; `source` names it in messages."""
+    where: dict[tuple[str, ...], str] = {}
+    for override in overrides or []:
+        keys, value = parse_override(override)
+        set_key(table, keys, value, override)
+        where[keys] = f"--set {override}"
+    check_keys(Config, table, (), where, source)
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        lines = [_explain(problem, where, source) for problem in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """``train.lr=1e-3`` -> (("train", "lr"), 0.001). A value that is no TOML is taken as a bare word (a string)."""
+    name, equals, value = text.partition("=")
+    keys = tuple(key.strip() for key in name.split("."))
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {text}: write it as section.key=value, such as --set train.steps=100")
+    try:
+        return keys, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return keys, value.strip()
+
+
+def set_key(table: dict[str, Any], keys: tuple[str, ...], value: Any, text: str) -> None:
+    """Puts one override into the nested table; refuses to go through a key that is not a table."""
+    for depth, key in enumerate(keys[:-1], 1):
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {text}: {'.'.join(keys[:depth])} is a value, not a section")
+        table = inner
+    table[keys[-1]] = value
+
+
+def check_keys(
+    model: type[BaseModel],
+    table: dict[str, Any],
+    path: tuple[str, ...],
+    where: dict[tuple[str, ...], str],
+    source: str,
+) -> None:
+    """Refuses keys that `model` does not have, section by section, naming the nearest one that it has."""
+    for key, value in table.items():
+        full = (*path, key)
+        if key not in model.model_fields:
+            place = _place(full, where, source)
+            raise ConfigError(f"{place}: {_section(path)} has no key {key!r}; {nearest(key, model.model_fields)}")
+        inner = _section_type(model.model_fields[key].annotation)
+        if inner is not None and isinstance(value, dict):
+            check_keys(inner, value, full, where, source)
+
+
+def nearest(name: str, valid: Any) -> str:
+    """``did you mean 'steps'?`` or, when nothing is near, the list of what there is."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return "valid: " + ", ".join(names)
+
+
+def dumps(config: Config) -> str:
+    """The resolved config, defaults written out, as TOML that `load` reads back to an equal Config."""
+    lines: list[str] = []
+    _write_table(config.model_dump(exclude_none=True), (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _write_table(table: dict[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    values = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    if path and (values or not table):
+        lines.extend(["", f"[{'.'.join(_key(part) for part in path)}]"])
+    lines.extend(f"{_key(key)} = {_value(value)}" for key, value in values.items())
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _write_table(value, (*path, key), lines)
+
+
+def _key(key: str) -> str:
+    return key if key and all(c.isascii() and (c.isalnum() or c in "_-") for c in key) else _string(key)
+
+
+def _string(text: str) -> str:
+    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    return '"' + "".join(escapes.get(c, c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}") for c in text) + '"'
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+        return repr(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + "}"
+    return _string(str(value))  # dates and times, should a HuggingFace table ever hold one
+
+
+def _section(path: tuple[str, ...]) -> str:
+    return f"[{'.'.join(path)}]" if path else "the top level"
+
+
+def _place(path: tuple[str, ...], where: dict[tuple[str, ...], str], source: str) -> str:
+    """The ``--set`` that wrote this key (or something inside it), else the file."""
+    for keys, text in where.items():
+        if path[: len(keys)] == keys or keys[: len(path)] == path:
+            return text
+    return source
+
+
+def _section_type(annotation: Any) -> type[BaseModel] | None:
+    """The section class behind ``Encoder``, ``Encoder | None`` and the like; None for plain values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        for inner in get_args(annotation):
+            found = _section_type(inner)
+            if found is not None:
+                return found
+    return None
+
+
+def _explain(problem: Any, where: dict[tuple[str, ...], str], source: str) -> str:
+    """One pydantic error in the words of the config file."""
+    path = tuple(part for part in problem["loc"] if isinstance(part, str))
+    place = _place(path, where, source)
+    if problem["type"] == "missing":
+        return f"{place}: {_section(path[:-1])} misses the key {path[-1]!r}{_meaning(path)}"
+    if problem["type"] == "value_error":
+        section = f"{_section(path)}: " if path else ""
+        return f"{place}: {section}{problem['ctx']['error']}"
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return f"{place}: {'.'.join(path)} must be a section (a table), not {_shown(problem['input'])}"
+    message, hint = problem["msg"].removeprefix("Input "), ""
+    if problem["type"] == "literal_error" and isinstance(problem["input"], str):
+        choices = problem["ctx"]["expected"].replace(" or ", ", ").split(", ")
+        close = difflib.get_close_matches(repr(problem["input"]), choices, n=1, cutoff=0.6)
+        hint = f"; did you mean {close[0]}?" if close else ""
+    name = ".".join(str(part) for part in problem["loc"])
+    return f"{place}: {name} {message}, not {_shown(problem['input'])}{hint}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    kind = {"str": "string", "int": "integer", "bool": "boolean", "dict": "table"}.get(
+        type(value).__name__, type(value).__name__
+    )
+    return f"the {kind} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _meaning(path: tuple[str, ...]) -> str:
+    """`` (what the key is for)``, from the field's docstring."""
+    model: type[BaseModel] | None = Config
+    for part in path[:-1]:
+        field = model.model_fields.get(part) if model is not None else None
+        model = _section_type(field.annotation) if field is not None else None
+    field = model.model_fields.get(path[-1]) if model is not None else None
+    text = " ".join((field.description or "").split()) if field is not None else ""
+    return f" ({text.rstrip('.')})" if text else ""

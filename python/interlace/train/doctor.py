@@ -1,0 +1,150 @@
+"""``interlace doctor``: what this machine can run, and why not the rest. Every check is tried, none is assumed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+
+Check = tuple[bool | None, str]  # on, off, or None = does not matter here; and the reason or version
+
+
+def doctor() -> int:
+    """Prints the table; exit code 0 when training can run here, else 1."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="interlace doctor", title_justify="left")
+    for column in ("", "part", "what was found"):
+        table.add_column(column)
+    broken = []
+    for section in (_basics, _attention, _transports, _devices, _data):
+        for name, check in section().items():
+            on, text = _tried(check)
+            table.add_row({True: "[green]on", False: "[red]off", None: "[dim]-"}[on], name, text)
+            if on is False and name in REQUIRED:
+                broken.append(name)
+        table.add_section()
+    console = Console(highlight=False)
+    console.print(table)
+    if broken:
+        console.print(f"training cannot run here: {', '.join(broken)}")
+        return 1
+    console.print("training can run here")
+    return 0
+
+
+REQUIRED = {"python", "torch", "transformers", "interlace._core", "attention: reference"}
+
+
+def _tried(check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:  # a doctor reports what it finds, whatever that is
+        return False, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def _basics() -> dict[str, Callable[[], Check]]:
+    def python() -> Check:
+        good = (3, 10) <= sys.version_info[:2] <= (3, 13)
+        return good, f"{platform.python_version()} on {platform.machine()}" + ("" if good else "; 3.10 to 3.13 needed")
+
+    def torch() -> Check:
+        import torch
+
+        return True, f"{torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
+
+    def core() -> Check:
+        from interlace import _core
+
+        return True, str(_core.__file__)
+
+    return {
+        "python": python,
+        "torch": torch,
+        "transformers": lambda: (True, importlib.metadata.version("transformers")),
+        "triton": lambda: _installed("triton", "CPU backends need none"),
+        "interlace._core": core,
+    }
+
+
+def _attention() -> dict[str, Callable[[], Check]]:
+    def backend(name: str) -> Callable[[], Check]:
+        def check() -> Check:
+            import torch
+
+            from interlace.attention import bitfield_attention
+            from interlace.masks import BitfieldMask
+
+            device = "cuda" if name in ("triton", "gluon") and torch.cuda.is_available() else "cpu"
+            q = torch.randn(1, 2, 16, 16, device=device)
+            out = bitfield_attention(q, q, q, BitfieldMask.causal(1, 16).to(device), backend=name)
+            assert isinstance(out, torch.Tensor)
+            return bool(torch.isfinite(out).all()), f"runs on {device}"
+
+        return check
+
+    return {f"attention: {name}": backend(name) for name in ("reference", "cpu", "triton", "gluon")}
+
+
+def _transports() -> dict[str, Callable[[], Check]]:
+    def available(name: str) -> Check:
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            return False, "this torch was built without torch.distributed"
+        if name == "gloo":
+            return dist.is_gloo_available(), "CPU processes" if dist.is_gloo_available() else "not built in"
+        return dist.is_nccl_available(), "GPU processes" if dist.is_nccl_available() else "not in this build of torch"
+
+    return {
+        "in-process": lambda: (True, "one process plays every rank"),
+        "gloo": lambda: available("gloo"),
+        "nccl": lambda: available("nccl"),
+    }
+
+
+def _devices() -> dict[str, Callable[[], Check]]:
+    def cuda() -> Check:
+        import torch
+
+        if torch.version.cuda is None:
+            return False, f"torch {torch.__version__} is a build without CUDA"
+        if not torch.cuda.is_available():
+            return False, "no GPU or no driver"
+        major, minor = torch.cuda.get_device_capability()
+        return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} (sm_{major}{minor})"
+
+    return {"cuda": cuda}
+
+
+def _data() -> dict[str, Callable[[], Check]]:
+    def stamps() -> Check:
+        from interlace.data import cache_folder, find_stamps
+
+        found = find_stamps()
+        return (True, str(found)) if found else (None, f"not fetched yet; they will go to {cache_folder()}")
+
+    def apt() -> Check:
+        tools = [tool for tool in ("apt-get", "dpkg") if shutil.which(tool) is None]
+        return not tools, f"no {' and '.join(tools)}: stamps fall back to digits" if tools else "can fetch the stamps"
+
+    return {
+        "images: pillow": lambda: _installed("PIL", "PNG and JPEG are not read", "pillow"),
+        "images: resvg": lambda: _installed("resvg_py", "SVG stamps are left out", "resvg-py"),
+        "speech: soundfile": lambda: _installed("soundfile", "speech is left out"),
+        "digits: scikit-learn": lambda: _installed("sklearn", "no digits", "scikit-learn"),
+        "apt": apt,
+        "stamps": stamps,
+    }
+
+
+def _installed(module: str, without: str, package: str | None = None) -> Check:
+    if importlib.util.find_spec(module) is None:
+        return False, f"not installed: {without} (pip install {package or module})"
+    return True, importlib.metadata.version(package or module)

@@ -1,0 +1,261 @@
+"""Starts the local ranks of a run, watches them, and says what happened when one dies.
+
+The ranks are processes with torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so the same
+command line is a rank whether this launcher or torchrun started it. Rank 0 shares the terminal; what every rank writes
+to stderr goes to ``logs/rank-N.log`` (rank 0's to the terminal as well).
+
+When a rank dies, the others notice through their transport and end by themselves; what has not ended when the grace
+runs out is killed. The launcher then names the rank that died first, by which signal or with which code, and its last
+words. SIGTERM and SIGINT are passed on: the ranks finish their step, save and exit; a second one kills them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+LAUNCHER = "INTERLACE_LAUNCHER"  # process id of the launcher, in a rank's environment
+RUN_FOLDER = "INTERLACE_RUN_FOLDER"  # the run folder that the launcher made
+USER_ERROR = 2  # exit code of "the user's input is wrong"
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Death:
+    """The rank that ended a run: its number, how it ended and its last words."""
+
+    rank: int
+    code: int
+    words: str
+    user_error: bool = False
+
+    def __str__(self) -> str:
+        how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
+        return f"rank {self.rank} {how}" + (f"; its last words: {self.words}" if self.words else "")
+
+
+class Ranks:
+    """The processes of one run.
+
+    `command` is what every rank runs, `count` how many, `folder` where ``logs/`` goes, `timeout` the seconds that the
+    other ranks get to end once one has died, `threads` per rank (default: cores // ranks, at least 1).
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        *,
+        folder: Path,
+        timeout: float,
+        threads: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder, self.timeout = folder, timeout
+        self.logs = folder / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for old in self.logs.glob("rank-*"):
+            old.unlink()
+        base = {**os.environ, **(environment or {}), **rendezvous(count), LAUNCHER: str(os.getpid())}
+        base["OMP_NUM_THREADS"] = str(threads or default_threads(count))
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.signals = 0
+        for rank in range(count):
+            log = (self.logs / f"rank-{rank}.log").open("wb")
+            process = subprocess.Popen(
+                list(command),
+                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else log,
+                stderr=subprocess.PIPE if rank == 0 else log,
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on once
+            )
+            self.processes.append(process)
+            if process.stderr is not None:
+                threading.Thread(target=_tee, args=(process.stderr, log), daemon=True).start()
+            else:
+                log.close()
+
+    def forward(self, number: int) -> None:
+        """Passes SIGTERM on to all ranks (they save and exit); from the second call on, kills them."""
+        self.signals += 1
+        self._send(signal.SIGTERM if self.signals == 1 else signal.SIGKILL)
+
+    def wait(self) -> Death | None:
+        """Waits until all ranks have ended; None when all ended well, else the death that ended the run."""
+        while True:
+            codes = [process.poll() for process in self.processes]
+            if any(code not in (None, 0) for code in codes):
+                return self._aftermath()
+            if None not in codes:
+                return None
+            time.sleep(POLL_SECONDS)
+
+    def _aftermath(self) -> Death:
+        """One rank is dead: lets the others end within the timeout, kills the rest, finds the first cause."""
+        at_once = {rank for rank, process in enumerate(self.processes) if (process.poll() or 0) < 0}
+        deadline = time.monotonic() + self.timeout
+        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+            time.sleep(POLL_SECONDS)
+        killed = {rank for rank, process in enumerate(self.processes) if process.poll() is None}
+        self._send(signal.SIGKILL)
+        codes = [process.wait() for process in self.processes]
+        time.sleep(POLL_SECONDS)  # the thread that copies rank 0's stderr
+        reports = {rank: self._report(rank) for rank in range(len(codes))}
+        dead = [rank for rank, code in enumerate(codes) if code != 0 and rank not in killed]
+
+        def suspicion(rank: int) -> tuple[bool, float]:
+            """A signal from outside comes before any exception; of exceptions, the earliest; silence last."""
+            return rank not in at_once and codes[rank] >= 0, reports[rank].get("time", float("inf"))
+
+        first = min(dead, key=suspicion)
+        words = str(reports[first].get("error") or self._tail(first))
+        return Death(first, codes[first], words, user_error=codes[first] == USER_ERROR)
+
+    def _send(self, number: int) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _report(self, rank: int) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.logs / f"rank-{rank}.error.json").read_text()))
+        except (OSError, ValueError):
+            return {}
+
+    def _tail(self, rank: int) -> str:
+        text = (self.logs / f"rank-{rank}.log").read_text(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return " | ".join(lines[-3:])
+
+
+def run(
+    command: Sequence[str],
+    count: int,
+    *,
+    folder: Path,
+    timeout: float,
+    threads: int | None = None,
+    resume: str = "",
+    environment: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> int:
+    """Runs `count` ranks of `command` to their end and returns the exit code for the launcher.
+
+    `resume` is the command line that goes on from the last checkpoint, told to the user when a rank has died.
+    """
+    ranks = Ranks(command, count, folder=folder, timeout=timeout, threads=threads, environment=environment)
+    previous = {
+        number: signal.signal(number, lambda number, _frame: ranks.forward(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        death = ranks.wait()
+    except BaseException:
+        ranks._send(signal.SIGKILL)
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if death is None:
+        return 0
+    if death.user_error:
+        say(f"interlace: {death.words}")
+        return USER_ERROR
+    if ranks.signals:
+        say(f"interlace: stopped on request before it could save everything ({death})")
+    else:
+        say(f"interlace: {death}")
+        others = [str(rank) for rank in range(count) if rank != death.rank]
+        if others:
+            say(f"interlace: the other ranks ({', '.join(others)}) have been stopped; logs in {ranks.logs}")
+    if resume:
+        say(f"interlace: go on from the last checkpoint with: {resume}")
+    return 1
+
+
+def under_launcher() -> bool:
+    """Whether this process is a rank that torchrun or this launcher started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rendezvous(count: int) -> dict[str, str]:
+    """torchrun's variables for `count` local ranks, with a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def default_threads(ranks: int) -> int:
+    """Threads of one rank: the cores this process may use, shared by the local ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def report_error(error: BaseException, *, user_error: bool) -> None:
+    """In a rank: leaves its last words where the launcher looks for them (and torchrun's logs show them)."""
+    rank, folder = os.environ.get("RANK", "0"), os.environ.get(RUN_FOLDER)
+    if not user_error:
+        traceback.print_exception(error, file=sys.stderr)
+    if folder and LAUNCHER in os.environ:
+        text = str(error) if user_error else f"{type(error).__name__}: {error}"
+        words = {"time": time.time(), "error": text.strip(), "traceback": traceback.format_exception(error)}
+        path = Path(folder) / "logs" / f"rank-{rank}.error.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(words))
+    elif user_error:
+        print(f"interlace: rank {rank}: {error}", file=sys.stderr)
+
+
+def follow_launcher(timeout: float) -> None:
+    """In a rank: when the launcher is gone, asks this rank to save and stop, and ends it after `timeout` seconds."""
+    parent = os.environ.get(LAUNCHER)
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1.0)
+        folder = os.environ.get(RUN_FOLDER)
+        log = Path(folder) / "logs" / f"rank-{os.environ.get('RANK', '0')}.log" if folder else Path(os.devnull)
+        with log.open("ab") as file:  # stderr may be a pipe that nobody reads any more
+            os.dup2(file.fileno(), 2)
+        print("the launcher is gone; stopping", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(timeout)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
+
+
+def _tee(pipe: IO[bytes], log: IO[bytes]) -> None:
+    with pipe, log:
+        for line in iter(pipe.readline, b""):
+            log.write(line)
+            log.flush()
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,210 @@
+"""``interlace plan`` and ``interlace simulate``: where a config's model is cut, and how long a step would take.
+
+Layer costs are counted (FLOPs over a rank's speed, for a microbatch whose images, clips and captions fill their
+budgets) or, with ``--profile``, timed on this machine with a batch of the config's data. The model is never allocated
+unless it is timed, so a config for a thousand GPUs can be planned on a laptop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from interlace.train.config import ConfigError, load
+from interlace.train.schema import Config
+
+
+@dataclass
+class Costs:
+    """Layer costs in seconds, and one line on where they come from."""
+
+    modules: Mapping[str, Any]
+    origin: str
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Prints the cuts with and without frozen awareness, and the config's own placement, with predicted times."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from interlace.plan import ParallelPlan
+    from interlace.train.build import build_plan
+
+    config, model, costs = _load(options)
+    ranks = options.ranks or config.num_ranks()
+    microbatches = options.microbatches or config.train.microbatches
+    recompute = config.train.activation_checkpointing
+    candidates = {}
+    for name, aware in (("frozen-aware", True), ("frozen-unaware", False)):
+        try:
+            candidates[name] = ParallelPlan.balanced(
+                model, ranks, costs=costs.modules, frozen_aware=aware, recompute=recompute
+            )
+        except ValueError as error:
+            raise ConfigError(f"{options.config}: {error}") from None
+    own = build_plan(config, model, source=str(options.config))
+    if own.num_ranks == ranks:
+        candidates[f"config ({config.parallel.placement})"] = own
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140
+    table = Table(title=f"{config.run.name}: {ranks} ranks, {microbatches} microbatches", title_justify="left")
+    for column in ("cut", "rank", "stages", "parameters", "1F+1B ms", "of the step"):
+        table.add_column(column, justify="right" if column not in ("cut", "stages") else "left", overflow="fold")
+    seconds, verdicts = {}, []
+    for name, candidate in candidates.items():
+        timeline = _simulated(config, model, candidate, costs, microbatches)
+        seconds[name] = timeline.makespan
+        verdicts.append(f"{name}: iteration {1e3 * timeline.makespan:,.1f} ms, bubble {100 * timeline.bubble:.0f} %")
+        busy = timeline.busy_per_rank
+        for rank in range(candidate.num_ranks):
+            stages = candidate.of_rank(rank)
+            table.add_row(
+                name if rank == 0 else "",
+                str(rank),
+                ", ".join(f"{stage.module}[{stage.start}:{stage.stop}]" for stage in stages),
+                f"{sum(_parameters(model, stage) for stage in stages) / 1e6:,.2f} M",
+                f"{1e3 * busy[rank] / microbatches:,.2f}",
+                f"{100 * busy[rank] / timeline.makespan:.0f} %",
+            )
+        table.add_section()
+    console.print(table)
+    for verdict in verdicts:
+        console.print(verdict)
+    console.print(costs.origin)
+    ratio = seconds["frozen-unaware"] / seconds["frozen-aware"]
+    console.print(f"frozen-aware is predicted to be {ratio:.2f}x as fast as frozen-unaware")
+    return 0
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Plays the config's schedule against the costs; writes timeline.png and trace.json."""
+    from interlace.train.build import build_plan
+
+    config, model, costs = _load(options)
+    microbatches = options.microbatches or config.train.microbatches
+    timeline = _simulated(config, model, build_plan(config, model, source=str(options.config)), costs, microbatches)
+    timeline.name = f"{config.run.name}, {config.parallel.schedule}, simulated"
+    options.out.mkdir(parents=True, exist_ok=True)
+    timeline.write_trace(options.out / "trace.json")
+    timeline.plot(options.out / "timeline.png")
+    busy = ", ".join(f"{name} {100 * share:.0f} %" for name, share in timeline.utilization.items())
+    print(f"iteration {1e3 * timeline.makespan:,.1f} ms, bubble {100 * timeline.bubble:.0f} %, busy: {busy}")
+    print(costs.origin)
+    print(f"wrote {options.out / 'timeline.png'} and {options.out / 'trace.json'} (open it in https://ui.perfetto.dev)")
+    return 0
+
+
+def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
+    from interlace.data import ByteTokenizer
+    from interlace.train.build import build
+
+    for name in ("ranks", "microbatches"):
+        if getattr(options, name, None) is not None and getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)}: at least 1")
+    if options.tflops is not None and options.tflops <= 0:
+        raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
+    config = load(options.config, options.set)
+    tokenizer = ByteTokenizer()
+    model = build(config, tokenizer, source=str(options.config))
+    if options.profile:
+        return config, model, _profiled(config, model, tokenizer, str(options.config))
+    return config, model, _counted(config, model, options.tflops)
+
+
+def _simulated(config: Config, model: Any, plan: Any, costs: Costs, microbatches: int) -> Any:
+    from interlace.run import stage_durations, stage_graph
+    from interlace.schedule import gpipe, one_f_one_b
+    from interlace.simulate import simulate as play
+
+    graph = stage_graph(model, plan)
+    generator = {"1f1b": one_f_one_b, "gpipe": gpipe}[config.parallel.schedule]
+    schedule = generator(graph, graph.everything(microbatches))
+    recompute = config.train.activation_checkpointing
+    return play(schedule, stage_durations(model, plan, costs.modules, recompute=recompute))
+
+
+def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
+    """FLOPs of a full microbatch over the speed of a rank."""
+    from interlace.plan import LayerTimes, ModuleCosts, analytic_costs
+
+    tokens = budget_tokens(config, model)
+    speed = tflops if tflops is not None else matmul_tflops()
+    flops = analytic_costs(model, tokens)
+
+    def seconds(values: Any) -> Any:
+        return np.asarray(values, dtype=np.float64) / (speed * 1e12)
+
+    modules = {
+        name: ModuleCosts(
+            layer=cost.layer,
+            times=LayerTimes(
+                seconds(cost.times.forward),
+                seconds(cost.times.input_grad),
+                seconds(cost.times.weight_grad),
+                seconds(cost.times.weight_only),
+            ),
+            trainable=cost.trainable,
+        )
+        for name, cost in flops.items()
+    }
+    shown = ", ".join(f"{name} {count:,.0f}" for name, count in tokens.items())
+    how = "as given" if tflops is not None else "measured here with a matrix product"
+    return Costs(modules, f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}); tokens per microbatch: {shown}")
+
+
+def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
+    """Layer times of one microbatch of the config's data on this machine."""
+    import torch
+
+    from interlace.plan import profile_model
+    from interlace.train import launch
+    from interlace.train.build import materialize
+    from interlace.train.feed import datasets
+
+    torch.set_num_threads(config.parallel.threads or launch.default_threads(config.num_ranks()))
+    data, _, note = datasets(config, model, tokenizer, source=source)
+    materialize(model, seed=config.run.seed)
+    count = max(1, config.train.batch_size // config.parallel.dp // config.train.microbatches)
+    samples = [data.sample(i % len(data), 0) for i in range(count)]
+    origin = f"timed on this machine, {torch.get_num_threads()} threads, {count} samples of {data.name} per microbatch"
+    return Costs(profile_model(model, samples), origin + (f" ({note})" if note else ""))
+
+
+def budget_tokens(config: Config, model: Any) -> dict[str, float]:
+    """Tokens through each module for one microbatch whose samples have one full image, clip and caption each."""
+    samples = config.train.batch_size / config.parallel.dp / config.train.microbatches
+    tokens: dict[str, float] = {}
+    language_model = float(config.data.max_caption_bytes)
+    vision, audio = config.model.vision, config.model.audio
+    if vision is not None:
+        tokens["vision"] = samples * config.data.max_image_tokens
+        language_model += -(-config.data.max_image_tokens // vision.downsample)
+    if audio is not None:
+        frames = round(config.data.max_audio_seconds * 100)
+        tokens["audio"] = samples * frames / 2
+        mel_bins = model.encoders["audio"].module.config.num_mel_bins
+        language_model += model.encoders["audio"].tokens((mel_bins, frames))
+    return {**tokens, "language_model": samples * language_model}
+
+
+def matmul_tflops(size: int = 768, repeats: int = 5) -> float:
+    """What one thread pool of this machine reaches in fp32 matrix products, in TFLOP/s."""
+    import torch
+
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e12
+
+
+def _parameters(model: Any, stage: Any) -> int:
+    return sum(layer.parameters for layer in model.layers(stage.module)[stage.start : stage.stop])

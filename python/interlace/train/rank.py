@@ -1,0 +1,177 @@
+"""One rank of a run from start to end: model, data, transport, training, and on rank 0 the closing report."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.train import checkpoint, launch, report, runfolder
+from interlace.train.build import architecture, build, build_plan, materialize, present
+from interlace.train.config import ConfigError, dumps
+from interlace.train.feed import PIXELS, Feed, datasets
+from interlace.train.metrics import HELD_OUT, LOSS
+from interlace.train.schema import Config
+from interlace.train.trainer import StopRequest, Trainer
+
+RENDEZVOUS_SECONDS = 1800  # ranks reach each other after decoding the data, which the first run does once
+
+
+def run(
+    config: Config,
+    *,
+    source: str,
+    folder: Path | None = None,
+    at: Path | None = None,
+    resume: bool = False,
+    which: str | None = None,
+) -> None:
+    """Trains as rank RANK of WORLD_SIZE (one process when they are not set).
+
+    `folder` is the run folder of all ranks; without one (under torchrun) rank 0 makes it, or finds the one to `resume`
+    by `which`. `at` is the checkpoint to go on from, by default the newest. `source` names the config in messages.
+
+    Raises ConfigError for what the user can mend; anything else is a failure of the run.
+    """
+    stop = StopRequest()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    check_world(config, world, source)
+    launch.follow_launcher(config.parallel.timeout)
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    torch.set_num_threads(config.parallel.threads or launch.default_threads(local_world))
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    torch.manual_seed(config.run.seed)
+
+    from interlace.data import ByteTokenizer
+    from interlace.run import parallelize
+
+    tokenizer = ByteTokenizer()
+    model = build(config, tokenizer, source=source)
+    plan = build_plan(config, model, source=source)
+    materialize(model, present(model, plan, rank), seed=config.run.seed)
+    if world > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
+    if folder is None:
+        folder, at = agree_on_folder(config, which if resume else None, rank, world)
+    parallel = parallelize(
+        model,
+        plan,
+        schedule=config.parallel.schedule,
+        transport="distributed" if world > 1 else "local",
+        checkpointing=config.train.activation_checkpointing,
+        autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+        timeout=config.parallel.timeout,
+    )
+    train, held_out, _ = datasets(config, model, tokenizer, decode=set(parallel.hosts), source=source)
+    check_data(train.fingerprint(), rank, world)
+    feed = Feed(
+        train,
+        held_out,
+        batch_size=config.train.batch_size,
+        seed=config.run.seed,
+        validation_samples=config.train.validation_samples,
+        replica=rank // plan.num_ranks,
+        dp=plan.dp,
+    )
+    trainer = Trainer(config, model, parallel, feed, folder, stop=lambda: bool(stop.number))
+    if resume:
+        path = trainer.resume(at)
+        if rank == 0:
+            print(f"going on from {path}", flush=True)
+    elif rank == 0:
+        draw_mask(model, feed, folder / "mask.png")
+    outcome = trainer.run()
+    feed.close()
+    if world > 1:
+        dist.destroy_process_group()
+    if rank != 0:
+        return
+    if not outcome["finished"]:
+        print(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}", flush=True)
+        return
+    close(config, folder, outcome, tokenizer, feed, source)
+
+
+def agree_on_folder(config: Config, resume: str | None, rank: int, world: int) -> tuple[Path, Path | None]:
+    """Rank 0 makes the run folder (or finds the one to resume) and tells the others."""
+    found: list[Any] = [None, None, None]
+    if rank == 0:
+        try:
+            found[:2] = (runfolder.create(config), None) if resume is None else runfolder.resolve(config, resume)
+            (found[0] / "config.toml").write_text(dumps(config), encoding="utf-8")
+        except ConfigError as error:
+            found[2] = str(error)
+    if world > 1:
+        dist.broadcast_object_list(found, src=0)
+    if found[2] is not None:
+        raise ConfigError(found[2])
+    return found[0], found[1]
+
+
+def check_world(config: Config, world: int, source: str) -> None:
+    """Raises ConfigError when the number of started ranks is not the config's."""
+    wanted = config.world_size()
+    if world != wanted:
+        parallel = config.parallel
+        raise ConfigError(
+            f"{source}: [parallel] asks for {wanted} ranks ({config.num_ranks()} per replica, dp = {parallel.dp}, "
+            f"placement {parallel.placement!r}), but {world} were started; run torchrun with {wanted} processes in "
+            "all, or change the stages"
+        )
+
+
+def check_data(mine: str, rank: int, world: int) -> None:
+    """Raises ConfigError when the ranks do not see the same data."""
+    if world == 1:
+        return
+    all_prints: list[Any] = [None] * world
+    dist.all_gather_object(all_prints, mine)
+    other = [r for r, theirs in enumerate(all_prints) if theirs != all_prints[0]]
+    if other:
+        raise ConfigError(
+            f"ranks {other} do not have the data that rank 0 has: share one cache (data.cache) or fetch it on each node"
+        )
+
+
+def draw_mask(model: Any, feed: Feed, path: Path, samples: int = 4) -> None:
+    """mask.png: the attention mask of a few packed held-out samples."""
+    model.collate(feed.held_out[:samples])["mask"].plot(path)
+
+
+def close(config: Config, folder: Path, outcome: dict[str, Any], tokenizer: Any, feed: Feed, source: str) -> None:
+    """Rank 0 after the last step: answers, page, accuracy, table."""
+    model = build(config, tokenizer, source=source)
+    materialize(model, seed=config.run.seed)
+    path = checkpoint.newest(runfolder.checkpoints_of(folder))
+    if path is None:
+        raise checkpoint.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
+    checkpoint.load_parameters(path, model, checkpoint.fingerprint(model, architecture(config)))
+    _, held_out, note = datasets(config, model, tokenizer, fetch=False, source=source)
+    metrics, seconds = outcome["metrics"], max(outcome["seconds"], 1e-9)
+    baselines = feed.baselines(tokenizer.vocab_size)
+    rows: dict[str, Any] = {
+        "data": config.data.dataset + (f" ({note})" if note else ""),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "steps": outcome["step"],
+        "train_loss": metrics[LOSS],
+        "held_out_loss": metrics[HELD_OUT],
+        "unigram_byte_baseline": baselines["unigram_bytes"],
+        "uniform_byte_baseline": baselines["uniform_bytes"],
+        "seconds_of_training": seconds,
+        "samples_per_second": outcome["samples"] / seconds,
+        "tokens_per_second": outcome["tokens"] / seconds,
+    }
+    if config.log.samples:
+        picks = report.spread_by_kind(held_out, config.log.samples)
+        answers = report.held_out_answers(model, held_out, picks, tokenizer, config)
+        vision = config.model.vision
+        report.write_page(answers, folder, config, PIXELS[vision.family if vision is not None else "siglip"])
+    if held_out.name == "digits" and config.log.accuracy_samples:
+        rows["held_out_accuracy"] = report.accuracy(model, held_out, tokenizer, config)
+    rows["run_folder"] = str(folder)
+    report.write_summary(folder, rows)
+    report.print_summary(rows, f"{config.run.name}: trained")

@@ -1,0 +1,198 @@
+"""What a finished run shows: the closing table, held-out answers as a page and a picture, digits' accuracy.
+
+All from the last checkpoint, loaded whole into one process: so it also proves that the checkpoint can be read.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from interlace.train import generate
+from interlace.train.schema import Config
+
+
+@dataclass
+class Answer:
+    """One held-out sample: what it shows, what it wants, what the model said."""
+
+    sample: Any
+    truth: str
+    said: str
+
+    @property
+    def right(self) -> bool:
+        """Whether the answer is exactly the one wanted."""
+        return self.truth == self.said
+
+
+def held_out_answers(model: Any, dataset: Any, indices: Sequence[int], tokenizer: Any, config: Config) -> list[Answer]:
+    """The model's greedy answers to the held-out samples at `indices`."""
+    samples = [dataset.sample(i, 0) for i in indices]
+    said = generate.answer(
+        model,
+        [generate.prompt_of(sample) for sample in samples],
+        end=tokenizer.EOS,
+        max_new_tokens=config.log.max_new_tokens,
+    )
+    return [
+        Answer(sample, tokenizer.decode(generate.truth_of(sample, tokenizer.EOS)), tokenizer.decode(tokens))
+        for sample, tokens in zip(samples, said, strict=True)
+    ]
+
+
+def accuracy(model: Any, dataset: Any, tokenizer: Any, config: Config) -> float:
+    """Share of held-out digits (at most ``log.accuracy_samples``, spread over the split) answered exactly right."""
+    count = min(len(dataset), config.log.accuracy_samples)
+    indices = [i * len(dataset) // count for i in range(count)]
+    answers = held_out_answers(model, dataset, indices, tokenizer, config)
+    return sum(answer.right for answer in answers) / count
+
+
+def spread_by_kind(dataset: Any, count: int) -> list[int]:
+    """Indices of up to `count` held-out samples that take the kinds of samples in turn."""
+    kinds: dict[str, list[int]] = {}
+    for index in range(min(len(dataset), 64 * max(count, 1))):
+        kinds.setdefault(dataset.recipe(index, 0).kind, []).append(index)
+    chosen: list[int] = []
+    while len(chosen) < count and any(kinds.values()):
+        for indices in kinds.values():
+            if indices and len(chosen) < count:
+                chosen.append(indices.pop(0))
+    return chosen
+
+
+def write_page(answers: Sequence[Answer], folder: Path, config: Config, pixels: tuple[Any, Any]) -> None:
+    """samples.html (self-contained) and samples.png: media, true answer, generated answer of each sample."""
+    cards = []
+    for answer in answers:
+        pictures = "".join(
+            f'<img src="data:image/png;base64,{_png(image)}" alt="{kind}">' for kind, image in _pictures(answer, pixels)
+        )
+        verdict = "right" if answer.right else "other"
+        cards.append(
+            f'<div class="card"><div class="media">{pictures or "<em>text only</em>"}</div>'
+            f"<p class=name>{html.escape(answer.sample.name)}</p>"
+            f"<p><b>wanted</b> {html.escape(answer.truth)}</p>"
+            f'<p class="{verdict}"><b>said</b> {html.escape(answer.said)}</p></div>'
+        )
+    page = _PAGE.format(title=html.escape(config.run.name), cards="\n".join(cards))
+    (folder / "samples.html").write_text(page, encoding="utf-8")
+    _draw(answers, folder / "samples.png", config, pixels)
+
+
+def write_summary(folder: Path, rows: Mapping[str, Any]) -> None:
+    """summary.json, what `print_summary` shows."""
+    (folder / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def print_summary(rows: Mapping[str, Any], title: str) -> None:
+    """The closing table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name.replace("_", " "), _shown(name, value))
+    Console(highlight=False).print(table)
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        if name.endswith("accuracy"):
+            return f"{100 * value:.1f} %"
+        if "loss" in name or "baseline" in name:
+            return f"{value:.3f} nats per token"
+        return f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _pictures(answer: Answer, pixels: tuple[Any, Any]) -> list[tuple[str, np.ndarray]]:
+    """The sample's images as uint8 [H, W, 3] and its clips as grey spectrograms."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in pixels)
+    pictures = []
+    for item in answer.sample.media.get("vision", []):
+        image = (item.data.float() * std + mean).clamp(0, 1)
+        pictures.append(("image", (image * 255).round().byte().permute(1, 2, 0).numpy()))
+    for item in answer.sample.media.get("audio", []):
+        mel = item.data.float().flip(0)
+        low, high = float(mel.min()), float(mel.max())
+        grey = ((mel - low) / max(high - low, 1e-6) * 255).byte().numpy()
+        pictures.append(("speech", np.repeat(grey[:, :, None], 3, axis=2)))
+    return pictures
+
+
+def _png(image: np.ndarray) -> str:
+    from matplotlib.image import imsave
+
+    buffer = io.BytesIO()
+    imsave(buffer, image, format="png")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _draw(answers: Sequence[Answer], path: Path, config: Config, pixels: tuple[Any, Any]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = 4
+    rows = max(1, -(-len(answers) // columns))
+    figure = Figure(figsize=(3.4 * columns, 3.0 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    for axes, answer in zip(grid.flat, answers):
+        pictures = [picture for _, picture in _pictures(answer, pixels)]
+        if pictures:
+            axes.imshow(_side_by_side(pictures), aspect="equal", interpolation="nearest")
+        else:
+            axes.text(0.5, 0.5, "(no media)", ha="center", va="center", fontsize=8, color="#57606a")
+        colour = "#1a7f37" if answer.right else "#24292f"
+        text = f"wanted: {_short(answer.truth)}\nsaid: {_short(answer.said)}"
+        axes.set_title(text, fontsize=7, color=colour, loc="left", parse_math=False)
+    figure.suptitle(f"{config.run.name}: held-out samples", fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
+def _side_by_side(pictures: Sequence[np.ndarray]) -> np.ndarray:
+    """Images of any size on one white canvas."""
+    height = max(picture.shape[0] for picture in pictures)
+    width = sum(picture.shape[1] for picture in pictures) + 2 * (len(pictures) - 1)
+    canvas = np.full((height, width, 3), 255, dtype=np.uint8)
+    left = 0
+    for picture in pictures:
+        canvas[: picture.shape[0], left : left + picture.shape[1]] = picture
+        left += picture.shape[1] + 2
+    return canvas
+
+
+def _short(text: str) -> str:
+    printable = "".join(c if c.isprintable() else " " for c in text)
+    return "\n".join(textwrap.wrap(textwrap.shorten(printable, 120, placeholder="..."), 48)) or "(nothing)"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}: held-out samples</title>
+<style>
+ body {{ font: 14px system-ui, sans-serif; margin: 2rem; color: #24292f; }}
+ .cards {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 1rem; }}
+ .card {{ border: 1px solid #d0d7de; border-radius: 8px; padding: .8rem; }}
+ .media img {{ max-width: 100%; height: 96px; image-rendering: pixelated; margin-right: 4px; }}
+ .name {{ color: #57606a; font-size: 12px; overflow-wrap: anywhere; }}
+ .right {{ color: #1a7f37; }}
+</style>
+<h1>{title}: held-out samples</h1>
+<div class="cards">
+{cards}
+</div></html>
+"""

@@ -1,0 +1,79 @@
+"""The folder of a run, ``<run.folder>/<run.name>/<time>``, and which one ``--resume`` means.
+
+config.toml      the resolved config (the ranks read this one)     metrics.jsonl    one line per logged step
+checkpoints/     see `checkpoint`                                  tensorboard/     event files
+trace.json       one measured step, for Perfetto                   timeline.png     the same, as a picture
+mask.png         the attention mask of a batch                     samples.html, samples.png    held-out answers
+logs/rank-N.log  what each rank wrote to stderr                    summary.json     the closing table
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from interlace.train.config import ConfigError
+from interlace.train.schema import Config
+
+
+def create(config: Config) -> Path:
+    """Makes a new run folder named by the time and points ``latest`` at it."""
+    parent = Path(config.run.folder) / config.run.name
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
+    for attempt in range(1000):
+        folder = parent / (stamp if attempt == 0 else f"{stamp}.{attempt}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"cannot make the run folder {folder}: {error.strerror}; set run.folder") from None
+        _point_latest(parent, folder)
+        return folder
+    raise ConfigError(f"{parent} already holds 1000 runs of {stamp}")
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Where a run folder keeps its checkpoints."""
+    return folder / "checkpoints"
+
+
+def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
+    """The run folder to go on in and, when the user named one, the checkpoint in it.
+
+    `resume` is "" for "the newest run of this name that has a checkpoint", or a run folder, its ``checkpoints``
+    folder, or one checkpoint. Raises ConfigError when there is nothing there, saying what was looked for.
+    """
+    if not resume:
+        parent = Path(config.run.folder) / config.run.name
+        runs = [path for path in parent.glob("*") if path.is_dir() and not path.is_symlink()]
+        with_state = [path for path in runs if _has_checkpoint(path)]
+        if not with_state:
+            raise ConfigError(f"--resume: no run with a checkpoint under {parent}; start it without --resume")
+        return max(with_state, key=lambda path: path.name), None
+    path = Path(resume)
+    if not path.is_dir():
+        raise ConfigError(f"--resume {resume}: there is no such folder")
+    path = path.resolve() if path.is_symlink() else path
+    if path.name.startswith("step-") and path.parent.name == "checkpoints":
+        return path.parent.parent, path
+    if path.name == "checkpoints":
+        path = path.parent
+    if not _has_checkpoint(path):
+        raise ConfigError(f"--resume {resume}: no checkpoint under {checkpoints_of(path)}; start it without --resume")
+    return path, None
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    names = (path.name.removeprefix("step-") for path in checkpoints_of(folder).glob("step-*"))
+    return any(name.isdigit() for name in names)
+
+
+def _point_latest(parent: Path, folder: Path) -> None:
+    link = parent / "latest"
+    draft = parent / f".latest.{os.getpid()}"
+    with contextlib.suppress(OSError):  # a convenience; some file systems have no links
+        draft.symlink_to(folder.name)
+        draft.replace(link)

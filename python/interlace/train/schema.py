@@ -1,0 +1,312 @@
+"""The sections and keys of a training config, typed.
+
+One pydantic model per TOML section; the text under a field is its documentation and pydantic's ``description`` of it.
+Values are checked strictly (``"100"`` is not a number) and unknown keys are refused (`config.load` names the nearest
+valid one). What needs the model library to check, the keys of a HuggingFace ``config`` table, is checked in `build`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Rate = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: strict types, no unknown keys, field docstrings become descriptions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class Run(Section):
+    """Where a run lives and what makes it repeatable."""
+
+    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the experiment; its runs are folders under ``<folder>/<name>/``."""
+    folder: str = "runs"
+    """Folder that holds all runs."""
+    seed: NotNegative = 0
+    """Seed of the random weights, the data order and every generator; one seed, one loss curve (on one machine)."""
+    deterministic: bool = True
+    """Ask torch for deterministic algorithms only, so that runs repeat and resume bit for bit."""
+
+
+class Encoder(Section):
+    """One modality's encoder and the projector that maps its features to the language model's width."""
+
+    family: Literal["siglip", "clip", "whisper"]
+    """HuggingFace architecture: siglip and clip for vision, whisper (its encoder half) for audio."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the family's HuggingFace config class that differ from its defaults."""
+    projector: Literal["linear", "mlp"] = "mlp"
+    """What maps encoder features to the language model's hidden size."""
+    downsample: Positive = 1
+    """So many encoder tokens per side (vision) or in time (audio) become one language model token."""
+    freeze: bool = False
+    """Keep the encoder's weights as they are (its projector still trains)."""
+    freeze_projector: bool = False
+    """Keep the projector's weights as they are."""
+    lr: Rate | None = None
+    """Peak learning rate of the encoder; by default ``train.lr``."""
+    projector_lr: Rate | None = None
+    """Peak learning rate of the projector; by default the encoder's."""
+    weight_decay: Rate | None = None
+    """Decoupled weight decay of encoder and projector; by default ``train.weight_decay``."""
+
+
+class LanguageModel(Section):
+    """The language model that reads text and the encoders' features."""
+
+    family: Literal["llama", "qwen2"]
+    """HuggingFace architecture of the causal language model."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the family's HuggingFace config class that differ from its defaults; ``vocab_size`` follows the
+    tokenizer unless given."""
+    freeze: bool = False
+    """Keep the language model's weights as they are."""
+    lr: Rate | None = None
+    """Peak learning rate; by default ``train.lr``."""
+    weight_decay: Rate | None = None
+    """Decoupled weight decay; by default ``train.weight_decay``."""
+
+
+class Model(Section):
+    """The multimodal model: any of the encoders, and a language model."""
+
+    vision: Encoder | None = None
+    """The image encoder; without this table the model sees no images."""
+    audio: Encoder | None = None
+    """The speech encoder; without this table the model hears nothing."""
+    language_model: LanguageModel
+    """The language model; the only module that must exist."""
+
+    def encoders(self) -> dict[str, Encoder]:
+        """The configured encoders by module name, in the order of their streams."""
+        return {name: spec for name in ("vision", "audio") if (spec := getattr(self, name)) is not None}
+
+    @model_validator(mode="after")
+    def _families(self) -> Model:
+        if self.vision is not None and self.vision.family == "whisper":
+            raise ValueError("vision.family is 'whisper', which hears; use 'siglip' or 'clip'")
+        if self.audio is not None and self.audio.family != "whisper":
+            raise ValueError(f"audio.family is {self.audio.family!r}, which sees; use 'whisper'")
+        return self
+
+
+class Mixture(Section):
+    """Relative weights of the kinds of samples drawn from the stamps; 0 leaves a kind out."""
+
+    image: Rate = 0.35
+    """One picture, answer its caption."""
+    speech: Rate = 0.2
+    """A spoken description, answer it in writing, in the language of the speech."""
+    image_speech: Rate = 0.2
+    """A picture and the speech about it, answer the caption."""
+    images: Rate = 0.15
+    """Several pictures, answer all their captions."""
+    text: Rate = 0.1
+    """A caption, answer it in another language."""
+
+
+class Data(Section):
+    """What the model learns from."""
+
+    dataset: Literal["stamps", "digits"]
+    """stamps: Debian's Tux Paint stamps (images, speech, captions in many languages), fetched on first use, or the
+    digits when they cannot be had; digits: scikit-learn's handwritten digits, image -> "seven"."""
+    cache: str | None = None
+    """Folder for fetched files and decoded items; by default ``$INTERLACE_CACHE``, else ``~/.cache/interlace``."""
+    mixture: Mixture = Field(default_factory=Mixture)
+    """Weights of the kinds of samples (stamps); kinds whose encoder the model lacks are left out."""
+    languages: Annotated[list[str], Field(min_length=1)] | None = None
+    """Language codes of captions and speech to use, such as ``["en", "fr"]``; by default the ten with most speech."""
+    held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Fraction of the stamps (with all their languages), or of the digits, that is never trained on."""
+    max_image_tokens: Positive = 64
+    """Most patches of one image, before the encoder's ``downsample`` divides them."""
+    on_too_large: Literal["downscale", "error"] = "downscale"
+    """What happens to an image over its budget: scaled down keeping its aspect, or an error that names it."""
+    max_images: Annotated[int, Field(ge=2)] = 3
+    """Most pictures in a sample with several."""
+    max_audio_seconds: Annotated[float, Field(gt=0.0)] = 6.0
+    """Longer clips are skipped and counted."""
+    max_caption_bytes: Positive = 160
+    """Longer captions are skipped and counted."""
+    digit_size: Positive | None = None
+    """Side in pixels to which the 8 x 8 digits are enlarged; by default the patch size, at least 8 (digits)."""
+
+
+class Train(Section):
+    """The optimisation."""
+
+    steps: Positive
+    """Optimizer steps of the whole run."""
+    batch_size: Positive
+    """Samples per step, over all microbatches."""
+    microbatches: Positive = 1
+    """Into how many microbatches a step is cut; the pipeline fills with them."""
+    lr: Rate = 1e-3
+    """Peak learning rate of modules that name none of their own."""
+    min_lr_ratio: Fraction = 0.1
+    """The cosine ends at this fraction of the peak."""
+    warmup_steps: NotNegative = 20
+    """Steps of linear warm-up from 0 to the peak."""
+    weight_decay: Rate = 0.05
+    """Decoupled weight decay; never applied to norms, biases and other vectors."""
+    betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """AdamW's decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """AdamW's denominator offset."""
+    clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Gradients are scaled down to this global norm; ``inf`` leaves them as they are."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 runs matrix products under autocast; weights, gradients and optimizer state stay fp32."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    validate_every: NotNegative = 100
+    """Steps between two measurements of the held-out loss; 0 measures it only at the end."""
+    validation_samples: Positive = 64
+    """How many held-out samples a measurement takes."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Train:
+        if self.microbatches > self.batch_size:
+            raise ValueError(
+                f"microbatches = {self.microbatches} is more than batch_size = {self.batch_size}; "
+                "a microbatch needs at least one sample"
+            )
+        if self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}")
+        return self
+
+
+class ModuleParallel(Section):
+    """How one module is spread over ranks."""
+
+    pp: Positive = 1
+    """Pipeline stages of the module."""
+
+
+class Parallel(Section):
+    """Which rank runs what."""
+
+    placement: Literal["parallel", "colocated", "replicated"] = "colocated"
+    """parallel: each encoder has ranks of its own; colocated: all encoders share the same ranks, stage by stage;
+    replicated: every rank of the language model runs all encoders."""
+    vision: ModuleParallel | None = None
+    """How the vision encoder is cut; by default it is one stage."""
+    audio: ModuleParallel | None = None
+    """How the audio encoder is cut; by default it is one stage."""
+    language_model: ModuleParallel = Field(default_factory=ModuleParallel)
+    """Stages of the language model."""
+    ranks: Positive | None = None
+    """Ranks of one replica; by default one for each stage that the placement makes. With fewer, neighbouring stages
+    share a rank; 1 runs everything in one process."""
+    dp: Positive = 1
+    """Replicas of the whole model; each takes its share of every batch."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of the microbatches' forward and backward passes."""
+    timeout: Annotated[float, Field(gt=0.0)] = 60.0
+    """Seconds after which a rank that waits for a dead or hung one gives up, naming it."""
+    threads: Positive | None = None
+    """Threads per rank; by default the machine's cores divided by the ranks on it."""
+
+    def stages(self, name: str) -> int:
+        """Pipeline stages of the module `name`."""
+        spec: ModuleParallel | None = getattr(self, name)
+        return spec.pp if spec is not None else 1
+
+
+class Checkpoint(Section):
+    """Saved state of a run."""
+
+    every: NotNegative = 100
+    """Steps between two checkpoints; 0 saves only at the end and on SIGTERM."""
+    keep: Positive = 2
+    """How many checkpoints stay; older ones are removed after a newer one is complete."""
+
+
+class Log(Section):
+    """What a run tells."""
+
+    every: Positive = 10
+    """Steps between two lines of metrics."""
+    tensorboard: bool = True
+    """Write TensorBoard event files next to metrics.jsonl."""
+    trace_step: NotNegative = 20
+    """The step whose measured actions become trace.json and timeline.png; 0 measures none."""
+    samples: NotNegative = 16
+    """How many held-out samples the page samples.html shows."""
+    max_new_tokens: Positive = 48
+    """Longest generated answer on the page and in the accuracy, in tokens."""
+    accuracy_samples: NotNegative = 512
+    """At most so many held-out digits are answered at the end to count the exactly right answers; 0 counts none."""
+
+
+class Config(Section):
+    """A whole training config: one TOML file."""
+
+    run: Run
+    """Where the run lives."""
+    model: Model
+    """What is trained."""
+    data: Data
+    """What it learns from."""
+    train: Train
+    """How it learns."""
+    parallel: Parallel = Field(default_factory=Parallel)
+    """Which rank runs what."""
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    """Saved state."""
+    log: Log = Field(default_factory=Log)
+    """What the run tells."""
+
+    def num_ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.parallel.ranks or self._stage_groups()
+
+    def world_size(self) -> int:
+        """Processes of the whole run: ranks of a replica times replicas."""
+        return self.num_ranks() * self.parallel.dp
+
+    def _stage_groups(self) -> int:
+        parallel = self.parallel
+        encoders = [parallel.stages(name) for name in self.model.encoders()]
+        language_model = parallel.stages("language_model")
+        if parallel.placement == "replicated" or not encoders:
+            return language_model
+        return language_model + (sum(encoders) if parallel.placement == "parallel" else max(encoders))
+
+    @model_validator(mode="after")
+    def _stages_agree(self) -> Config:
+        encoders = self.model.encoders()
+        for name in ("vision", "audio"):
+            if name not in encoders and getattr(self.parallel, name) is not None:
+                raise ValueError(f"[parallel.{name}] speaks of an encoder that [model] does not have")
+        stages = {name: self.parallel.stages(name) for name in encoders}
+        if self.parallel.placement == "colocated" and len(set(stages.values())) > 1:
+            raise ValueError(
+                f"colocated encoders share their ranks stage by stage, so all need the same pp, not {stages}; "
+                "make them equal or set parallel.placement = 'parallel'"
+            )
+        if self.parallel.placement == "replicated" and any(pp != 1 for pp in stages.values()):
+            raise ValueError(f"replicated encoders run whole on every rank, so their pp must be 1, not {stages}")
+        most = self._stage_groups()
+        if self.num_ranks() > most:
+            raise ValueError(
+                f"parallel.ranks = {self.parallel.ranks}, but placement {self.parallel.placement!r} with pp = "
+                f"{stages | {'language_model': self.parallel.stages('language_model')}} has work for {most}; "
+                f"use 1 to {most}, or raise a pp"
+            )
+        batch, dp = self.train.batch_size, self.parallel.dp
+        if batch % dp or batch // dp < self.train.microbatches:
+            raise ValueError(
+                f"train.batch_size = {batch} cannot give {dp} replicas equal parts of at least "
+                f"{self.train.microbatches} samples (train.microbatches)"
+            )
+        return self

@@ -1,0 +1,234 @@
+"""The training loop of one rank.
+
+Every rank runs the same loop over the same samples, each decoding and computing only its share:
+
+    batch -> pipeline forward + backward -> global clip -> AdamW -> metrics, validation, checkpoint -> next step
+
+What must be decided alike (stop on SIGTERM, which checkpoint to go on from) is agreed over the process group each
+step. A checkpoint holds all that the loop's future depends on: weights, moments, step, place in the data, generators,
+the sums of an unfinished logging window; so an interrupted and resumed run repeats the uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from interlace.train import runfolder
+from interlace.train.build import architecture
+from interlace.train.checkpoint import Checkpoints, fingerprint
+from interlace.train.feed import Feed
+from interlace.train.metrics import HELD_OUT, LOSS, Clock, Metrics, Screen, Window, memory_gib, pipeline_metrics
+from interlace.train.optim import Optimizer
+from interlace.train.schema import Config
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why and what to try."""
+
+
+class StopRequest:
+    """Remembers SIGTERM and SIGINT, so that the loop can finish its step, save and leave."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        self.number = number
+
+
+class Trainer:
+    """One rank of a run.
+
+    `parallel` is this rank's share of `model` (`interlace.run.parallelize`, or anything with its methods); `feed` its
+    samples; `folder` the run folder, shared by all ranks. `stop` is asked after each step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        parallel: Any,
+        feed: Feed,
+        folder: Path,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        quiet: bool = False,
+    ) -> None:
+        self.config, self.model, self.parallel, self.feed, self.folder = config, model, parallel, feed, folder
+        self.stop_requested = stop
+        self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.quiet = quiet or self.rank != 0
+        canonical = canonical_names(model)
+        self.parameters = {canonical[name]: parameter for name, parameter in parallel.named_parameters()}
+        self.optimizer = Optimizer(self.parameters.items(), config)
+        self.checkpoints = Checkpoints(
+            runfolder.checkpoints_of(folder),
+            keep=config.checkpoint.keep,
+            identity=fingerprint(model, architecture(config)),
+        )
+        self.step = 0
+        self.window = Window()
+        self.totals = {"seconds": 0.0, "samples": 0, "tokens": 0}
+        self.last: dict[str, float] = {}
+        self.saved_step = -1
+
+    def resume(self, at: Path | None = None) -> Path:
+        """Goes on from checkpoint `at`, or from the newest one in the run folder that is whole."""
+        path = self.checkpoints.newest(at)
+        if path is None:
+            raise TrainingError(f"no checkpoint in {self.checkpoints.folder} is whole; start the run without --resume")
+        progress = self.checkpoints.load(path, self.parameters, self.optimizer.state())
+        self.step = self.saved_step = progress["step"]
+        self.feed.load_state_dict(progress["feed"])
+        self.window.__dict__.update(progress["window"])
+        self.totals, self.last = progress["totals"], progress["last"]
+        self.checkpoints.set_aside_after(self.step)
+        return path
+
+    def run(self) -> dict[str, Any]:
+        """Trains to the last step (or until asked to stop); returns what the summary needs."""
+        train, log, every = self.config.train, self.config.log, self.config.checkpoint.every
+        metrics = Metrics(self.folder, start=self.step, tensorboard=log.tensorboard) if self.rank == 0 else None
+        screen = Screen(train.steps, self.step, name=self.config.run.name, enabled=not self.quiet)
+        stopped = False
+        try:
+            while self.step < train.steps and not stopped:
+                self.step += 1
+                values = self._train_step()
+                if self.step % log.every == 0 or self.step == train.steps:
+                    values |= self._measurements()
+                    self.window = Window()
+                else:
+                    values = {}
+                stopped = self._agree(self.stop_requested())
+                if self.step == train.steps or (train.validate_every and self.step % train.validate_every == 0):
+                    values[HELD_OUT] = self.validate()
+                if values:
+                    self.last |= values
+                    if metrics is not None:
+                        metrics.write(self.step, values)
+                    screen.show(self.step, values)
+                else:
+                    screen.advance(self.step)
+                if self.step == log.trace_step:
+                    self._trace()
+                if stopped or self.step == train.steps or (every and self.step % every == 0):
+                    self.save()
+        finally:
+            screen.close()
+            if metrics is not None:
+                metrics.close()
+        return {"step": self.step, "finished": self.step == train.steps, **self.totals, "metrics": dict(self.last)}
+
+    def _train_step(self) -> dict[str, float]:
+        """One optimizer step. Raises TrainingError when the loss or the gradient is not a number."""
+        began = time.perf_counter()
+        data = Clock()
+        with data:
+            batch = self.feed.next()
+        result = self.parallel.step(batch.samples, microbatches=self.config.train.microbatches)
+        norm = self.parallel.clip_grad_norm_(self.config.train.clip_norm)
+        if not (math.isfinite(result.loss) and math.isfinite(norm)):
+            raise TrainingError(
+                f"step {self.step}: the loss is {result.loss}, the gradient norm {norm}; the weights are as before "
+                "this step. Lower train.lr or raise train.warmup_steps and go on from the last checkpoint"
+            )
+        lr = self.optimizer.step(self.step)
+        seconds = time.perf_counter() - began
+        self.window.add(
+            loss=result.loss,
+            tokens=result.tokens,
+            samples=batch.count,
+            read_tokens=batch.tokens,
+            data=data.seconds,
+            seconds=seconds,
+        )
+        self.totals["seconds"] += seconds
+        self.totals["samples"] += batch.count
+        self.totals["tokens"] += batch.tokens
+        return {"lr": lr, "grad_norm": norm, "loss_metrics/step_loss": result.loss}
+
+    def _measurements(self) -> dict[str, float]:
+        """The window's averages, the last step's pipeline, memory of the fullest rank. Collective."""
+        values = self.window.metrics() | pipeline_metrics(self.parallel.timeline())
+        memory = [memory_gib()]
+        if self.distributed:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, memory[0])
+            memory = gathered
+        return values | {"memory/max_active(GiB)": max(memory), "memory/all_ranks(GiB)": sum(memory)}
+
+    def validate(self) -> float:
+        """Mean loss over the held-out samples, in nats per target token. Collective."""
+        size = max(1, self.config.train.batch_size // self.config.parallel.dp)
+        total, tokens = 0.0, 0
+        self.parallel.train(False)
+        for start in range(0, len(self.feed.held_out), size):
+            result = self.parallel.evaluate(
+                self.feed.held_out[start : start + size], microbatches=self.config.train.microbatches
+            )
+            total += result.loss * result.tokens
+            tokens += result.tokens
+        self.parallel.train(True)
+        return total / max(tokens, 1)
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step, unless there is one. Collective."""
+        if self.saved_step == self.step:
+            return
+        progress: Mapping[str, Any] = {
+            "feed": self.feed.state_dict(),
+            "window": self.window.__dict__,
+            "totals": self.totals,
+            "last": self.last,
+        }
+        self.checkpoints.save(self.step, self.parameters, self.optimizer.state(), progress)
+        self.saved_step = self.step
+
+    def _trace(self) -> None:
+        timeline = self.parallel.timeline()
+        if self.rank == 0:
+            timeline.name = f"{self.config.run.name}, step {self.step}, measured"
+            timeline.write_trace(self.folder / "trace.json")
+            timeline.plot(self.folder / "timeline.png")
+
+    def _agree(self, flag: bool) -> bool:
+        """Whether any rank says so; the same answer on all."""
+        if not self.distributed:
+            return flag
+        word = torch.tensor([int(flag)])
+        try:
+            dist.all_reduce(word, op=dist.ReduceOp.MAX)
+        except RuntimeError as error:
+            raise TrainingError(f"rank {self.rank} lost another rank after step {self.step}: {error}") from error
+        return bool(word.item())
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter -> its first one, so that tied weights are saved once under any layout."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+__all__ = ["HELD_OUT", "LOSS", "StopRequest", "Trainer", "TrainingError", "canonical_names", "read_metrics"]

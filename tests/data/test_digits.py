@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from interlace.data import IGNORE, DigitsDataset
+from interlace.data.digits import WORDS
+
+TOKENS = {"vision": lambda s: (s[1] // 4) * (s[2] // 4)}
+
+
+@pytest.fixture(scope="module")
+def splits() -> tuple[DigitsDataset, DigitsDataset]:
+    return DigitsDataset(tokens=TOKENS, patch_size=4), DigitsDataset(tokens=TOKENS, patch_size=4, split="heldout")
+
+
+def test_every_digit_is_in_one_split_with_its_word(splits):
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    train, heldout = splits
+    assert sorted(train.indices + heldout.indices) == list(range(1797))
+    assert 0.17 < len(heldout) / 1797 < 0.23
+    pictures = [{digits.images[i].tobytes() for i in d.indices} for d in splits]
+    assert not pictures[0] & pictures[1]
+    for dataset in splits:
+        for i in range(0, len(dataset), 37):
+            sample = dataset[i]
+            number = dataset.indices[i]
+            answer = dataset.tokenizer.decode(sample.labels[sample.labels != IGNORE].tolist())
+            assert answer == WORDS[digits.target[number]] and sample.name.endswith(f"digit/{number}")
+            (item,) = sample.media["vision"]
+            assert item.shape == tuple(item.data.shape) == (3, 8, 8) and item.tokens == 4
+            expected = np.minimum(digits.images[number] * 16, 255) / 255 * 2 - 1
+            assert np.allclose(item.data.numpy(), expected, atol=1e-6)
+            assert sum(map(sum, dataset.lengths(i).values())) == len(sample.input_ids)
+
+
+@pytest.mark.parametrize(("patch", "size"), [(4, 8), (8, 8), (14, 14), (16, 16), (5, 10)])
+def test_enlarged_to_the_patch(patch, size):
+    dataset = DigitsDataset(tokens={"vision": lambda s: 1}, patch_size=patch, length=3)
+    assert dataset[0].media["vision"][0].data.shape == (3, size, size) and len(dataset) == 3
+    blind = DigitsDataset(tokens={"vision": lambda s: 1}, patch_size=patch, length=3, decode=set())
+    assert blind[2].media["vision"][0].data is None and torch.equal(blind[2].input_ids, dataset[2].input_ids)
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="image_size 30 is no multiple of patch_size 16"):
+        DigitsDataset(tokens=TOKENS, patch_size=16, image_size=30)
+    with pytest.raises(ValueError, match="the budget is 64"):
+        DigitsDataset(tokens=TOKENS, patch_size=4, image_size=64)
+    with pytest.raises(ValueError, match="needs a vision encoder"):
+        DigitsDataset(tokens={})
+    with pytest.raises(IndexError):
+        DigitsDataset(tokens=TOKENS, length=5)[5]
+    with pytest.raises(ValueError, match="no digits in split"):
+        DigitsDataset(tokens=TOKENS, length=0)

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from interlace.data import Loader, Sample, unigram_nats
+
+
+class Numbers(Dataset[Sample]):
+    """Sample i of epoch e is the number 1000 e + i; fails at ``bad``; counts what it was asked for."""
+
+    def __init__(self, size: int, bad: int = -1) -> None:
+        self.size, self.bad, self.asked = size, bad, 0
+        self.failures: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return self.size
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        self.asked += 1
+        if index == self.bad:
+            raise OSError("the disk is gone")
+        value = torch.tensor([1000 * epoch + index])
+        return Sample(value, value)
+
+    def report(self) -> str:
+        return "numbers: all well"
+
+
+def numbers(batch: list[Sample]) -> list[int]:
+    return [int(s.input_ids[0]) for s in batch]
+
+
+def take(loader: Loader, count: int) -> list[list[int]]:
+    return [numbers(next(loader)) for _ in range(count)]
+
+
+@settings(max_examples=40)
+@given(
+    size=st.integers(1, 40),
+    batch=st.integers(1, 8),
+    stop=st.integers(0, 20),
+    prefetch=st.sampled_from([0, 0, 1, 3]),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 5),
+)
+def test_interrupted_and_resumed_equals_uninterrupted(size, batch, stop, prefetch, shuffle, seed):
+    batch = min(batch, size)
+    make = {"seed": seed, "shuffle": shuffle, "prefetch": prefetch}
+    with Loader(Numbers(size), batch, **make) as loader:
+        whole = take(loader, stop + 8)
+    with Loader(Numbers(size), batch, **make) as loader:
+        first = take(loader, stop)
+        state = loader.state_dict()
+    with Loader(Numbers(size), batch, **make) as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert first + take(loader, 8) == whole
+    # Every epoch: each sample at most once, all but an incomplete batch, under that epoch's number.
+    per_epoch = size // batch
+    for epoch in range((stop + 8) // per_epoch):
+        seen = [n for b in whole[epoch * per_epoch : (epoch + 1) * per_epoch] for n in b]
+        assert len(set(seen)) == len(seen) == per_epoch * batch
+        assert all(n // 1000 == epoch and n % 1000 < size for n in seen)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 6])
+def test_replicas_share_each_global_batch(dp_size):
+    whole = take(Loader(Numbers(50), 6, prefetch=0), 20)
+    shares = [take(Loader(Numbers(50), 6, dp_rank=r, dp_size=dp_size, prefetch=0), 20) for r in range(dp_size)]
+    assert [[n for part in parts for n in part] for parts in zip(*shares)] == whole
+    # A state taken with one number of replicas continues with another.
+    state = Loader(Numbers(50), 6, dp_size=dp_size).state_dict() | {"epoch": 1, "position": 3}
+    loader = Loader(Numbers(50), 6, prefetch=0)
+    loader.load_state_dict(state)
+    assert take(loader, 2) == whole[11:13]
+    assert [i + 1000 for i in loader.indices(1, 3)] == whole[11]
+
+
+def test_seeds_and_epochs_shuffle_differently():
+    orders = {tuple(Loader(Numbers(30), 30, seed=s).indices(e, 0)) for s in range(3) for e in range(3)}
+    assert len(orders) == 9
+    assert Loader(Numbers(30), 30, shuffle=False).indices(2, 0) == list(range(30))
+
+
+def test_prefetch_is_bounded_and_state_counts_what_was_consumed():
+    dataset = Numbers(100)
+    with Loader(dataset, 5, prefetch=3) as loader:
+        next(loader)
+        deadline = time.monotonic() + 5
+        while dataset.asked < 5 * 5 and time.monotonic() < deadline:  # 1 consumed, 3 queued, 1 waiting for room
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert dataset.asked == 25
+        assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 1)
+
+
+def test_close_stops_the_thread_and_refuses_further_use():
+    def prefetchers() -> int:
+        return sum(t.name == "interlace-prefetch" for t in threading.enumerate())
+
+    before = prefetchers()
+    loader = Loader(Numbers(10), 2)
+    next(loader)
+    assert prefetchers() == before + 1
+    loader.close()
+    loader.close()
+    assert prefetchers() == before
+    with pytest.raises(RuntimeError, match="this loader is closed"):
+        next(loader)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_errors_of_the_dataset_arrive_in_order(prefetch):
+    with Loader(Numbers(10, bad=7), 2, shuffle=False, prefetch=prefetch) as loader:
+        assert take(loader, 3) == [[0, 1], [2, 3], [4, 5]]
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(loader)
+
+
+def test_end_of_epoch_is_reported(caplog):
+    with caplog.at_level("INFO", "interlace.data"), Loader(Numbers(4), 2) as loader:
+        take(loader, 3)
+    assert [r.message for r in caplog.records] == ["end of epoch 0: numbers: all well"]
+
+
+def test_failures_are_told_loudly_once(caplog):
+    dataset = Numbers(4)
+    dataset.failures["a.png"] = "broken"
+    with caplog.at_level("INFO", "interlace.data"), Loader(dataset, 4, prefetch=0) as loader:
+        take(loader, 2)
+        dataset.failures["b.png"] = "broken"
+        take(loader, 1)
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO", "WARNING"]
+
+
+def test_a_plain_map_style_dataset_works():
+    samples = [Sample(torch.tensor([i]), torch.tensor([i])) for i in range(6)]
+    with Loader(samples, 2, shuffle=False) as loader:  # type: ignore[arg-type]
+        assert take(loader, 4) == [[0, 1], [2, 3], [4, 5], [0, 1]]
+
+
+def test_bad_settings_and_foreign_states():
+    for arguments, message in (
+        ({"batch_size": 5, "dp_size": 2}, "cannot be shared equally by 2 replicas"),
+        ({"batch_size": 11}, "the dataset has 10 samples, one batch needs 11"),
+        ({"batch_size": 2, "dp_rank": 2, "dp_size": 2}, "dp_rank must be in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Loader(Numbers(10), **arguments)
+    state = Loader(Numbers(10), 2).state_dict()
+    for other in (Loader(Numbers(10), 2, seed=1), Loader(Numbers(10), 5), Loader(Numbers(12), 2)):
+        with pytest.raises(ValueError, match="the order of samples would differ"):
+            other.load_state_dict(state)
+
+
+def test_stamps_through_the_loader(stamps):
+    with Loader(stamps, 8, seed=3) as loader:
+        batches = [next(loader) for _ in range(25)]  # two epochs and a half
+        state = loader.state_dict()
+        follow = [s.name for s in next(loader)]
+    assert {s.name.split()[0] for b in batches for s in b} == {"image", "speech", "image+speech", "images", "text"}
+    with Loader(stamps, 8, seed=3, prefetch=0) as resumed:
+        resumed.load_state_dict(state)
+        assert [s.name for s in next(resumed)] == follow
+
+
+def test_unigram_baseline_against_counting_by_hand():
+    from math import log
+
+    train, heldout = [[1, 1, 2]], [[1], [2, 3]]
+    total = 3 + 4
+    expected = -(log(3 / total) + log(2 / total) + log(1 / total)) / 3
+    assert unigram_nats(train, heldout, vocab_size=4) == pytest.approx(expected)
+    assert unigram_nats([range(264)] * 100, [[0, 5, 263]]) == pytest.approx(log(264))
+    with pytest.raises(ValueError, match="at least one"):
+        unigram_nats([], heldout)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        unigram_nats([[9]], [[1]], vocab_size=4)

@@ -1,0 +1,159 @@
+"""Models from configs: refusals, and weights that depend on the seed and the name alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.data import ByteTokenizer
+from interlace.train import config as configs
+from interlace.train.build import architecture, build, build_plan, materialize, present
+from interlace.train.checkpoint import fingerprint
+from interlace.train.config import ConfigError
+from interlace.train.feed import datasets, media_specs
+from interlace.train.planning import budget_tokens
+from interlace.train.trainer import canonical_names
+
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = VISION | {"num_key_value_heads": 1, "max_position_embeddings": 128}
+AUDIO = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "num_mel_bins": 8,
+    "max_source_positions": 50,
+}
+TABLE: dict[str, Any] = {
+    "run": {"name": "tiny"},
+    "model": {
+        "vision": {"family": "siglip", "config": VISION | {"image_size": 8, "patch_size": 4}},
+        "audio": {"family": "whisper", "config": AUDIO, "downsample": 2},
+        "language_model": {"family": "llama", "config": LLAMA},
+    },
+    "data": {"dataset": "digits", "max_audio_seconds": 1.0},
+    "train": {"steps": 40, "batch_size": 8},
+}
+
+
+def _config(*overrides: str) -> configs.Config:
+    return configs.from_table(copy.deepcopy(TABLE), list(overrides), source="tiny.toml")
+
+
+def _build(*overrides: str) -> Any:
+    return build(_config(*overrides), ByteTokenizer(), source="tiny.toml")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.language_model.family=qwen2", "model.language_model.config.tie_word_embeddings=true"],
+        ["model.vision.family=clip", "model.vision.projector=linear"],
+    ],
+)
+def test_weights_do_not_depend_on_which_others_are_there(overrides: list[str]) -> None:
+    whole = materialize(_build(*overrides), seed=3)
+    assert not any(tensor.is_meta for tensor in [*whole.parameters(), *whole.buffers()])
+    weights = dict(whole.named_parameters())
+    matrices = [name for name, weight in weights.items() if weight.dim() > 1 and weight.requires_grad]
+    for name in matrices:  # no two layers start alike
+        twin = weights.get(name.replace(".0.", ".1."))
+        assert twin is None or twin is weights[name] or not torch.equal(weights[name], twin), name
+    plans = _config(*overrides, "parallel.language_model.pp=2", "parallel.placement=parallel")
+    seen: set[str] = set()
+    for rank in range(4):
+        model = build(plans, ByteTokenizer())
+        names = present(model, build_plan(plans, model), rank)
+        first = canonical_names(model)
+        materialize(model, names, seed=3)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            assert parameter.is_meta == (first[name] not in {first[n] for n in names}), name
+            if not parameter.is_meta:
+                assert torch.equal(parameter, weights[first[name]]), name
+                assert parameter.requires_grad == weights[first[name]].requires_grad
+                seen.add(first[name])
+    assert seen == set(weights)
+    other = dict(materialize(_build(*overrides), seed=4).named_parameters())
+    assert not any(torch.equal(weights[name], other[name]) for name in matrices)
+
+
+def test_whispers_sinusoids_and_llamas_frequencies_are_the_librarys() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    model: Any = materialize(_build(), seed=0)
+    theirs = WhisperEncoder(WhisperConfig(**AUDIO))
+    assert torch.equal(model.encoders["audio"].module.embed_positions.weight, theirs.embed_positions.weight)
+    assert not model.encoders["audio"].module.embed_positions.weight.requires_grad
+    llama = LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=264))
+    assert torch.equal(model.language_model.model.rotary_emb.inv_freq, llama.model.rotary_emb.inv_freq)
+    for name, weight in model.language_model.named_parameters():
+        # The same rule made them: equal spread (or all equal, for norms).
+        reference = dict(llama.named_parameters())[name]
+        assert weight.std().item() == pytest.approx(reference.std().item(), rel=0.2, abs=1e-6), name
+
+
+def test_freezing_follows_the_config() -> None:
+    model = _build("model.vision.freeze=true", "model.audio.freeze_projector=true", "model.language_model.freeze=true")
+    trainable = {name.split(".module.")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name in trainable if "projector" in name} and not any("audio.projector" in n for n in trainable)
+    assert "encoders.audio" in trainable and "encoders.vision" not in trainable
+    everything = ["model.language_model.freeze=true"]
+    everything += [f"model.{name}.{key}=true" for name in ("vision", "audio") for key in ("freeze", "freeze_projector")]
+    with pytest.raises(ConfigError, match="freezes everything"):
+        _build(*everything)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.vision.config.hiden_size=4", r"\[model.vision.config\] has no key 'hiden_size' .*mean 'hidden_size'\?"),
+        ("model.audio.config.encoder_layer=4", r"\[model.audio.config\] has no key .*mean 'encoder_layers'\?"),
+        ("model.vision.config.attn_implementation='sdpa'", "it is set by the trainer"),
+        ("model.vision.config.hidden_size='wide'", r"tiny.toml: \[model.vision.config\] siglip: .*expected int"),
+        ("model.language_model.config.num_attention_heads=3", r"\[model.language_model.config\] llama: .*"),
+        ("model.language_model.config.vocab_size=100", r"less than the tokenizer's 264; the placeholders of vision"),
+        ("parallel.vision.pp=3", r"tiny.toml: \[parallel\]: .*3 stages but only 2 layers"),
+    ],
+)
+def test_refusals_name_the_key(override: str, message: str) -> None:
+    overrides = [override]
+    if override.startswith("parallel"):
+        overrides.append("parallel.placement=parallel")
+    with pytest.raises(ConfigError, match=message):
+        config = _config(*overrides)
+        build_plan(config, build(config, ByteTokenizer(), source="tiny.toml"), source="tiny.toml")
+
+
+def test_fingerprints_tell_architectures_apart_and_nothing_else() -> None:
+    def of(*overrides: str) -> str:
+        return str(fingerprint(_build(*overrides), architecture(_config(*overrides)))["sha256"])
+
+    same = of()
+    assert of("train.lr=0.5", "model.vision.freeze=true", "parallel.language_model.pp=2", "run.seed=5") == same
+    assert of("model.language_model.config.num_attention_heads=4") != same  # equal shapes, another function
+    assert of("model.vision.projector=linear") != same
+
+
+def test_datasets_follow_the_model() -> None:
+    config = _config("data.held_out=0.3")
+    model = _build()
+    train, held_out, note = datasets(config, model, ByteTokenizer(), decode={"vision"})
+    assert (train.name, note) == ("digits", "") and len(held_out) > 400
+    sample = train.sample(0, 0)
+    assert sample.media["vision"][0].tokens == 4 and int((sample.input_ids == ByteTokenizer.IMAGE).sum()) == 4
+    assert set(media_specs(config, model)) == {"vision", "audio"}
+    assert budget_tokens(config, model) == {"vision": 512.0, "audio": 400.0, "language_model": 8 * (160 + 64 + 25)}
+    with pytest.raises(ConfigError, match=r"\[data\]: .*multiple"):
+        datasets(_config("data.digit_size=9"), model, ByteTokenizer(), source="tiny.toml")
+    blind = copy.deepcopy(TABLE)
+    del blind["model"]["vision"]
+    config = configs.from_table(blind)
+    with pytest.raises(ConfigError, match=r"no \[model.vision\]"):
+        datasets(config, build(config, ByteTokenizer()), ByteTokenizer())
+    with pytest.raises(ConfigError, match=r"max_source_positions = 50 holds only 1 s.*to 300"):
+        datasets(_config("data.dataset=stamps", "data.max_audio_seconds=6.0"), model, ByteTokenizer(), fetch=False)

@@ -1,0 +1,136 @@
+"""Checkpoints: atomic, verified, refused for another model, and readable under another layout."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from interlace.train import checkpoint as ck
+
+ARCHITECTURE = {"language_model": {"family": "llama", "config": {"hidden_size": 4}}}
+
+
+def _model(width: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 3), nn.Linear(3, 2))
+
+
+def _checkpoints(folder: Path, model: nn.Module, keep: int = 2) -> ck.Checkpoints:
+    return ck.Checkpoints(folder, keep=keep, identity=ck.fingerprint(model, ARCHITECTURE))
+
+
+def _save(store: ck.Checkpoints, step: int, model: nn.Module) -> Path:
+    optimizer = {f"exp_avg.{n}": torch.full_like(p, step) for n, p in model.named_parameters()}
+    return store.save(step, dict(model.named_parameters()), optimizer, {"loader": {"at": step}})
+
+
+def test_round_trip_is_exact_and_restores_generators(tmp_path: Path) -> None:
+    model = _model()
+    store = _checkpoints(tmp_path, model)
+    path = _save(store, 7, model)
+    drawn = random.random(), numpy.random.rand(3), torch.rand(3)
+    other = _model()
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    state = {f"exp_avg.{n}": torch.zeros_like(p) for n, p in other.named_parameters()}
+    progress = store.load(path, dict(other.named_parameters()), state)
+    assert progress == {"loader": {"at": 7}, "step": 7}
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(bool((tensor == 7).all()) for tensor in state.values())
+    again = random.random(), numpy.random.rand(3), torch.rand(3)
+    assert drawn[0] == again[0] and (drawn[1] == again[1]).all() and torch.equal(drawn[2], again[2])
+
+
+def test_part_of_the_parameters_can_be_loaded(tmp_path: Path) -> None:
+    """A rank that holds a slice loads its slice: keys are global names."""
+    model = _model()
+    path = _save(_checkpoints(tmp_path, model), 1, model)
+    part = {"1.weight": torch.zeros(2, 3)}
+    _checkpoints(tmp_path, model).load(path, part, {})
+    assert torch.equal(part["1.weight"], model[1].weight)
+
+
+def test_retention_keeps_the_last_and_no_drafts_stay(tmp_path: Path) -> None:
+    model = _model()
+    store = _checkpoints(tmp_path, model, keep=2)
+    for step in (1, 2, 3, 4):
+        _save(store, step, model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_crash_while_writing_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    store = _checkpoints(tmp_path, model)
+    first = _save(store, 1, model)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ck, "_write_synced", full)
+    with pytest.raises(OSError, match="No space"):
+        _save(store, 2, model)
+    assert ck.newest(tmp_path) == first
+    monkeypatch.undo()
+    assert _save(store, 2, model) == ck.newest(tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def _flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("harm", [_truncate, _flip, Path.unlink])
+@pytest.mark.parametrize("victim", ["*.distcp", ".metadata", ck.MANIFEST])
+def test_torn_checkpoint_is_named_and_the_previous_used(tmp_path: Path, harm: object, victim: str) -> None:
+    model = _model()
+    store = _checkpoints(tmp_path, model)
+    first, second = _save(store, 1, model), _save(store, 2, model)
+    file = next(second.glob(victim))
+    harm(file)  # type: ignore[operator]
+    with pytest.warns(UserWarning, match=file.name.replace("*", "")):
+        assert store.newest() == first
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.newest() == first  # set aside: warned once
+    with pytest.raises(ck.CheckpointError, match=r"no checkpoint at .*found: step-00000001"):
+        store.newest(second)
+    _save(store, 2, model)
+    assert store.newest() == second
+
+
+def test_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
+    path = _save(_checkpoints(tmp_path, _model()), 1, _model())
+    wide = _model(8)
+    store = ck.Checkpoints(
+        tmp_path,
+        keep=1,
+        identity=ck.fingerprint(wide, {"language_model": {"family": "llama", "config": {"hidden_size": 8}}}),
+    )
+    with pytest.raises(ck.CheckpointError) as error:
+        store.load(path, dict(wide.named_parameters()), {})
+    assert "another model" in str(error.value)
+    assert "model.language_model.config.hidden_size is 4 in the checkpoint, 8 in the config" in str(error.value)
+    assert "0.weight is float32[3, 4] in the checkpoint, float32[3, 8]" in str(error.value)
+
+
+def test_going_on_from_an_earlier_step_sets_later_ones_aside(tmp_path: Path) -> None:
+    model = _model()
+    store = _checkpoints(tmp_path, model, keep=5)
+    paths = [_save(store, step, model) for step in (1, 2, 3)]
+    assert store.newest(paths[0]) == paths[0]
+    store.set_aside_after(1)
+    assert store.newest() == paths[0]
+    assert (tmp_path / "step-00000003.superseded").is_dir()

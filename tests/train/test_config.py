@@ -1,0 +1,127 @@
+"""The config: what it refuses, in which words, and that it survives being written out."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interlace.train import config
+from interlace.train.config import ConfigError
+
+BASE: dict[str, Any] = {
+    "run": {"name": "tiny"},
+    "model": {
+        "vision": {"family": "siglip", "config": {"hidden_size": 32}},
+        "language_model": {"family": "llama", "config": {"rope_parameters": {"rope_theta": 1e4}}},
+    },
+    "data": {"dataset": "digits"},
+    "train": {"steps": 100, "batch_size": 8},
+}
+
+
+def _load(*overrides: str, **replace: Any) -> config.Config:
+    return config.from_table(copy.deepcopy(BASE) | replace, list(overrides), source="tiny.toml")
+
+
+def test_defaults_and_overrides() -> None:
+    loaded = _load("train.lr=1", "train.betas=[0.8, 0.9]", "run.name=other", "model.vision.freeze=true")
+    assert loaded.train.lr == 1.0 and loaded.train.betas == [0.8, 0.9]
+    assert loaded.run.name == "other" and loaded.model.vision is not None and loaded.model.vision.freeze
+    assert _load("model.vision.config.hidden_size=64").model.encoders()["vision"].config == {"hidden_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stesp=3", r"--set train.stesp=3: \[train\] has no key 'stesp'; did you mean 'steps'\?"),
+        ("model.vison.freeze=true", r"\[model\] has no key 'vison'; did you mean 'vision'\?"),
+        ("zzz=1", r"the top level has no key 'zzz'; valid: checkpoint, data, log"),
+        ("train.steps=many", r"train.steps should be a valid integer, not the string 'many'"),
+        ("train.steps='10'", r"train.steps should be a valid integer, not the string '10'"),
+        ("train.steps=1.5", r"train.steps should be a valid integer, not the float 1.5"),
+        ("train.steps=0", r"train.steps should be greater than 0"),
+        ("train.lr=true", r"train.lr should be a valid number, not the boolean True"),
+        ("train.betas=[0.5,2.0]", r"train.betas.1 should be less than 1"),
+        ("model.vision.family=siglp", r"'siglp'; did you mean 'siglip'\?"),
+        ("model.vision.family=whisper", "which hears; use 'siglip' or 'clip'"),
+        ("train.microbatches=9", "microbatches = 9 is more than batch_size = 8"),
+        ("train.warmup_steps=101", "warmup_steps = 101 is more than steps = 100"),
+        ("parallel.audio.pp=2", r"\[parallel.audio\] speaks of an encoder that \[model\] does not have"),
+        ("parallel.ranks=5", "has work for 2; use 1 to 2"),
+        ("parallel.dp=9", "cannot give 9 replicas equal parts"),
+        ("run=3", "run must be a section"),
+        ("train.steps.more=2", "train.steps is a value, not a section"),
+        ("train", "write it as section.key=value"),
+        ("run.name='a b'", "run.name String should match pattern"),
+    ],
+)
+def test_refusals(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _load(override)
+
+
+def test_errors_name_the_file_the_section_and_the_meaning() -> None:
+    table = copy.deepcopy(BASE)
+    del table["train"]["steps"]
+    del table["run"]
+    with pytest.raises(ConfigError) as error:
+        config.from_table(table, source="tiny.toml")
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith("tiny.toml: the top level misses the key 'run' (")
+    assert lines[1] == "tiny.toml: [train] misses the key 'steps' (Optimizer steps of the whole run)"
+
+
+def test_colocated_encoders_need_equal_stages_and_ranks_follow_the_placement() -> None:
+    model = BASE["model"] | {"audio": {"family": "whisper"}}
+    assert _load(model=model).num_ranks() == 2
+    assert _load("parallel.placement=parallel", model=model).num_ranks() == 3
+    assert _load("parallel.placement=replicated", "parallel.language_model.pp=3", model=model).num_ranks() == 3
+    assert _load("parallel.vision.pp=2", "parallel.audio.pp=2", model=model).num_ranks() == 3
+    assert _load("parallel.ranks=1", model=model).world_size() == 1
+    assert _load("parallel.dp=2", model=model).world_size() == 4
+    with pytest.raises(ConfigError, match="all need the same pp"):
+        _load("parallel.vision.pp=2", model=model)
+    with pytest.raises(ConfigError, match="run whole on every rank"):
+        _load("parallel.vision.pp=2", "parallel.placement=replicated", model=model)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot read the config: No such file"):
+        config.load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[run\nname = 1")
+    with pytest.raises(ConfigError, match=r"bad\.toml: not valid TOML: .*line 1"):
+        config.load(tmp_path / "bad.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not a text file in UTF-8"):
+        config.load(tmp_path / "bytes.toml")
+
+
+_VALUES = st.recursive(
+    st.none().map(lambda _: True) | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    extra=st.dictionaries(st.text(max_size=6), _VALUES, max_size=4),
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]*", fullmatch=True, alphabet="aZ0._-"),
+)
+def test_written_config_reads_back_equal(extra: dict[str, Any], name: str, tmp_path_factory: Any) -> None:
+    table = copy.deepcopy(BASE)
+    table["run"]["name"] = name
+    table["model"]["language_model"]["config"] = extra
+    loaded = config.from_table(table)
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    path.write_text(config.dumps(loaded), encoding="utf-8")
+    assert config.load(path) == loaded
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda p: p.name)
+def test_shipped_configs_are_valid(path: Path) -> None:
+    assert config.load(path).run.name

@@ -1,0 +1,160 @@
+"""The launcher: names the rank that died first, stops the others in time, passes signals on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from interlace.train import launch, runfolder
+from interlace.train.config import ConfigError, from_table
+
+
+def _run(body: str, tmp_path: Path, count: int = 2, timeout: float = 5.0, **more: object) -> tuple[int, str, float]:
+    """Runs `count` ranks of a small script (no torch: they start in 50 ms); returns code, what was said, seconds."""
+    said: list[str] = []
+    command = [sys.executable, "-c", "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + body]
+    start = time.monotonic()
+    code = launch.run(command, count, folder=tmp_path, timeout=timeout, say=said.append, **more)  # type: ignore[arg-type]
+    return code, "\n".join(said), time.monotonic() - start
+
+
+def test_ranks_get_torchruns_variables(tmp_path: Path) -> None:
+    body = "open(f'{sys.argv[0]}', 'a') if False else None\nprint(*[os.environ[k] for k in "
+    body += "('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS')], file=sys.stderr)"
+    assert _run(body, tmp_path, threads=3)[0] == 0
+    assert (tmp_path / "logs" / "rank-0.log").read_text().split() == ["0", "0", "2", "127.0.0.1", "3"]
+    assert (tmp_path / "logs" / "rank-1.log").read_text().split() == ["1", "1", "2", "127.0.0.1", "3"]
+
+
+def test_killed_rank_is_named_with_the_way_to_go_on(tmp_path: Path) -> None:
+    body = """
+    if rank == 1:
+        print("about to do step 7", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+    sys.exit("peer lost")  # what a rank does whose partner is gone
+    """
+    code, said, seconds = _run(textwrap.dedent(body), tmp_path, resume="interlace train a.toml --resume x")
+    assert code == 1 and seconds < 4
+    assert "rank 1 was killed by SIGKILL (signal 9); its last words: about to do step 7" in said
+    assert "the other ranks (0) have been stopped" in said
+    assert "interlace train a.toml --resume x" in said
+
+
+def test_hung_ranks_are_killed_within_the_timeout(tmp_path: Path) -> None:
+    body = "sys.exit(3) if rank == 0 else time.sleep(60)"
+    code, said, seconds = _run(body, tmp_path, count=3, timeout=0.5)
+    assert code == 1 and seconds < 4
+    assert "rank 0 exited with code 3" in said and "(1, 2)" in said
+
+
+def test_the_first_exception_is_the_cause_not_the_peers_complaints(tmp_path: Path) -> None:
+    body = f"""
+    os.environ[{launch.RUN_FOLDER!r}] = {str(tmp_path)!r}
+    from interlace.train import launch
+    time.sleep(0.2 * (1 - rank))
+    try:
+        raise RuntimeError("division of labour" if rank == 1 else "connection closed by peer")
+    except RuntimeError as error:
+        launch.report_error(error, user_error=False)
+        sys.exit(1)
+    """
+    code, said, _ = _run(textwrap.dedent(body), tmp_path)
+    assert code == 1
+    assert "rank 1 exited with code 1; its last words: RuntimeError: division of labour" in said
+
+
+def test_user_errors_stay_one_line(tmp_path: Path) -> None:
+    body = f"""
+    os.environ[{launch.RUN_FOLDER!r}] = {str(tmp_path)!r}
+    from interlace.train import launch
+    launch.report_error(ValueError("[train] has no key 'stesp'"), user_error=True)
+    sys.exit(2)
+    """
+    assert _run(textwrap.dedent(body), tmp_path)[:2] == (2, "interlace: [train] has no key 'stesp'")
+
+
+def test_signals_are_forwarded_once_and_then_kill(tmp_path: Path) -> None:
+    body = """
+    signal.signal(signal.SIGTERM, lambda *_: open(f"saved-{rank}", "w").close() or sys.exit(0))
+    open(f"ready-{rank}", "w").close()
+    time.sleep(60)
+    """
+
+    def terminate() -> None:
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    body = f"os.chdir({str(tmp_path)!r})\n" + textwrap.dedent(body)
+    threading.Thread(target=terminate, daemon=True).start()
+    code, said, seconds = _run(body, tmp_path)
+    assert (code, said) == (0, "") and seconds < 10
+    assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_ranks_stop_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    rank = f"""
+    import os, sys, time
+    sys.path.insert(0, {str(Path(launch.__file__).parents[2])!r})
+    from interlace.train import launch
+    launch.follow_launcher(5.0)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+    """
+    script = f"""
+    import sys
+    sys.path.insert(0, {str(Path(launch.__file__).parents[2])!r})
+    from pathlib import Path
+    from interlace.train import launch
+    launch.run([sys.executable, "-c", {textwrap.dedent(rank)!r}], 1, folder=Path({str(tmp_path)!r}), timeout=5)
+    """
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert launcher.stdout is not None
+    pid = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and Path(f"/proc/{pid}/stat").exists():
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
+
+
+def test_run_folders_and_what_resume_means(tmp_path: Path) -> None:
+    config = from_table(
+        {
+            "run": {"name": "tiny", "folder": str(tmp_path)},
+            "model": {"language_model": {"family": "llama"}},
+            "data": {"dataset": "digits"},
+            "train": {"steps": 20, "batch_size": 1},
+        }
+    )
+    with pytest.raises(ConfigError, match="no run with a checkpoint under"):
+        runfolder.resolve(config, "")
+    first, second, third = (runfolder.create(config) for _ in range(3))
+    assert len({first, second, third}) == 3
+    assert (tmp_path / "tiny" / "latest").resolve() == third.resolve()
+    for folder in (first, second):
+        (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+    assert runfolder.resolve(config, "") == (second, None)
+    assert runfolder.resolve(config, str(first)) == (first, None)
+    assert runfolder.resolve(config, str(first / "checkpoints")) == (first, None)
+    step = first / "checkpoints" / "step-00000004"
+    assert runfolder.resolve(config, str(step)) == (first, step)
+    with pytest.raises(ConfigError, match="no checkpoint under"):
+        runfolder.resolve(config, str(third))
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        runfolder.resolve(config, str(tmp_path / "nothing"))

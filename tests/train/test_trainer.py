@@ -1,0 +1,200 @@
+"""The loop: exact resumption, stopping on request, the numbers it writes, refusals."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.train import checkpoint as ck
+from interlace.train.config import ConfigError
+from interlace.train.metrics import HELD_OUT, LOSS
+from interlace.train.optim import Optimizer, lr_factor
+from interlace.train.trainer import StopRequest, Trainer, TrainingError, read_metrics
+from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
+
+
+def _trainer(folder: Path, *overrides: str, stop_after: int | None = None, model: Any = None) -> Trainer:
+    folder.mkdir(exist_ok=True)
+    config = toy_config(*overrides)
+    model = model or ToyModel()
+    torch.manual_seed(config.run.seed)  # dropout makes the global generator part of the state
+    trainer = Trainer(config, model, OneProcess(model), toy_feed(config), folder, quiet=True)
+    if stop_after is not None:
+        trainer.stop_requested = lambda: trainer.step >= stop_after
+    return trainer
+
+
+VARYING = ("throughput", "time_metrics", "memory", "busy", "bubble")
+
+
+def _curve(folder: Path) -> list[dict[str, float]]:
+    """The metrics but for what the clock decides."""
+    return [{k: v for k, v in line.items() if not k.startswith(VARYING)} for line in read_metrics(folder)]
+
+
+@pytest.mark.parametrize("log_every", [1, 5])
+@pytest.mark.parametrize("stops", [(1,), (7,), (4, 9)])
+def test_interrupted_run_repeats_the_uninterrupted_bit_for_bit(
+    tmp_path: Path, stops: tuple[int, ...], log_every: int
+) -> None:
+    every = f"log.every={log_every}"
+    whole = _trainer(tmp_path / "whole", every)
+    outcome = whole.run()
+    assert outcome["finished"] and outcome["step"] == 12
+    for i, stop in enumerate([*stops, None]):
+        part = _trainer(tmp_path / "parts", every, stop_after=stop)
+        if i:
+            torch.manual_seed(99)  # what a fresh process would have is not what the run had
+            part.resume()
+        outcome = part.run()
+        assert outcome["finished"] == (stop is None)
+    assert _curve(tmp_path / "parts") == _curve(tmp_path / "whole")
+    assert len(_curve(tmp_path / "whole")) == (12 if log_every == 1 else 3)
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(parameter, part.parameters[name]), name
+    for name, tensor in whole.optimizer.state().items():
+        assert torch.equal(tensor, part.optimizer.state()[name]), name
+
+
+def test_killed_run_goes_on_from_the_last_checkpoint_and_forgets_what_came_after(tmp_path: Path) -> None:
+    _trainer(tmp_path / "whole").run()
+    killed = _trainer(tmp_path / "killed")
+
+    def save() -> None:
+        if killed.step == 8:
+            raise KeyboardInterrupt
+        Trainer.save(killed)
+
+    killed.save = save  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    assert read_metrics(tmp_path / "killed")[-1]["step"] == 8
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "loss_metr')  # cut in the middle of a line
+    resumed = _trainer(tmp_path / "killed")
+    assert resumed.resume().name == "step-00000004"
+    resumed.run()
+    assert _curve(tmp_path / "killed") == _curve(tmp_path / "whole")
+
+
+def test_torn_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    _trainer(tmp_path / "whole").run()
+    _trainer(tmp_path / "torn", stop_after=9).run()
+    file = next((tmp_path / "torn" / "checkpoints" / "step-00000009").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:100])
+    resumed = _trainer(tmp_path / "torn")
+    with pytest.warns(UserWarning, match=file.name):
+        assert resumed.resume().name == "step-00000008"
+    resumed.run()
+    assert _curve(tmp_path / "torn") == _curve(tmp_path / "whole")
+
+
+def test_refusals_on_resume(tmp_path: Path) -> None:
+    _trainer(tmp_path / "run", stop_after=4).run()
+    with pytest.raises(ck.CheckpointError, match=r"another model.*language_model.embed.weight is float32\[32, 8\]"):
+        _trainer(tmp_path / "run", model=ToyModel(width=6)).resume()
+    with pytest.raises(ConfigError, match="batch_size"):
+        _trainer(tmp_path / "run", "train.batch_size=8").resume()
+    with pytest.raises(TrainingError, match="is whole"):
+        _trainer(tmp_path / "empty").resume()
+
+
+def test_files_metrics_and_learning(tmp_path: Path) -> None:
+    outcome = _trainer(tmp_path / "run", "train.steps=60", "log.tensorboard=true", "log.every=10").run()
+    lines = read_metrics(tmp_path / "run")
+    curve = [line[LOSS] for line in lines if LOSS in line]
+    assert len(curve) == 6 and curve[-1] < curve[0]
+    assert {
+        "lr",
+        "grad_norm",
+        "throughput(tps)",
+        "throughput(samples/s)",
+        "bubble(%)",
+        "busy(%)/language_model",
+    } <= set(lines[-1])
+    assert {"memory/max_active(GiB)", "time_metrics/data_loading(%)"} <= set(lines[-1])
+    assert [line["step"] for line in lines if HELD_OUT in line] == list(range(5, 61, 5))
+    assert json.loads((tmp_path / "run" / "trace.json").read_text())
+    assert (tmp_path / "run" / "timeline.png").stat().st_size > 1000
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert outcome["samples"] == 240 and outcome["metrics"][LOSS] == lines[-1][LOSS]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000056", "step-00000060"]
+
+
+def test_loss_that_is_not_a_number_ends_the_run_before_the_weights_change(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path / "run")
+    before = {name: parameter.clone() for name, parameter in trainer.parameters.items()}
+    real = trainer.parallel.clip_grad_norm_
+    trainer.parallel.clip_grad_norm_ = lambda limit: float("nan") * real(limit)
+    with pytest.raises(TrainingError, match=r"step 1: the loss is .* gradient norm nan.*Lower train.lr"):
+        trainer.run()
+    assert all(torch.equal(before[name], parameter) for name, parameter in trainer.parameters.items())
+
+
+def test_stop_request_remembers_sigterm() -> None:
+    previous = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        request = StopRequest()
+        assert not request.number
+        signal.raise_signal(signal.SIGTERM)
+        assert request.number == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, previous[0])
+        signal.signal(signal.SIGINT, previous[1])
+
+
+def test_warmup_and_cosine() -> None:
+    train = toy_config("train.steps=110", "train.warmup_steps=10", "train.min_lr_ratio=0.2").train
+    factors = [lr_factor(step, train) for step in range(1, 111)]
+    assert factors[0] == pytest.approx(0.1) and factors[9] == 1.0
+    assert factors[59] == pytest.approx(0.6)  # half way down: mean of 1 and 0.2
+    assert factors[-1] == pytest.approx(0.2)
+    assert factors[:10] == sorted(factors[:10]) and factors[9:] == sorted(factors[9:], reverse=True)
+    assert lr_factor(1, toy_config("train.warmup_steps=0").train) > 0.98
+    assert lr_factor(12, toy_config("train.warmup_steps=12").train) == 1.0
+
+
+def test_optimizer_equals_plain_adamw_with_groups() -> None:
+    """Against torch's AdamW with the decay and rates written out by hand."""
+    config = toy_config("train.weight_decay=0.3", "model.language_model.lr=0.02")
+    ours, theirs = ToyModel(), ToyModel()
+    optimizer = Optimizer(ours.named_parameters(), config)
+    matrices = [p for p in theirs.parameters() if p.dim() > 1]
+    vectors = [p for p in theirs.parameters() if p.dim() <= 1]
+    reference = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    sample = toy_feed(config).next().samples[0]
+    for step in (1, 2, 3):
+        for model in (ours, theirs):
+            model.eval().loss_sum(sample).backward()
+        for group in reference.param_groups:
+            group["lr"] = 0.02 * step / 3
+        reference.step()
+        reference.zero_grad()
+        assert optimizer.step(step) == pytest.approx(1e-2 * step / 3)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_without_gradient_keep_weight_and_state() -> None:
+    model = ToyModel()
+    optimizer = Optimizer(model.named_parameters(), toy_config())
+    sample = toy_feed(toy_config()).next().samples[0]
+    model.loss_sum(sample).backward()
+    optimizer.step(1)
+    before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    model.language_model["mix"].weight.grad = None
+    model.language_model["embed"].weight.grad = torch.ones_like(model.language_model["embed"].weight)
+    optimizer.step(2)
+    after = optimizer.state()
+    assert torch.equal(after["step.language_model.mix.weight"], before["step.language_model.mix.weight"])
+    assert torch.equal(model.language_model["mix"].weight, weights["language_model.mix.weight"])
+    assert not torch.equal(model.language_model["embed"].weight, weights["language_model.embed.weight"])
