@@ -1,0 +1,253 @@
+"""The command line, end to end on tiny models: what it prints, which files it leaves, how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interlace.cli import main
+from interlace.train.trainer import read_metrics
+
+ROOT = Path(__file__).parents[1]
+TINY = """
+[run]
+name = "tiny"
+folder = "{folder}"
+[model.vision]
+family = "siglip"
+config = {{ hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2, image_size = 8, patch_size = 4 }}
+[model.language_model]
+family = "llama"
+config = {{ hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2, num_key_value_heads = 1, max_position_embeddings = 64, tie_word_embeddings = true }}
+[data]
+dataset = "digits"
+cache = "{folder}/cache"
+[train]
+steps = 6
+batch_size = 8
+microbatches = 2
+warmup_steps = 2
+lr = 5e-3
+validate_every = 3
+validation_samples = 8
+[parallel]
+threads = 1
+timeout = 20.0
+[checkpoint]
+every = 2
+[log]
+every = 1
+trace_step = 3
+tensorboard = false
+samples = 4
+max_new_tokens = 6
+accuracy_samples = 16
+"""  # noqa: E501  (inline tables of TOML are one line)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY.format(folder=tmp_path))
+    return path
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def _start(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "interlace", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(), cwd=ROOT
+    )
+
+
+def _folder(config: Path) -> Path:
+    return (config.parent / "tiny" / "latest").resolve()
+
+
+def _curve(folder: Path) -> list[Any]:
+    return [(line["step"], line["loss_metrics/global_avg_loss"]) for line in read_metrics(folder)]
+
+
+def _wait_for(check: Any, process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"it never came to pass; output: {process.communicate()[0]}")
+        time.sleep(0.02)
+
+
+def _ranks(launcher: int) -> dict[int, int]:
+    """rank -> process id of the launcher's children."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((path / "stat").read_text().rsplit(")", 1)[1].split()[1]) == launcher:
+                variables = (path / "environ").read_bytes().split(b"\0")
+                found[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = int(path.name)
+        except (OSError, StopIteration, ValueError):
+            continue
+    return found
+
+
+def test_help_and_wrong_options_answer_without_loading_torch() -> None:
+    code = "import sys; from interlace.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=True)
+    for command in ("train", "generate", "doctor", "mask", "plan", "simulate"):
+        assert command in done.stdout
+    with pytest.raises(SystemExit) as error:
+        main(["trian"])
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["train", "{}", "--set", "train.stesp=3"],
+            "interlace: --set train.stesp=3: [train] has no key 'stesp'; did you",
+        ),
+        (["train", "missing.toml"], "interlace: missing.toml: cannot read the config: No such file"),
+        (["train"], "interlace: train needs a config"),
+        (["train", "{}", "--resume"], "no run with a checkpoint under"),
+        (["train", "{}", "--set", "model.vision.config.hiden_size=3"], "did you mean 'hidden_size'?"),
+        (["train", "{}", "--set", "parallel.language_model.pp=9", "--set", "parallel.ranks=1"], "only 2 layers"),
+        (["plan", "{}", "--ranks", "99"], "cannot cut"),
+        (["mask", "{}", "--samples", "0"], "--samples 0: at least 1"),
+        (["generate", "nowhere"], "nowhere: no such run folder"),
+    ],
+)
+def test_errors_of_users_are_one_line(
+    tiny: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main([argument.format(tiny) for argument in arguments]) == 2
+    said = capfd.readouterr().err
+    assert message in said and "Traceback" not in said and len(said.strip().splitlines()) == 1
+
+
+def test_ranks_that_do_not_match_are_refused(
+    tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.delenv("INTERLACE_LAUNCHER", raising=False)
+    previous = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        assert main(["train", str(tiny)]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, previous[0])
+        signal.signal(signal.SIGINT, previous[1])
+    assert "[parallel] asks for 2 ranks" in (said := capfd.readouterr().err) and "but 3 were started" in said
+
+
+def test_two_ranks_train_leave_their_folder_and_equal_one_rank(tiny: Path, tmp_path: Path) -> None:
+    done = _start("train", tiny)
+    output = done.communicate(timeout=240)[0]
+    assert done.returncode == 0, output
+    folder = _folder(tiny)
+    assert re.search(r"held out loss .* nats per token", output) and "unigram byte baseline" in output
+    for name in ("config.toml", "trace.json", "timeline.png", "mask.png", "samples.html", "samples.png"):
+        assert (folder / name).stat().st_size > 100, name
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 6 and 0 <= summary["held_out_accuracy"] <= 1
+    assert summary["uniform_byte_baseline"] == pytest.approx(5.545, abs=1e-3)
+    two = _curve(folder)
+
+    done = _start("train", tiny, "--set", "parallel.ranks=1", "--set", "log.samples=0")
+    output = done.communicate(timeout=240)[0]
+    assert done.returncode == 0, output
+    one = _curve(_folder(tiny))
+    assert [step for step, _ in one] == [step for step, _ in two]
+    assert [loss for _, loss in one] == pytest.approx([loss for _, loss in two], rel=1e-4)
+
+    image = tmp_path / "digit.png"
+    from PIL import Image
+
+    Image.new("RGB", (16, 16), (200, 10, 10)).save(image)
+    answer = subprocess.run(
+        [sys.executable, "-m", "interlace", "generate", str(folder), "--image", str(image), "--max-new-tokens", "4"],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert len(answer.stdout.strip()) <= 4
+
+
+def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
+    """kill -9 of a rank, then --resume, then SIGTERM to the launcher, then --resume: the curve of an unbroken run."""
+    steps = ["--set", "train.steps=400", "--set", "checkpoint.every=5", "--set", "train.validate_every=0"]
+    settings = [*steps, "--set", "log.samples=0", "--set", "log.accuracy_samples=0"]
+    process = _start("train", tiny, *settings)
+    _wait_for(lambda: list(tiny.parent.glob("tiny/*/checkpoints/step-*")), process)
+    os.kill(_ranks(process.pid)[1], signal.SIGKILL)
+    start = time.monotonic()
+    output = process.communicate(timeout=60)[0]
+    assert time.monotonic() - start < 25 and process.returncode == 1
+    assert "interlace: rank 1 was killed by SIGKILL (signal 9)" in output, output
+    assert "the other ranks (0) have been stopped" in output and "--resume" in output
+
+    folder = _folder(tiny)
+    reached = max(step for step, _ in _curve(folder))
+    process = _start("train", "--resume", folder)
+    _wait_for(lambda: max(step for step, _ in _curve(folder)) > reached + 3, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "going on from" in output, output
+    stopped = int(re.search(r"stopped after step (\d+) of 400; saved", output).group(1))  # type: ignore[union-attr]
+    assert (folder / "checkpoints" / f"step-{stopped:08d}").is_dir()
+    broken = _curve(folder)
+    assert [step for step, _ in broken] == list(range(1, stopped + 1))
+
+    process = _start("train", tiny, *settings, "--set", "run.name=whole")
+    whole = tiny.parent / "whole" / "latest"
+
+    def far_enough() -> bool:
+        return (whole / "metrics.jsonl").exists() and len(read_metrics(whole)) > stopped + 1
+
+    _wait_for(far_enough, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert _curve(whole)[:stopped] == broken
+
+
+def test_mask_plan_and_simulate_draw(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["mask", str(tiny), "--out", str(tmp_path / "m.png"), "--samples", "2"]) == 0
+    assert (tmp_path / "m.png").stat().st_size > 1000
+    assert main(["plan", str(tiny), "--ranks", "2", "--tflops", "1", "--set", "model.language_model.freeze=true"]) == 0
+    said = capfd.readouterr().out
+    assert "frozen-aware" in said and "language_model[" in said and "tokens per microbatch" in said
+    assert main(["simulate", str(tiny), "--out", str(tmp_path), "--microbatches", "4", "--profile"]) == 0
+    assert "timed on this machine" in capfd.readouterr().out
+    assert (tmp_path / "timeline.png").stat().st_size > 1000 and json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_doctor_says_what_is_on_and_why_the_rest_is_off(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capfd.readouterr().out
+    for part in ("python", "triton", "attention: cpu", "gloo", "nccl", "cuda", "apt", "interlace._core"):
+        assert part in said
+    assert "training can run here" in said
+
+
+def test_the_large_example_can_be_planned(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(ROOT / "configs" / "vlm_8b_example.toml"), "--tflops", "400"]) == 0
+    said = capfd.readouterr().out
+    assert "8 ranks" in said and "iteration" in said
