@@ -196,7 +196,7 @@ def run(
         output, left = module(**kwargs), False
     except _Leave as leave:
         output, left = leave.hidden, True
-    except (NotImplementedError, RuntimeError) as error:
+    except RuntimeError as error:
         if hidden is None or "meta" not in str(error):
             raise
         raise ValueError(
