@@ -64,8 +64,7 @@ def compile_call(call: Call, architecture: int) -> Any:
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(call.kernel, signature, constants, attributes)
-    options = {"num_warps": call.warps, "num_stages": call.stages}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=call.options)
 
 
 def resources(compiled: Any) -> Resources:
@@ -79,9 +78,7 @@ def resources(compiled: Any) -> Resources:
         usage = _tool("cuobjdump", "-res-usage", str(cubin))
         code = _tool("nvdisasm", "-c", str(cubin))
     registers, stack = (int(_find(rf"{name}:(\d+)", usage)) for name in ("REG", "STACK"))
-    count = {
-        name: len(re.findall(rf"\b{name}\b", code)) for name in ("STL", "LDL", "HGMMA", "HMMA", "UTCHMMA")
-    }
+    count = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("STL", "LDL", "HGMMA", "HMMA", "UTCHMMA")}
     return Resources(
         registers=registers,
         shared=compiled.metadata.shared,

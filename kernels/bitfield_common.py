@@ -6,9 +6,9 @@ The predicate is the one of ``interlace.masks`` (query i sees key j), rearranged
     and (pos_j > pos_i - window_i or pos_j < sinks)
     and ((ATTENDS_i has OWN_j and (not CAUSAL_i or pos_j <= pos_i)) or span_i == span_j >= 0)
 
-Everything that depends on one side alone is folded into vectors first (``query_terms``, ``key_terms``); only ``allowed``
-touches pairs. Rows and keys outside the tensors get document numbers that equal nothing, so the length bounds need no
-arithmetic of their own.
+Everything that depends on one side alone is folded into vectors first (``query_terms``, ``key_terms``); only
+``allowed`` touches pairs. Rows and keys outside the tensors get document numbers that equal nothing, so the length
+bounds need no arithmetic of their own.
 """
 
 from __future__ import annotations

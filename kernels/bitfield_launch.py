@@ -37,9 +37,14 @@ class Call:
     warps: int
     stages: int
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compiler options. Fused multiply-add is asked for: Triton 3.10 will no longer have it by default."""
+        return dict(num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True)
+
     def run(self) -> None:
         if self.programs:
-            self.kernel[(self.programs,)](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+            self.kernel[(self.programs,)](**self.arguments, **self.options)
 
 
 def architecture_of(device: torch.device) -> int:

@@ -23,14 +23,14 @@ FORWARD, QUERY_GRADIENT, KEY_GRADIENT = "forward", "query_gradient", "key_gradie
 # 16-bit inputs. architecture -> kernel -> {head dimension, rounded up to a power of two: tile}; 64 serves all below it.
 TILES: dict[int, dict[str, dict[int, Tile]]] = {
     80: {
-        FORWARD: {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
-        QUERY_GRADIENT: {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
-        KEY_GRADIENT: {64: Tile(64, 64, 4, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
+        QUERY_GRADIENT: {64: Tile(64, 32, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+        KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
     },
     90: {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
-        QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 1)},
-        KEY_GRADIENT: {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+        QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
+        KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 1)},
     },
     100: {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
@@ -41,9 +41,6 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
 # Exact fp32 products run on the plain cores, which hold their operands in registers.
 FLOAT32 = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 INTERPRETED = Tile(32, 32, 1, 1)
-
-SHARED_MEMORY = {80: 166_912, 90: 232_448, 100: 232_448}
-"""Bytes that one program may use, by architecture."""
 
 
 def choose(kernel: str, architecture: int, block_d: int, block: int, *, float32: bool) -> Tile:

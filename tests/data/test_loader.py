@@ -130,6 +130,16 @@ def test_end_of_epoch_is_reported(caplog):
     assert [r.message for r in caplog.records] == ["end of epoch 0: numbers: all well"]
 
 
+def test_failures_are_told_loudly_once(caplog):
+    dataset = Numbers(4)
+    dataset.failures["a.png"] = "broken"
+    with caplog.at_level("INFO", "interlace.data"), Loader(dataset, 4, prefetch=0) as loader:
+        take(loader, 2)
+        dataset.failures["b.png"] = "broken"
+        take(loader, 1)
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO", "WARNING"]
+
+
 def test_a_plain_map_style_dataset_works():
     samples = [Sample(torch.tensor([i]), torch.tensor([i])) for i in range(6)]
     with Loader(samples, 2, shuffle=False) as loader:  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -181,7 +182,10 @@ def test_two_processes_build_it_once(tmp_path):
         pack = open_pack(Path({str(root)!r}), items, ImageSpec(), Path({str(tmp_path)!r}), workers=0)
         print(json.dumps(sorted(pack.shapes)))
         """)
-    runs = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    package = str(Path(pack_module.__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": package}
+    command = [sys.executable, "-c", program]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     outputs = [run.communicate(timeout=120)[0].splitlines() for run in runs]
     assert [json.loads(lines[-1]) for lines in outputs] == [["0.png", "1.png", "2.png", "3.png"]] * 2
     assert sum(line.startswith("decoded 4 pictures") for lines in outputs for line in lines) == 1

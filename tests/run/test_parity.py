@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from interlace.plan import ParallelPlan, ParallelSpec
 from interlace.run import parallelize
@@ -139,3 +140,17 @@ def test_a_batch_without_targets_is_refused():
     parallel = parallelize(mllm, make_plan(mllm, "parallel", 1))
     with pytest.raises(ValueError, match="no sample of the batch has a valid target"):
         parallel.step([batch])
+
+
+def test_autocast_runs_in_bf16_and_keeps_fp32_gradients():
+    mllm = tiny_mllm()
+    microbatches = random_microbatches(mllm, "all")
+    loss, gradients = oracle(mllm, microbatches)
+    mllm.zero_grad()
+    parallel = parallelize(mllm, make_plan(mllm, "parallel", 3), autocast=torch.bfloat16, checkpointing=True)
+    result = parallel.step(microbatches)
+    assert result != loss and abs(result - loss) <= 2e-2 * loss  # bf16 has 8 bits of mantissa
+    for name, parameter in parallel.named_parameters():
+        if gradients[name] is not None and gradients[name].norm() > 1e-3:
+            assert parameter.grad.dtype == torch.float32
+            assert (parameter.grad - gradients[name]).norm() <= 0.15 * gradients[name].norm(), name

@@ -53,11 +53,14 @@ def current_plan() -> tuple[AttentionPlan | None, str | None]:
     return _active.get()
 
 
-def carrier(plan: AttentionPlan, *, device: torch.device | str | None = None) -> Tensor:
-    """A bool tensor [B, 1, Q, K] without memory that HuggingFace passes on as an attention mask, holding `plan`."""
-    scalar = torch.zeros((), dtype=torch.bool, device=plan.device if device is None else device)
+def carrier(plan: AttentionPlan, *, backend: str | None = None) -> Tensor:
+    """A bool tensor [B, 1, Q, K] without memory that HuggingFace passes on as an attention mask, holding `plan`.
+
+    `backend` names the attention backend for the layers that receive it (None = the fastest).
+    """
+    scalar = torch.zeros((), dtype=torch.bool, device=plan.device)
     mask = scalar.expand(plan.batch, 1, plan.q_len, plan.k_len)
-    mask.interlace_plan = plan  # type: ignore[attr-defined]
+    mask.interlace_plan = (plan, backend)  # type: ignore[attr-defined]
     return mask
 
 
@@ -77,9 +80,10 @@ def attention(
 
     Raises ValueError for attention dropout and additive biases, which the kernels do not have.
     """
-    plan, backend = _active.get()
-    if attention_mask is not None:
-        plan = getattr(attention_mask, "interlace_plan", None)
+    if attention_mask is None:
+        plan, backend = _active.get()
+    else:
+        plan, backend = getattr(attention_mask, "interlace_plan", (None, None))
         if plan is None and attention_mask.numel() > 1 and not any(attention_mask.stride()):
             raise ValueError(
                 "an attention mask lost its plan on the way to the attention layer (the model copied it); run the "
@@ -132,9 +136,11 @@ def make_mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """HuggingFace's mask interface: a carrier of the active plan, or of one made for what the model asks."""
-    plan, _ = _active.get()
+    plan, backend = _active.get()
     if plan is not None:
-        return carrier(plan)
+        return carrier(plan, backend=backend)
+    if torch.device(device).type == "meta":
+        return None  # shapes are all that is asked for, and a plan depends on values
     causal = mask_function is causal_mask_function
     if q_length == 1 or not (causal or mask_function is bidirectional_mask_function):
         return sdpa_mask(
@@ -158,7 +164,7 @@ def make_mask(
     keys = BitfieldMask(bits, doc=doc, pos=index.contiguous())
     first = int(q_offset) - int(kv_offset)
     queries = keys if (first, q_length) == (0, kv_length) else keys.select(slice(first, first + q_length))
-    return carrier(AttentionPlan.build(queries, keys))
+    return carrier(AttentionPlan.build(queries, keys), backend=backend)
 
 
 def register() -> None:

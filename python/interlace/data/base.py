@@ -18,9 +18,8 @@ from torch.utils.data import Dataset
 
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, to_tensor
 from interlace.data.tokenizer import ByteTokenizer
-from interlace.data.types import Media, Sample
+from interlace.model.sample import IGNORE, Media, Sample
 
-IGNORE = -100
 MODALITIES = ("vision", "audio")
 log = logging.getLogger("interlace.data")
 

@@ -53,17 +53,24 @@ def fetch_stamps(cache: str | Path | None = None, *, timeout: float = 300.0) -> 
 
     ``timeout``: seconds for each subprocess and for waiting on another process that fetches.
     """
+    folder, trouble = find_or_fetch(cache, timeout=timeout)
+    if trouble:
+        log.warning("stamps not available: %s", trouble)
+    return folder
+
+
+def find_or_fetch(cache: str | Path | None = None, *, timeout: float = 300.0) -> tuple[Path | None, str]:
+    """``fetch_stamps`` for callers that report trouble themselves: (folder or None, the trouble in one line or "")."""
     found = find_stamps(cache)
     if found is not None:
-        return found
+        return found, ""
     folder = Path(cache) if cache is not None else cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder / "fetch.lock", timeout):
-            return find_stamps(folder) or _fetch(folder, timeout)
+            return find_stamps(folder) or _fetch(folder, timeout), ""
     except (FetchError, OSError, TimeoutError) as error:
-        log.warning("stamps not available: %s", " ".join(str(error).split()))
-        return None
+        return None, " ".join(str(error).split())
 
 
 @contextmanager

@@ -149,7 +149,7 @@ _CAPTION = re.compile(r"(?P<language>[a-z]{2,3}(?:_[A-Z]{2})?(?:@\w+)?)\.utf8=(?
 
 
 def build_index(root: Path, files: list[str], signature: str = "") -> StampIndex:
-    """Reads every header under ``root`` (3-4 s for the real package). Broken files land in ``failures``."""
+    """Reads every header under ``root`` (a few seconds for the real package). Broken files land in ``failures``."""
     index = StampIndex(root, signature, [])
     stamps: dict[str, Stamp] = {}
     for name in files:

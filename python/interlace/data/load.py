@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from interlace.data.base import MultimodalDataset
 from interlace.data.digits import DigitsDataset
-from interlace.data.fetch import cache_folder, fetch_stamps, find_stamps
+from interlace.data.fetch import cache_folder, find_or_fetch, find_stamps
 from interlace.data.stamps import StampsDataset
 
 log = logging.getLogger("interlace.data")
@@ -41,8 +41,9 @@ def load_dataset(
     """The train and held-out split of "stamps" or "digits".
 
     root: a stamps folder to use as it is; else the one in ``cache`` (default ``cache_folder()``), fetched unless
-    ``fetch`` is False. When there is none, the digits are loaded and ``note`` (also logged) says so; settings that
-    only the stamps have are then left aside. Other settings: the arguments of StampsDataset and DigitsDataset.
+    ``fetch`` is False. When there is none, the digits are loaded and ``note`` says so and why (it is logged as a
+    warning, so print it only where warnings are off); settings that only the stamps have are then left aside.
+    Other settings: the arguments of StampsDataset and DigitsDataset.
 
     In a run of many processes call it once before they start: it fetches and decodes; then every rank finds the
     same data in the cache. Raises ValueError for an unknown name and TypeError for unknown settings.
@@ -56,9 +57,11 @@ def load_dataset(
         raise TypeError(f"dataset {name!r} has no settings {unknown}; it has {sorted(accepted[name])}")
     note = ""
     if name == "stamps":
-        folder = Path(root) if root is not None else (fetch_stamps(cache) if fetch else find_stamps(cache))
+        folder, trouble = Path(root) if root is not None else find_stamps(cache), "not in the cache"
+        if folder is None and fetch:
+            folder, trouble = find_or_fetch(cache)
         if folder is None:
-            note = "stamps not available (no network, apt or cached copy): training on scikit-learn's digits instead"
+            note = f"stamps not available ({trouble}): using scikit-learn's handwritten digits instead"
             log.warning(note)
             name = "digits"
             settings = {key: value for key, value in settings.items() if key in accepted[name]}

@@ -4,7 +4,7 @@
   ``d`` takes the ``r``-th of ``d`` equal parts of every batch, so all replicas agree without talking.
 - ``state_dict`` says what has been *handed out*, not what the prefetch thread has already made; a loader that loads
   it continues with the very next batch, also with another number of replicas.
-- The thread is enough while decoding is a read from a memory map (0.1 ms per sample); it stops with ``close``.
+- The thread is enough while decoding is a read from a memory map (0.2 to 0.4 ms per sample); it stops with ``close``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from interlace.data.types import Sample
+from interlace.model.sample import Sample
 
 log = logging.getLogger("interlace.data")
 
@@ -59,6 +59,7 @@ class Loader:
         self._order: tuple[int, np.ndarray] | None = None
         self._worker: _Prefetcher | None = None
         self._closed = False
+        self._failures_told = 0
 
     def indices(self, epoch: int, position: int) -> list[int]:
         """Dataset indices of the whole global batch at ``position`` (0 .. batches_per_epoch - 1) of ``epoch``."""
@@ -97,9 +98,11 @@ class Loader:
         else:
             samples = self._make(self.epoch, self.position)
         self.epoch, self.position = self.following(self.epoch, self.position)
-        if self.position == 0 and hasattr(self.dataset, "report"):
-            level = logging.WARNING if getattr(self.dataset, "failures", None) else logging.INFO
+        if self.position == 0 and self.dp_rank == 0 and hasattr(self.dataset, "report"):
+            failures = len(getattr(self.dataset, "failures", ()))
+            level = logging.WARNING if failures > self._failures_told else logging.INFO  # loud only about news
             log.log(level, "end of epoch %d: %s", self.epoch - 1, self.dataset.report())
+            self._failures_told = failures
         return samples
 
     def following(self, epoch: int, position: int) -> tuple[int, int]:

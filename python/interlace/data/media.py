@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 SAMPLE_RATE = 16_000
 HOP = 160  # samples per mel frame: 10 ms
@@ -252,6 +254,8 @@ def _extractor(mel_bins: int) -> Any:
 
 def to_tensor(array: np.ndarray, spec: ImageSpec | AudioSpec) -> torch.Tensor:
     """float32 model input: pixels normalised by the spec's mean and std, mel features as they are."""
+    import torch  # not above: workers that decode pictures do without it
+
     if isinstance(spec, AudioSpec):
         return torch.from_numpy(array.astype(np.float32))
     mean = np.asarray(spec.mean, dtype=np.float32)[:, None, None]

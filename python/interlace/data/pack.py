@@ -10,7 +10,8 @@ features (float16) go to flat files read by memory map, so training decodes noth
   whole, checked by size when opened and by CRC when read. A damaged pack is rebuilt, a damaged item decoded afresh.
 - Bounded: past ``limit_bytes`` items are verified but not kept; the 6 packs used last per modality stay on disk.
 
-Measured on 2 cores: 7,300 clips in about 20 s, 950 pictures in about 5 s; reopening takes 0.05 s.
+For the real package (7,171 clips, 1,033 pictures) that costs 50 s of processor time, shared by the cores, and 190 MB;
+opening it again 0.03 s.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _load(folder: Path, root: Path, spec: Spec) -> Pack | None:
 def _build(folder: Path, root: Path, items: Sequence[Item], spec: Spec, workers: int | None, limit: int) -> None:
     started = time.monotonic()
     if workers is None:
-        workers = 0 if len(items) < IN_PROCESS_ITEMS else min(16, len(os.sched_getaffinity(0)))
+        workers = 0 if len(items) < IN_PROCESS_ITEMS else min(16, _cores())
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -176,6 +177,11 @@ def _build(folder: Path, root: Path, items: Sequence[Item], spec: Spec, workers:
     for path, reason in sorted(failures.items()):
         log.warning("cannot decode %s: %s", path, reason)
     log.info("decoded %d %s in %.1f s, %d failed", len(items), kind, time.monotonic() - started, len(failures))
+
+
+def _cores() -> int:
+    """Cores that this process may use; fewer than the machine has in a container or under taskset."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prune(packs: Path, modality: str) -> None:

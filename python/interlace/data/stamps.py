@@ -60,7 +60,7 @@ class StampsDataset(MultimodalDataset):
     workers: decoding processes of the first run. limit_bytes: most disk per cached modality.
 
     The first construction decodes every file once to find broken ones (``failures``) and to cache the results
-    (25 s on 2 cores for all of the real package); later ones take under a second.
+    (50 s of processor time for the real package, shared by the cores); later ones take about half a second.
     """
 
     name = "stamps"

@@ -94,7 +94,10 @@ class _Step:
             inputs = self.settings.preprocess(dict(self.inputs)) if self.settings.preprocess else self.inputs
             inputs = embed(self.module, self.settings, inputs, self.device)
             plan = plan_of(inputs, self.device)
-            given = {"inputs_embeds": inputs["inputs_embeds"], "attention_mask": carrier(plan)}
+            given = {
+                "inputs_embeds": inputs["inputs_embeds"],
+                "attention_mask": carrier(plan, backend=self.settings.backend),
+            }
             position = inputs["position_ids"].to(self.device)
         else:
             plan = None

@@ -81,7 +81,7 @@ def run_language(
     kwargs: Inputs = {
         "inputs_embeds": inputs["inputs_embeds"] if hidden is None else hidden,
         "position_ids": inputs["position_ids"].to(like.device),
-        "attention_mask": carrier(plan),
+        "attention_mask": carrier(plan, backend=settings.backend),
     }
     accepted = inspect.signature(module.forward).parameters
     if "use_cache" in accepted:

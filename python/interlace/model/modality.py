@@ -347,7 +347,17 @@ def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
 
 
 def use_bitfield_attention(module: nn.Module) -> None:
-    """Switch a HuggingFace model to `attn_implementation="interlace"`. Raises ValueError where that cannot be done."""
+    """Switch a HuggingFace model to `attn_implementation="interlace"`.
+
+    Raises ValueError where that cannot be done, and for layer drop: a dropped layer may be the one that a stage's
+    hidden state enters or leaves at.
+    """
+    drop = getattr(module, "layerdrop", 0.0)
+    if drop:
+        raise ValueError(
+            f"{type(module).__name__} has layer drop {drop}, which cannot be cut into stages: set layerdrop "
+            "(encoder_layerdrop in Whisper's config) to 0"
+        )
     setter = getattr(module, "set_attn_implementation", None)
     if setter is None:
         raise ValueError(f"{type(module).__name__} is no HuggingFace model: its attention cannot be switched")

@@ -277,7 +277,8 @@ class ParallelModel:
     def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(next(iter(self.named_parameters()))[1].device.type, dtype=self._autocast)
+        # A parameter that lives here: those of other ranks may be on the meta device.
+        return torch.autocast(next(self.named_parameters())[1].device.type, dtype=self._autocast)
 
     # -- gradients that several ranks share ------------------------------------------------------------------
 

@@ -1,0 +1,186 @@
+"""Bad input: each message names what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from interlace.model import Media, ModalityModule, MultimodalModel, Sample
+from tests.model.zoo import MELS, build, clip, llama, qwen2, sample, siglip, whisper
+
+
+def ids(*values):
+    return torch.tensor(values)
+
+
+def test_sample_and_media_contradictions():
+    with pytest.raises(ValueError, match=r"3 input_ids but 2 labels"):
+        Sample(ids(1, 2, 3), ids(1, 2))
+    with pytest.raises(TypeError, match=r"'x': input_ids must be an int64"):
+        Sample(torch.ones(3), ids(1, 2, 3), name="x")
+    with pytest.raises(ValueError, match=r"no tokens"):
+        Sample(ids().long(), ids().long())
+    with pytest.raises(ValueError, match=r"shape \(3, 4, 4\) but its data has \(3, 4, 8\)"):
+        Media((3, 4, 4), 1, torch.zeros(3, 4, 8))
+    with pytest.raises(TypeError, match=r"normalise"):
+        Media((3, 4, 4), 1, torch.zeros(3, 4, 4, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"tokens=0"):
+        Media((3, 4, 4), 0)
+    with pytest.raises(ValueError, match=r"is empty"):
+        Media((3, 0, 4), 1)
+
+
+def image(tokens=1, shape=(3, 4, 4)):
+    return Media(shape, tokens, torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("one", "message"),
+    [
+        (
+            Sample(ids(1, 46, 46), ids(1, 1, 1), {"vision": [image()]}, "s7"),
+            r"'s7'.* 2 placeholders \(id 46\).* 1 token",
+        ),
+        (Sample(ids(1, 46), ids(1, 1), {}, "s8"), "'s8'.* 1 placeholders .*0 media items become 0"),
+        (
+            Sample(ids(1, 46), ids(1, 1), {"vision": [image(2)]}, "s9"),
+            r"'s9', vision item 0.* 2 tokens, but .* makes 1",
+        ),
+        (Sample(ids(1), ids(1), {"vison": [image()]}, "s10"), "'s10' has 'vison' media.*did you mean 'vision'"),
+        (
+            Sample(ids(1, 47), ids(1, 1), {"audio": [Media((MELS, 33), 1)]}, "long"),
+            "'long', audio item 0: audio of 33 frames is too long .* 32 frames.*max_source_positions to 17",
+        ),
+        (
+            Sample(ids(1, 46), ids(1, 1), {"vision": [image(shape=(3, 5, 4))]}, "rim"),
+            "'rim'.* 5 x 4 .*multiples of the patch, 4",
+        ),
+        (
+            Sample(ids(1, 46), ids(1, 1), {"vision": [image(shape=(1, 4, 4))]}, "grey"),
+            r"\(1, 4, 4\).*\(3, height, width\)",
+        ),
+        (Sample(ids(1, 47), ids(1, 1), {"audio": [Media((4, 9), 1)]}, "mel"), r"\(4, 9\).*\(8 mel bins, frames\)"),
+    ],
+)
+def test_samples_that_do_not_fit_the_model(one, message):
+    mllm = build()
+    with pytest.raises(ValueError, match=message):
+        mllm.collate([one])
+
+
+def test_sample_longer_than_the_positions():
+    mllm = build(None, None, max_position_embeddings=16)
+    with pytest.raises(ValueError, match=r"'big' has 18 tokens .* positions for 16"):
+        mllm.collate([sample(mllm, torch.Generator().manual_seed(0), 17, name="big")])
+    with pytest.raises(ValueError, match=r"at least one sample"):
+        mllm.collate([])
+
+
+def test_features_that_do_not_match_placeholders():
+    mllm = build()
+    one = sample(mllm, torch.Generator().manual_seed(0), ("vision", 8, 8), 3)
+    batch = mllm.collate([one])
+    batch.pop("vision")
+    with pytest.raises(ValueError, match=r"vision: input_ids hold 4 placeholders \(id 46\) but the encoder gave 0"):
+        mllm(**batch)
+    with pytest.raises(ValueError, match=r"inputs for 'visio'.*did you mean 'vision'"):
+        mllm(**batch, visio={})
+    wrong = MultimodalModel(
+        {"vision": ModalityModule(siglip(), projector=nn.Linear(16, 7))}, llama(), placeholders={"vision": 46}
+    )
+    with pytest.raises(ValueError, match=r"size 7.*have 24"):
+        wrong(**wrong.collate([one]))
+
+
+def test_undecoded_media_on_the_first_stage():
+    mllm = build()
+    one = Sample(ids(1, 46), ids(1, -100), {"vision": [Media((3, 4, 4), 1)]})
+    with pytest.raises(ValueError, match=r"not decoded"):
+        mllm(**mllm.collate([one]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"placeholders": {}}, "no placeholder for encoder 'vision'"),
+        ({"placeholders": {"vision": 48}}, "id 48 of 'vision' is outside .* vocabulary of 48.*at least 49"),
+        ({"placeholders": {"vision": 46, "video": 47}}, "placeholder for 'video'"),
+        ({"generators": {"image": nn.Identity()}}, "generators .image. are not part"),
+        ({"language_model": None}, "needs a language_model"),
+        ({"encoders": {"language_model": None}, "placeholders": {"language_model": 1}}, "must be a ModalityModule"),
+    ],
+)
+def test_parts_that_do_not_fit(changes, message):
+    vision = {"vision": ModalityModule(siglip())}
+    given = {"encoders": vision, "language_model": llama(), "placeholders": {"vision": 46}, **changes}
+    with pytest.raises(ValueError, match=message):
+        MultimodalModel(**given)
+
+
+def test_shared_placeholder():
+    encoders = {"vision": ModalityModule(siglip()), "audio": ModalityModule(whisper())}
+    with pytest.raises(ValueError, match=r"share a placeholder"):
+        MultimodalModel(encoders, llama(), placeholders={"vision": 46, "audio": 46})
+
+
+def test_modules_that_cannot_be_used():
+    with pytest.raises(ValueError, match=r"unknown projector 'mpl': use linear, mlp"):
+        ModalityModule(siglip(), projector="mpl")
+    with pytest.raises(ValueError, match=r"downsample is 0"):
+        ModalityModule(siglip(), downsample=0)
+    with pytest.raises(ValueError, match=r"no nn.ModuleList of layers.*layers='path"):
+        ModalityModule(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"has no ModuleList 'layers'.*encoder.layers"):
+        ModalityModule(siglip(), layers="layers")
+
+    class TwoTowers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left = nn.ModuleList([nn.Linear(2, 2)])
+            self.right = nn.ModuleList([nn.Linear(2, 2)])
+
+    with pytest.raises(ValueError, match=r"several lists of layers \(left, right\)"):
+        ModalityModule(TwoTowers())
+
+    class Sound(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2)])
+
+        def forward(self, waveform):
+            return waveform
+
+    with pytest.raises(ValueError, match=r"no image, audio or text model"):
+        ModalityModule(Sound())
+
+
+def test_ranges_and_names_of_slices():
+    mllm = build()
+    for start, stop in ((0, 4), (2, 2), (-1, 1), (3, 2)):
+        with pytest.raises(ValueError, match=rf"vision: layers {start} to {stop} .* 3 layers.*more stages than layers"):
+            mllm.slice("vision", start, stop)
+    with pytest.raises(ValueError, match=r"unknown module 'visoin'.*did you mean 'vision'"):
+        mllm.slice("visoin", 0, 1)
+    with pytest.raises(ValueError, match=r"unknown module"):
+        mllm.collate([], only={"video"})
+    batch = mllm.collate_module("vision", [sample(mllm, torch.Generator().manual_seed(0), ("vision", 4, 4), 2)])
+    with pytest.raises(ValueError, match=r"vision \[1:3\] needs the previous stage's hidden state"):
+        mllm.slice("vision", 1, 3)(batch)
+    with pytest.raises(ValueError, match=r"vision \[0:3\] takes no hidden state"):
+        mllm.slice("vision", 0, 3)(batch, torch.zeros(1, 1, 16))
+
+
+def test_attention_dropout_is_refused_in_training():
+    mllm = build(None, None, language=lambda: qwen2(attention_dropout=0.1))
+    batch = mllm.collate([sample(mllm, torch.Generator().manual_seed(0), 4)])
+    mllm.eval()(**batch)
+    with pytest.raises(ValueError, match=r"attention dropout is 0.1"):
+        mllm.train()(**batch)
+
+
+def test_postprocess_that_changes_the_number_of_tokens():
+    vision = ModalityModule(clip(), downsample=2, postprocess=lambda inputs, output: output[:3])
+    vision.connect(24)
+    with pytest.raises(ValueError, match=r"postprocess made 3 tokens of 4.*downsample=1"):
+        vision(pixel_values=[torch.zeros(3, 8, 8)])
