@@ -232,7 +232,8 @@ def test_what_in_process_ranks_learn_can_be_copied_back():
 def test_impossible_batches_are_refused(samples, microbatches, message):
     mllm = tiny_mllm()
     groups = random_microbatches(mllm, "text")
-    given = {"good": groups[0], "mixed": [groups[0][0], groups[1]], "groups": groups, "none": []}[samples]
+    mixed = [groups[0][0], groups[1]]
+    given = {"good": groups[0], "mixed": mixed, "groups": groups, "none": []}[samples]
     with pytest.raises(ValueError, match=message):
         parallelize(mllm, make_plan(mllm, "parallel", 1)).step(given, microbatches)
 

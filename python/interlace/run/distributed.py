@@ -115,11 +115,11 @@ class DistributedChannel:
         world = dist.get_world_size()
         if self.rank > 0:
             self._send_object(value, 0, what)
-            self.finish()
-            # Rank 0 may itself wait for a lost rank first.
+            # Rank 0 may itself wait for a lost rank first, and then never takes what was sent.
             lost, values = self._receive_object(0, what, 2 * self.timeout)
             if lost:
                 raise PipelineError(f"{lost}; rank 0 told rank {self.rank}, in {what}")
+            self.finish()
             return values
         values = [value]
         try:
