@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         user_error, known = _kind_of(error)
         if launch.under_launcher():
-            launch.report_error(error, user_error=user_error and not options.debug)
+            launch.report_error(error, user_error=user_error and not options.debug, known=known and not options.debug)
         elif options.debug or not known:
             raise
         else:

@@ -137,7 +137,10 @@ class ModalityModule(nn.Module):
     @property
     def nominal_length(self) -> int:
         """Tokens inside the layers of an item of the size that the encoder was configured for."""
-        return self.encoder_length(self._default)
+        shape = self._default
+        if self.kind == "image":  # 384 pixels in patches of 14: the library's own processors cut the rim off
+            return (shape[1] // self.patch) * (shape[2] // self.patch) + self.prefix
+        return self.encoder_length(shape)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError for an item that the encoder cannot take, saying what it takes."""

@@ -32,6 +32,15 @@ class MultimodalOutput:
     targets: int
 
 
+class Encoders(nn.ModuleDict):
+    """Encoder name -> ModalityModule."""
+
+    def __getitem__(self, name: str) -> ModalityModule:
+        encoder = super().__getitem__(name)
+        assert isinstance(encoder, ModalityModule)
+        return encoder
+
+
 class MultimodalModel(nn.Module):
     """Encoders feeding one language model (Cornstarch 2025-03 section 3): a plain single-device module.
 
@@ -65,7 +74,7 @@ class MultimodalModel(nn.Module):
             before, after = language_model.preprocess, language_model.postprocess
             path, language_model = language_model.layer_path, language_model.module
         use_bitfield_attention(language_model)
-        self.encoders = nn.ModuleDict(encoders)
+        self.encoders = Encoders(encoders)
         self.language_model = language_model
         config: Any = language_model.config
         config = config.get_text_config()
@@ -109,7 +118,7 @@ class MultimodalModel(nn.Module):
         """The repeated layers of module `name`, which stages are cut from."""
         self._check_module(name)
         if name != LANGUAGE_MODEL:
-            return self._encoder(name).layers
+            return self.encoders[name].layers
         layers = self.language_model.get_submodule(self.language_settings.layer_path)
         assert isinstance(layers, nn.ModuleList)
         return layers
@@ -124,7 +133,7 @@ class MultimodalModel(nn.Module):
         if name == LANGUAGE_MODEL:
             keys = context if context is not None else min(self.max_length or 1024, 1024) / 2
             return describe_layers(self.language_model, LANGUAGE_MODEL, self.language_settings.layer_path, keys)
-        encoder = self._encoder(name)
+        encoder = self.encoders[name]
         keys = context if context is not None else encoder.nominal_length
         path = f"module.{encoder.layer_path}"
         return describe_layers(encoder, f"encoders.{name}", path, keys, encoder.downsample)
@@ -150,9 +159,10 @@ class MultimodalModel(nn.Module):
                 f"{name}: layers {start} to {stop} are no stage of its {total} layers; need 0 <= start < stop <= "
                 f"{total} (more stages than layers cannot be)"
             )
-        root, path = self.language_model, self.language_settings.layer_path
+        root: nn.Module = self.language_model
+        path = self.language_settings.layer_path
         if name != LANGUAGE_MODEL:
-            root, path = self._encoder(name), f"module.{self._encoder(name).layer_path}"
+            root, path = self.encoders[name], f"module.{self.encoders[name].layer_path}"
         recompute = self._checkpointing if checkpointing is None else checkpointing
         part = carve(root, path, start, stop, share=not copy, checkpointing=recompute)
         if isinstance(part, ModalityModule):
@@ -235,9 +245,9 @@ class MultimodalModel(nn.Module):
         """Inputs of one module for these samples, as its stages take them."""
         self._check_module(name)
         if name == LANGUAGE_MODEL:
-            encoders = {name: self._encoder(name) for name in self.encoders}
+            encoders = {name: self.encoders[name] for name in self.encoders}
             return collate_language(samples, encoders, self.language_settings.placeholders, self.max_length)
-        return collate_media(samples, name, self._encoder(name))
+        return collate_media(samples, name, self.encoders[name])
 
     # ------------------------------------------------------------------ forward
 
@@ -250,7 +260,7 @@ class MultimodalModel(nn.Module):
                 f"the batch has inputs for {unknown[0]!r}, but the encoders are {', '.join(self.encoders) or 'none'}"
                 + (f"; did you mean {near[0]!r}?" if near else "")
             )
-        return {name: self._encoder(name)(**given) for name, given in inputs.items()}
+        return {name: self.encoders[name](**given) for name, given in inputs.items()}
 
     def generate(self, prompt: Sample, **options: Any) -> list[int]:
         """Token ids that continue `prompt` (its labels do not matter); options: see interlace.model.generate."""
@@ -287,11 +297,6 @@ class MultimodalModel(nn.Module):
         return MultimodalOutput(loss, output.logits, targets)
 
     # ------------------------------------------------------------------ helpers
-
-    def _encoder(self, name: str) -> ModalityModule:
-        encoder = self.encoders[name]
-        assert isinstance(encoder, ModalityModule)
-        return encoder
 
     def _check_module(self, name: str) -> None:
         if name != LANGUAGE_MODEL and name not in self.encoders:

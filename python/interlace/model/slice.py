@@ -196,6 +196,14 @@ def run(
         output, left = module(**kwargs), False
     except _Leave as leave:
         output, left = leave.hidden, True
+    except RuntimeError as error:
+        if hidden is None or "meta" not in str(error):
+            raise
+        raise ValueError(
+            f"{type(module).__name__} cannot start after its first layers: between its embeddings and its layers it "
+            "computes with weights that only its first stage holds (learned positions added to inputs_embeds). Keep "
+            "this module on one stage"
+        ) from error
     finally:
         _hidden.reset(token)
         if handle is not None:

@@ -43,7 +43,9 @@ def train(options: argparse.Namespace) -> int:
         folder=folder,
         timeout=config.parallel.timeout,
         threads=config.parallel.threads,
-        resume=f"interlace train {shlex.quote(str(written))} --resume {shlex.quote(str(folder))}",
+        resume=lambda: (
+            f"interlace train --resume {shlex.quote(str(folder))}" if runfolder.has_checkpoint(folder) else ""
+        ),
         environment={launch.RUN_FOLDER: str(folder)},
     )
 
@@ -91,7 +93,7 @@ def generate(options: argparse.Namespace) -> int:
     source = str(folder / "config.toml")
     config = load(source)
     tokenizer = data.ByteTokenizer()
-    model = build(config, tokenizer, source=source)
+    model: Any = build(config, tokenizer, source=source)
     specs = media_specs(config, model)
     items: list[tuple[str, Any]] = []
     for modality, paths, read in (

@@ -177,8 +177,12 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     Returns the config with the dataset that there is (the digits when the stamps cannot be had; one line says so).
     A marker in the cache skips all this, and the imports it takes, when the same config was prepared before.
     """
-    marker = _marker(config)
-    if marker.exists():
+    from interlace import __version__
+
+    cache = _cache(config)
+    key = (__version__, config.data.model_dump_json(), config.model.model_dump_json(), config.run.seed)
+    marker = cache / "prepared" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    if marker.exists() and (config.data.dataset == "digits" or any(cache.glob("stamps/[!.]*/complete.json"))):
         return config
     from interlace.data import ByteTokenizer
     from interlace.train.build import build
@@ -195,15 +199,10 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     return config
 
 
-def _marker(config: Config) -> Path:
-    from interlace import __version__
-
-    what = (__version__, config.data.model_dump_json(), config.model.model_dump_json(), config.run.seed)
-    key = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-    # The folder is interlace.data.cache_folder(), found without importing torch.
+def _cache(config: Config) -> Path:
+    """What `interlace.data.cache_folder` says, found without importing torch."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    cache = config.data.cache or os.environ.get("INTERLACE_CACHE") or f"{base}/interlace"
-    return Path(cache).expanduser() / "prepared" / key
+    return Path(config.data.cache or os.environ.get("INTERLACE_CACHE") or f"{base}/interlace").expanduser()
 
 
 def _stamps_settings(config: Config, model: Any, source: str) -> dict[str, Any]:

@@ -147,13 +147,14 @@ def run(
     folder: Path,
     timeout: float,
     threads: int | None = None,
-    resume: str = "",
+    resume: Callable[[], str] = lambda: "",
     environment: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> int:
     """Runs `count` ranks of `command` to their end and returns the exit code for the launcher.
 
-    `resume` is the command line that goes on from the last checkpoint, told to the user when a rank has died.
+    `resume` gives the command line that goes on from the last checkpoint ("" when there is none), told to the user when
+    a rank has died.
     """
     ranks = Ranks(command, count, folder=folder, timeout=timeout, threads=threads, environment=environment)
     previous = {
@@ -180,8 +181,12 @@ def run(
         others = [str(rank) for rank in range(count) if rank != death.rank]
         if others:
             say(f"interlace: the other ranks ({', '.join(others)}) have been stopped; logs in {ranks.logs}")
-    if resume:
-        say(f"interlace: go on from the last checkpoint with: {resume}")
+    again = resume()
+    say(
+        f"interlace: go on from the last checkpoint with: {again}"
+        if again
+        else "interlace: no checkpoint was saved yet"
+    )
     return 1
 
 
@@ -209,18 +214,21 @@ def default_threads(ranks: int) -> int:
     return max(1, cores // ranks)
 
 
-def report_error(error: BaseException, *, user_error: bool) -> None:
-    """In a rank: leaves its last words where the launcher looks for them (and torchrun's logs show them)."""
+def report_error(error: BaseException, *, user_error: bool, known: bool = False) -> None:
+    """In a rank: leaves its last words where the launcher looks for them (and torchrun's logs show them).
+
+    `user_error`: the user can mend it. `known`: one line says it all; else the traceback is printed.
+    """
     rank, folder = os.environ.get("RANK", "0"), os.environ.get(RUN_FOLDER)
-    if not user_error:
+    if not (user_error or known):
         traceback.print_exception(error, file=sys.stderr)
     if folder and LAUNCHER in os.environ:
-        text = str(error) if user_error else f"{type(error).__name__}: {error}"
+        text = str(error) if user_error or known else f"{type(error).__name__}: {error}"
         words = {"time": time.time(), "error": text.strip(), "traceback": traceback.format_exception(error)}
         path = Path(folder) / "logs" / f"rank-{rank}.error.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(words))
-    elif user_error:
+    elif user_error or known:
         print(f"interlace: rank {rank}: {error}", file=sys.stderr)
 
 

@@ -66,7 +66,9 @@ def run(
         autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
         timeout=config.parallel.timeout,
     )
-    train, held_out, _ = datasets(config, model, tokenizer, decode=set(parallel.hosts), source=source)
+    train, held_out, note = datasets(config, model, tokenizer, decode=set(parallel.hosts), source=source)
+    if note and rank == 0:
+        print(f"interlace: {note}", flush=True)
     check_data(train.fingerprint(), rank, world)
     feed = Feed(
         train,
@@ -150,11 +152,12 @@ def close(config: Config, folder: Path, outcome: dict[str, Any], tokenizer: Any,
     if path is None:
         raise checkpoint.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
     checkpoint.load_parameters(path, model, checkpoint.fingerprint(model, architecture(config)))
-    _, held_out, note = datasets(config, model, tokenizer, fetch=False, source=source)
+    held_out = feed.held_out_data
+    held_out.decode = set(held_out.tokens)  # this process now runs every encoder
     metrics, seconds = outcome["metrics"], max(outcome["seconds"], 1e-9)
     baselines = feed.baselines(tokenizer.vocab_size)
     rows: dict[str, Any] = {
-        "data": config.data.dataset + (f" ({note})" if note else ""),
+        "data": held_out.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "steps": outcome["step"],
         "train_loss": metrics[LOSS],

@@ -49,7 +49,7 @@ def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
     if not resume:
         parent = Path(config.run.folder) / config.run.name
         runs = [path for path in parent.glob("*") if path.is_dir() and not path.is_symlink()]
-        with_state = [path for path in runs if _has_checkpoint(path)]
+        with_state = [path for path in runs if has_checkpoint(path)]
         if not with_state:
             raise ConfigError(f"--resume: no run with a checkpoint under {parent}; start it without --resume")
         return max(with_state, key=lambda path: path.name), None
@@ -61,12 +61,13 @@ def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
         return path.parent.parent, path
     if path.name == "checkpoints":
         path = path.parent
-    if not _has_checkpoint(path):
+    if not has_checkpoint(path):
         raise ConfigError(f"--resume {resume}: no checkpoint under {checkpoints_of(path)}; start it without --resume")
     return path, None
 
 
-def _has_checkpoint(folder: Path) -> bool:
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run folder has a finished checkpoint."""
     names = (path.name.removeprefix("step-") for path in checkpoints_of(folder).glob("step-*"))
     return any(name.isdigit() for name in names)
 
