@@ -92,8 +92,8 @@ def check_sample(
     """Raise ValueError, naming the sample, unless its text and its media fit each other and the model.
 
     Refused are: ids or labels outside the vocabulary of `vocab_size`, more than `max_length` tokens, media of an
-    unknown encoder, an item that its encoder cannot take or that says a wrong number of tokens, placeholders that do not
-    match the media in number, and an item whose placeholders are not consecutive.
+    unknown encoder, an item that its encoder cannot take or that says a wrong number of tokens, placeholders that do
+    not match the media in number, and an item whose placeholders are not consecutive.
     """
     where = f"sample {sample.name!r}"
     if vocab_size is not None:

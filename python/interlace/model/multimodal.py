@@ -277,7 +277,7 @@ class MultimodalModel(nn.Module):
 
     def generate(self, prompt: Sample, **options: Any) -> list[int]:
         """Token ids that continue `prompt` (its labels do not matter); options: see interlace.model.generate."""
-        return generate(self, prompt, **options)
+        return generate(self, [prompt], **options)[0]
 
     def forward(
         self,
