@@ -156,7 +156,9 @@ def test_broken_files_are_named_counted_and_never_used(tree, stamps):
     assert not media_files(stamps, 5) & BROKEN
     assert "odd/both.svg" in media_files(make_stamps(tree, length=400, held_out=0.001))
     line = stamps.report()
-    pictures = sum(p.suffix in (".png", ".svg") and p.stem not in ("both_mirror", "uncaptioned") for p in tree.rglob("*"))
+    pictures = sum(
+        p.suffix in (".png", ".svg") and p.stem not in ("both_mirror", "uncaptioned") for p in tree.rglob("*")
+    )
     assert line.startswith("stamps/train: 2 of ") and "\n" not in line and len(line) < 700
     assert f"4 of {pictures} pictures cannot be decoded, e.g. broken/fonts.svg (" in line
     listing = stamps.listing().splitlines()
