@@ -228,6 +228,23 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     assert _curve(whole)[:stopped] == broken
 
 
+def test_a_refused_resume_leaves_the_runs_config(tiny: Path) -> None:
+    settings = ["--set", "train.steps=2", "--set", "log.samples=0", "--set", "log.accuracy_samples=0"]
+    one = ["--set", "parallel.ranks=1"]
+    done = _start("train", tiny, *settings, *one)
+    assert done.wait(timeout=120) == 0, done.communicate()[0]
+    config = _folder(tiny) / "config.toml"
+    before = config.read_bytes()
+    wrong = ["--set", "model.vision.config.num_hidden_layers=3"]
+    done = _start("train", tiny, *settings, *wrong, "--resume", config.parent)
+    output = done.communicate(timeout=120)[0]
+    assert done.returncode == 2 and "is a checkpoint of another model" in output, output
+    assert config.read_bytes() == before and not list(config.parent.glob(".config*"))
+    done = _start("train", tiny, *settings, *one, "--set", "train.steps=3", "--resume", config.parent)
+    output = done.communicate(timeout=120)[0]
+    assert done.returncode == 0 and "steps = 3" in config.read_text(), output
+
+
 def test_mask_plan_and_simulate_draw(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["mask", str(tiny), "--out", str(tmp_path / "m.png"), "--samples", "2"]) == 0
     assert (tmp_path / "m.png").stat().st_size > 1000

@@ -27,6 +27,7 @@ from typing import IO, Any
 
 LAUNCHER = "INTERLACE_LAUNCHER"  # process id of the launcher, in a rank's environment
 RUN_FOLDER = "INTERLACE_RUN_FOLDER"  # the run folder that the launcher made
+SOURCE = "INTERLACE_CONFIG"  # what the user calls the config, for a rank's messages
 USER_ERROR = 2  # exit code of "the user's input is wrong"
 POLL_SECONDS = 0.05
 

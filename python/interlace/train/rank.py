@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from interlace.train import checkpoint, launch, report, runfolder
 from interlace.train.build import architecture, build, build_plan, materialize, present
-from interlace.train.config import ConfigError, dumps
+from interlace.train.config import ConfigError
 from interlace.train.feed import PIXELS, Feed, datasets
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.schema import Config
@@ -70,6 +70,9 @@ def run(
     if note and rank == 0:
         print(f"interlace: {note}", flush=True)
     check_data(train.fingerprint(), rank, world)
+    if rank == 0 and not resume:
+        runfolder.write_config(folder, config)
+        runfolder.point_latest(folder)
     feed = Feed(
         train,
         held_out,
@@ -83,6 +86,7 @@ def run(
     if resume:
         path = trainer.resume(at)
         if rank == 0:
+            runfolder.write_config(folder, config)  # only now: a refused config must not replace the run's own
             print(f"going on from {path}", flush=True)
     elif rank == 0:
         draw_mask(model, feed, folder / "mask.png")
@@ -104,7 +108,6 @@ def agree_on_folder(config: Config, resume: str | None, rank: int, world: int) -
     if rank == 0:
         try:
             found[:2] = (runfolder.create(config), None) if resume is None else runfolder.resolve(config, resume)
-            (found[0] / "config.toml").write_text(dumps(config), encoding="utf-8")
         except ConfigError as error:
             found[2] = str(error)
     if world > 1:
