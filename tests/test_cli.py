@@ -228,6 +228,19 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     assert _curve(whole)[:stopped] == broken
 
 
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny: Path, victim: int) -> None:
+    settings = ["--set", "train.steps=4000", "--set", "parallel.timeout=5", "--set", "checkpoint.every=5"]
+    process = _start("train", tiny, *settings)
+    _wait_for(lambda: list(tiny.parent.glob("tiny/*/checkpoints/step-*")), process)
+    os.kill(_ranks(process.pid)[victim], signal.SIGSTOP)
+    start = time.monotonic()
+    output = process.communicate(timeout=60)[0]
+    assert time.monotonic() - start < 15 and process.returncode == 1, output
+    assert re.search(rf"last words: rank {1 - victim}, .*lost rank {victim} \(no answer within 5 s", output), output
+    assert f"interlace: rank {victim} hung" in output and "--resume" in output
+
+
 def test_a_refused_resume_leaves_the_runs_config(tiny: Path) -> None:
     settings = ["--set", "train.steps=2", "--set", "log.samples=0", "--set", "log.accuracy_samples=0"]
     one = ["--set", "parallel.ranks=1"]

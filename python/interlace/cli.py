@@ -144,7 +144,7 @@ def _kind_of(error: Exception) -> tuple[bool, bool]:
     """(the user can mend it, it is an error that the program knows). Modules that never loaded cannot have raised."""
     users = {"interlace.train.config": "ConfigError", "interlace.train.checkpoint": "CheckpointError"}
     users |= {"interlace.data.media": "DecodeError"}
-    failures = {"interlace.train.trainer": "TrainingError", "interlace.run.channel": "PipelineError"}
+    failures = {"interlace.train.peers": "TrainingError", "interlace.run.channel": "PipelineError"}
 
     def is_one_of(table: dict[str, str]) -> bool:
         classes = (getattr(sys.modules.get(module), name, None) for module, name in table.items())

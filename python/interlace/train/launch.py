@@ -40,6 +40,7 @@ class Death:
     code: int
     words: str
     user_error: bool = False
+    hung: tuple[int, ...] = ()  # ranks that did not end by themselves and were killed
 
     def __str__(self) -> str:
         how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
@@ -107,7 +108,9 @@ class Ranks:
         """One rank is dead: lets the others end within the timeout, kills the rest, finds the first cause."""
         at_once = {rank for rank, process in enumerate(self.processes) if (process.poll() or 0) < 0}
         deadline = time.monotonic() + self.timeout
-        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+        while time.monotonic() < deadline and any(
+            process.poll() is None and not _is_stopped(process.pid) for process in self.processes
+        ):
             time.sleep(POLL_SECONDS)
         killed = {rank for rank, process in enumerate(self.processes) if process.poll() is None}
         self._send(signal.SIGKILL)
@@ -122,7 +125,7 @@ class Ranks:
 
         first = min(dead, key=suspicion)
         words = str(reports[first].get("error") or self._tail(first))
-        return Death(first, codes[first], words, user_error=codes[first] == USER_ERROR)
+        return Death(first, codes[first], words, codes[first] == USER_ERROR, tuple(sorted(killed)))
 
     def _send(self, number: int) -> None:
         for process in self.processes:
@@ -179,6 +182,8 @@ def run(
         say(f"interlace: stopped on request before it could save everything ({death})")
     else:
         say(f"interlace: {death}")
+        for rank in death.hung:
+            say(f"interlace: rank {rank} hung: it did not end by itself and was killed")
         others = [str(rank) for rank in range(count) if rank != death.rank]
         if others:
             say(f"interlace: the other ranks ({', '.join(others)}) have been stopped; logs in {ranks.logs}")
@@ -261,6 +266,14 @@ def _tee(pipe: IO[bytes], log: IO[bytes]) -> None:
             log.flush()
             sys.stderr.buffer.write(line)
             sys.stderr.flush()
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether a process is suspended (SIGSTOP, a debugger): it will not end by itself, however long one waits."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False  # gone, or a system without /proc
 
 
 def _signal_name(number: int) -> str:

@@ -18,7 +18,7 @@ from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.schema import Config
 from interlace.train.trainer import StopRequest, Trainer
 
-RENDEZVOUS_SECONDS = 1800  # ranks reach each other after decoding the data, which the first run does once
+RENDEZVOUS_SECONDS = 1800  # until all have the data, which the first run decodes once; then parallel.timeout rules
 
 
 def run(
