@@ -103,12 +103,14 @@ def _ranks(launcher: int) -> dict[int, int]:
     return found
 
 
-def test_help_and_wrong_options_answer_without_loading_torch() -> None:
+def test_help_and_wrong_options_answer_without_loading_torch(capfd: pytest.CaptureFixture[str]) -> None:
     code = "import sys; from interlace.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=True)
     for command in ("train", "generate", "doctor", "mask", "plan", "simulate"):
         assert command in done.stdout
+    assert main([]) == 0
+    assert "simulate" in capfd.readouterr().out
     with pytest.raises(SystemExit) as error:
         main(["trian"])
     assert error.value.code == 2
@@ -226,6 +228,24 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert _curve(whole)[:stopped] == broken
+
+
+def test_training_goes_on_when_nobody_reads_its_output(tiny: Path) -> None:
+    settings = ["--set", "log.samples=0", "--set", "log.accuracy_samples=0", "--set", "train.steps=12"]
+    process = _start("train", tiny, *settings)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("run folder: ")
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert [step for step, _ in _curve(_folder(tiny))] == list(range(1, 13))
+    assert (_folder(tiny) / "summary.json").exists()
+
+
+def test_a_reader_that_leaves_is_no_failure_of_a_printing_command() -> None:
+    process = _start("doctor")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -25,10 +25,10 @@ def train(options: argparse.Namespace) -> int:
     folder, at = _run_folder(config, options.resume)
     from interlace.train.feed import prepare
 
-    config = prepare(config, lambda line: print(f"interlace: {line}", flush=True), source=str(path))
+    config = prepare(config, lambda line: launch.say(f"interlace: {line}"), source=str(path))
     if not resuming:
         runfolder.write_config(folder, config)
-    print(f"run folder: {folder}", flush=True)
+    launch.say(f"run folder: {folder}")
     world = config.world_size()
     if world == 1:
         from interlace.train.rank import run

@@ -11,6 +11,7 @@ words. SIGTERM and SIGINT are passed on: the ranks finish their step, save and e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -153,13 +154,14 @@ def run(
     threads: int | None = None,
     resume: Callable[[], str] = lambda: "",
     environment: Mapping[str, str] | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    say: Callable[[str], None] | None = None,
 ) -> int:
     """Runs `count` ranks of `command` to their end and returns the exit code for the launcher.
 
     `resume` gives the command line that goes on from the last checkpoint ("" when there is none), told to the user when
     a rank has died.
     """
+    say = say or _say
     ranks = Ranks(command, count, folder=folder, timeout=timeout, threads=threads, environment=environment)
     previous = {
         number: signal.signal(number, lambda number, _frame: ranks.forward(number))
@@ -259,13 +261,35 @@ def follow_launcher(timeout: float) -> None:
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
 
 
+def say(line: str) -> None:
+    """Prints a line of a run, which goes on when nobody reads it."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        mute()
+
+
+def mute() -> None:
+    """Sends the rest of stdout nowhere (what is still in its buffer would fail again when the process ends)."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 def _tee(pipe: IO[bytes], log: IO[bytes]) -> None:
     with pipe, log:
         for line in iter(pipe.readline, b""):
             log.write(line)
             log.flush()
-            sys.stderr.buffer.write(line)
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # nobody reads it any more: the rank must still get rid of it
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
 
 
 def _is_stopped(process: int) -> bool:

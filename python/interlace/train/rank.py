@@ -68,7 +68,7 @@ def run(
     )
     train, held_out, note = datasets(config, model, tokenizer, decode=set(parallel.hosts), source=source)
     if note and rank == 0:
-        print(f"interlace: {note}", flush=True)
+        launch.say(f"interlace: {note}")
     check_data(train.fingerprint(), rank, world)
     if rank == 0 and not resume:
         runfolder.write_config(folder, config)
@@ -87,7 +87,7 @@ def run(
         path = trainer.resume(at)
         if rank == 0:
             runfolder.write_config(folder, config)  # only now: a refused config must not replace the run's own
-            print(f"going on from {path}", flush=True)
+            launch.say(f"going on from {path}")
     elif rank == 0:
         draw_mask(model, feed, folder / "mask.png")
     outcome = trainer.run()
@@ -97,7 +97,7 @@ def run(
     if rank != 0:
         return
     if not outcome["finished"]:
-        print(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}", flush=True)
+        launch.say(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}")
         return
     close(config, folder, outcome, tokenizer, feed, source)
 
