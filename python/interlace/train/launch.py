@@ -161,7 +161,7 @@ def run(
     `resume` gives the command line that goes on from the last checkpoint ("" when there is none), told to the user when
     a rank has died.
     """
-    say = say or _say
+    say = say or say_error
     ranks = Ranks(command, count, folder=folder, timeout=timeout, threads=threads, environment=environment)
     previous = {
         number: signal.signal(number, lambda number, _frame: ranks.forward(number))
@@ -267,6 +267,12 @@ def say(line: str) -> None:
         print(line, flush=True)
     except OSError:
         mute()
+
+
+def say_error(line: str) -> None:
+    """The same on stderr."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def mute() -> None:
