@@ -103,12 +103,14 @@ def _ranks(launcher: int) -> dict[int, int]:
     return found
 
 
-def test_help_and_wrong_options_answer_without_loading_torch() -> None:
+def test_help_and_wrong_options_answer_without_loading_torch(capfd: pytest.CaptureFixture[str]) -> None:
     code = "import sys; from interlace.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True, check=True)
     for command in ("train", "generate", "doctor", "mask", "plan", "simulate"):
         assert command in done.stdout
+    assert main([]) == 0
+    assert "simulate" in capfd.readouterr().out
     with pytest.raises(SystemExit) as error:
         main(["trian"])
     assert error.value.code == 2
@@ -146,12 +148,7 @@ def test_ranks_that_do_not_match_are_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.delenv("INTERLACE_LAUNCHER", raising=False)
-    previous = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    try:
-        assert main(["train", str(tiny)]) == 2
-    finally:
-        signal.signal(signal.SIGTERM, previous[0])
-        signal.signal(signal.SIGINT, previous[1])
+    assert main(["train", str(tiny)]) == 2
     assert "[parallel] asks for 2 ranks" in (said := capfd.readouterr().err) and "but 3 were started" in said
 
 
@@ -226,6 +223,54 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert _curve(whole)[:stopped] == broken
+
+
+def test_training_goes_on_when_nobody_reads_its_output(tiny: Path) -> None:
+    settings = ["--set", "log.samples=0", "--set", "log.accuracy_samples=0", "--set", "train.steps=12"]
+    process = _start("train", tiny, *settings)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("run folder: ")
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert [step for step, _ in _curve(_folder(tiny))] == list(range(1, 13))
+    assert (_folder(tiny) / "summary.json").exists()
+
+
+def test_a_reader_that_leaves_is_no_failure_of_a_printing_command() -> None:
+    process = _start("doctor")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny: Path, victim: int) -> None:
+    settings = ["--set", "train.steps=4000", "--set", "parallel.timeout=5", "--set", "checkpoint.every=5"]
+    process = _start("train", tiny, *settings)
+    _wait_for(lambda: list(tiny.parent.glob("tiny/*/checkpoints/step-*")), process)
+    os.kill(_ranks(process.pid)[victim], signal.SIGSTOP)
+    start = time.monotonic()
+    output = process.communicate(timeout=60)[0]
+    assert time.monotonic() - start < 15 and process.returncode == 1, output
+    assert re.search(rf"last words: rank {1 - victim}, .*lost rank {victim} \(no answer within 5 s", output), output
+    assert f"interlace: rank {victim} hung" in output and "--resume" in output
+
+
+def test_a_refused_resume_leaves_the_runs_config(tiny: Path) -> None:
+    settings = ["--set", "train.steps=2", "--set", "log.samples=0", "--set", "log.accuracy_samples=0"]
+    one = ["--set", "parallel.ranks=1"]
+    done = _start("train", tiny, *settings, *one)
+    assert done.wait(timeout=120) == 0, done.communicate()[0]
+    config = _folder(tiny) / "config.toml"
+    before = config.read_bytes()
+    wrong = ["--set", "model.vision.config.num_hidden_layers=3"]
+    done = _start("train", tiny, *settings, *wrong, "--resume", config.parent)
+    output = done.communicate(timeout=120)[0]
+    assert done.returncode == 2 and "is a checkpoint of another model" in output, output
+    assert config.read_bytes() == before and not list(config.parent.glob(".config*"))
+    done = _start("train", tiny, *settings, *one, "--set", "train.steps=3", "--resume", config.parent)
+    output = done.communicate(timeout=120)[0]
+    assert done.returncode == 0 and "steps = 3" in config.read_text(), output
 
 
 def test_mask_plan_and_simulate_draw(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ the program keeps its traceback. ``--debug`` shows the traceback of all of them.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +22,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from interlace.train import launch
 
     try:
-        return _command(options)
+        if options.command is None:
+            parser().print_help()
+            code = 0
+        else:
+            code = _command(options)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interlace: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as leaving:  # what rich makes of a broken pipe
+        if not isinstance(leaving.__context__, BrokenPipeError):
+            raise
+        return _unread()
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has left: nothing to say, and nobody to say it to
-        return 0
+        if options.command == "train":  # training never ends because nobody reads its output
+            raise
+        return _unread()
     except Exception as error:
         user_error, known = _kind_of(error)
         if launch.under_launcher():
@@ -37,6 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(f"interlace: {error}", file=sys.stderr)
         return launch.USER_ERROR if user_error else 1
+
+
+def _unread() -> int:
+    """The reader of our output has had enough (``| head``): what it wanted, so the command did well."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes stdout once more when it ends
+    os.close(nowhere)
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     config = argparse.ArgumentParser(add_help=False, parents=[common])
     config.add_argument("config", type=Path, help="TOML file, such as configs/stamps.toml")
     _add_set(config)
-    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    commands = top.add_subparsers(dest="command", metavar="command")
 
     train = commands.add_parser(
         "train",
@@ -144,7 +164,7 @@ def _kind_of(error: Exception) -> tuple[bool, bool]:
     """(the user can mend it, it is an error that the program knows). Modules that never loaded cannot have raised."""
     users = {"interlace.train.config": "ConfigError", "interlace.train.checkpoint": "CheckpointError"}
     users |= {"interlace.data.media": "DecodeError"}
-    failures = {"interlace.train.trainer": "TrainingError", "interlace.run.channel": "PipelineError"}
+    failures = {"interlace.train.peers": "TrainingError", "interlace.run.channel": "PipelineError"}
 
     def is_one_of(table: dict[str, str]) -> bool:
         classes = (getattr(sys.modules.get(module), name, None) for module, name in table.items())

@@ -137,16 +137,18 @@ def test_loss_that_is_not_a_number_ends_the_run_before_the_weights_change(tmp_pa
     assert all(torch.equal(before[name], parameter) for name, parameter in trainer.parameters.items())
 
 
-def test_stop_request_remembers_sigterm() -> None:
+def test_stop_request_remembers_one_signal_and_obeys_the_second() -> None:
     previous = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
         request = StopRequest()
         assert not request.number
         signal.raise_signal(signal.SIGTERM)
         assert request.number == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     finally:
-        signal.signal(signal.SIGTERM, previous[0])
-        signal.signal(signal.SIGINT, previous[1])
+        request.restore()
+    assert previous == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
 
 
 def test_warmup_and_cosine() -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -32,12 +33,14 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from interlace.train.peers import Peers
+
 MANIFEST = "manifest.json"
 FORMAT = 1
+SLOWEST_DISK = 20e6  # bytes per second: what the ranks wait for before they call one of them lost
 
 
 class CheckpointError(RuntimeError):
@@ -59,6 +62,11 @@ def fingerprint(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, 
     return {"sha256": digest, **identity}
 
 
+def seconds_to_write(identity: Mapping[str, Any]) -> float:
+    """How long a checkpoint may take on a slow disk: weights and two moments of every parameter, in 4 bytes each."""
+    return sum(12.0 * math.prod(shape) for shape, _ in identity["parameters"].values()) / SLOWEST_DISK
+
+
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], limit: int = 4) -> list[str]:
     """How two fingerprints differ, in words, the most telling first; at most `limit` lines and a count of the rest."""
     lines = [
@@ -76,13 +84,14 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], limit: int 
 class Checkpoints:
     """The checkpoints of one run, as one rank sees them; all ranks make the same calls in the same order.
 
-    `folder` is shared by all ranks, `keep` how many complete checkpoints stay, `identity` the model's `fingerprint`.
+    `folder` is shared by all ranks, `keep` how many complete checkpoints stay, `identity` the model's `fingerprint`,
+    `peers` the other ranks. A rank that does not come along is a TrainingError that names it.
     """
 
-    def __init__(self, folder: Path, *, keep: int, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, *, keep: int, identity: Mapping[str, Any], peers: Peers | None = None) -> None:
         self.folder, self.keep, self.identity = Path(folder), keep, identity
-        self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if self.distributed else 0
+        self.peers = peers or Peers(60.0, allowance=seconds_to_write(identity))
+        self.distributed, self.rank = self.peers.distributed, self.peers.rank
 
     def save(
         self,
@@ -93,7 +102,8 @@ class Checkpoints:
     ) -> Path:
         """Writes this rank's `parameters` (by FQN) and `optimizer` tensors (``exp_avg.<FQN>`` ...) with the rest.
 
-        Returns the finished folder. Raises what the file system raises (a full disk leaves only a ``.tmp`` folder).
+        Returns the finished folder. Raises what the file system raises, or TrainingError for what DCP met with (a
+        full disk leaves only a ``.tmp`` folder).
         """
         final = self.folder / name_of(step)
         draft = self.folder / f".{final.name}.tmp"
@@ -102,21 +112,21 @@ class Checkpoints:
             for leftover in self.folder.glob(".step-*.tmp"):
                 shutil.rmtree(leftover)
             draft.mkdir()
-        self._barrier()
+        self.peers.barrier(f"beginning checkpoint {final.name}")
         state: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
         state |= {f"optimizer.{name}": tensor.detach() for name, tensor in optimizer.items()}
         state[f"rng.{self.rank}"] = _pack(rng_state())
         state["progress"] = _pack({**progress, "step": step})
         writer = dcp.FileSystemWriter(draft, sync_files=True)
-        with _quiet_dcp():
-            dcp.save(state, storage_writer=writer, no_dist=not self.distributed)
-        self._barrier()
+        with _quiet_dcp(), self.peers.waiting(f"writing checkpoint {final.name}"):
+            dcp.save(state, storage_writer=writer, process_group=self.peers.group, no_dist=not self.distributed)
+        self.peers.barrier(f"writing checkpoint {final.name}", patient=True)
         if self.rank == 0:
             manifest = {
                 "format": FORMAT,
                 "step": step,
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "ranks": dist.get_world_size() if self.distributed else 1,
+                "ranks": self.peers.world,
                 "model": self.identity,
                 "files": {
                     path.name: {"size": path.stat().st_size, "sha256": _digest(path)}
@@ -128,7 +138,7 @@ class Checkpoints:
             _sync_folder(draft)
             _replace(draft, final)
             self._retain(step)
-        self._barrier()
+        self.peers.barrier(f"finishing checkpoint {final.name}", patient=True)
         return final
 
     def load(self, path: Path, parameters: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -149,8 +159,8 @@ class Checkpoints:
         for key in ("progress", generators):
             if key in stored:  # a rank that did not exist when this was saved keeps its freshly seeded generators
                 wanted[key] = torch.empty(_size_of(stored[key]), dtype=torch.uint8)
-        with _quiet_dcp():
-            dcp.load(wanted, storage_reader=reader, no_dist=not self.distributed)
+        with _quiet_dcp(), self.peers.waiting(f"reading {path}"):
+            dcp.load(wanted, storage_reader=reader, process_group=self.peers.group, no_dist=not self.distributed)
         if generators in wanted:
             set_rng_state(_unpack(wanted[generators]))
         progress: dict[str, Any] = _unpack(wanted["progress"])
@@ -173,8 +183,7 @@ class Checkpoints:
                     found[0] = newest(self.folder)
             except CheckpointError as error:
                 found[1] = str(error)
-        if self.distributed:
-            dist.broadcast_object_list(found, src=0)
+        self.peers.broadcast("choosing a checkpoint", found)
         if found[1] is not None:
             raise CheckpointError(found[1])
         path: Path | None = found[0]
@@ -186,16 +195,12 @@ class Checkpoints:
             for path in complete(self.folder):
                 if step_of(path) > step:
                     _replace(path, path.with_name(path.name + ".superseded"))
-        self._barrier()
+        self.peers.barrier(f"going on from step {step}", patient=True)
 
     def _retain(self, step: int) -> None:
         older = [path for path in complete(self.folder) if step_of(path) <= step]
         for path in older[self.keep :]:
             shutil.rmtree(path)
-
-    def _barrier(self) -> None:
-        if self.distributed:
-            dist.barrier()
 
 
 def load_parameters(path: Path, model: nn.Module, identity: Mapping[str, Any]) -> int:

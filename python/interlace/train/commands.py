@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +20,39 @@ def train(options: argparse.Namespace) -> int:
     path = _config_path(options)
     config = load(path, options.set)
     if launch.under_launcher():
-        return _as_rank(config, options.resume, str(path))
+        return _as_rank(config, options.resume, os.environ.get(launch.SOURCE, str(path)))
+    resuming = options.resume is not None
     folder, at = _run_folder(config, options.resume)
     from interlace.train.feed import prepare
 
-    config = prepare(config, lambda line: print(f"interlace: {line}", flush=True), source=str(path))
-    written = folder / "config.toml"
-    written.write_text(dumps(config), encoding="utf-8")
-    print(f"run folder: {folder}", flush=True)
+    config = prepare(config, lambda line: launch.say(f"interlace: {line}"), source=str(path))
+    if not resuming:
+        runfolder.write_config(folder, config)
+    launch.say(f"run folder: {folder}")
     world = config.world_size()
     if world == 1:
         from interlace.train.rank import run
 
-        run(config, source=str(path), folder=folder, at=at, resume=options.resume is not None)
+        run(config, source=str(path), folder=folder, at=at, resume=resuming)
         return 0
-    command = [sys.executable, "-m", "interlace", "train", str(written)]
-    command += ["--debug"] if options.debug else []
-    if options.resume is not None:
-        command += ["--resume", str(at or folder)]
-    return launch.run(
-        command,
-        world,
-        folder=folder,
-        timeout=config.parallel.timeout,
-        threads=config.parallel.threads,
-        resume=lambda: (
-            f"interlace train --resume {shlex.quote(str(folder))}" if runfolder.has_checkpoint(folder) else ""
-        ),
-        environment={launch.RUN_FOLDER: str(folder)},
-    )
+    with tempfile.TemporaryDirectory(prefix="interlace-") as place:
+        # The run keeps its own config.toml until the ranks have gone on with this one.
+        written = Path(place) / "config.toml"
+        written.write_text(dumps(config), encoding="utf-8")
+        command = [sys.executable, "-m", "interlace", "train", str(written)]
+        command += ["--debug"] if options.debug else []
+        command += ["--resume", str(at or folder)] if resuming else []
+        return launch.run(
+            command,
+            world,
+            folder=folder,
+            timeout=config.parallel.timeout,
+            threads=config.parallel.threads,
+            resume=lambda: (
+                f"interlace train --resume {shlex.quote(str(folder))}" if runfolder.has_checkpoint(folder) else ""
+            ),
+            environment={launch.RUN_FOLDER: str(folder), launch.SOURCE: str(path)},
+        )
 
 
 def _config_path(options: argparse.Namespace) -> Path:

@@ -11,6 +11,7 @@ words. SIGTERM and SIGINT are passed on: the ranks finish their step, save and e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from typing import IO, Any
 
 LAUNCHER = "INTERLACE_LAUNCHER"  # process id of the launcher, in a rank's environment
 RUN_FOLDER = "INTERLACE_RUN_FOLDER"  # the run folder that the launcher made
+SOURCE = "INTERLACE_CONFIG"  # what the user calls the config, for a rank's messages
 USER_ERROR = 2  # exit code of "the user's input is wrong"
 POLL_SECONDS = 0.05
 
@@ -39,6 +41,7 @@ class Death:
     code: int
     words: str
     user_error: bool = False
+    hung: tuple[int, ...] = ()  # ranks that did not end by themselves and were killed
 
     def __str__(self) -> str:
         how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
@@ -106,7 +109,9 @@ class Ranks:
         """One rank is dead: lets the others end within the timeout, kills the rest, finds the first cause."""
         at_once = {rank for rank, process in enumerate(self.processes) if (process.poll() or 0) < 0}
         deadline = time.monotonic() + self.timeout
-        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+        while time.monotonic() < deadline and any(
+            process.poll() is None and not _is_stopped(process.pid) for process in self.processes
+        ):
             time.sleep(POLL_SECONDS)
         killed = {rank for rank, process in enumerate(self.processes) if process.poll() is None}
         self._send(signal.SIGKILL)
@@ -121,7 +126,7 @@ class Ranks:
 
         first = min(dead, key=suspicion)
         words = str(reports[first].get("error") or self._tail(first))
-        return Death(first, codes[first], words, user_error=codes[first] == USER_ERROR)
+        return Death(first, codes[first], words, codes[first] == USER_ERROR, tuple(sorted(killed)))
 
     def _send(self, number: int) -> None:
         for process in self.processes:
@@ -149,13 +154,14 @@ def run(
     threads: int | None = None,
     resume: Callable[[], str] = lambda: "",
     environment: Mapping[str, str] | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    say: Callable[[str], None] | None = None,
 ) -> int:
     """Runs `count` ranks of `command` to their end and returns the exit code for the launcher.
 
     `resume` gives the command line that goes on from the last checkpoint ("" when there is none), told to the user when
     a rank has died.
     """
+    say = say or say_error
     ranks = Ranks(command, count, folder=folder, timeout=timeout, threads=threads, environment=environment)
     previous = {
         number: signal.signal(number, lambda number, _frame: ranks.forward(number))
@@ -178,6 +184,8 @@ def run(
         say(f"interlace: stopped on request before it could save everything ({death})")
     else:
         say(f"interlace: {death}")
+        for rank in death.hung:
+            say(f"interlace: rank {rank} hung: it did not end by itself and was killed")
         others = [str(rank) for rank in range(count) if rank != death.rank]
         if others:
             say(f"interlace: the other ranks ({', '.join(others)}) have been stopped; logs in {ranks.logs}")
@@ -253,13 +261,49 @@ def follow_launcher(timeout: float) -> None:
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
 
 
+def say(line: str) -> None:
+    """Prints a line of a run, which goes on when nobody reads it."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        mute()
+
+
+def say_error(line: str) -> None:
+    """The same on stderr."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def mute() -> None:
+    """Sends the rest of stdout nowhere (what is still in its buffer would fail again when the process ends)."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 def _tee(pipe: IO[bytes], log: IO[bytes]) -> None:
     with pipe, log:
         for line in iter(pipe.readline, b""):
             log.write(line)
             log.flush()
-            sys.stderr.buffer.write(line)
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # nobody reads it any more: the rank must still get rid of it
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether a process is suspended (SIGSTOP, a debugger): it will not end by itself, however long one waits."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False  # gone, or a system without /proc
 
 
 def _signal_name(number: int) -> str:

@@ -7,14 +7,19 @@ Names follow torchtitan where it has one (``loss_metrics/global_avg_loss``, ``th
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+
+from interlace.train.launch import mute
 
 LOSS = "loss_metrics/global_avg_loss"
 HELD_OUT = "loss_metrics/held_out_loss"
@@ -88,9 +93,13 @@ class Screen:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self.console = Console(quiet=not enabled, highlight=False, soft_wrap=not sys.stdout.isatty())
+        class Terminal(Console):
+            def on_broken_pipe(self) -> None:  # rich would exit the process
+                raise BrokenPipeError(errno.EPIPE, "nobody reads the output")
+
+        self.console = Terminal(quiet=not enabled, highlight=False, soft_wrap=not sys.stdout.isatty())
         self.live = enabled and self.console.is_terminal
-        self.name, self.steps, self.held_out = name, steps, ""
+        self.name, self.steps = name, steps
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=20),
@@ -102,11 +111,13 @@ class Screen:
         )
         self.task = self.progress.add_task(name, total=steps, completed=start, text="")
         if self.live:
-            self.progress.start()
+            with self._surviving():
+                self.progress.start()
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        self.console.print(line, markup=False)
+        with self._surviving():
+            self.console.print(line, markup=False)
 
     def advance(self, step: int) -> None:
         """Moves the bar."""
@@ -114,14 +125,13 @@ class Screen:
 
     def show(self, step: int, values: dict[str, float]) -> None:
         """The numbers of a logged step."""
-        if HELD_OUT in values:
-            self.held_out = f" held-out {values[HELD_OUT]:.3f}"
+        held_out = f" held-out {values[HELD_OUT]:.3f}" if HELD_OUT in values else ""  # never an old one
         busy = " ".join(
             f"{name.removeprefix('busy(%)/')} {value:.0f}%"
             for name, value in values.items()
             if name.startswith("busy(%)/")
         )
-        text = f"loss {values[LOSS]:.3f}{self.held_out}" if LOSS in values else self.held_out.strip()
+        text = f"loss {values[LOSS]:.3f}{held_out}" if LOSS in values else held_out.strip()
         if "throughput(tps)" in values:
             text += f" · {values['throughput(tps)']:,.0f} tok/s · {values['throughput(samples/s)']:.0f} samples/s"
         if busy:
@@ -135,7 +145,17 @@ class Screen:
     def close(self) -> None:
         """Ends the live line."""
         if self.live:
-            self.progress.stop()
+            with self._surviving():
+                self.progress.stop()
+
+    @contextlib.contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Training does not end because nobody watches: a terminal or pipe that is gone switches the screen off."""
+        try:
+            yield
+        except OSError:
+            self.console.quiet, self.live = True, False
+            mute()
 
 
 def memory_gib() -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,13 @@ import torch.distributed as dist
 
 from interlace.train import checkpoint, launch, report, runfolder
 from interlace.train.build import architecture, build, build_plan, materialize, present
-from interlace.train.config import ConfigError, dumps
-from interlace.train.feed import PIXELS, Feed, datasets
+from interlace.train.config import ConfigError
+from interlace.train.feed import PIXELS, Feed, _cache, datasets
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.schema import Config
 from interlace.train.trainer import StopRequest, Trainer
 
-RENDEZVOUS_SECONDS = 1800  # ranks reach each other after decoding the data, which the first run does once
+RENDEZVOUS_SECONDS = 1800  # until all have the data, which the first run decodes once; then parallel.timeout rules
 
 
 def run(
@@ -38,6 +41,24 @@ def run(
     Raises ConfigError for what the user can mend; anything else is a failure of the run.
     """
     stop = StopRequest()
+    try:
+        trained = _train(config, stop, source, folder, at, resume, which)
+    finally:
+        stop.restore()  # what comes now can be begun again; nothing has to be saved
+    if trained is not None:
+        close(config, *trained, source)
+
+
+def _train(
+    config: Config,
+    stop: StopRequest,
+    source: str,
+    folder: Path | None,
+    at: Path | None,
+    resume: bool,
+    which: str | None,
+) -> tuple[Path, dict[str, Any], Any, Any, Feed] | None:
+    """This rank's training; what `close` needs on rank 0 of a finished run."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_world(config, world, source)
     launch.follow_launcher(config.parallel.timeout)
@@ -55,6 +76,7 @@ def run(
     materialize(model, present(model, plan, rank), seed=config.run.seed)
     if world > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
+    prepared = folder is not None
     if folder is None:
         folder, at = agree_on_folder(config, which if resume else None, rank, world)
     parallel = parallelize(
@@ -67,9 +89,14 @@ def run(
         timeout=config.parallel.timeout,
     )
     train, held_out, note = datasets(config, model, tokenizer, decode=set(parallel.hosts), source=source)
-    if note and rank == 0:
-        print(f"interlace: {note}", flush=True)
+    if note and train.name != config.data.dataset:
+        config = other_data(config, note, train.name, prepared=prepared or resume, source=source)
+        if rank == 0:
+            launch.say(f"interlace: {note}")
     check_data(train.fingerprint(), rank, world)
+    if rank == 0 and not resume:
+        runfolder.write_config(folder, config)
+        runfolder.point_latest(folder)
     feed = Feed(
         train,
         held_out,
@@ -83,7 +110,8 @@ def run(
     if resume:
         path = trainer.resume(at)
         if rank == 0:
-            print(f"going on from {path}", flush=True)
+            runfolder.write_config(folder, config)  # only now: a refused config must not replace the run's own
+            launch.say(f"going on from {path}")
     elif rank == 0:
         draw_mask(model, feed, folder / "mask.png")
     outcome = trainer.run()
@@ -91,11 +119,25 @@ def run(
     if world > 1:
         dist.destroy_process_group()
     if rank != 0:
-        return
+        return None
     if not outcome["finished"]:
-        print(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}", flush=True)
-        return
-    close(config, folder, outcome, tokenizer, feed, source)
+        launch.say(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}")
+        return None
+    return folder, outcome, model, tokenizer, feed
+
+
+def other_data(config: Config, note: str, name: str, *, prepared: bool, source: str) -> Config:
+    """The config of a run that takes the dataset `name` because its own cannot be had, as `note` says.
+
+    Raises ConfigError when the data were there before (`prepared`): a run does not change them under way.
+    """
+    if prepared:
+        shutil.rmtree(_cache(config) / "prepared", ignore_errors=True)  # so that the next start looks again
+        raise ConfigError(
+            f"{source}: the data that this run was prepared with is gone: {note}; start the command again to fetch "
+            f"it, or begin a new run with data.dataset = {name!r}"
+        )
+    return config.model_copy(update={"data": config.data.model_copy(update={"dataset": name})})
 
 
 def agree_on_folder(config: Config, resume: str | None, rank: int, world: int) -> tuple[Path, Path | None]:
@@ -104,7 +146,6 @@ def agree_on_folder(config: Config, resume: str | None, rank: int, world: int) -
     if rank == 0:
         try:
             found[:2] = (runfolder.create(config), None) if resume is None else runfolder.resolve(config, resume)
-            (found[0] / "config.toml").write_text(dumps(config), encoding="utf-8")
         except ConfigError as error:
             found[2] = str(error)
     if world > 1:
@@ -144,37 +185,63 @@ def draw_mask(model: Any, feed: Feed, path: Path, samples: int = 4) -> None:
     model.collate(feed.held_out[:samples])["mask"].plot(path)
 
 
-def close(config: Config, folder: Path, outcome: dict[str, Any], tokenizer: Any, feed: Feed, source: str) -> None:
-    """Rank 0 after the last step: answers, page, accuracy, table."""
-    model = build(config, tokenizer, source=source)
-    materialize(model, seed=config.run.seed)
-    path = checkpoint.newest(runfolder.checkpoints_of(folder))
-    if path is None:
-        raise checkpoint.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
-    checkpoint.load_parameters(path, model, checkpoint.fingerprint(model, architecture(config)))
+def close(
+    config: Config, folder: Path, outcome: dict[str, Any], model: Any, tokenizer: Any, feed: Feed, source: str
+) -> None:
+    """Rank 0 after the last step: summary, answers, page, accuracy, table.
+
+    The summary of what was trained is written first, and nothing that fails afterwards makes the run a failed one.
+    """
     held_out = feed.held_out_data
-    held_out.decode = set(held_out.tokens)  # this process now runs every encoder
     metrics, seconds = outcome["metrics"], max(outcome["seconds"], 1e-9)
-    baselines = feed.baselines(tokenizer.vocab_size)
     rows: dict[str, Any] = {
         "data": held_out.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "steps": outcome["step"],
         "train_loss": metrics[LOSS],
         "held_out_loss": metrics[HELD_OUT],
-        "unigram_byte_baseline": baselines["unigram_bytes"],
-        "uniform_byte_baseline": baselines["uniform_bytes"],
         "seconds_of_training": seconds,
         "samples_per_second": outcome["samples"] / seconds,
         "tokens_per_second": outcome["tokens"] / seconds,
+        "run_folder": str(folder),
     }
-    if config.log.samples:
-        picks = report.spread_by_kind(held_out, config.log.samples)
-        answers = report.held_out_answers(model, held_out, picks, tokenizer, config)
-        vision = config.model.vision
-        report.write_page(answers, folder, config, PIXELS[vision.family if vision is not None else "siglip"])
-    if held_out.name == "digits" and config.log.accuracy_samples:
-        rows["held_out_accuracy"] = report.accuracy(model, held_out, tokenizer, config)
-    rows["run_folder"] = str(folder)
     report.write_summary(folder, rows)
-    report.print_summary(rows, f"{config.run.name}: trained")
+    with without("the baselines"):
+        baselines = feed.baselines(tokenizer.vocab_size)
+        rows |= {f"{name.split('_')[0]}_byte_baseline": nats for name, nats in baselines.items()}
+    wants_accuracy = held_out.name == "digits" and config.log.accuracy_samples > 0
+    if config.log.samples or wants_accuracy:
+        with without("the answers to held-out samples"):
+            whole = load_whole(config, folder, tokenizer, source)
+            held_out.decode = set(held_out.tokens)  # this process now runs every encoder
+            if wants_accuracy:
+                rows["held_out_accuracy"] = report.accuracy(whole, held_out, tokenizer, config)
+            if config.log.samples:
+                picks = report.spread_by_kind(held_out, config.log.samples)
+                answers = report.held_out_answers(whole, held_out, picks, tokenizer, config)
+                vision = config.model.vision
+                report.write_page(answers, folder, config, PIXELS[vision.family if vision is not None else "siglip"])
+    report.write_summary(folder, rows)
+    with contextlib.suppress(OSError, SystemExit):  # nobody reads it any more
+        report.print_summary(rows, f"{config.run.name}: trained")
+
+
+def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any:
+    """The whole model in this process, from the run's newest checkpoint."""
+    model = build(config, tokenizer, source=source)
+    materialize(model, seed=config.run.seed)
+    path = checkpoint.newest(runfolder.checkpoints_of(folder))
+    if path is None:
+        raise checkpoint.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
+    checkpoint.load_parameters(path, model, checkpoint.fingerprint(model, architecture(config)))
+    return model
+
+
+@contextlib.contextmanager
+def without(what: str) -> Iterator[None]:
+    """Lets the closing report do without `what` when it fails, and says so in one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        launch.say_error(f"interlace: training is done and saved; the closing report lacks {what}: {reason}")

@@ -1,6 +1,8 @@
 """The folder of a run, ``<run.folder>/<run.name>/<time>``, and which one ``--resume`` means.
 
-config.toml      the resolved config (the ranks read this one)     metrics.jsonl    one line per logged step
+``latest`` beside the run folders is a link to the last run that had its data.
+
+config.toml      the resolved config                               metrics.jsonl    one line per logged step
 checkpoints/     see `checkpoint`                                  tensorboard/     event files
 trace.json       one measured step, for Perfetto                   timeline.png     the same, as a picture
 mask.png         the attention mask of a batch                     samples.html, samples.png    held-out answers
@@ -14,12 +16,12 @@ import os
 import time
 from pathlib import Path
 
-from interlace.train.config import ConfigError
+from interlace.train.config import ConfigError, dumps
 from interlace.train.schema import Config
 
 
 def create(config: Config) -> Path:
-    """Makes a new run folder named by the time and points ``latest`` at it."""
+    """Makes a new run folder named by the time."""
     parent = Path(config.run.folder) / config.run.name
     stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
     for attempt in range(1000):
@@ -30,7 +32,6 @@ def create(config: Config) -> Path:
             continue
         except OSError as error:
             raise ConfigError(f"cannot make the run folder {folder}: {error.strerror}; set run.folder") from None
-        _point_latest(parent, folder)
         return folder
     raise ConfigError(f"{parent} already holds 1000 runs of {stamp}")
 
@@ -72,9 +73,17 @@ def has_checkpoint(folder: Path) -> bool:
     return any(name.isdigit() for name in names)
 
 
-def _point_latest(parent: Path, folder: Path) -> None:
-    link = parent / "latest"
-    draft = parent / f".latest.{os.getpid()}"
+def write_config(folder: Path, config: Config) -> None:
+    """Writes the resolved config.toml of a run folder; a reader finds the old one or the new one, never a part."""
+    draft = folder / f".config.toml.{os.getpid()}"
+    draft.write_text(dumps(config), encoding="utf-8")
+    draft.replace(folder / "config.toml")
+
+
+def point_latest(folder: Path) -> None:
+    """Points ``latest`` beside a run folder at it."""
+    link = folder.parent / "latest"
+    draft = folder.parent / f".latest.{os.getpid()}"
     with contextlib.suppress(OSError):  # a convenience; some file systems have no links
         draft.symlink_to(folder.name)
         draft.replace(link)

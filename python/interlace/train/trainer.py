@@ -4,48 +4,57 @@ Every rank runs the same loop over the same samples, each decoding and computing
 
     batch -> pipeline forward + backward -> global clip -> AdamW -> metrics, validation, checkpoint -> next step
 
-What must be decided alike (stop on SIGTERM, which checkpoint to go on from) is agreed over the process group each
-step. A checkpoint holds all that the loop's future depends on: weights, moments, step, place in the data, generators,
-the sums of an unfinished logging window; so an interrupted and resumed run repeats the uninterrupted one bit for bit.
+What must be decided alike (stop on SIGTERM, which checkpoint to go on from) is agreed between the ranks each step
+(`peers`). A checkpoint holds all that the loop's future depends on: weights, moments, step, place in the data,
+generators, the sums of an unfinished logging window; so an interrupted and resumed run repeats the uninterrupted one
+bit for bit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from interlace.train import runfolder
 from interlace.train.build import architecture
-from interlace.train.checkpoint import Checkpoints, fingerprint
+from interlace.train.checkpoint import Checkpoints, fingerprint, seconds_to_write
 from interlace.train.feed import Feed
+from interlace.train.launch import LAUNCHER
 from interlace.train.metrics import HELD_OUT, LOSS, Clock, Metrics, Screen, Window, memory_gib, pipeline_metrics
 from interlace.train.optim import Optimizer
+from interlace.train.peers import Peers, TrainingError
 from interlace.train.schema import Config
 
 
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message says why and what to try."""
-
-
 class StopRequest:
-    """Remembers SIGTERM and SIGINT, so that the loop can finish its step, save and leave."""
+    """Remembers SIGTERM and SIGINT, so that the loop can finish its step, save and leave; a second one ends it now."""
 
     def __init__(self) -> None:
         self.number = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+        self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore(self) -> None:
+        """Puts back the handlers from before."""
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, _frame: Any) -> None:
+        if self.number:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.raise_signal(number)
         self.number = number
+        if LAUNCHER not in os.environ:  # not print: it may be what was interrupted
+            with contextlib.suppress(OSError):
+                os.write(2, b"interlace: stopping after this step; once more to stop at once\n")
 
 
 class Trainer:
@@ -68,8 +77,9 @@ class Trainer:
     ) -> None:
         self.config, self.model, self.parallel, self.feed, self.folder = config, model, parallel, feed, folder
         self.stop_requested = stop
-        self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if self.distributed else 0
+        identity = fingerprint(model, architecture(config))
+        self.peers = Peers(config.parallel.timeout, allowance=seconds_to_write(identity))
+        self.rank = self.peers.rank
         self.quiet = quiet or self.rank != 0
         canonical = canonical_names(model)
         self.parameters = {canonical[name]: parameter for name, parameter in parallel.named_parameters()}
@@ -77,7 +87,8 @@ class Trainer:
         self.checkpoints = Checkpoints(
             runfolder.checkpoints_of(folder),
             keep=config.checkpoint.keep,
-            identity=fingerprint(model, architecture(config)),
+            identity=identity,
+            peers=self.peers,
         )
         self.step = 0
         self.window = Window()
@@ -163,12 +174,8 @@ class Trainer:
 
     def _measurements(self) -> dict[str, float]:
         """The window's averages, the last step's pipeline, memory of the fullest rank. Collective."""
-        values = self.window.metrics() | pipeline_metrics(self.parallel.timeline())
-        memory = [memory_gib()]
-        if self.distributed:
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, memory[0])
-            memory = gathered
+        memory = self.peers.exchange(f"measuring step {self.step}", memory_gib())
+        values = self.window.metrics() | pipeline_metrics(self._timeline())
         return values | {"memory/max_active(GiB)": max(memory), "memory/all_ranks(GiB)": sum(memory)}
 
     def validate(self) -> float:
@@ -198,8 +205,12 @@ class Trainer:
         self.checkpoints.save(self.step, self.parameters, self.optimizer.state(), progress)
         self.saved_step = self.step
 
+    def _timeline(self) -> Any:
+        with self.peers.waiting(f"gathering the timeline of step {self.step}"):
+            return self.parallel.timeline()
+
     def _trace(self) -> None:
-        timeline = self.parallel.timeline()
+        timeline = self._timeline()
         if self.rank == 0:
             timeline.name = f"{self.config.run.name}, step {self.step}, measured"
             timeline.write_trace(self.folder / "trace.json")
@@ -207,14 +218,7 @@ class Trainer:
 
     def _agree(self, flag: bool) -> bool:
         """Whether any rank says so; the same answer on all."""
-        if not self.distributed:
-            return flag
-        word = torch.tensor([int(flag)])
-        try:
-            dist.all_reduce(word, op=dist.ReduceOp.MAX)
-        except RuntimeError as error:
-            raise TrainingError(f"rank {self.rank} lost another rank after step {self.step}: {error}") from error
-        return bool(word.item())
+        return any(self.peers.exchange(f"agreeing to go on after step {self.step}", float(flag)))
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
