@@ -106,11 +106,12 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
 
     parallel, predicted, cuts = {}, {}, {}
     for name, aware in CUTS.items():
-        plan = ParallelPlan.balanced(mllm, 2, costs=costs, frozen_aware=aware)
-        parallel[name] = parallelize(mllm, plan, transport="distributed", timeout=120)
+        recompute = options.checkpointing
+        plan = ParallelPlan.balanced(mllm, 2, costs=costs, frozen_aware=aware, recompute=recompute)
+        parallel[name] = parallelize(mllm, plan, transport="distributed", checkpointing=recompute, timeout=120)
         graph = stage_graph(mllm, plan)
         schedule = one_f_one_b(graph, graph.everything(options.microbatches))
-        predicted[name] = simulate(schedule, stage_durations(mllm, plan, costs)).makespan
+        predicted[name] = simulate(schedule, stage_durations(mllm, plan, costs, recompute=recompute)).makespan
         cuts[name] = [f"rank {s.ranks[0]}: {s.module}[{s.start}:{s.stop}]" for s in plan.stages]
 
     seconds: dict[str, list[float]] = {name: [] for name in CUTS}
@@ -140,8 +141,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--microbatches", type=int, default=16, help="microbatches of a step")
     parser.add_argument("--steps", type=int, default=9, help="measured steps of each cut")
     parser.add_argument("--profile-repeats", type=int, default=9, help="repeats of the layer profile")
-    parser.add_argument("--vision-layers", type=int, default=16)
-    parser.add_argument("--language-layers", type=int, default=8)
+    parser.add_argument("--vision-layers", type=int, default=12)
+    parser.add_argument("--language-layers", type=int, default=9)
+    parser.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="recompute activations: a frozen encoder has none to recompute, which an unaware cut does not see",
+    )
     parser.add_argument("--out", type=Path, default=Path("bench/results/frozen_pipeline.json"))
     options = parser.parse_args(argv)
 
@@ -157,7 +164,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     ratios = [slow / fast for slow, fast in zip(report["seconds"]["unaware"], report["seconds"]["aware"], strict=True)]
     report = {
         "benchmark": "frozen_pipeline",
-        "command": "python -m bench.frozen_pipeline",
+        "command": " ".join(["python -m bench.frozen_pipeline", *(sys.argv[1:] if argv is None else argv)]),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "ranks": 2, "threads_per_rank": 1},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "model": {
@@ -166,6 +173,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "frozen": ["vision", "language_model"],
             "trainable": ["vision.projector"],
             "microbatches": options.microbatches,
+            "activation_checkpointing": options.checkpointing,
         },
         **report,
         "median_seconds": median,
