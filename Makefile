@@ -45,10 +45,14 @@ bench: $(CORE)
 setup: $(CORE)
 
 # Torch goes first and alone, so that the version is the pinned one and no later requirement picks another; the build
-# needs no isolation (whose private environment would be one more download).
+# needs no isolation (whose private environment would be one more download). A bare Debian lacks python3-venv or the
+# headers: root gets them, anybody else is told.
 $(DEPS): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
 	    echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1), Interlace needs Python 3.10 to 3.13: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, os, sysconfig; assert os.path.exists(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null \
+	    && command -v $${CXX:-g++} >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	    && echo "installing python3-venv, python3-dev and g++" && apt-get update -qq && apt-get install -y -qq python3-venv python3-dev g++; } || true
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "error: $(PYTHON) cannot create virtual environments; on Debian: apt-get install python3-venv python3-dev" >&2; exit 1; }
 	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' || { \

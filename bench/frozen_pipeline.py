@@ -140,8 +140,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--microbatches", type=int, default=16, help="microbatches of a step")
     parser.add_argument("--steps", type=int, default=9, help="measured steps of each cut")
     parser.add_argument("--profile-repeats", type=int, default=9, help="repeats of the layer profile")
-    parser.add_argument("--vision-layers", type=int, default=12)
-    parser.add_argument("--language-layers", type=int, default=12)
+    parser.add_argument("--vision-layers", type=int, default=16)
+    parser.add_argument("--language-layers", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("bench/results/frozen_pipeline.json"))
     options = parser.parse_args(argv)
 

@@ -23,7 +23,7 @@ FORWARD, QUERY_GRADIENT, KEY_GRADIENT = "forward", "query_gradient", "key_gradie
 # 16-bit inputs. architecture -> kernel -> {head dimension, rounded up to a power of two: tile}; 64 serves all below it.
 TILES: dict[int, dict[str, dict[int, Tile]]] = {
     80: {
-        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
+        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
         QUERY_GRADIENT: {64: Tile(64, 32, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
         KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
     },
@@ -48,6 +48,7 @@ def choose(kernel: str, architecture: int, block_d: int, block: int, *, float32:
     if architecture == 0:
         tile = INTERPRETED
     else:
-        known = max((a for a in TILES if a <= architecture), default=min(TILES))
+        # Consumer Blackwell (120) has Ampere's instructions and 99 KiB of shared memory, in which the tiles of 80 fit.
+        known = 80 if architecture >= 120 else max((a for a in TILES if a <= architecture), default=80)
         tile = (FLOAT32 if float32 else TILES[known][kernel])[max(block_d, 64)]
     return tile._replace(m=min(tile.m, block), n=min(tile.n, block))

@@ -263,6 +263,16 @@ def test_plot_writes_a_png(tmp_path, length):
         mask.plot(path, row=1)
 
 
+def test_plot_names_streams(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    mask = BitfieldMask.from_segments([[Segment("text", 3), Segment("image", 2), Segment("audio", 2)]])
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plain = mask.plot(tmp_path / "plain.svg").read_text()
+        named = mask.plot(tmp_path / "named.svg", names={1: "vision"}).read_text()
+    assert ">text<" in plain and ">stream 1<" in plain
+    assert ">text<" in named and ">vision<" in named and ">stream 2<" in named and ">stream 1<" not in named
+
+
 def test_to_moves_everything():
     mask = BitfieldMask.from_segments([[Segment("text", 2), Segment("image", 3)], [Segment("text", 1)]], window=3)
     moved = mask.to("meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ CELLS = 1024  # tokens drawn per side; longer masks are sampled evenly
 HIDDEN, PADDING = (0.96, 0.96, 0.96), (0.80, 0.80, 0.80)
 
 
-def plot(mask: BitfieldMask, keys: BitfieldMask, path: Path, row: int, title: str) -> Path:
+def plot(mask: BitfieldMask, keys: BitfieldMask, path: Path, row: int, title: str, names: Mapping[int, str]) -> Path:
     """Draw one row of `mask` against `keys`; see BitfieldMask.plot."""
     if not 0 <= row < mask.batch:
         raise IndexError(f"row {row} is out of range: the mask has {mask.batch} rows")
@@ -50,7 +51,8 @@ def plot(mask: BitfieldMask, keys: BitfieldMask, path: Path, row: int, title: st
     top.set_title(title or f"{mask.length} x {keys.length} tokens, {seen.mean():.1%} of pairs visible", fontsize=11)
 
     streams = sorted({int(s) for side in (q, k) for s in side.own[0][_real(side)].tolist()})
-    patches = [Patch(color=_palette(s), label="text" if s == 0 else f"stream {s}") for s in streams]
+    names = {0: "text", **names}
+    patches = [Patch(color=_palette(s), label=names.get(s, f"stream {s}")) for s in streams]
     patches.append(Patch(color=HIDDEN, label="not visible"))
     if not (bool(_real(q).all()) and bool(_real(k).all())):
         patches.append(Patch(color=PADDING, label="padding"))

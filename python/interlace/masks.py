@@ -385,15 +385,24 @@ class BitfieldMask:
 
         return mask_mod
 
-    def plot(self, path: str | Path, *, row: int = 0, kv_mask: BitfieldMask | None = None, title: str = "") -> Path:
+    def plot(
+        self,
+        path: str | Path,
+        *,
+        row: int = 0,
+        kv_mask: BitfieldMask | None = None,
+        title: str = "",
+        names: Mapping[int, str] | None = None,
+    ) -> Path:
         """Draw row `row` as a PNG (or what the suffix says): visible pairs coloured by the key's stream.
 
         Documents are framed and strips along both sides show streams and spans. Long masks are drawn from evenly
-        spaced tokens, so nothing of T x T is made. Needs matplotlib; returns the path.
+        spaced tokens, so nothing of T x T is made. names: stream -> its name in the legend (default: stream 0 is
+        "text", others are numbered). Needs matplotlib; returns the path.
         """
         from interlace._mask_plot import plot
 
-        return plot(self, _check_keys(self, kv_mask), Path(path), row, title)
+        return plot(self, _check_keys(self, kv_mask), Path(path), row, title, names or {})
 
 
 def _check_keys(mask: BitfieldMask, kv_mask: BitfieldMask | None) -> BitfieldMask:

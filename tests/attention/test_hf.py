@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -104,6 +106,31 @@ def test_a_carrier_takes_no_memory_and_is_missed_when_lost():
         attention(module, q, q, q, mask, s_aux=torch.zeros(1))
     with pytest.raises(ValueError, match=r"softcap needs a plan"):
         attention(module, q, q, q, None, softcap=2.0)
+
+
+MODEL = """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+def make():
+    import torch
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="interlace"))
+    assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 8)
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import interlace.attention, sys\nassert 'transformers' not in sys.modules\n" + MODEL + "make()",
+        MODEL + "from interlace import bitfield_attention\nmake()",
+        "import transformers, interlace.attention\n" + MODEL + "make()",
+        "import interlace.attention.hf\n" + MODEL + "make()",
+    ],
+    ids=["before", "after", "between", "hf"],
+)
+def test_importing_the_package_makes_the_name_known(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_compiles_without_a_break():

@@ -175,6 +175,10 @@ def test_bad_tensors():
     refused(ValueError, "batch and head_dim must be equal", change={"q": lambda x: x[..., :4]})
     refused(ValueError, "batch and head_dim must be equal", change={"q": lambda x: x[:1]})
     refused(ValueError, "3 query heads are not a multiple of 2", change={"q": lambda x: x[:, :3]})
+    for wrong in ({"q": lambda x: x[:, :0]}, {name: lambda x: x[:, :0] for name in "qkv"}):
+        refused(ValueError, "q has 0 heads.*at least 1", change=wrong)
+    refused(ValueError, "k has 0 and head_dim", change={name: lambda x: x[:, :0] for name in "kv"})
+    refused(ValueError, "head_dim is 0; each must be", change={name: lambda x: x[..., :0] for name in "qkv"})
     refused(TypeError, "q, k and v must have one dtype", change={"v": lambda x: x.double()})
     integers = {name: lambda x: x.detach().int() for name in "qkv"}
     refused(TypeError, "floating dtype", change=integers)

@@ -145,6 +145,12 @@ def test_moves_and_round_trips():
     assert torch.equal(torch.utils._pytree.tree_unflatten(leaves, spec).work_row, plan.work_row)
 
 
+def test_plans_compare_by_identity():
+    mask = BitfieldMask.causal(1, 4)
+    plan = AttentionPlan.build(mask)
+    assert plan == plan and plan != AttentionPlan.build(mask) and plan in {plan}
+
+
 def test_refusals():
     mask = BitfieldMask.causal(1, 8)
     with pytest.raises(TypeError, match="BitfieldMask"):

@@ -201,7 +201,7 @@ def test_without_apt_the_digits_stand_in_and_one_line_says_so(archive, tmp_path,
     assert isinstance(train, DigitsDataset) and isinstance(heldout, DigitsDataset) and len(train) == 100
     assert "digits instead" in note and "\n" not in note
     assert "(apt-get not found" in note  # why
-    assert [r.message for r in caplog.records] == [note]
+    assert not caplog.records  # the caller says the note: nobody else does
     assert train[0].media["vision"][0].shape == (3, 16, 16) and train.lengths(0)["audio"] == []
     assert "(not in the cache)" in load_dataset("stamps", tokens=TOKENS, fetch=False).note
 

@@ -130,14 +130,15 @@ def test_end_of_epoch_is_reported(caplog):
     assert [r.message for r in caplog.records] == ["end of epoch 0: numbers: all well"]
 
 
-def test_failures_are_told_loudly_once(caplog):
+def test_only_failures_that_are_new_are_told_loudly(caplog):
     dataset = Numbers(4)
     dataset.failures["a.png"] = "broken"
     with caplog.at_level("INFO", "interlace.data"), Loader(dataset, 4, prefetch=0) as loader:
         take(loader, 2)
         dataset.failures["b.png"] = "broken"
         take(loader, 1)
-    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO", "WARNING"]
+    assert [r.levelname for r in caplog.records] == ["INFO", "INFO", "WARNING"]  # a.png was told before
+    assert caplog.messages[-1] == "end of epoch 2: 1 files more cannot be read, e.g. b.png"
 
 
 def test_a_plain_map_style_dataset_works():

@@ -156,8 +156,14 @@ def test_broken_files_are_named_counted_and_never_used(tree, stamps):
     assert not media_files(stamps, 5) & BROKEN
     assert "odd/both.svg" in media_files(make_stamps(tree, length=400, held_out=0.001))
     line = stamps.report()
-    assert line.startswith("stamps/train: 7 failed: broken/clip_desc_fr.ogg (")
-    assert "\n" not in line and all(path in line for path in BROKEN)
+    pictures = sum(
+        p.suffix in (".png", ".svg") and p.stem not in ("both_mirror", "uncaptioned") for p in tree.rglob("*")
+    )
+    assert line.startswith("stamps/train: 2 of ") and "\n" not in line and len(line) < 700
+    assert f"4 of {pictures} pictures cannot be decoded, e.g. broken/fonts.svg (" in line
+    listing = stamps.listing().splitlines()
+    assert all(any(f"cannot be decoded: {path}: " in entry for entry in listing) for path in BROKEN)
+    assert len(listing) == len(stamps.failures) + len(stamps.skipped)
     assert "1 skipped (longer than 4 s)" in line and "1 skipped (too elongated for 64 image tokens)" in line
     # The SVG that draws nothing is stood in for by the PNG of the same stamp.
     everything = make_stamps(tree, length=600, held_out=0.001)
@@ -201,7 +207,7 @@ def test_a_file_lost_after_verification_keeps_the_sequence_and_is_reported(own_t
         samples = [dataset[i] for i in range(60)]
     assert all(same(s, blind[i]) for i, s in enumerate(samples))
     assert (samples[0].media["vision"][0].data == 0).all()
-    assert lost in dataset.failures and lost in dataset.report()
+    assert lost in dataset.failures and lost in dataset.listing()
     assert sum(lost in message for message in caplog.messages) == 1  # said once
 
 
@@ -266,3 +272,14 @@ def test_captions_are_what_the_package_says(stamps):
         for r in map(stamps.recipe, range(80))
         if r.kind == "speech" and r.stamp.startswith("things/")
     )
+
+
+@pytest.mark.parametrize("kind", ["image", "speech", "image+speech", "images", "text"])
+@pytest.mark.parametrize("languages", [("en", "fr", "ru"), ("ru",)])
+def test_the_longest_sample_and_prompt_are_the_longest_of_all_that_are_drawn(tree, kind, languages):
+    dataset = make_stamps(tree, weights={kind: 1.0}, languages=languages, max_images=2, length=400)
+    sample, prompt = dataset.longest()
+    drawn = [dataset.recipe(i, epoch) for epoch in range(12) for i in range(len(dataset))]
+    totals = [sum(count for _, count in dataset._layout(recipe)) for recipe in drawn]
+    assert max(totals) == sample
+    assert max(t - len(r.answer.encode()) for t, r in zip(totals, drawn, strict=True)) == prompt

@@ -87,11 +87,31 @@ def test_data_parallel_replicas_equal_one_process_also_when_one_has_no_image():
     assert results[0] == results[1]
 
 
-def lose_peer(rank: int, how: str) -> tuple[str, float]:
-    """Rank 1 dies, or stops answering, after one good step; rank 0 reports its error and how long it took."""
+def refuse(rank: int) -> str:
+    """Replica 1 has nothing to train on: both say so at once instead of one waiting for the other."""
+    mllm = tiny_mllm(layers=1)
+    specs = {name: ParallelSpec(dp=2) for name in mllm.modules_order()}
+    parallel = parallelize(mllm, ParallelPlan.from_specs(mllm, specs, ranks=1), timeout=30)
+    samples = random_microbatches(mllm, "text", count=1)[0]
+    try:
+        parallel.step(samples if rank == 0 else [])
+    except ValueError as error:
+        parallel.step(samples)  # nothing is broken
+        return str(error)
+    return "no error"
+
+
+def test_a_batch_that_one_replica_refuses_stops_both_at_once():
+    results = run_ranks(2, refuse)
+    assert [kind for kind, _ in results] == ["returned", "returned"], results
+    assert "rank 1 refused" in results[0][1] and "at least one sample" in results[1][1]
+
+
+def lose_peer(rank: int, world: int, how: str) -> tuple[str, float]:
+    """Rank 1 dies, or stops answering, after one good step; the others report their error and how long it took."""
     mllm = tiny_mllm(layers=1)
     specs = {name: ParallelSpec() for name in mllm.modules_order()}
-    plan = ParallelPlan.from_specs(mllm, specs, ranks=2)
+    plan = ParallelPlan.from_specs(mllm, specs, ranks=world)
     parallel = parallelize(mllm, plan, transport="distributed", timeout=4)
     microbatches = random_microbatches(mllm, "all")
     parallel.step(microbatches)
@@ -105,10 +125,12 @@ def lose_peer(rank: int, how: str) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_lost_peer_is_named_within_the_timeout(how):
-    results = run_ranks(2, lose_peer, how, timeout=90)
-    kind, (message, seconds) = results[0]
-    assert kind == "returned"
-    assert "rank 1" in message and ("SEND" in message or "RECV" in message or "REDUCE" in message), message
-    assert seconds < 12
+@pytest.mark.parametrize(("world", "how"), [(2, "hangs"), (3, "dies")])
+def test_lost_peer_is_named_within_the_timeout(world, how):
+    results = run_ranks(world, lose_peer, world, how, timeout=90, grace=12)
+    for rank in range(0, world, 2):
+        kind, value = results[rank]
+        assert kind == "returned", value
+        message, seconds = value
+        assert "lost rank 1 " in message and "start of the step" in message, message
+        assert seconds < 12

@@ -60,6 +60,14 @@ def image(tokens=1, shape=(3, 4, 4)):
             Sample(ids(1, 46), ids(1, 1), {"vision": [image(shape=(1, 4, 4))]}, "grey"),
             r"\(1, 4, 4\).*\(3, height, width\)",
         ),
+        (
+            Sample(ids(46, 46, 5, 46), ids(1, 1, 1, 1), {"vision": [image(), image(2, (3, 4, 8))]}, "gap"),
+            r"'gap', vision item 1: its 2 placeholders \(id 46\) lie between positions 1 and 3 .*consecutive",
+        ),
+        (Sample(ids(1, 48), ids(1, 1), {}, "id"), r"'id': input_ids\[1\] is 48, but .* 0 to 47: use the tokenizer"),
+        (Sample(ids(-100), ids(1), {}, "id"), r"'id': input_ids\[0\] is -100"),
+        (Sample(ids(1, 2), ids(-100, 99), {}, "id"), r"'id': labels\[1\] is 99, but .* 0 to 47, or -100 for no target"),
+        (Sample(ids(1, 2), ids(-1, 2), {}, "id"), r"'id': labels\[0\] is -1"),
         (Sample(ids(1, 47), ids(1, 1), {"audio": [Media((4, 9), 1)]}, "mel"), r"\(4, 9\).*\(8 mel bins, frames\)"),
     ],
 )
@@ -118,6 +126,17 @@ def test_parts_that_do_not_fit(changes, message):
         MultimodalModel(**given)
 
 
+def test_placeholders_of_the_config():
+    for image, audio in (("image_token_id", "audio_token_id"), ("image_token_index", "audio_token_index")):
+        encoders = {"eyes": ModalityModule(siglip()), "audio": ModalityModule(whisper())}
+        model = MultimodalModel(encoders, llama(**{image: 46, audio: 47}), generators={})
+        assert model.placeholders == {"eyes": 46, "audio": 47}
+    own = MultimodalModel({"eyes": ModalityModule(siglip())}, llama(image_token_id=46), placeholders={"eyes": 45})
+    assert own.placeholders == {"eyes": 45}
+    with pytest.raises(ValueError, match=r"no placeholder for encoder 'audio': placeholders="):
+        MultimodalModel({"audio": ModalityModule(whisper())}, llama(image_token_id=46))
+
+
 def test_shared_placeholder():
     encoders = {"vision": ModalityModule(siglip()), "audio": ModalityModule(whisper())}
     with pytest.raises(ValueError, match=r"share a placeholder"):
@@ -153,6 +172,13 @@ def test_modules_that_cannot_be_used():
 
     with pytest.raises(ValueError, match=r"no image, audio or text model"):
         ModalityModule(Sound())
+
+    class Grid(Sound):
+        def forward(self, hidden_states, grid_thw):
+            return hidden_states
+
+    with pytest.raises(ValueError, match=r"Grid takes grid_thw.*Use an encoder that takes pixel_values"):
+        ModalityModule(Grid())
 
 
 def test_ranges_and_names_of_slices():

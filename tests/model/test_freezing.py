@@ -55,6 +55,27 @@ def test_frozen_modules_stay_in_evaluation():
     assert all(module.training for module in mllm.encoders["vision"].modules())
 
 
+def test_what_trains_inside_something_frozen_is_in_training():
+    mllm = build().train()
+    stage = mllm.slice("language_model", 0, 3)
+    mllm.freeze("language_model")
+    mllm.unfreeze("language_model.model.layers.1")
+    for model in (mllm, mllm.train(), stage.train()):
+        layers = dict(model.named_modules())
+        inside = layers["language_model.model.layers.1"]
+        assert all(module.training for module in inside.modules())
+        assert all(parameter.requires_grad for parameter in inside.parameters())
+        assert not layers["language_model.model.layers.0"].training
+    mllm.freeze("language_model.model.layers.1.mlp")
+    inside = mllm.language_model.model.layers[1]
+    assert inside.self_attn.training and not inside.mlp.training
+    mllm.freeze("language_model")  # what was said about its inside is void
+    mllm.train()
+    assert not any(module.training for module in mllm.language_model.modules())
+    mllm.unfreeze("language_model")
+    assert all(module.training for module in mllm.language_model.modules())
+
+
 def test_unfreezing_leaves_constants_constant():
     mllm = build()
     positions = mllm.encoders["audio"].module.embed_positions.weight

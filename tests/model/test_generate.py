@@ -5,25 +5,70 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interlace.model import Sample
-from tests.model.zoo import LANGUAGE, build, logits_plain, plain, sample
+from interlace.model import Sample, generate
+from interlace.train.generate import answer, prompt_of, truth_of
+from tests.model.zoo import LANGUAGE, build, logits_plain, plain, qwen2, sample, samples
 
 
 @pytest.mark.parametrize("language", LANGUAGE)
 def test_greedy_equals_recomputation(language):
     mllm = build(language=LANGUAGE[language]).train()
     one = sample(mllm, torch.Generator().manual_seed(0), 3, ("vision", 8, 8), 2, ("audio", 9), 4)
-    oracle, ids = plain(mllm), one.input_ids
-    with torch.no_grad():
-        for _ in range(8):
-            logits = logits_plain(oracle, Sample(ids, torch.full_like(ids, -100), one.media))[-1]
-            logits[[46, 47]] = -torch.inf
-            ids = torch.cat([ids, logits.argmax()[None]])
-    expected = ids[len(one.input_ids) :].tolist()
+    expected = recomputed(mllm, one, 8)
     assert mllm.generate(one, max_new_tokens=8) == expected
     stop = expected[-1]
     assert mllm.generate(one, max_new_tokens=8, stop={stop}) == expected[: expected.index(stop)]
     assert mllm.training
+
+
+def recomputed(mllm, one, count):
+    """Greedy answer by reading prompt and answer again for each token with plain HuggingFace modules."""
+    oracle, ids = plain(mllm), one.input_ids
+    with torch.no_grad():
+        for _ in range(count):
+            logits = logits_plain(oracle, Sample(ids, torch.full_like(ids, -100), one.media))[-1]
+            logits[list(mllm.placeholders.values())] = -torch.inf
+            ids = torch.cat([ids, logits.argmax()[None]])
+    return ids[len(one.input_ids) :].tolist()
+
+
+@pytest.mark.parametrize("backend", ("reference", "cpu"))
+def test_a_batch_equals_its_prompts_one_by_one(backend):
+    mllm = build(backend=backend)
+    batch = samples(mllm)
+    expected = [recomputed(mllm, one, 6) for one in batch]
+    calls = []
+    mllm.encoders["vision"].register_forward_hook(lambda *_: calls.append(1))
+    assert generate(mllm, batch, max_new_tokens=6) == expected
+    assert calls == [1]  # one call for the whole batch
+    end = expected[1][2]  # answers of several lengths: prompts leave the row
+    cut = [ids[: ids.index(end)] if end in ids else ids for ids in expected]
+    assert len(set(map(len, cut))) > 1
+    assert generate(mllm, batch, max_new_tokens=6, stop=(end,)) == cut
+    for size in (1, 2, 64):
+        assert answer(mllm, batch, end=end, max_new_tokens=6, batch_size=size) == cut
+    assert generate(mllm, []) == answer(mllm, [], end=end, max_new_tokens=6) == []
+
+
+def test_sliding_windows_reach_back_in_their_own_prompt():
+    mllm = build(None, None, language=lambda: qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=1))
+    batch = [sample(mllm, torch.Generator().manual_seed(i), 5 + i) for i in range(3)]
+    model = plain(mllm).language_model.eval()
+    expected = []
+    with torch.no_grad():
+        for one in batch:
+            ids = one.input_ids[None]
+            for _ in range(9):
+                ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1)[None]], 1)
+            expected.append(ids[0, len(one) :].tolist())
+    assert generate(mllm, batch, max_new_tokens=9) == expected
+
+
+def test_prompts_and_truths_of_training_samples():
+    one = Sample(torch.tensor([1, 5, 6, 7]), torch.tensor([-100, 6, 7, 2]), {}, "x")
+    assert prompt_of(one).input_ids.tolist() == [1, 5]
+    assert prompt_of(one).labels.tolist() == [-100, -100]
+    assert truth_of(one, 2) == [6, 7] and truth_of(one, 3) == [6, 7, 2]
 
 
 def test_sampling():
@@ -43,8 +88,12 @@ def test_options_and_room():
     one = sample(mllm, torch.Generator().manual_seed(0), 5)
     assert len(mllm.generate(one, max_new_tokens=64)) == 2
     assert mllm.generate(one, max_new_tokens=0) == []
-    with pytest.raises(ValueError, match=r"leaves no room"):
-        mllm.generate(sample(mllm, torch.Generator().manual_seed(0), 7))
+    full, long = (sample(mllm, torch.Generator().manual_seed(0), n, name="long") for n in (7, 8))
+    assert mllm.generate(full) == []
+    assert [len(ids) for ids in generate(mllm, [full, one, full], max_new_tokens=64)] == [0, 2, 0]
+    assert generate(mllm, [full, one])[1] == mllm.generate(one)
+    with pytest.raises(ValueError, match=r"'long' has 9 tokens .* positions for 8: shorten"):
+        mllm.generate(long)
     for wrong in ({"top_p": 0.0}, {"temperature": -1.0}, {"max_new_tokens": -1}):
         with pytest.raises(ValueError, match=r"must be"):
             mllm.generate(one, **wrong)

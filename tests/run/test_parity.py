@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import pytest
 import torch
 
 from interlace.plan import ParallelPlan, ParallelSpec
-from interlace.run import parallelize
+from interlace.run import PipelineError, StepResult, parallelize
 from tests.tiny import random_microbatches, tiny_mllm
 
 FREEZING = {
@@ -44,13 +45,15 @@ def assert_same_gradient(name, found, expected):
 
 
 def make_plan(mllm, placement, ranks):
+    """The language model is cut in two where that leaves a stage for every rank; neighbours share the others."""
+    pp = dict.fromkeys(mllm.modules_order(), 1)
     if placement == "replicated":
-        pp = {"language_model": ranks}
-    elif ranks == 3 and placement == "colocated":
-        pp = {"language_model": 1, "vision": 2, "audio": 2}
-    else:
-        pp = {"language_model": 1}
-    specs = {name: ParallelSpec(pp=pp.get(name, 1)) for name in mllm.modules_order()}
+        pp["language_model"] = ranks
+    elif ranks == 3:
+        pp["language_model"] = 2
+    elif ranks == 2 and placement == "colocated":
+        pp.update(dict.fromkeys(mllm.encoders, 2))
+    specs = {name: ParallelSpec(pp=pp[name]) for name in mllm.modules_order()}
     return ParallelPlan.from_specs(mllm, specs, placement=placement, ranks=ranks)
 
 
@@ -154,3 +157,88 @@ def test_autocast_runs_in_bf16_and_keeps_fp32_gradients():
         if gradients[name] is not None and gradients[name].norm() > 1e-3:
             assert parameter.grad.dtype == torch.float32
             assert (parameter.grad - gradients[name]).norm() <= 0.15 * gradients[name].norm(), name
+
+
+def gradients_of(parallel):
+    return [(name, None if p.grad is None else p.grad.clone()) for name, p in parallel.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("placement", "pp", "ranks", "dp"),
+    [("parallel", 2, 1, 2), ("parallel", 2, 4, 1), ("replicated", 2, 2, 1), ("colocated", 2, 3, 2)],
+)
+def test_gradients_of_several_steps_add_up_where_ranks_share_weights(placement, pp, ranks, dp):
+    mllm = tiny_mllm(tied=True)
+    microbatches = random_microbatches(mllm, "no_image")
+    loss, gradients = oracle(mllm, microbatches)
+    mllm.zero_grad()
+    specs = {name: ParallelSpec(dp=dp) for name in mllm.encoders} | {"language_model": ParallelSpec(pp=pp, dp=dp)}
+    plan = ParallelPlan.from_specs(mllm, specs, placement=placement, ranks=ranks)
+    parallel = parallelize(mllm, plan)
+    for times in (1, 2):
+        assert parallel.step(microbatches) == pytest.approx(loss, rel=1e-5)
+        for name, gradient in gradients_of(parallel):
+            expected = gradients[name]
+            assert_same_gradient(name, gradient, None if expected is None else times * expected)
+
+
+def test_freezing_after_parallelize_is_refused():
+    mllm = tiny_mllm()
+    mllm.freeze("vision")
+    parallel = parallelize(mllm, make_plan(mllm, "parallel", 1))
+    mllm.unfreeze("vision")
+    with pytest.raises(ValueError, match="parallelize again"):
+        parallel.step(random_microbatches(mllm, "all"))
+
+
+def test_a_failed_step_leaves_the_next_one_whole():
+    mllm = tiny_mllm()
+    good = random_microbatches(mllm, "all")
+    loss, gradients = oracle(mllm, good)
+    mllm.zero_grad()
+    parallel = parallelize(mllm, make_plan(mllm, "parallel", 3))
+    bad = random_microbatches(mllm, "all")
+    bad[2][0].media["vision"][0].data = torch.zeros(3, 5, 5)
+    with pytest.raises((PipelineError, ValueError)):
+        parallel.step(bad)
+    parallel.zero_grad()
+    assert parallel.step(good) == pytest.approx(loss, rel=1e-5)
+    for name, gradient in gradients_of(parallel):
+        assert_same_gradient(name, gradient, gradients[name])
+
+
+def test_what_in_process_ranks_learn_can_be_copied_back():
+    mllm = tiny_mllm(tied=True)
+    parallel = parallelize(mllm, make_plan(mllm, "parallel", 3))
+    parallel.step(random_microbatches(mllm, "all"))
+    with torch.no_grad():
+        for _, parameter in parallel.named_parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+    parallel.copy_to(mllm)
+    for name, weight in parallel.state_dict().items():
+        assert torch.equal(weight, mllm.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    ("samples", "microbatches", "message"),
+    [
+        ("none", None, "at least one sample"),
+        ("good", 0, "at least 1"),
+        ("mixed", None, "mixes"),
+        ("groups", 3, "leave it"),
+    ],
+)
+def test_impossible_batches_are_refused(samples, microbatches, message):
+    mllm = tiny_mllm()
+    groups = random_microbatches(mllm, "text")
+    mixed = [groups[0][0], groups[1]]
+    given = {"good": groups[0], "mixed": mixed, "groups": groups, "none": []}[samples]
+    with pytest.raises(ValueError, match=message):
+        parallelize(mllm, make_plan(mllm, "parallel", 1)).step(given, microbatches)
+
+
+def test_a_result_survives_pickling():
+    result = StepResult(1.5, 7, 2)
+    again = pickle.loads(pickle.dumps(result))
+    assert (again, again.loss, again.tokens, again.microbatches) == (1.5, 1.5, 7, 2)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from interlace.data import ByteTokenizer
+from interlace.data import ByteTokenizer, find_stamps, load_dataset
 from interlace.train import config as configs
+from interlace.train import feed
 from interlace.train.build import architecture, build, build_plan, materialize, present
 from interlace.train.checkpoint import fingerprint
 from interlace.train.config import ConfigError
-from interlace.train.feed import datasets, media_specs
+from interlace.train.feed import datasets, media_specs, prepare
 from interlace.train.planning import budget_tokens
 from interlace.train.trainer import canonical_names
 
@@ -89,12 +94,14 @@ def test_whispers_sinusoids_and_llamas_frequencies_are_the_librarys() -> None:
     theirs = WhisperEncoder(WhisperConfig(**AUDIO))
     assert torch.equal(model.encoders["audio"].module.embed_positions.weight, theirs.embed_positions.weight)
     assert not model.encoders["audio"].module.embed_positions.weight.requires_grad
-    llama = LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=264))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the spread of a small matrix depends on the draw
+        llama = LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=264))
     assert torch.equal(model.language_model.model.rotary_emb.inv_freq, llama.model.rotary_emb.inv_freq)
     for name, weight in model.language_model.named_parameters():
         # The same rule made them: equal spread (or all equal, for norms).
         reference = dict(llama.named_parameters())[name]
-        assert weight.std().item() == pytest.approx(reference.std().item(), rel=0.2, abs=1e-6), name
+        assert weight.std().item() == pytest.approx(reference.std().item(), rel=0.35, abs=1e-6), name
 
 
 def test_freezing_follows_the_config() -> None:
@@ -157,3 +164,94 @@ def test_datasets_follow_the_model() -> None:
         datasets(config, build(config, ByteTokenizer()), ByteTokenizer())
     with pytest.raises(ConfigError, match=r"max_source_positions = 50 holds only 1 s.*to 300"):
         datasets(_config("data.dataset=stamps", "data.max_audio_seconds=6.0"), model, ByteTokenizer(), fetch=False)
+
+
+def test_a_chain_is_cut_as_interlace_plan_cuts_it() -> None:
+    from interlace.plan import ParallelPlan, analytic_costs
+
+    config = _config("parallel.placement=chain", "parallel.ranks=3", "parallel.dp=2")
+    assert config.world_size() == 6 and configs.from_table({**config.model_dump(exclude_none=True)}) == config
+    model = build(config, ByteTokenizer())
+    plan = build_plan(config, model)
+    assert (
+        plan.stages == ParallelPlan.balanced(model, 3, costs=analytic_costs(model, budget_tokens(config, model))).stages
+    )
+    assert (plan.num_ranks, plan.dp, plan.placement) == (3, 2, "chain")
+    with pytest.raises(ConfigError, match=r"tiny.toml: \[parallel\]: cannot cut 6 layers into 7 ranges"):
+        build_plan(_config("parallel.placement=chain", "parallel.ranks=7"), model, source="tiny.toml")
+
+
+def test_samples_beyond_the_context_are_refused_before_the_first_step() -> None:
+    def load(positions: int, new_tokens: int) -> None:
+        config = _config(f"model.language_model.config.max_position_embeddings={positions}", "log.samples=4")
+        config = config.model_copy(update={"log": config.log.model_copy(update={"max_new_tokens": new_tokens})})
+        datasets(config, build(config, ByteTokenizer()), ByteTokenizer(), source="tiny.toml")
+
+    # <bos>, 4 patches, <lang>, "en", <sep> make the longest prompt of 9 tokens; "three" makes the longest sample of 14.
+    load(14, 6)
+    with pytest.raises(
+        ConfigError, match=r"longest sample has 14 tokens.*max_position_embeddings = 13; .* to 14, or lo"
+    ):
+        load(13, 1)
+    with pytest.raises(
+        ConfigError, match=r"max_new_tokens = 7 make 15 tokens.* raise it to 15, .*or log.max_new_tokens"
+    ):
+        load(14, 7)
+
+
+def test_a_missing_package_is_told_in_one_line(tmp_path: Path) -> None:
+    """Nowhere else either: of a process without any logging set up, neither stream holds a second one."""
+    program = """if True:
+        import sys
+        from interlace.train import config
+        from interlace.train.feed import prepare
+        from tests.train.test_build import TABLE
+        loaded = config.from_table(TABLE, ["data.dataset=stamps", "model.audio.config.max_source_positions=300"])
+        print(prepare(loaded, lambda line: print("interlace:", line)).data.dataset)"""
+    environment = os.environ | {"PATH": str(tmp_path), "INTERLACE_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    lines = (done.stdout + done.stderr).splitlines()
+    assert len(lines) == 2 and lines[1] == "digits", lines
+    assert lines[0].startswith("interlace: stamps not available (apt-get not found") and "digits instead" in lines[0]
+
+
+def test_preparing_shows_what_takes_long_and_names_broken_files_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.data.package import build_tree
+
+    monkeypatch.setenv("HOME", str(tmp_path))  # "~" of the cache below
+    folder = tmp_path / "kept/stamps/1"
+    build_tree(folder / "stamps")
+    (folder / "complete.json").write_text("{}")
+    assert find_stamps("~/kept") == folder / "stamps"
+    overrides = ["data.dataset=stamps", "data.cache=~/kept", "data.held_out=0.3", "data.languages=['en', 'fr', 'ru']"]
+    overrides += ["model.language_model.config.max_position_embeddings=4096"]
+    config, said = _config(*overrides), list[str]()
+    assert prepare(config, said.append) == config
+    assert [line.split()[0] for line in said] == ["reading", "decoded", "decoded", "stamps/train:"]
+    assert "pictures cannot be decoded, e.g. broken/" in said[-1]
+    listing = Path(said[-1].rpartition("list in ")[2])
+    assert listing.is_relative_to(tmp_path / "kept") and "broken/pixels.png: " in listing.read_text(encoding="utf-8")
+    assert prepare(config, said.append) == config and len(said) == 4
+
+
+def test_ranks_agree_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    from interlace.data import fetch
+
+    fetched: list[Any] = []
+    troubles = ["", "", "no route to host", ""]
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), troubles))
+    monkeypatch.setattr(fetch, "find_or_fetch", lambda cache: (fetched.append(cache), "")[0:2])
+    monkeypatch.setattr(fetch, "find_stamps", lambda cache: tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert feed._fetch_together("x") == (None, "no route to host, on the machine of rank 2") and not fetched
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    troubles[2] = ""
+    assert feed._fetch_together("x")[0] == tmp_path and fetched == ["x"]
+    loaded = load_dataset("stamps", tokens={"vision": lambda _: 1}, fetch=lambda cache: (None, "rank 2 has none"))
+    assert loaded.train.name == "digits" and "(rank 2 has none)" in loaded.note

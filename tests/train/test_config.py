@@ -53,6 +53,8 @@ def test_defaults_and_overrides() -> None:
         ("train.warmup_steps=101", "warmup_steps = 101 is more than steps = 100"),
         ("parallel.audio.pp=2", r"\[parallel.audio\] speaks of an encoder that \[model\] does not have"),
         ("parallel.ranks=5", "has work for 2; use 1 to 2"),
+        ("parallel.placement=chain", "placement 'chain' needs parallel.ranks"),
+        ("parallel={placement='chain', ranks=2, vision={pp=2}}", r"ranges of equal cost.*remove parallel.vision.pp"),
         ("parallel.dp=9", "cannot give 9 replicas equal parts"),
         ("run=3", "run must be a section"),
         ("train.steps.more=2", "train.steps is a value, not a section"),

@@ -96,7 +96,11 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k has shape {list(k.shape)} and v {list(v.shape)}; they must be equal")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q has shape {list(q.shape)} and k {list(k.shape)}; batch and head_dim must be equal")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+    if min(q.shape[1], k.shape[1], q.shape[3]) < 1:
+        raise ValueError(
+            f"q has {q.shape[1]} heads, k has {k.shape[1]} and head_dim is {q.shape[3]}; each must be at least 1"
+        )
+    if q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
 
 

@@ -46,13 +46,14 @@ class PlanStats(NamedTuple):
     imbalance: float  # longest row over mean row, before splitting
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """The block lists of one mask; see the module docstring for their layout. Make one with AttentionPlan.build.
 
     Every field but `block` and `sinks` is a tensor (all int32 but q_bits and k_bits, int64) on one device, so that a
     plan passes through torch.compile and torch.export; sizes are read off the tensors' shapes. Lists are padded to at
     least two entries with -1: read their length from the ptr arrays (work lists: entries with row -1 are unused).
+    Plans compare by identity: comparing what they hold would wait for the device.
     """
 
     block: int
@@ -171,7 +172,7 @@ class AttentionPlan:
     # ------------------------------------------------------------------ views
 
     def row_blocks(self) -> Tensor:
-        """int32 [B, q_blocks]: non-empty blocks per query block, the weights that balance.distribute_tokens takes."""
+        """int32 [B, q_blocks]: non-empty blocks per query block, which is what attention costs a query block."""
         return (self.full_q_ptr.diff() + self.part_q_ptr.diff()).view(self.batch, self.q_blocks)
 
     def stats(self) -> PlanStats:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,8 @@ class MultimodalDataset(Dataset[Sample], ABC):
         """File -> why it could not be read. Such files are left out of every sample."""
         self.skipped: dict[str, str] = {}
         """File -> why it is left out although it is not broken (too long, too elongated, ...)."""
+        self.totals: dict[str, int] = {}
+        """Kind of file ("pictures", "clips", "captions") -> how many there are, the broken ones included."""
         self._token_counts: dict[tuple[str, tuple[int, ...]], int] = {}
 
     # What a dataset defines -------------------------------------------------------------------------------
@@ -116,7 +119,9 @@ class MultimodalDataset(Dataset[Sample], ABC):
 
     def layout(self, index: int, epoch: int | None = None) -> list[tuple[str, int]]:
         """The sample's runs in order, [(modality or "text", tokens), ...], without decoding; one per media item."""
-        recipe = self.recipe(index, epoch)
+        return self._layout(self.recipe(index, epoch))
+
+    def _layout(self, recipe: Recipe) -> list[tuple[str, int]]:
         media = [(m.modality, self.count_tokens(m.modality, m.shape)) for m in recipe.media]
         prompt = len(self.tokenizer.prompt((), recipe.language, recipe.text))
         after = prompt - 1 + len(self.tokenizer.encode(recipe.answer))
@@ -132,6 +137,19 @@ class MultimodalDataset(Dataset[Sample], ABC):
         for modality, count in self.layout(index, epoch):
             result[modality].append(count)
         return result
+
+    def extremes(self) -> Iterable[Recipe]:
+        """Recipes among which are the longest sample and the longest prompt that any epoch can have."""
+        return (self.recipe(i, 0) for i in range(len(self)))
+
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest sample, and of the longest prompt (sample without its answer), in any epoch."""
+        sample = prompt = 0
+        for recipe in self.extremes():
+            tokens = sum(count for _, count in self._layout(recipe))
+            sample = max(sample, tokens)
+            prompt = max(prompt, tokens - len(self.tokenizer.encode(recipe.answer)))
+        return sample, prompt
 
     def answer(self, index: int, epoch: int | None = None) -> list[int]:
         """The target tokens of a sample, end token included."""
@@ -176,15 +194,33 @@ class MultimodalDataset(Dataset[Sample], ABC):
         return hashlib.sha256(repr((parts, self.specs, picks)).encode()).hexdigest()[:16]
 
     def report(self) -> str:
-        """One line on what was left out: counts by reason, and every broken file by name (20 at most)."""
+        """One line on what was left out: how many files cannot be decoded, with an example; counts of the skipped."""
         if not self.failures and not self.skipped:
             return f"{self.name}/{self.split}: every file could be used"
+        broken: dict[str, list[str]] = {}
+        for path in sorted(self.failures):
+            broken.setdefault(kind_of_file(path), []).append(path)
+        parts = []
+        for kind, paths in broken.items():
+            of = f" of {self.totals[kind]:,}" if kind in self.totals else ""
+            reason = textwrap.shorten(self.failures[paths[0]], 120, placeholder=" ...")
+            parts.append(f"{len(paths):,}{of} {kind} cannot be decoded, e.g. {paths[0]} ({reason})")
         reasons: dict[str, int] = {}
         for reason in self.skipped.values():
             reasons[reason] = reasons.get(reason, 0) + 1
-        parts = [f"{n} skipped ({reason})" for reason, n in sorted(reasons.items(), key=lambda x: -x[1])]
-        if self.failures:
-            named = [f"{path} ({reason})" for path, reason in sorted(self.failures.items())]
-            more = f" and {len(named) - 20} more" if len(named) > 20 else ""
-            parts.insert(0, f"{len(named)} failed: {', '.join(named[:20])}{more}")
+        parts += [f"{n:,} skipped ({reason})" for reason, n in sorted(reasons.items(), key=lambda x: -x[1])]
         return f"{self.name}/{self.split}: {'; '.join(parts)}"
+
+    def listing(self) -> str:
+        """Every file that was left out with its reason, one a line, the broken ones first."""
+        lines = [f"cannot be decoded: {path}: {' '.join(why.split())}" for path, why in sorted(self.failures.items())]
+        lines += [f"skipped: {path}: {why}" for path, why in sorted(self.skipped.items())]
+        return "".join(f"{line}\n" for line in lines)
+
+
+def kind_of_file(path: str) -> str:
+    """What the name of a file says that it holds, in the plural."""
+    ending = path.rpartition(".")[2].lower()
+    return {"png": "pictures", "svg": "pictures", "ogg": "clips", "wav": "clips", "txt": "captions"}.get(
+        ending, "files"
+    )

@@ -33,8 +33,10 @@ class FetchError(RuntimeError):
     """The package could not be had; the message says at which step and why, in one line."""
 
 
-def cache_folder() -> Path:
-    """The project's cache folder (not created)."""
+def cache_folder(cache: str | Path | None = None) -> Path:
+    """``cache`` with ``~`` expanded, or, when there is none, the project's cache folder (neither is created)."""
+    if cache:
+        return Path(cache).expanduser()
     if os.environ.get("INTERLACE_CACHE"):
         return Path(os.environ["INTERLACE_CACHE"]).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -43,7 +45,7 @@ def cache_folder() -> Path:
 
 def find_stamps(cache: str | Path | None = None) -> Path | None:
     """The newest complete stamps folder in the cache, or None. Touches no network."""
-    folder = Path(cache) if cache is not None else cache_folder()
+    folder = cache_folder(cache)
     complete = sorted((folder / "stamps").glob("[!.]*/complete.json"), key=lambda p: (p.stat().st_mtime, str(p)))
     return complete[-1].parent / "stamps" if complete else None
 
@@ -64,7 +66,7 @@ def find_or_fetch(cache: str | Path | None = None, *, timeout: float = 300.0) ->
     found = find_stamps(cache)
     if found is not None:
         return found, ""
-    folder = Path(cache) if cache is not None else cache_folder()
+    folder = cache_folder(cache)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder / "fetch.lock", timeout):

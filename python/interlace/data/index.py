@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections import Counter, defaultdict
@@ -22,6 +23,7 @@ from pathlib import Path
 from interlace.data.fetch import exclusive
 from interlace.data.media import DecodeError, clip_info, image_size
 
+log = logging.getLogger("interlace.data")
 FORMAT = 1  # raise it when the meaning of the JSON changes: older indexes are then rebuilt
 
 
@@ -127,6 +129,7 @@ def load_index(root: str | Path, cache: str | Path | None = None) -> StampIndex:
         with exclusive(path.with_suffix(".lock"), timeout=600):  # of several ranks one builds, the others read
             index = StampIndex.load(path, root, signature)
             if index is None:
+                log.info("reading the headers of %d files in %s", len(files), root)
                 index = build_index(root, [name for name, _, _ in files], signature)
                 index.save(path)
     if not index.stamps:

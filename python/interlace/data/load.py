@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +12,6 @@ from interlace.data.base import MultimodalDataset
 from interlace.data.digits import DigitsDataset
 from interlace.data.fetch import cache_folder, find_or_fetch, find_stamps
 from interlace.data.stamps import StampsDataset
-
-log = logging.getLogger("interlace.data")
 
 
 class Splits(NamedTuple):
@@ -33,7 +30,7 @@ def load_dataset(
     seed: int = 0,
     root: str | Path | None = None,
     cache: str | Path | None = None,
-    fetch: bool = True,
+    fetch: bool | Callable[[str | Path | None], tuple[Path | None, str]] = True,
     length: int | None = None,
     heldout_length: int | None = None,
     **settings: Any,
@@ -41,8 +38,9 @@ def load_dataset(
     """The train and held-out split of "stamps" or "digits".
 
     root: a stamps folder to use as it is; else the one in ``cache`` (default ``cache_folder()``), fetched unless
-    ``fetch`` is False. When there is none, the digits are loaded and ``note`` says so and why (it is logged as a
-    warning, so print it only where warnings are off); settings that only the stamps have are then left aside.
+    ``fetch`` is False; a function instead gets ``cache`` and answers like ``fetch.find_or_fetch``, the default. When
+    there is none, the digits are loaded and ``note`` says so and why, which nothing here logs or prints; settings
+    that only the stamps have are then left aside.
     Other settings: the arguments of StampsDataset and DigitsDataset.
 
     In a run of many processes call it once before they start: it fetches and decodes; then every rank finds the
@@ -57,22 +55,24 @@ def load_dataset(
         raise TypeError(f"dataset {name!r} has no settings {unknown}; it has {sorted(accepted[name])}")
     note = ""
     if name == "stamps":
-        folder, trouble = Path(root) if root is not None else find_stamps(cache), "not in the cache"
-        if folder is None and fetch:
-            folder, trouble = find_or_fetch(cache)
+        look = fetch if callable(fetch) else find_or_fetch if fetch else _only_find
+        folder, trouble = (Path(root), "") if root is not None else look(cache)
         if folder is None:
             note = f"stamps not available ({trouble}): using scikit-learn's handwritten digits instead"
-            log.warning(note)
             name = "digits"
             settings = {key: value for key, value in settings.items() if key in accepted[name]}
         else:
             settings["root"] = folder
             if root is not None:  # leave nothing beside a folder that is the user's own
                 place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
-                settings["cache"] = (Path(cache) if cache is not None else cache_folder()) / "local" / place
+                settings["cache"] = cache_folder(cache) / "local" / place
     common: dict[str, Any] = {"tokens": tokens, "decode": decode, "seed": seed, **settings}
     train = kinds[name](split="train", **common, length=length)
     return Splits(train, kinds[name](split="heldout", **common, length=heldout_length), note)
+
+
+def _only_find(cache: str | Path | None) -> tuple[Path | None, str]:
+    return find_stamps(cache), "not in the cache"
 
 
 def _parameters(kind: type) -> set[str]:

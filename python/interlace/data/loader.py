@@ -59,7 +59,7 @@ class Loader:
         self._order: tuple[int, np.ndarray] | None = None
         self._worker: _Prefetcher | None = None
         self._closed = False
-        self._failures_told = 0
+        self._failures_told = len(getattr(dataset, "failures", ()))  # those are told by who made the dataset
 
     def indices(self, epoch: int, position: int) -> list[int]:
         """Dataset indices of the whole global batch at ``position`` (0 .. batches_per_epoch - 1) of ``epoch``."""
@@ -99,10 +99,12 @@ class Loader:
             samples = self._make(self.epoch, self.position)
         self.epoch, self.position = self.following(self.epoch, self.position)
         if self.position == 0 and self.dp_rank == 0 and hasattr(self.dataset, "report"):
-            failures = len(getattr(self.dataset, "failures", ()))
-            level = logging.WARNING if failures > self._failures_told else logging.INFO  # loud only about news
-            log.log(level, "end of epoch %d: %s", self.epoch - 1, self.dataset.report())
-            self._failures_told = failures
+            new = list(getattr(self.dataset, "failures", ()))[self._failures_told :]
+            self._failures_told += len(new)
+            if new:
+                log.warning("end of epoch %d: %d files more cannot be read, e.g. %s", self.epoch - 1, len(new), new[0])
+            else:
+                log.info("end of epoch %d: %s", self.epoch - 1, self.dataset.report())
         return samples
 
     def following(self, epoch: int, position: int) -> tuple[int, int]:

@@ -174,8 +174,6 @@ def _build(folder: Path, root: Path, items: Sequence[Item], spec: Spec, workers:
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for path, reason in sorted(failures.items()):
-        log.warning("cannot decode %s: %s", path, reason)
     log.info("decoded %d %s in %.1f s, %d failed", len(items), kind, time.monotonic() - started, len(failures))
 
 

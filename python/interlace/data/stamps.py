@@ -14,13 +14,14 @@ before all have come once; but an epoch is a fixed number of samples, not one pa
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from interlace.data.base import MediaRef, MultimodalDataset, Recipe
+from interlace.data.base import MediaRef, MultimodalDataset, Recipe, kind_of_file
 from interlace.data.index import Clip, Stamp, is_held_out, load_index
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarge
 from interlace.data.pack import Item, Pack, open_pack
@@ -113,6 +114,11 @@ class StampsDataset(MultimodalDataset):
         for path, (reason, language) in self.index.skipped.items():
             if language in ("", *self.languages):
                 self.skipped[path] = reason
+        broken = [kind_of_file(path) for path in self.index.failures]
+        self.totals = {
+            "pictures": sum(len(stamp.images) for stamp in self.index.stamps) + broken.count("pictures"),
+            "clips": sum(len(stamp.clips) for stamp in self.index.stamps) + broken.count("clips"),
+        }
         cache = Path(cache) if cache is not None else self.root.parent
         used = {modality for kind in self.weights for modality in KINDS[kind]}
         self._packs: dict[str, Pack] = {}
@@ -290,6 +296,57 @@ class StampsDataset(MultimodalDataset):
         picks = [self.entries[e] for e in chosen]
         images = tuple(p.image for p in picks if p.image is not None)
         return Recipe(kind, images, language, "\n".join(p.captions[language] for p in picks), stamp=key)
+
+    def extremes(self) -> Iterable[Recipe]:
+        """The longest samples and prompts that can be drawn, found from the entries alone: epochs draw at random."""
+        for kind in self.weights:
+            if kind == "images":
+                for language in self.languages:
+                    yield from self._longest_images(language)
+            else:
+                for entry in self.entries:
+                    yield from self._longest_texts(entry) if kind == "text" else self._longest_of(entry, kind)
+
+    def _longest_images(self, language: str) -> Iterable[Recipe]:
+        pool = [e for e in self.entries if e.image is not None and language in e.captions]
+        tokens = [self._size(e.image) for e in pool]
+        answers = [self._size(e.captions[language]) for e in pool]
+        for weights in ([t + a for t, a in zip(tokens, answers, strict=True)], tokens):
+            picks = [pool[i] for i in np.argsort(weights, kind="stable")[-self.max_images :]]
+            images = tuple(e.image for e in picks if e.image is not None)
+            if images:
+                yield Recipe("images", images, language, "\n".join(e.captions[language] for e in picks))
+
+    def _longest_texts(self, entry: _Entry) -> Iterable[Recipe]:
+        captions = entry.captions
+        if len(captions) == 1:
+            yield from (Recipe("text", (), language, caption) for language, caption in captions.items())
+            return
+        texts = heapq.nlargest(2, captions, key=lambda x: self._size(captions[x]))
+        with_answer = heapq.nlargest(2, captions, key=lambda x: self._size(captions[x]) + self._size(x))
+        for language in {*with_answer, *heapq.nlargest(2, captions, key=self._size)}:
+            for text in texts:
+                if text != language:
+                    yield Recipe("text", (), language, captions[language], captions[text])
+
+    def _longest_of(self, entry: _Entry, kind: str) -> Iterable[Recipe]:
+        image = (entry.image,) if kind != "speech" and entry.image is not None else ()
+        if kind != "speech" and not image:
+            return
+        choices: list[tuple[str, tuple[MediaRef, ...]]] = [(language, image) for language in entry.captions]
+        if kind != "image":
+            choices = [(clip.language, (*image, ref)) for clip, ref in entry.clips]
+        prompts = [self._size(language) + sum(map(self._size, media)) for language, media in choices]
+        samples = [p + self._size(entry.captions[c[0]]) for p, c in zip(prompts, choices, strict=True)]
+        for weights in (samples, prompts) if choices else ():
+            language, media = choices[int(np.argmax(weights))]
+            yield Recipe(kind, media, language, entry.captions[language])
+
+    def _size(self, part: str | MediaRef | None) -> int:
+        """Tokens of a text or a media item."""
+        if isinstance(part, str):
+            return len(self.tokenizer.encode(part))
+        return self.count_tokens(part.modality, part.shape) if part is not None else 0
 
     def read(self, item: MediaRef) -> np.ndarray:
         try:

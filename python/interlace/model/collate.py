@@ -17,7 +17,7 @@ import torch
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask, word
 from interlace.model.modality import ModalityModule
-from interlace.model.sample import Media, Sample
+from interlace.model.sample import IGNORE, Media, Sample
 
 
 def collate_language(
@@ -25,12 +25,12 @@ def collate_language(
     encoders: Mapping[str, ModalityModule],
     placeholders: Mapping[str, int],
     max_length: int | None = None,
+    vocab_size: int | None = None,
 ) -> dict[str, Any]:
     """Pack `samples` into one row.
 
     Returns input_ids, labels, position_ids int64 [1, T], mask (BitfieldMask [1, T]) and plan (its AttentionPlan).
-    Raises ValueError naming the sample: media of an unknown encoder, placeholders that do not match the media, an
-    item that the encoder cannot take, or a sample longer than `max_length` positions.
+    Raises ValueError naming the sample; see check_sample.
     """
     if not samples:
         raise ValueError("collate needs at least one sample")
@@ -38,7 +38,7 @@ def collate_language(
     streams: list[torch.Tensor] = []
     used = 0
     for sample in samples:
-        check_sample(sample, encoders, placeholders, max_length)
+        check_sample(sample, encoders, placeholders, max_length, vocab_size)
         span = torch.full(sample.input_ids.shape, -1, dtype=torch.int32)
         stream = torch.zeros_like(sample.input_ids)
         for number, name in enumerate(encoders, start=1):
@@ -87,9 +87,17 @@ def check_sample(
     encoders: Mapping[str, ModalityModule],
     placeholders: Mapping[str, int],
     max_length: int | None = None,
+    vocab_size: int | None = None,
 ) -> None:
-    """Raise ValueError, naming the sample, unless its text and its media fit each other and the model."""
+    """Raise ValueError, naming the sample, unless its text and its media fit each other and the model.
+
+    Refused are: ids or labels outside the vocabulary of `vocab_size`, more than `max_length` tokens, media of an
+    unknown encoder, an item that its encoder cannot take or that says a wrong number of tokens, placeholders that do
+    not match the media in number, and an item whose placeholders are not consecutive.
+    """
     where = f"sample {sample.name!r}"
+    if vocab_size is not None:
+        _check_ids(sample, where, vocab_size)
     for name, items in sample.media.items():
         if name not in encoders and items:
             near = difflib.get_close_matches(name, encoders, n=1)
@@ -112,7 +120,8 @@ def check_sample(
                     f"{where}, {name} item {i} of shape {item.shape} says it becomes {item.tokens} tokens, but the "
                     f"encoder makes {tokens}: compute Media.tokens with mllm.encoders[{name!r}].tokens(shape)"
                 )
-        found = int((sample.input_ids == placeholders[name]).sum())
+        places = (sample.input_ids == placeholders[name]).nonzero().squeeze(1)
+        found = len(places)
         wanted = sum(item.tokens for item in items)
         if found != wanted:
             raise ValueError(
@@ -120,6 +129,30 @@ def check_sample(
                 f"{len(items)} media item{'s' * (len(items) != 1)} become{'s' * (len(items) == 1)} {wanted} tokens: "
                 "write each item as that many consecutive placeholders, and check that the tokenizer's placeholder id "
                 "is the model's and that text was not truncated inside an item"
+            )
+        for i, piece in enumerate(places.split([item.tokens for item in items]) if items else ()):
+            first, last = int(piece[0]), int(piece[-1])
+            if last - first + 1 != len(piece):
+                raise ValueError(
+                    f"{where}, {name} item {i}: its {len(piece)} placeholders (id {placeholders[name]}) lie between "
+                    f"positions {first} and {last} of input_ids with other tokens among them: write each item as "
+                    "consecutive placeholders, in the order of its media"
+                )
+
+
+def _check_ids(sample: Sample, where: str, vocab_size: int) -> None:
+    for what, ids, allowed in (
+        ("input_ids", sample.input_ids, ""),
+        ("labels", sample.labels, f", or {IGNORE} for no target"),
+    ):
+        wrong = (ids < 0) | (ids >= vocab_size)
+        if allowed:
+            wrong &= ids != IGNORE
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{where}: {what}[{at}] is {int(ids[at])}, but the language model's ids are 0 to {vocab_size - 1}"
+                f"{allowed}: use the tokenizer that belongs to the model, or enlarge its vocab_size"
             )
 
 

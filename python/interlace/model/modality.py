@@ -55,7 +55,8 @@ class ModalityModule(nn.Module):
     collate: items -> inputs, in place of `pixel_values=[...]` or `input_features, lengths`.
     layers: path of the ModuleList that is cut into stages, where it is not plain.
 
-    Raises ValueError for a module without recognisable layers or input, or an unknown projector.
+    Raises ValueError for a module without recognisable layers or input, one whose layers take tensors about each image
+    (grid_thw, as in Qwen2-VL), or an unknown projector.
     """
 
     def __init__(
@@ -78,6 +79,11 @@ class ModalityModule(nn.Module):
         self.start, self.stop = 0, self.num_layers
         self.backend: str | None = None
         parameters = inspect.signature(module.forward).parameters
+        if "grid_thw" in parameters:
+            raise ValueError(
+                f"{type(module).__name__} takes grid_thw: its layers depend on where each image lies, which stages do "
+                "not pass on. Use an encoder that takes pixel_values (SigLIP, CLIP)"
+            )
         self.input_name = next((name for name in parameters if name in KINDS), "")
         if not self.input_name:
             raise ValueError(
@@ -137,7 +143,10 @@ class ModalityModule(nn.Module):
     @property
     def nominal_length(self) -> int:
         """Tokens inside the layers of an item of the size that the encoder was configured for."""
-        return self.encoder_length(self._default)
+        shape = self._default
+        if self.kind == "image":  # 384 pixels in patches of 14: the library's own processors cut the rim off
+            return (shape[1] // self.patch) * (shape[2] // self.patch) + self.prefix
+        return self.encoder_length(shape)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError for an item that the encoder cannot take, saying what it takes."""

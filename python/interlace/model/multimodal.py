@@ -45,8 +45,9 @@ class MultimodalModel(nn.Module):
     """Encoders feeding one language model (Cornstarch 2025-03 section 3): a plain single-device module.
 
     encoders: name -> ModalityModule. language_model: a HuggingFace causal LM, or a ModalityModule(llm, projector=None)
-    with callbacks. placeholders: encoder name -> the token id that stands for one of its features. preprocess(features,
-    inputs) -> inputs merges features into inputs["inputs_embeds"]; see merge_tokens. backend: attention backend, None =
+    with callbacks. placeholders: encoder name -> the token id that stands for one of its features; by default what the
+    language model's config says (image_token_id or image_token_index, likewise for audio). preprocess(features, inputs)
+    -> inputs merges features into inputs["inputs_embeds"]; see merge_tokens. backend: attention backend, None =
     the fastest. generators must be empty: this version trains models that produce text.
 
     Parameters are named "encoders.<name>.module...", "encoders.<name>.projector..." and "language_model...".
@@ -76,9 +77,14 @@ class MultimodalModel(nn.Module):
         use_bitfield_attention(language_model)
         self.encoders = Encoders(encoders)
         self.language_model = language_model
-        config: Any = language_model.config
-        config = config.get_text_config()
-        _check_placeholders(encoders, placeholders, int(config.vocab_size))
+        whole: Any = language_model.config
+        config: Any = whole.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        for name, encoder in encoders.items():
+            token = _configured_placeholder(encoder, whole, config)
+            if name not in placeholders and token is not None:
+                placeholders[name] = token
+        _check_placeholders(encoders, placeholders, self.vocab_size)
         for name, encoder in encoders.items():
             if not isinstance(encoder, ModalityModule) or name == LANGUAGE_MODEL or "." in name:
                 raise ValueError(
@@ -95,7 +101,7 @@ class MultimodalModel(nn.Module):
             postprocess=after,
             backend=backend,
         )
-        self._frozen: set[str] = set()
+        self._frozen: dict[str, bool] = {}  # see keep_frozen
         # Some weights are constants by design (Whisper's sinusoids): unfreezing must not make them trainable.
         self._constant = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
 
@@ -180,17 +186,24 @@ class MultimodalModel(nn.Module):
         """
         name = self._resolve(path)
         self.get_submodule(name).requires_grad_(False)
-        self._frozen.add(name)
+        self._forget(name)
+        self._frozen[name] = True
         keep_frozen(self, self._frozen)
 
     def unfreeze(self, path: str) -> None:
-        """Train it (again). Weights that are constants by design stay so."""
+        """Train it (again), also inside something frozen. Weights that are constants by design stay so."""
         name = self._resolve(path)
-        self._frozen -= {frozen for frozen in self._frozen if frozen == name or frozen.startswith(f"{name}.")}
+        self._forget(name)
+        self._frozen[name] = False
         for key, parameter in self.named_parameters(remove_duplicate=False):
             if key.startswith(f"{name}.") and key not in self._constant:
                 parameter.requires_grad_(True)
         self.train(self.training)
+
+    def _forget(self, name: str) -> None:
+        """What was said about `name` and its inside; in place, as stages share the dictionary."""
+        for said in [said for said in self._frozen if said == name or said.startswith(f"{name}.")]:
+            del self._frozen[said]
 
     def train(self, mode: bool = True) -> MultimodalModel:
         """Switch to training or evaluation; frozen modules stay in evaluation."""
@@ -246,7 +259,7 @@ class MultimodalModel(nn.Module):
         self._check_module(name)
         if name == LANGUAGE_MODEL:
             encoders = {name: self.encoders[name] for name in self.encoders}
-            return collate_language(samples, encoders, self.language_settings.placeholders, self.max_length)
+            return collate_language(samples, encoders, self.placeholders, self.max_length, self.vocab_size)
         return collate_media(samples, name, self.encoders[name])
 
     # ------------------------------------------------------------------ forward
@@ -264,7 +277,7 @@ class MultimodalModel(nn.Module):
 
     def generate(self, prompt: Sample, **options: Any) -> list[int]:
         """Token ids that continue `prompt` (its labels do not matter); options: see interlace.model.generate."""
-        return generate(self, prompt, **options)
+        return generate(self, [prompt], **options)[0]
 
     def forward(
         self,
@@ -307,12 +320,23 @@ class MultimodalModel(nn.Module):
             )
 
 
+def _configured_placeholder(encoder: Any, *configs: Any) -> int | None:
+    """The placeholder id that a language model's config has for encoders of this kind."""
+    kind = getattr(encoder, "kind", "")
+    if kind not in ("image", "audio"):
+        return None
+    names = (f"{kind}_token_id", f"{kind}_token_index")
+    given = (getattr(config, name, None) for config in configs for name in names)
+    return next((int(token) for token in given if token is not None), None)
+
+
 def _check_placeholders(encoders: Mapping[str, Any], placeholders: Mapping[str, int], vocab_size: int) -> None:
     missing = [name for name in encoders if name not in placeholders]
     if missing:
         raise ValueError(
             f"no placeholder for encoder {missing[0]!r}: placeholders={{{missing[0]!r}: token id}} names the token "
-            "that stands for its features in input_ids"
+            "that stands for its features in input_ids (the language model's config names none, as image_token_id or "
+            "audio_token_id)"
         )
     unknown = [name for name in placeholders if name not in encoders]
     if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class StageModule(nn.Module):
         stop: int,
         total: int,
         settings: LanguageSettings,
-        frozen: set[str],
+        frozen: dict[str, bool],
     ):
         super().__init__()
         self.name, self.start, self.stop = name, start, stop
@@ -88,8 +89,12 @@ class StageModule(nn.Module):
         return f"{self.name}, layers {self.start} to {self.stop}"
 
 
-def keep_frozen(root: nn.Module, frozen: set[str]) -> None:
-    """Put the modules named in `frozen`, as far as `root` has them, into evaluation mode."""
+def keep_frozen(root: nn.Module, frozen: Mapping[str, bool]) -> None:
+    """Put frozen modules, as far as `root` has them, into evaluation mode.
+
+    frozen: module name -> whether it is frozen with all inside; of names that contain each other the innermost decides.
+    """
     for name, module in root.named_modules():
-        if any(name == path or name.startswith(f"{path}.") for path in frozen):
+        around = [path for path in frozen if name == path or name.startswith(f"{path}.")]
+        if around and frozen[max(around, key=len)]:
             module.training = False

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from interlace.plan.cost import trainable_before
 from interlace.plan.partitioning import partition
 from interlace.plan.profile import LayerTimes
 
@@ -29,7 +30,10 @@ LANGUAGE_MODEL = "language_model"
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """How one module is spread: tensor, context, pipeline and data parallel degrees."""
+    """How one module is spread: tensor, context, pipeline and data parallel degrees.
+
+    This version runs pipeline stages (pp) and whole replicas (dp, the same for all modules); tp and cp must be 1.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -106,8 +110,9 @@ def layer_costs(
     """
     *encoders, language_model = order
     out = {name: costs[name].per_layer(frozen_aware=frozen_aware, recompute=recompute) for name in encoders}
+    trainable = {name: bool(costs[name].trainable.any()) for name in order}
     out[language_model] = costs[language_model].per_layer(
-        trainable_before=any(bool(costs[name].trainable.any()) for name in encoders),
+        trainable_before=trainable_before(trainable, [(name, language_model) for name in encoders])[language_model],
         frozen_aware=frozen_aware,
         recompute=recompute,
     )

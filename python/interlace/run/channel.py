@@ -62,6 +62,12 @@ class LocalNetwork:
         self.posted: dict[tuple[str, tuple[int, ...]], dict[int, Tensor]] = defaultdict(dict)
         self.collected: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
 
+    def clear(self) -> None:
+        """Forget what a step that failed has left."""
+        self.edges.clear()
+        self.posted.clear()
+        self.collected.clear()
+
 
 class LocalChannel:
     """Channel of one virtual rank inside this process."""

@@ -7,8 +7,11 @@ it, so microbatches may differ in shape, and a schedule that went wrong is repor
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +39,8 @@ class DistributedChannel:
         self.modules = list(modules)
         self.timeout = timeout
         self.device = torch.device(device)
+        if self.device.type == "cuda" and dist.get_backend() == "gloo":
+            raise PipelineError("parameters are on a GPU but the process group is gloo, for CPU tensors: use nccl")
         self._pending: list[tuple[dist.Work, Tensor, int, str]] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
@@ -82,7 +87,7 @@ class DistributedChannel:
 
     def receive(self, peer: int, tag: Tag) -> Tensor:
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
-        self._receive_into(header, peer, tag)
+        self._receive_into(header, peer, f"RECV {tag}", self.timeout)
         magic, module, stage, microbatch, grad, dtype, dims, *shape = header.tolist()
         if magic != _MAGIC:
             raise PipelineError(f"rank {self.rank}: no header from rank {peer} where {tag} was due")
@@ -91,16 +96,58 @@ class DistributedChannel:
             raise PipelineError(f"rank {self.rank} expected {tag} from rank {peer} but received {found}")
         payload = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=self.device)
         if payload.numel():
-            self._receive_into(payload, peer, tag)
+            self._receive_into(payload, peer, f"RECV {tag}", self.timeout)
         return payload
 
-    def _receive_into(self, tensor: Tensor, peer: int, tag: Tag) -> None:
+    def _receive_into(self, tensor: Tensor, peer: int, what: str, timeout: float) -> None:
         try:
             work = dist.irecv(tensor, peer)
             assert work is not None
-            work.wait(timedelta(seconds=self.timeout))
+            work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise PipelineError(self._lost(peer, f"RECV {tag}", error)) from error
+            raise PipelineError(self._lost(peer, what, error, timeout)) from error
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Every rank's ``value`` (a small object) in rank order, on every rank.
+
+        Through rank 0, each wait for one peer: so a rank that is lost is named, also to those who did not wait for it.
+        """
+        world = dist.get_world_size()
+        if self.rank > 0:
+            self._send_object(value, 0, what)
+            # Rank 0 may itself wait for a lost rank first, and then never takes what was sent.
+            lost, values = self._receive_object(0, what, 2 * self.timeout)
+            if lost:
+                raise PipelineError(f"{lost}; rank 0 told rank {self.rank}, in {what}")
+            self.finish()
+            return values
+        values = [value]
+        try:
+            values += [self._receive_object(peer, what, self.timeout) for peer in range(1, world)]
+        except PipelineError as error:
+            for peer in range(1, world):
+                with contextlib.suppress(PipelineError):
+                    self._send_object((str(error), []), peer, what)
+            for work, *_ in self._pending:
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timedelta(seconds=1))
+            raise
+        for peer in range(1, world):
+            self._send_object(("", values), peer, what)
+        self.finish()
+        return values
+
+    def _send_object(self, value: Any, peer: int, what: str) -> None:
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self._post(torch.tensor([len(payload)], device=self.device), peer, what)
+        self._post(payload.to(self.device), peer, what)
+
+    def _receive_object(self, peer: int, what: str, timeout: float) -> Any:
+        size = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._receive_into(size, peer, what, timeout)
+        payload = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        self._receive_into(payload, peer, what, timeout)
+        return pickle.loads(payload.cpu().numpy().tobytes())
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> bool:
         if len(ranks) == 1:
@@ -122,10 +169,10 @@ class DistributedChannel:
             except RuntimeError as error:
                 raise PipelineError(self._lost(peer, what, error)) from error
 
-    def _lost(self, peer: int | str, what: str, error: RuntimeError) -> str:
+    def _lost(self, peer: int | str, what: str, error: RuntimeError, timeout: float | None = None) -> str:
         reason = _first_line(error)
         if "imeout" in reason or "imed out" in reason:
-            reason = f"no answer within {self.timeout:g} s: it hangs, or is slower than the timeout"
+            reason = f"no answer within {timeout or self.timeout:g} s: it hangs, or is slower than the timeout"
         else:
             reason = f"it died or closed the connection: {reason}"
         return f"rank {self.rank}, {what}: lost rank {peer} ({reason})"

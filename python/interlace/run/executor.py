@@ -1,4 +1,5 @@
-"""Executes one rank's action list: the same list that the checker proved and the simulator timed.
+"""Executes one rank's action list: the list that the checker proved and the simulator times, followed by REDUCE_GRAD
+for what this layout shares between ranks.
 
 A stage's forward starts from detached inputs and its backward ends at them; what crosses a stage boundary, to another
 rank or within one, is an activation and later its gradient. So any placement computes the same numbers.

@@ -19,12 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from interlace import balance
 from interlace.model import MultimodalModel
-from interlace.plan import ParallelPlan
+from interlace.plan import ParallelPlan, StagePlan
 from interlace.run.channel import Channel, LocalChannel, LocalNetwork, PipelineError
+from interlace.run.distributed import DistributedChannel
 from interlace.run.executor import Executor, Key, StageRuntime, Step
 from interlace.run.gradients import sum_over_ranks
 from interlace.run.graph import ParameterMap, forward_only, stage_graph
@@ -48,6 +50,9 @@ class StepResult(float):
         result.tokens, result.microbatches = tokens, microbatches
         return result
 
+    def __getnewargs__(self) -> tuple[float, int, int]:  # type: ignore[override]
+        return float(self), self.tokens, self.microbatches
+
     @property
     def loss(self) -> float:
         """The loss as a plain number."""
@@ -59,31 +64,32 @@ def parallelize(
     plan: ParallelPlan,
     *,
     schedule: str = "1f1b",
-    transport: str = "local",
+    transport: str | None = None,
     checkpointing: bool = False,
     autocast: torch.dtype | None = None,
     timeout: float = 300.0,
 ) -> ParallelModel:
-    """Place ``mllm`` as ``plan`` says.
+    """Place ``mllm`` as ``plan`` says. What is frozen is fixed here: freeze before.
 
-    ``transport="local"`` plays all ranks in this process: with one rank on ``mllm``'s own parameters, with several
-    on a copy of the model for each. ``"distributed"`` is one rank of the default process group, on ``mllm``'s own
-    parameters. ``checkpointing`` recomputes each layer's activations in backward; ``autocast`` (e.g.
-    torch.bfloat16) runs forwards under autocast; ``timeout`` (seconds) bounds every wait for a peer.
+    transport: "local" plays all ranks in this process, one rank on ``mllm``'s own parameters, several on a copy of the
+        model each (`ParallelModel.copy_to` brings back what they learned). "distributed" is one rank of the default
+        process group, on ``mllm``'s own parameters; the default where such a group of more than one rank exists.
+    schedule: "1f1b" or "gpipe". checkpointing: recompute each layer's activations in backward. autocast: run forwards
+        under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
+
     Raises ValueError when the world's size is not the plan's.
     """
     if schedule not in _GENERATORS:
         raise ValueError(f"unknown schedule {schedule!r}: use one of {', '.join(map(repr, sorted(_GENERATORS)))}")
+    if transport is None:
+        grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        transport = "distributed" if grouped else "local"
     if transport == "local":
         network = LocalNetwork()
         ranks = list(range(plan.world_size))
         models = [mllm] if len(ranks) == 1 else [copy.deepcopy(mllm) for _ in ranks]
         channels: list[Channel] = [LocalChannel(rank, network) for rank in ranks]
     elif transport == "distributed":
-        import torch.distributed as dist
-
-        from interlace.run.distributed import DistributedChannel
-
         if not dist.is_initialized():
             raise PipelineError("torch.distributed is not initialised: call init_process_group before parallelize")
         if dist.get_world_size() != plan.world_size:
@@ -93,7 +99,8 @@ def parallelize(
             )
         ranks = [dist.get_rank()]
         models = [mllm]
-        channel = DistributedChannel(mllm.modules_order(), timeout)
+        held = (p.device for stage in plan.of_rank(ranks[0]) for p in _stage(mllm, stage).parameters())
+        channel = DistributedChannel(mllm.modules_order(), timeout, next(held))
         channel.add_groups(ParameterMap(mllm, plan).groups())
         channels = [channel]
     else:
@@ -125,19 +132,22 @@ class ParallelModel:
         self._schedules: dict[tuple[bool, tuple[frozenset[str], ...]], Schedule] = {}
         self._records: list[tuple[int, Action, float, float]] = []
         self._last: Schedule | None = None
+        self._trainable = _trainable(mllm)
+        self._failed = ""
         self.stages: dict[int, dict[Key, nn.Module]] = {}
         self._executors: dict[int, Executor] = {}
         for rank, model in zip(ranks, models, strict=True):
             self.stages[rank] = {
-                (stage.module, stage.index): model.slice(
-                    stage.module, stage.start, stage.stop, checkpointing=checkpointing
-                )
-                for stage in plan.of_rank(rank)
+                (stage.module, stage.index): _stage(model, stage, checkpointing) for stage in plan.of_rank(rank)
             }
             self._executors[rank] = Executor(
                 rank, self._runtimes(rank), self._channels[rank], partial(self._reduce, rank)
             )
         self._map = ParameterMap(mllm, plan)
+        self._homes = {
+            rank: {id(p): key for key, stage in reversed(stages.items()) for p in stage.parameters()}
+            for rank, stages in self.stages.items()
+        }
 
     # -- what lives here -------------------------------------------------------------------------------------
 
@@ -162,6 +172,20 @@ class ParallelModel:
         for rank in self.ranks:
             yield from self.parameters_of(rank).items()
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """This process's weights by their names in the whole model; a weight that several ranks hold is there once."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters():
+            found.setdefault(name, parameter.detach())
+        return found
+
+    @torch.no_grad()
+    def copy_to(self, mllm: nn.Module) -> None:
+        """Write this process's weights into ``mllm``: what several in-process ranks have learned on their copies."""
+        parameters = dict(mllm.named_parameters(remove_duplicate=False))
+        for name, weight in self.state_dict().items():
+            parameters[name].copy_(weight)
+
     def train(self, mode: bool = True) -> None:
         """Switch the stages between training and evaluation (frozen modules stay in evaluation)."""
         for stages in self.stages.values():
@@ -176,34 +200,71 @@ class ParallelModel:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def step(self, samples: Sequence[Any], microbatches: int | None = None) -> StepResult:
-        """Forward and backward of one batch; gradients add up in ``.grad``.
+        """Forward and backward of one batch; gradients add up in ``.grad`` until `zero_grad`.
 
         ``samples``: this replica's samples, or a list of lists to fix the microbatches. Otherwise they are spread
-        over ``microbatches`` (default: twice the ranks of a replica, at most one per sample) by LLM tokens.
+        over ``microbatches`` (default: twice the ranks of a replica, at most one per sample) by LLM tokens. With
+        several replicas in this process, sample or microbatch i goes to replica i modulo their number.
+
+        Raises ValueError for a batch without any valid target, or when what is frozen has changed since
+        `parallelize`; PipelineError when a peer is lost or its batch is refused, and then the gradients are undefined.
         """
+        if _trainable(self.mllm) != self._trainable:
+            raise ValueError(
+                "what is frozen has changed since parallelize(): freeze or unfreeze first, then parallelize again"
+            )
         return self._run(samples, microbatches, train=True)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Any], microbatches: int | None = None) -> StepResult:
-        """Mean loss of a batch without gradients, over the same pipeline."""
+        """Mean loss of a batch over the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
         return self._run(samples, microbatches, train=False)
 
     def _run(self, samples: Sequence[Any], microbatches: int | None, train: bool) -> StepResult:
+        if self._failed:
+            raise PipelineError(f"an earlier step failed and left the ranks out of step ({self._failed}): start anew")
+        for channel in self._channels.values():
+            if isinstance(channel, LocalChannel):
+                channel.network.clear()
+        try:
+            return self._run_step(samples, microbatches, train)
+        except Exception as error:
+            if not isinstance(next(iter(self._channels.values())), LocalChannel) and not isinstance(error, ValueError):
+                self._failed = str(error)
+            raise
+
+    def _run_step(self, samples: Sequence[Any], microbatches: int | None, train: bool) -> StepResult:
         replicas = sorted({rank // self.plan.num_ranks for rank in self.ranks})
-        groups = {replica: self._split(samples[i :: len(replicas)], microbatches) for i, replica in enumerate(replicas)}
-        # Whether a module runs anywhere in this step is known before it starts, so that all replicas reduce alike.
+        refused: ValueError | None = None
+        try:
+            split = [self._split(samples[i :: len(replicas)], microbatches) for i in range(len(replicas))]
+        except ValueError as error:
+            refused, split = error, [[] for _ in replicas]
+        groups = dict(zip(replicas, split, strict=True))
+
+        # What runs anywhere in this step, and whether all can start, is known before it starts: so all replicas
+        # reduce alike, and a batch that one rank refuses does not leave the others waiting.
         *encoders, language_model = self.mllm.modules_order()
         facts = {}
         for rank in self.ranks:
-            samples_here = [sample for group in groups[rank // self.plan.num_ranks] for sample in group]
+            here = [sample for group in groups[rank // self.plan.num_ranks] for sample in group]
             first = rank % self.plan.num_ranks == 0
-            counts = [float((sample.labels != -100).sum()) for sample in samples_here]
-            uses = [float(any(sample.media.get(name) for sample in samples_here)) for name in encoders]
-            facts[rank] = [sum(counts) if first else 0.0, *uses]
-        tokens, *uses = self._sum_over_world(facts, "step facts")
-        active = {language_model, *(name for name, use in zip(encoders, uses, strict=True) if use)}
+            targets = sum(int((sample.labels != -100).sum()) for sample in here) if first else 0
+            facts[rank] = (refused is not None, targets, {n for n in encoders if any(s.media.get(n) for s in here)})
+        everyone = self._exchange(facts, "start of the step")
+        if refused is not None:
+            raise refused
+        bad = [str(rank) for rank, (is_bad, _, _) in enumerate(everyone) if is_bad]
+        if bad:
+            raise ValueError(f"rank {', '.join(bad)} refused its batch, so no rank runs this step: see its error")
+        tokens = sum(count for _, count, _ in everyone)
+        active = {language_model}.union(*(names for _, _, names in everyone))
         if tokens == 0:
-            raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
+            if train:
+                raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
+            return StepResult(0.0, 0, len(split[0]))
+
+        kept = self._set_shared_gradients_aside() if train else []
         steps: dict[int, Step] = {}
         runs: dict[int, Iterator[str]] = {}
         for rank in self.ranks:
@@ -223,19 +284,44 @@ class ParallelModel:
             runs[rank] = self._executors[rank].run(self._to_global(rank, actions), steps[rank])
             self._last = schedule
         _play(runs)
+        for parameter, gradient in kept:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._records = [record for step in steps.values() for record in step.records]
-        (loss_sum,) = self._sum_over_world({rank: [step.loss_sum] for rank, step in steps.items()}, "loss")
-        return StepResult(loss_sum / tokens, int(tokens), len(groups[replicas[0]]))
+        sums = self._exchange({rank: step.loss_sum for rank, step in steps.items()}, "loss")
+        return StepResult(sum(sums) / tokens, tokens, len(split[0]))
+
+    def _set_shared_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take the gradients of earlier steps off what ranks share: those are sums over ranks already."""
+        kept = []
+        for rank in self.ranks:
+            for key, stage in self.stages[rank].items():
+                if len(self._map.stage_ranks(*key)) == 1 and not self._map.tied:
+                    continue
+                for parameter in stage.parameters():
+                    if parameter.grad is not None:
+                        kept.append((parameter, parameter.grad))
+                        parameter.grad = None
+        return kept
 
     def _split(self, samples: Sequence[Any], microbatches: int | None) -> list[list[Any]]:
         if not samples:
             raise ValueError("a step needs at least one sample (or one microbatch) for each replica")
-        if isinstance(samples[0], (list, tuple)):
-            return [list(group) for group in samples if group]
+        if microbatches is not None and microbatches < 1:
+            raise ValueError(f"microbatches is {microbatches}: it must be at least 1")
+        grouped = [isinstance(item, (list, tuple)) for item in samples]
+        if all(grouped):
+            if microbatches is not None and microbatches != len(samples):
+                raise ValueError(f"microbatches is {microbatches} but {len(samples)} of them are given: leave it out")
+            groups = [list(group) for group in samples if group]
+            if not groups:
+                raise ValueError("all microbatches are empty: a step needs at least one sample for each replica")
+            return groups
+        if any(grouped):
+            raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
         count = min(len(samples), microbatches or 2 * self.plan.num_ranks)
         weights = np.array([len(sample.input_ids) for sample in samples], dtype=np.float64)
         bins = balance.assign(weights, count, capacity=-(-len(samples) // count))
-        groups: list[list[Any]] = [[] for _ in range(count)]
+        groups = [[] for _ in range(count)]
         for sample, b in zip(samples, bins, strict=True):
             groups[int(b)].append(sample)
         return [group for group in groups if group]
@@ -306,7 +392,9 @@ class ParallelModel:
             yield from sum_over_ranks([parameter], ranks, self._channels[rank], f"tied {tied.names[0]}")
             return
         ranks = self._map.stage_ranks(action.module, action.stage)
-        parameters = list(self.stages[rank][action.module, action.stage].parameters())
+        stage = self.stages[rank][action.module, action.stage]
+        # A weight that two stages of this rank share is reduced with the first of them only.
+        parameters = [p for p in stage.parameters() if self._homes[rank][id(p)] == (action.module, action.stage)]
         key = f"{action.module}[{action.stage}]"
         yield from sum_over_ranks(parameters, ranks, self._channels[rank], key)
 
@@ -342,24 +430,22 @@ class ParallelModel:
                 for name, parameter in self.parameters_of(rank).items()
                 if parameter.grad is not None and self._map.owner[name] == rank
             ]
-            squares[rank] = [float(sum(gradient.double().pow(2).sum() for gradient in own)) if own else 0.0]
-        norm = self._sum_over_world(squares, "gradient norm")[0] ** 0.5
+            squares[rank] = float(sum(gradient.double().pow(2).sum() for gradient in own)) if own else 0.0
+        norm = sum(self._exchange(squares, "gradient norm")) ** 0.5
         if norm > max_norm:
             for _, parameter in self.named_parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(max_norm / (norm + 1e-6))
         return norm
 
-    def _sum_over_world(self, values: dict[int, list[float]], what: str) -> list[float]:
-        """Sum a few numbers per rank over all ranks of all replicas, added in rank order."""
-        world = range(self.plan.world_size)
-        if len(self.ranks) == len(world):
-            return np.sum([values[rank] for rank in world], axis=0).tolist()
+    def _exchange(self, values: dict[int, Any], what: str) -> list[Any]:
+        """One small value per rank -> those of all ranks of all replicas, in rank order."""
+        if len(self.ranks) == self.plan.world_size:
+            return [values[rank] for rank in self.ranks]
         (rank,) = self.ranks
-        table = torch.zeros(len(world), len(values[rank]), dtype=torch.float64)
-        table[rank] = torch.tensor(values[rank], dtype=torch.float64)
-        self._channels[rank].all_reduce(table, list(world), what)
-        return table.numpy().sum(axis=0).tolist()
+        channel = self._channels[rank]
+        assert isinstance(channel, DistributedChannel)
+        return channel.exchange(values[rank], what)
 
     # -- what was measured -----------------------------------------------------------------------------------
 
@@ -367,14 +453,18 @@ class ParallelModel:
         """Measured timeline of the last step over all ranks. Collective; every rank returns the same."""
         if self._last is None:
             raise PipelineError("no step has run yet: call step() before timeline()")
-        records = self._records
-        if len(self.ranks) < self.plan.world_size:
-            import torch.distributed as dist
+        records = dict.fromkeys(self.ranks, self._records)
+        parts = self._exchange(records, "timeline") if len(self.ranks) < self.plan.world_size else [self._records]
+        together = [record for part in parts for record in part]
+        return Timeline.from_records(together, num_ranks=self.plan.world_size)
 
-            gathered: list[Any] = [None] * self.plan.world_size
-            dist.all_gather_object(gathered, records)
-            records = [record for part in gathered for record in part]
-        return Timeline.from_records(records, num_ranks=self.plan.world_size)
+
+def _stage(mllm: MultimodalModel, stage: StagePlan, checkpointing: bool = False) -> nn.Module:
+    return mllm.slice(stage.module, stage.start, stage.stop, checkpointing=checkpointing)
+
+
+def _trainable(mllm: nn.Module) -> tuple[bool, ...]:
+    return tuple(parameter.requires_grad for parameter in mllm.parameters())
 
 
 def _play(runs: dict[int, Iterator[str]]) -> None:

@@ -69,11 +69,20 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
 
 def build_plan(config: Config, model: MultimodalModel, *, source: str = "config") -> ParallelPlan:
     """Cuts the model into stages and places them. Raises ConfigError for more stages than layers and the like."""
-    from interlace.plan import ParallelPlan, ParallelSpec
+    from interlace.plan import ParallelPlan, ParallelSpec, analytic_costs
+    from interlace.train.planning import budget_tokens
 
     parallel = config.parallel
     specs = {name: ParallelSpec(pp=parallel.stages(name), dp=parallel.dp) for name in model.modules_order()}
     try:
+        if parallel.placement == "chain":  # the costs of `interlace plan`, hence its cut
+            return ParallelPlan.balanced(
+                model,
+                config.num_ranks(),
+                costs=analytic_costs(model, budget_tokens(config, model)),
+                recompute=config.train.activation_checkpointing,
+                dp=parallel.dp,
+            )
         return ParallelPlan.from_specs(
             model,
             specs,

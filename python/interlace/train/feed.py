@@ -7,9 +7,12 @@ the files (verified before the first step) and the place in it alone, so that pl
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,11 +123,14 @@ def datasets(
     decode: set[str] | None = None,
     fetch: bool = True,
     source: str = "config",
+    say: Callable[[str], None] | None = None,
 ) -> tuple[Any, Any, str]:
     """The training and the held-out dataset for `model`, and a note when other data than asked for was taken.
 
-    `decode` names the modalities that this rank runs. Raises ConfigError for settings that the data or the encoders
-    cannot meet, naming the key.
+    `decode` names the modalities that this rank runs. `say` (default: a line on stderr) is told what takes long:
+    fetching, reading headers, decoding. In a group of ranks all take the same dataset: one rank of each machine
+    fetches, and when any of them cannot, all take the digits. Raises ConfigError for settings that the data, the
+    encoders or the language model's context cannot meet, naming the key.
     """
     from interlace.data import load_dataset
 
@@ -141,19 +147,20 @@ def datasets(
     else:
         settings |= _stamps_settings(config, model, source)
     try:
-        return tuple(  # type: ignore[return-value]
-            load_dataset(
+        with _progress(say or _say_on_stderr):
+            train, held_out, note = load_dataset(
                 config.data.dataset,
                 tokens=tokens,
                 decode=None if decode is None else decode & set(tokens),
                 seed=config.run.seed,
                 cache=config.data.cache,
-                fetch=fetch,
+                fetch=_fetch_together if fetch and _ranks() > 1 else fetch,
                 **settings,
             )
-        )
     except (ValueError, ImportError, OSError) as error:
         raise ConfigError(f"{source}: [data]: {error}") from None
+    _check_context(config, model, [train, held_out], source)
+    return train, held_out, note
 
 
 def media_specs(config: Config, model: Any) -> dict[str, Any]:
@@ -178,31 +185,100 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     A marker in the cache skips all this, and the imports it takes, when the same config was prepared before.
     """
     from interlace import __version__
+    from interlace.data import cache_folder, find_stamps
 
-    cache = _cache(config)
     key = (__version__, config.data.model_dump_json(), config.model.model_dump_json(), config.run.seed)
-    marker = cache / "prepared" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    if marker.exists() and (config.data.dataset == "digits" or any(cache.glob("stamps/[!.]*/complete.json"))):
+    prepared = cache_folder(config.data.cache) / "prepared"
+    marker = prepared / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    if marker.exists() and (config.data.dataset == "digits" or find_stamps(config.data.cache) is not None):
         return config
     from interlace.data import ByteTokenizer
     from interlace.train.build import build
 
     tokenizer = ByteTokenizer()
-    train, _, note = datasets(config, build(config, tokenizer, source=source), tokenizer, source=source)
+    train, _, note = datasets(config, build(config, tokenizer, source=source), tokenizer, source=source, say=say)
     if note:
         say(note)
         return config.model_copy(update={"data": config.data.model_copy(update={"dataset": train.name})})
+    prepared.mkdir(parents=True, exist_ok=True)
     if train.failures or train.skipped:
-        say(train.report())
-    marker.parent.mkdir(parents=True, exist_ok=True)
+        listing = marker.with_suffix(".txt")
+        listing.write_text(train.listing(), encoding="utf-8")
+        say(f"{train.report()}; list in {listing}")
     marker.touch()
     return config
 
 
-def _cache(config: Config) -> Path:
-    """What `interlace.data.cache_folder` says, found without importing torch."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(config.data.cache or os.environ.get("INTERLACE_CACHE") or f"{base}/interlace").expanduser()
+def _say_on_stderr(line: str) -> None:
+    print(f"interlace: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _progress(say: Callable[[str], None]) -> Iterator[None]:
+    """Hands what the data package logs meanwhile, warnings included, to `say`."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(record.getMessage())
+
+    log, handler = logging.getLogger("interlace.data"), Handler(logging.INFO)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def _ranks() -> int:
+    """Ranks that have joined this one in a process group."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _fetch_together(cache: str | Path | None) -> tuple[Path | None, str]:
+    """``find_or_fetch`` of all ranks at once: the first rank of each machine does it, the others wait for it.
+
+    Either every rank gets its folder or none does, with the same words: they must not train on different data.
+    """
+    import torch.distributed as dist
+
+    from interlace.data import fetch
+
+    trouble, troubles = "", [""] * dist.get_world_size()
+    if int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0:
+        trouble = fetch.find_or_fetch(cache)[1]
+    dist.all_gather_object(troubles, trouble)
+    first = next((rank for rank, text in enumerate(troubles) if text), None)
+    if first is not None:
+        return None, troubles[first] + (f", on the machine of rank {first}" if first else "")
+    return fetch.find_stamps(cache), "not in the cache that the first rank of this machine filled"
+
+
+def _check_context(config: Config, model: Any, splits: list[Any], source: str) -> None:
+    """Raises ConfigError when the language model has too few positions for a sample that an epoch may draw."""
+    most = model.max_length
+    if most is None:
+        return
+    sample, prompt = (max(sizes) for sizes in zip(*(split.longest() for split in splits), strict=True))
+    answered = config.log.samples or (config.log.accuracy_samples and splits[0].name == "digits")
+    written = prompt + config.log.max_new_tokens - 1 if answered else 0  # the last token is not read again
+    if max(sample, written) <= most:
+        return
+    what = f"the longest sample has {sample:,} tokens"
+    keys = "data.max_caption_bytes, data.max_image_tokens, data.max_images or data.max_audio_seconds"
+    if splits[0].name == "digits":
+        keys = "data.digit_size"
+    if sample <= most:
+        what = f"the longest prompt and log.max_new_tokens = {config.log.max_new_tokens} make {written:,} tokens"
+        keys += " or log.max_new_tokens"
+    raise ConfigError(
+        f"{source}: {what}, but model.language_model.config.max_position_embeddings = {most:,}; raise it to "
+        f"{max(sample, written)}, or lower {keys}"
+    )
 
 
 def _stamps_settings(config: Config, model: Any, source: str) -> dict[str, Any]:

@@ -195,9 +195,10 @@ class ModuleParallel(Section):
 class Parallel(Section):
     """Which rank runs what."""
 
-    placement: Literal["parallel", "colocated", "replicated"] = "colocated"
+    placement: Literal["parallel", "colocated", "replicated", "chain"] = "colocated"
     """parallel: each encoder has ranks of its own; colocated: all encoders share the same ranks, stage by stage;
-    replicated: every rank of the language model runs all encoders."""
+    replicated: every rank of the language model runs all encoders; chain: the chain of all layers, encoders first, is
+    cut into ``ranks`` ranges of equal cost, the cut that ``interlace plan`` calls frozen-aware."""
     vision: ModuleParallel | None = None
     """How the vision encoder is cut; by default it is one stage."""
     audio: ModuleParallel | None = None
@@ -206,7 +207,7 @@ class Parallel(Section):
     """Stages of the language model."""
     ranks: Positive | None = None
     """Ranks of one replica; by default one for each stage that the placement makes. With fewer, neighbouring stages
-    share a rank; 1 runs everything in one process."""
+    share a rank; 1 runs everything in one process. A chain has no default."""
     dp: Positive = 1
     """Replicas of the whole model; each takes its share of every batch."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
@@ -289,6 +290,15 @@ class Config(Section):
             if name not in encoders and getattr(self.parallel, name) is not None:
                 raise ValueError(f"[parallel.{name}] speaks of an encoder that [model] does not have")
         stages = {name: self.parallel.stages(name) for name in encoders}
+        if self.parallel.placement == "chain":
+            if self.parallel.ranks is None:
+                raise ValueError("placement 'chain' needs parallel.ranks, the number of ranges to cut the layers into")
+            cut = [name for name in (*encoders, "language_model") if self.parallel.stages(name) != 1]
+            if cut:
+                raise ValueError(
+                    f"placement 'chain' cuts all layers into parallel.ranks = {self.parallel.ranks} ranges of equal "
+                    f"cost, so no module has a pp; remove {', '.join(f'parallel.{name}.pp' for name in cut)}"
+                )
         if self.parallel.placement == "colocated" and len(set(stages.values())) > 1:
             raise ValueError(
                 f"colocated encoders share their ranks stage by stage, so all need the same pp, not {stages}; "
@@ -297,7 +307,7 @@ class Config(Section):
         if self.parallel.placement == "replicated" and any(pp != 1 for pp in stages.values()):
             raise ValueError(f"replicated encoders run whole on every rank, so their pp must be 1, not {stages}")
         most = self._stage_groups()
-        if self.num_ranks() > most:
+        if self.parallel.placement != "chain" and self.num_ranks() > most:
             raise ValueError(
                 f"parallel.ranks = {self.parallel.ranks}, but placement {self.parallel.placement!r} with pp = "
                 f"{stages | {'language_model': self.parallel.stages('language_model')}} has work for {most}; "
