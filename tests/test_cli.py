@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from interlace.cli import main
 from interlace.train.trainer import read_metrics
@@ -152,7 +153,9 @@ def test_ranks_that_do_not_match_are_refused(
     assert "[parallel] asks for 2 ranks" in (said := capfd.readouterr().err) and "but 3 were started" in said
 
 
-def test_two_ranks_train_leave_their_folder_and_equal_one_rank(tiny: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_leave_their_folder_and_equal_one_rank(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = _start("train", tiny)
     output = done.communicate(timeout=240)[0]
     assert done.returncode == 0, output
@@ -186,6 +189,25 @@ def test_two_ranks_train_leave_their_folder_and_equal_one_rank(tiny: Path, tmp_p
     )
     assert answer.returncode == 0, answer.stderr
     assert len(answer.stdout.strip()) <= 4
+
+    for arguments, message in [
+        (["--prompt", "x" * 70], "reads max_position_embeddings = 64"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: at least 1"),
+        (["--prompt", "x", "--language", "tlh"], "--language tlh: this run's answers are in en"),
+        (["--image", str(tmp_path)], "a folder, not a file"),
+    ]:
+        capfd.readouterr()
+        assert main(["generate", str(folder), *arguments]) == 2, arguments
+        said = capfd.readouterr().err
+        assert message in said and len(said.strip().splitlines()) == 1
+    assert main(["generate", str(folder), "--prompt", "x" * 58, "--max-new-tokens", "50"]) == 0  # up to the last token
+
+    def missing(*_: object) -> None:
+        raise ImportError("pillow is not installed")
+
+    monkeypatch.setattr("interlace.data.load_image", missing)
+    assert main(["generate", str(folder), "--image", str(image)]) == 2
+    assert "pillow is not installed" in capfd.readouterr().err
 
 
 def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
@@ -252,7 +274,8 @@ def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny: Path, victim: i
     start = time.monotonic()
     output = process.communicate(timeout=60)[0]
     assert time.monotonic() - start < 15 and process.returncode == 1, output
-    assert re.search(rf"last words: rank {1 - victim}, .*lost rank {victim} \(no answer within 5 s", output), output
+    words = rf"last words: rank {1 - victim}, .*lost rank {victim} \(no answer within 5[.0-9]* s"
+    assert re.search(words, output), output
     assert f"interlace: rank {victim} hung" in output and "--resume" in output
 
 
@@ -290,6 +313,9 @@ def test_doctor_says_what_is_on_and_why_the_rest_is_off(capfd: pytest.CaptureFix
     for part in ("python", "triton", "attention: cpu", "gloo", "nccl", "cuda", "apt", "interlace._core"):
         assert part in said
     assert "training can run here" in said
+    assert "Error:" not in said and "…" not in said  # reasons in plain words, none cut short
+    if not torch.cuda.is_available():
+        assert re.search(r"off\W+nccl\W", said)
 
 
 def test_the_large_example_can_be_planned(capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from pathlib import Path
 
 import numpy
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from interlace.train import checkpoint as ck
+from interlace.train import runfolder
 
 ARCHITECTURE = {"language_model": {"family": "llama", "config": {"hidden_size": 4}}}
 
@@ -94,17 +94,18 @@ def _flip(file: Path) -> None:
 
 @pytest.mark.parametrize("harm", [_truncate, _flip, Path.unlink])
 @pytest.mark.parametrize("victim", ["*.distcp", ".metadata", ck.MANIFEST])
-def test_torn_checkpoint_is_named_and_the_previous_used(tmp_path: Path, harm: object, victim: str) -> None:
+def test_torn_checkpoint_is_named_and_the_previous_used(
+    tmp_path: Path, harm: object, victim: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = _model()
     store = _checkpoints(tmp_path, model)
     first, second = _save(store, 1, model), _save(store, 2, model)
     file = next(second.glob(victim))
     harm(file)  # type: ignore[operator]
-    with pytest.warns(UserWarning, match=file.name.replace("*", "")):
-        assert store.newest() == first
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert store.newest() == first  # set aside: warned once
+    assert store.newest() == first
+    said = capfd.readouterr().err
+    assert said.startswith("interlace: checkpoint ") and file.name in said and said.count("\n") == 1
+    assert store.newest() == first and not capfd.readouterr().err  # set aside: said once
     with pytest.raises(ck.CheckpointError, match=r"no checkpoint at .*found: step-00000001"):
         store.newest(second)
     _save(store, 2, model)
@@ -134,3 +135,30 @@ def test_going_on_from_an_earlier_step_sets_later_ones_aside(tmp_path: Path) -> 
     store.set_aside_after(1)
     assert store.newest() == paths[0]
     assert (tmp_path / "step-00000003.superseded").is_dir()
+    (tmp_path / "step-00000001.torn").mkdir()
+    (tmp_path / "step-00000002.torn").mkdir()
+    _save(store, 2, model)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-00000001", "step-00000002", "step-00000002.torn", "step-00000003.superseded"]
+
+
+def test_a_crash_while_replacing_brings_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    run = tmp_path / "run"
+    store = _checkpoints(run / "checkpoints", model)
+    path = _save(store, 3, model)
+    real = Path.rename
+
+    def dies(source: Path, target: Path) -> Path:
+        if source.name == ".step-00000003.tmp":
+            raise KeyboardInterrupt
+        return real(source, target)
+
+    monkeypatch.setattr(Path, "rename", dies)
+    with pytest.raises(KeyboardInterrupt):
+        _save(store, 3, model)
+    monkeypatch.undo()
+    assert not path.exists() and runfolder.has_checkpoint(run)
+    assert store.newest() == path
+    _save(store, 3, model)
+    assert [left.name for left in store.folder.iterdir()] == ["step-00000003"]

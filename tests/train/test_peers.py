@@ -50,7 +50,7 @@ def test_the_rank_that_does_not_answer_is_named(lost: int) -> None:
     witness = 2 - lost
     try:
         said = processes[witness].communicate(timeout=90)[0]
-        assert f"rank {witness}, the last barrier: lost rank {lost} (no answer within 2 s" in said, said
+        assert f"rank {witness}, the last barrier: lost rank {lost} (no answer within 2.0 s" in said, said
         assert 1.5 < float(said.split("TrainingError after ")[1].split()[0]) < 10, said
     finally:
         for process in processes:

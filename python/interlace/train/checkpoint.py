@@ -13,7 +13,8 @@ number of ranks; on the same one it goes on bit for bit.
 Writing: all ranks write into ``.step-00000100.tmp``; rank 0 then lists every file with size and SHA-256 in the
 manifest, syncs the files and folders to disk and renames the folder. A folder without ``.tmp`` is therefore complete,
 unless the disk lost something afterwards: `newest` verifies sizes and checksums, names the torn file, sets that
-checkpoint aside (``.torn``) and takes the one before.
+checkpoint aside (``.torn``) and takes the one before. A checkpoint that is written again steps aside
+(``.step-00000100.old``) while the new one takes its name; cut short in between, the old one is brought back.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import math
 import os
 import random
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,6 +42,8 @@ from interlace.train.peers import Peers
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_OLD = ".old"
+TORN, SUPERSEDED = ".torn", ".superseded"  # endings of checkpoints that were set aside
 SLOWEST_DISK = 20e6  # bytes per second: what the ranks wait for before they call one of them lost
 
 
@@ -111,6 +115,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(".step-*.tmp"):
                 shutil.rmtree(leftover)
+            restore(self.folder)
             draft.mkdir()
         self.peers.barrier(f"beginning checkpoint {final.name}")
         state: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
@@ -169,7 +174,7 @@ class Checkpoints:
     def newest(self, at: Path | None = None) -> Path | None:
         """The newest checkpoint that passes verification (or `at`, verified), decided by rank 0 for all; None if none.
 
-        Torn ones on the way are reported by a warning that names the file, and set aside. A torn `at` raises.
+        Torn ones on the way are set aside, and a line on stderr names the file. A torn `at` raises.
         """
         found: list[Any] = [None, None]
         if self.rank == 0:
@@ -194,13 +199,17 @@ class Checkpoints:
         if self.rank == 0:
             for path in complete(self.folder):
                 if step_of(path) > step:
-                    _replace(path, path.with_name(path.name + ".superseded"))
+                    _replace(path, path.with_name(path.name + SUPERSEDED))
         self.peers.barrier(f"going on from step {step}", patient=True)
 
     def _retain(self, step: int) -> None:
         older = [path for path in complete(self.folder) if step_of(path) <= step]
         for path in older[self.keep :]:
             shutil.rmtree(path)
+        for ending in (TORN, SUPERSEDED):  # the newest is kept, in case somebody wants to look at it
+            aside = [path for path in self.folder.glob(f"step-*{ending}") if path.is_dir()]
+            for path in sorted(aside, key=lambda path: path.name)[:-1]:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def load_parameters(path: Path, model: nn.Module, identity: Mapping[str, Any]) -> int:
@@ -230,15 +239,26 @@ def complete(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint under `folder` that passes `verify`; torn ones are set aside with a warning."""
+    """The newest checkpoint under `folder` that passes `verify`; torn ones are set aside and named on stderr."""
+    restore(folder)
     for path in complete(folder):
         try:
             verify(path)
             return path
         except TornCheckpoint as torn:
-            _replace(path, path.with_name(path.name + ".torn"))
-            warnings.warn(f"{torn}; using the checkpoint before it", stacklevel=2)
+            _replace(path, path.with_name(path.name + TORN))
+            print(f"interlace: {torn}; using the checkpoint before it", file=sys.stderr, flush=True)
     return None
+
+
+def restore(folder: Path) -> None:
+    """Brings back a checkpoint that had stepped aside when its replacement was cut short, drops those replaced."""
+    for old in folder.glob(f".step-*{_OLD}"):
+        target = old.with_name(old.name[1 : -len(_OLD)])
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -347,8 +367,8 @@ def _sync_folder(path: Path) -> None:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Renames a folder over another: the old one steps aside first, so that at every moment one of them is whole."""
-    old = target.with_name(f".{target.name}.old")
+    """Renames a folder over another, which steps aside first; `restore` brings it back after a crash in between."""
+    old = target.with_name(f".{target.name}{_OLD}")
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -31,6 +32,8 @@ def doctor() -> int:
                 broken.append(name)
         table.add_section()
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width, and a path cut short helps nobody
     console.print(table)
     if broken:
         console.print(f"training cannot run here: {', '.join(broken)}")
@@ -46,7 +49,7 @@ def _tried(check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:  # a doctor reports what it finds, whatever that is
-        return False, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        return False, " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def _basics() -> dict[str, Callable[[], Check]]:
@@ -94,13 +97,16 @@ def _attention() -> dict[str, Callable[[], Check]]:
 
 def _transports() -> dict[str, Callable[[], Check]]:
     def available(name: str) -> Check:
+        import torch
         import torch.distributed as dist
 
         if not dist.is_available():
             return False, "this torch was built without torch.distributed"
         if name == "gloo":
             return dist.is_gloo_available(), "CPU processes" if dist.is_gloo_available() else "not built in"
-        return dist.is_nccl_available(), "GPU processes" if dist.is_nccl_available() else "not in this build of torch"
+        if not dist.is_nccl_available():
+            return False, "not in this build of torch"
+        return torch.cuda.is_available(), "GPU processes" if torch.cuda.is_available() else "no GPU or no driver"
 
     return {
         "in-process": lambda: (True, "one process plays every rank"),
@@ -131,8 +137,17 @@ def _data() -> dict[str, Callable[[], Check]]:
         return (True, str(found)) if found else (None, f"not fetched yet; they will go to {cache_folder()}")
 
     def apt() -> Check:
-        tools = [tool for tool in ("apt-get", "dpkg") if shutil.which(tool) is None]
-        return not tools, f"no {' and '.join(tools)}: stamps fall back to digits" if tools else "can fetch the stamps"
+        tools = [tool for tool in ("apt-get", "dpkg", "dpkg-deb") if shutil.which(tool) is None]
+        if tools:
+            return False, f"no {' and '.join(tools)}: stamps fall back to digits"
+        command = ["apt-get", "--print-uris", "update"]  # reads the sources and asks nobody
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+        lists = [line for line in done.stdout.splitlines() if line.startswith("'")]
+        if done.returncode or not lists:
+            reason = (done.stderr.strip().splitlines() or ["no package source is configured"])[0]
+            return False, f"{reason}: stamps fall back to digits"
+        hosts = sorted({line[1:].split("'")[0].split("/")[2] for line in lists})
+        return True, f"runs; would fetch the stamps from {', '.join(hosts)} (not asked now)"
 
     return {
         "images: pillow": lambda: _installed("PIL", "PNG and JPEG are not read", "pillow"),

@@ -112,7 +112,7 @@ class Peers:
     def _lost(self, what: str, whom: str, error: RuntimeError, seconds: float) -> TrainingError:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         if "imeout" in reason or "imed out" in reason:
-            reason = f"no answer within {seconds:g} s: it hangs, or is slower than parallel.timeout"
+            reason = f"no answer within {seconds:.1f} s: it hangs, or is slower than parallel.timeout"
         else:
             reason = f"it died or closed the connection: {reason}"
         return TrainingError(f"rank {self.rank}, {what}: lost {whom} ({reason})")

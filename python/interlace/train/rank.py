@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from interlace.train import checkpoint, launch, report, runfolder
 from interlace.train.build import architecture, build, build_plan, materialize, present
 from interlace.train.config import ConfigError
-from interlace.train.feed import PIXELS, Feed, _cache, datasets
+from interlace.train.feed import PIXELS, Feed, datasets
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.schema import Config
 from interlace.train.trainer import StopRequest, Trainer
@@ -132,7 +131,6 @@ def other_data(config: Config, note: str, name: str, *, prepared: bool, source: 
     Raises ConfigError when the data were there before (`prepared`): a run does not change them under way.
     """
     if prepared:
-        shutil.rmtree(_cache(config) / "prepared", ignore_errors=True)  # so that the next start looks again
         raise ConfigError(
             f"{source}: the data that this run was prepared with is gone: {note}; start the command again to fetch "
             f"it, or begin a new run with data.dataset = {name!r}"

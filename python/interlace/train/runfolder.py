@@ -69,8 +69,10 @@ def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run folder has a finished checkpoint."""
-    names = (path.name.removeprefix("step-") for path in checkpoints_of(folder).glob("step-*"))
-    return any(name.isdigit() for name in names)
+    place = checkpoints_of(folder)
+    names = [path.name for path in place.glob("step-*")]
+    names += [path.name[1:-4] for path in place.glob(".step-*.old")]  # `checkpoint.restore` will bring it back
+    return any(name.removeprefix("step-").isdigit() for name in names)
 
 
 def write_config(folder: Path, config: Config) -> None:
