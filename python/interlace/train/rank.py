@@ -180,7 +180,7 @@ def check_data(mine: str, rank: int, world: int) -> None:
 
 def draw_mask(model: Any, feed: Feed, path: Path, samples: int = 4) -> None:
     """mask.png: the attention mask of a few packed held-out samples."""
-    model.collate(feed.held_out[:samples])["mask"].plot(path)
+    model.collate(feed.held_out[:samples])["mask"].plot(path, names=dict(enumerate(model.encoders, start=1)))
 
 
 def close(
