@@ -115,8 +115,8 @@ class DistributedChannel:
         world = dist.get_world_size()
         if self.rank > 0:
             self._send_object(value, 0, what)
-            # Rank 0 may itself wait for a lost rank first, and then never takes what was sent.
-            lost, values = self._receive_object(0, what, 2 * self.timeout)
+            # Rank 0 may itself wait for a lost rank first, and then never takes what was sent: give it time to say so.
+            lost, values = self._receive_object(0, what, self.timeout + min(self.timeout / 2, 10.0))
             if lost:
                 raise PipelineError(f"{lost}; rank 0 told rank {self.rank}, in {what}")
             self.finish()
