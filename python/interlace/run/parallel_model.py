@@ -75,7 +75,8 @@ def parallelize(
         model each (`ParallelModel.copy_to` brings back what they learned). "distributed" is one rank of the default
         process group, on ``mllm``'s own parameters; the default where such a group of more than one rank exists.
     schedule: "1f1b" or "gpipe". checkpointing: recompute each layer's activations in backward. autocast: run forwards
-        under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
+        under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer
+        (for rank 0 at the start and end of a step up to half as long again: it may be waiting for a lost one itself).
 
     Raises ValueError when the world's size is not the plan's.
     """
