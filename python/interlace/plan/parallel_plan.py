@@ -138,10 +138,6 @@ class ParallelPlan:
         """Stages on global rank ``rank``, in the order data takes."""
         return [stage for stage in self.stages if rank % self.num_ranks in stage.ranks]
 
-    def stage_cost(self, stage: StagePlan) -> float:
-        """1F+1B cost of a stage in the unit of the costs the plan was made with."""
-        return float(self.costs[stage.module][stage.start : stage.stop].sum())
-
     @classmethod
     def from_specs(
         cls,

@@ -36,7 +36,6 @@ class StageRuntime:
 class Step:
     """What one step works on, and what it leaves."""
 
-    microbatches: Sequence[Sequence[Any]]
     presence: Sequence[frozenset[str]]
     inputs: Callable[[str, int], dict[str, Any]]  # (module, microbatch) -> collated inputs
     scale: float  # multiplies the summed loss: 1 / global number of valid target tokens

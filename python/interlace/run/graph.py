@@ -18,36 +18,13 @@ def stage_graph(mllm: Any, plan: ParallelPlan) -> StageGraph:
     A stage needs the gradient of its inputs if anything trainable lies strictly before it on any path, across
     modules, and a backward if it needs that or holds something trainable itself.
     """
-    order = list(mllm.modules_order())
-    *encoders, language_model = order
-    trainable = {name: [layer.trainable for layer in mllm.layers(name)] for name in order}
-    index = {(stage.module, stage.index): i for i, stage in enumerate(plan.stages)}
-    count = {name: sum(stage.module == name for stage in plan.stages) for name in order}
-
-    before_language_model = any(any(trainable[name]) for name in encoders)
-    stages = []
-    edges = []
+    ranks: dict[str, list[tuple[int, ...]]] = {name: [] for name in mllm.modules_order()}
+    trainable: dict[str, list[bool]] = {name: [] for name in ranks}
+    layers = {name: [layer.trainable for layer in mllm.layers(name)] for name in ranks}
     for stage in plan.stages:
-        if stage.module == language_model:
-            before = before_language_model or any(trainable[language_model][: stage.start])
-        else:
-            before = any(trainable[stage.module][: stage.start])
-        own = any(trainable[stage.module][stage.start : stage.stop])
-        stages.append(
-            Stage(
-                module=stage.module,
-                index=stage.index,
-                ranks=stage.ranks,
-                backward=before or own,
-                input_grad=before,
-                pass_through=before and not own,
-            )
-        )
-        if stage.index > 0:
-            edges.append((index[stage.module, stage.index - 1], index[stage.module, stage.index]))
-    for name in encoders:
-        edges.append((index[name, count[name] - 1], index[language_model, 0]))
-    return StageGraph(stages=tuple(stages), edges=tuple(edges), num_ranks=plan.num_ranks)
+        ranks[stage.module].append(stage.ranks)
+        trainable[stage.module].append(any(layers[stage.module][stage.start : stage.stop]))
+    return StageGraph.build(ranks, mllm.edges(), trainable=trainable, num_ranks=plan.num_ranks)
 
 
 def forward_only(graph: StageGraph) -> StageGraph:

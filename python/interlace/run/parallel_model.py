@@ -273,7 +273,6 @@ class ParallelModel:
             presence = tuple(self._presence(group) for group in replica_groups)
             schedule = self._schedule(train, presence)
             steps[rank] = Step(
-                microbatches=replica_groups,
                 presence=presence,
                 inputs=self._collator(rank, replica_groups),
                 scale=1.0 / tokens,
