@@ -5,7 +5,7 @@ A frozen vision encoder and a frozen language model with a trainable projector b
 aware cut balances what each layer really computes. Steps of the two alternate in one run, so that both see the same
 machine; the simulator's prediction from profiled layers stands beside each measurement.
 
-    python -m bench.frozen_pipeline [--microbatches 16] [--steps 9] [--out bench/results/frozen_pipeline.json]
+    python -m bench.frozen_pipeline [--microbatches 24] [--steps 7] [--out bench/results/frozen_pipeline.json]
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the benchmark, print the table, write the JSON; returns what was written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--microbatches", type=int, default=16, help="microbatches of a step")
-    parser.add_argument("--steps", type=int, default=9, help="measured steps of each cut")
+    parser.add_argument("--microbatches", type=int, default=24, help="microbatches of a step")
+    parser.add_argument("--steps", type=int, default=7, help="measured steps of each cut")
     parser.add_argument("--profile-repeats", type=int, default=9, help="repeats of the layer profile")
-    parser.add_argument("--vision-layers", type=int, default=12)
+    parser.add_argument("--vision-layers", type=int, default=14)
     parser.add_argument("--language-layers", type=int, default=9)
     parser.add_argument(
         "--checkpointing",
