@@ -22,7 +22,7 @@ setup(
         Pybind11Extension(
             "interlace._core",
             sources=sorted(path.as_posix() for path in csrc.rglob("*.cpp")),
-            depends=sorted(path.as_posix() for path in csrc.rglob("*.h")),
+            depends=sorted(path.as_posix() for pattern in ("*.h", "*.inc") for path in csrc.rglob(pattern)),
             include_dirs=["csrc"],
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
             cxx_std=17,

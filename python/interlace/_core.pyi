@@ -18,3 +18,38 @@ def frozen_costs(
     trainable_before: bool,
     recompute: bool,
 ) -> NDArray[np.float64]: ...
+def attention_isa() -> str: ...
+def attention_block_lists(
+    queries: list[NDArray[np.generic]], keys: list[NDArray[np.generic]], sinks: int, block: int, threads: int
+) -> tuple[NDArray[np.int32], ...]: ...
+def attention_forward(
+    q: NDArray[np.generic],
+    k: NDArray[np.generic],
+    v: NDArray[np.generic],
+    mask: list[NDArray[np.generic]],
+    block: int,
+    sinks: int,
+    scale: float,
+    softcap: float,
+    threads: int,
+    out: NDArray[np.generic],
+    lse: NDArray[np.generic],
+) -> None: ...
+def attention_backward(
+    dout: NDArray[np.generic],
+    dlse: NDArray[np.generic] | None,
+    q: NDArray[np.generic],
+    k: NDArray[np.generic],
+    v: NDArray[np.generic],
+    out: NDArray[np.generic],
+    lse: NDArray[np.generic],
+    mask: list[NDArray[np.generic]],
+    block: int,
+    sinks: int,
+    scale: float,
+    softcap: float,
+    threads: int,
+    dq: NDArray[np.generic],
+    dk: NDArray[np.generic],
+    dv: NDArray[np.generic],
+) -> None: ...

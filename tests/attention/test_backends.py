@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.attention import AttentionPlan, bitfield_attention, cpu, reference
+from interlace.attention import AttentionPlan, bitfield_attention, reference
 from interlace.masks import BitfieldMask
 from tests.attention import cases
 from tests.mask_strategies import mask_pairs
 
+ROOT = Path(__file__).parents[2]
 BACKENDS = ["reference", "cpu"]
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-@pytest.fixture(autouse=True)
-def short_chunks(monkeypatch):
-    """Room for 32 keys per chunk of 4 heads x 16 queries, so that small tests merge several chunks."""
-    monkeypatch.setattr(cpu, "SCORES", 4 * 16 * 32)
 
 
 def close(got, wanted, tolerance, what):
@@ -163,24 +163,87 @@ def test_the_cpu_backend_is_bitwise_repeatable():
     assert all(torch.equal(one, other) for one, other in zip(*results))
 
 
-def test_the_cpu_backend_needs_no_square_memory(monkeypatch):
-    """8,192 tokens: the largest tensor made is a chunk of scores, not a row of them, in forward and in backward."""
-    monkeypatch.setattr(cpu, "SCORES", 1 << 17)
-    mask = BitfieldMask.causal(1, 8192)
-    plan = AttentionPlan.build(mask)
-    q, k, v = (torch.randn(1, 1, 8192, 8) for _ in range(3))
-    largest = []
+def run(script, **environment):
+    """The script's output, in a process of its own."""
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}/python:{ROOT}", **environment},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-4000:]
+    return process.stdout
 
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            largest.extend(x.numel() for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
-            return result
 
-    with Sizes():
-        out, lse = cpu.forward(q, k, v, plan, 0.3, None)
-        cpu.backward(out, None, q, k, v, out, lse, plan, 0.3, None)
-    assert max(largest) <= 1 << 17
+def test_the_cpu_backend_needs_no_square_memory():
+    """16,384 tokens, forward and backward: less than 256 MiB at the peak beyond inputs and results (T x T is 1 GiB)."""
+    script = """
+import resource, torch
+from interlace import AttentionPlan, BitfieldMask, bitfield_attention
+def run(length):
+    plan = AttentionPlan.build(BitfieldMask.causal(1, length))
+    q, k, v, dout = (torch.randn(1, 2, length, 64) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    return plan, torch.autograd.grad(bitfield_attention(q, k, v, plan), (q, k, v), dout), (q, k, v, dout)
+run(256)  # what importing and a first call take
+room = [torch.ones(1, 2, 16384, 64) for _ in range(8)]  # four inputs, out and three gradients
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+del room
+kept = run(16384)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    assert int(run(script)) < 256 * 1024
+
+
+ISAS = ["avx512", "avx2", "baseline"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_instruction_sets(isa):
+    """The choice falls on what the processor has, never on more than was asked for, and all of them agree."""
+    script = """
+import torch
+from interlace import _core
+from tests.attention import cases, test_backends
+for name, dtype, dim in [("packed", torch.float32, 72), ("113 x 203", torch.bfloat16, 80), ("lambda", torch.float16, 9),
+                         ("empty rows", torch.float64, 17), ("1 x 50", torch.float32, 64)]:
+    for softcap in (None, 3.0):
+        test_backends.compare("cpu", *cases.masks()[name], dtype, dim=dim, softcap=softcap, block=128, scale=0.1)
+print(_core.attention_isa())
+"""
+    assert run(script, INTERLACE_CPU_ISA=isa).strip() in ISAS[ISAS.index(isa) :]
+
+
+@pytest.mark.parametrize(("heads", "threads"), [(1, 2), (3, 2), (2, 3)])
+def test_threads_share_the_heads_and_the_rows_of_a_head(heads, threads):
+    """Fewer heads than threads, or a number that does not divide: key gradients are summed from pieces, repeatably."""
+    mask, keys = cases.masks()["packed"]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            compare("cpu", mask, keys, dtype, heads=2 * heads, kv_heads=heads, dim=64, scale=0.125)
+        plan = AttentionPlan.build(mask, block=16)
+        results = []
+        for _ in range(2):
+            q, k, v = cases.tensors(mask, keys, 2 * heads, heads, 8, torch.float32)
+            out = bitfield_attention(q, k, v, plan, backend="cpu")
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        assert all(torch.equal(one, other) for one, other in zip(*results))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dim", [1, 16, 64, 80, 96, 128, 256])
+def test_head_dimensions_at_the_size_of_real_blocks(dim):
+    mask, keys = cases.masks()["multimodal"]
+    compare("cpu", mask, keys, torch.float32, dim=dim, scale=dim**-0.5, block=128)
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(mask_pairs(longest=300), st.sampled_from([64, 100, 128, 200]), st.sampled_from([None, 3.0]))
+def test_random_masks_of_several_real_blocks(pair, block, softcap):
+    compare("cpu", *pair, torch.float32, heads=2, kv_heads=1, dim=20, softcap=softcap, block=block)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])

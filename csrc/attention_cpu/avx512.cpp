@@ -1,0 +1,35 @@
+// The attention kernels for avx512: chosen at run time, so that the package itself stays portable.
+#if defined(__x86_64__)
+#include <cmath>
+#include <cstdint>
+#include <immintrin.h>
+
+#include "attention_cpu/problem.h"
+#include "attention_cpu/tiles.h"
+#include "attention_cpu/workspace.h"
+#include "common/parallel.h"
+
+#define VECTOR_BYTES 64
+#define MAX_N 4
+#define THIS_KERNELS avx512_kernels
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
+namespace interlace {
+namespace attention {
+namespace avx512 {
+namespace {
+#include "attention_cpu/simd.inc"
+#include "attention_cpu/mask_tile.inc"
+#include "attention_cpu/panel.inc"
+#include "attention_cpu/forward.inc"
+#include "attention_cpu/backward.inc"
+}  // namespace
+}  // namespace avx512
+#pragma GCC pop_options
+
+extern const Kernels avx512_kernels{"avx512", avx512::mask_tile, avx512::forward, avx512::backward};
+
+}  // namespace attention
+}  // namespace interlace
+#endif

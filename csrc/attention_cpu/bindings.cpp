@@ -1,0 +1,191 @@
+#include <array>
+#include <cmath>
+#include <stdexcept>
+
+#include "attention_cpu/block_lists.h"
+#include "attention_cpu/problem.h"
+#include "common/arrays.h"
+
+namespace interlace {
+
+namespace {
+
+using namespace attention;
+
+std::string shape_of(const py::array &array) { return py::str(array.attr("shape")).cast<std::string>(); }
+
+void require(bool holds, const std::string &what) {
+    if (!holds) throw py::value_error(what);
+}
+
+// bf16 has no numpy type: its tensors come as int16.
+Dtype dtype_of(const py::array &array, const std::string &name) {
+    const py::dtype dtype = array.dtype();
+    if (dtype.kind() == 'f' && dtype.itemsize() == 4) return Dtype::f32;
+    if (dtype.kind() == 'f' && dtype.itemsize() == 8) return Dtype::f64;
+    if (dtype.kind() == 'f' && dtype.itemsize() == 2) return Dtype::f16;
+    if (dtype.kind() == 'i' && dtype.itemsize() == 2) return Dtype::bf16;
+    throw py::value_error(name + " must be float16, float32, float64 or int16 (the bits of bfloat16), got " +
+                          py::str(dtype).cast<std::string>());
+}
+
+Matrix matrix(const py::array &array, const std::string &name, Dtype dtype, std::array<int64_t, 4> shape) {
+    require(dtype_of(array, name) == dtype, name + " has another dtype than q");
+    require(array.ndim() == 4, name + " must have four dimensions, got shape " + shape_of(array));
+    for (int axis = 0; axis < 4; ++axis)
+        require(array.shape(axis) == shape[axis], name + " has an unexpected shape " + shape_of(array));
+    const int64_t size = array.itemsize();
+    require(array.size() == 0 || array.shape(3) == 1 || array.strides(3) == size, name + " must be contiguous along its last dimension");
+    return {array.data(), array.strides(0) / size, array.strides(1) / size, array.strides(2) / size};
+}
+
+// A C-contiguous array of T with exactly these sizes.
+template <typename T>
+const T *contiguous(const py::array &array, const std::string &name, std::vector<int64_t> shape) {
+    bool fits = py::isinstance<py::array_t<T>>(array) && (array.flags() & py::array::c_style) &&
+                array.ndim() == static_cast<py::ssize_t>(shape.size());
+    for (size_t axis = 0; fits && axis < shape.size(); ++axis) fits = array.shape(axis) == shape[axis];
+    require(fits, name + " must be a contiguous array of " + py::str(py::dtype::of<T>()).cast<std::string>() +
+                      " with the shape of its mask, got " + shape_of(array));
+    return static_cast<const T *>(array.data());
+}
+
+Tokens tokens(const std::vector<py::array> &fields, const std::string &side, int64_t batch, int64_t length) {
+    const std::vector<int64_t> shape{batch, length};
+    return {contiguous<int64_t>(fields[0], side + " bits", shape),
+            contiguous<int32_t>(fields[1], side + " doc", shape),
+            contiguous<int32_t>(fields[2], side + " span", shape),
+            contiguous<int32_t>(fields[3], side + " pos", shape),
+            fields.size() > 4 ? contiguous<int32_t>(fields[4], side + " window", shape) : nullptr,
+            length};
+}
+
+void list(const py::array &ptr, const py::array &idx, const std::string &name, int64_t rows, const int32_t *&to_ptr,
+          const int32_t *&to_idx) {
+    to_ptr = contiguous<int32_t>(ptr, name + "_ptr", {rows + 1});
+    to_idx = contiguous<int32_t>(idx, name + "_idx", {idx.size()});
+    require(to_ptr[0] == 0 && to_ptr[rows] <= idx.size(), name + "_ptr does not fit its list");
+}
+
+Problem problem(const py::array &q, const py::array &k, const py::array &v, const std::vector<py::array> &mask,
+                int64_t block, int64_t sinks, double scale, double softcap, int threads) {
+    require(q.ndim() == 4 && k.ndim() == 4, "q and k must have four dimensions");
+    require(mask.size() == 13, "the mask must be 13 arrays: nine of tokens, four of block lists");
+    require(block >= 1 && threads >= 1 && softcap >= 0, "block and threads must be at least 1, softcap at least 0");
+    Problem p{};
+    p.batch = q.shape(0);
+    p.q_heads = q.shape(1);
+    p.kv_heads = k.shape(1);
+    p.q_len = q.shape(2);
+    p.k_len = k.shape(2);
+    p.head_dim = q.shape(3);
+    require(p.kv_heads >= 1 && p.head_dim >= 1 && p.q_heads % p.kv_heads == 0,
+            "the heads of q must be a multiple of those of k");
+    p.block = block;
+    p.sinks = sinks;
+    p.scale = scale;
+    p.softcap = softcap;
+    p.threads = threads;
+    p.dtype = dtype_of(q, "q");
+    p.q = matrix(q, "q", p.dtype, {p.batch, p.q_heads, p.q_len, p.head_dim});
+    p.k = matrix(k, "k", p.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});
+    p.v = matrix(v, "v", p.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});
+    p.queries = tokens({mask.begin(), mask.begin() + 5}, "query", p.batch, p.q_len);
+    p.keys = tokens({mask.begin() + 5, mask.begin() + 9}, "key", p.batch, p.k_len);
+    const int64_t rows = p.batch * p.q_blocks();
+    list(mask[9], mask[10], "full_q", rows, p.full_ptr, p.full_idx);
+    list(mask[11], mask[12], "part_q", rows, p.part_ptr, p.part_idx);
+    return p;
+}
+
+// Where a result goes: a contiguous, writable array.
+void *result(py::array &array, const std::string &name, int64_t items, int64_t itemsize) {
+    require(array.size() == items && array.itemsize() == itemsize && (array.flags() & py::array::c_style) &&
+                array.writeable(),
+            name + " has the wrong size or is not contiguous");
+    return array.mutable_data();
+}
+
+int64_t computing_size(Dtype dtype) { return dtype == Dtype::f64 ? 8 : 4; }
+
+void attention_forward(const py::array &q, const py::array &k, const py::array &v, const std::vector<py::array> &mask,
+                       int64_t block, int64_t sinks, double scale, double softcap, int threads, py::array out,
+                       py::array lse) {
+    const Problem p = problem(q, k, v, mask, block, sinks, scale, softcap, threads);
+    const int64_t rows = p.batch * p.q_heads * p.q_len;
+    const ForwardResult to{result(out, "out", rows * p.head_dim, q.itemsize()),
+                           result(lse, "lse", rows, computing_size(p.dtype))};
+    const py::gil_scoped_release release;
+    kernels().forward(p, to);
+}
+
+void attention_backward(const py::array &dout, const std::optional<py::array> &dlse, const py::array &q,
+                        const py::array &k, const py::array &v, const py::array &out, const py::array &lse,
+                        const std::vector<py::array> &mask, int64_t block, int64_t sinks, double scale, double softcap,
+                        int threads, py::array dq, py::array dk, py::array dv) {
+    const Problem p = problem(q, k, v, mask, block, sinks, scale, softcap, threads);
+    const int64_t rows = p.batch * p.q_heads * p.q_len, k_items = p.batch * p.kv_heads * p.k_len * p.head_dim;
+    const std::array<int64_t, 4> shape{p.batch, p.q_heads, p.q_len, p.head_dim};
+    const auto per_row = [&](const py::array &array, const std::string &name) {
+        require(array.size() == rows && array.itemsize() == computing_size(p.dtype) &&
+                    (array.flags() & py::array::c_style),
+                name + " must be contiguous, one number per query and head");
+        return array.data();
+    };
+    BackwardInput in{};
+    in.dout = matrix(dout, "dout", p.dtype, shape);
+    in.out = matrix(out, "out", p.dtype, shape);
+    in.lse = per_row(lse, "lse");
+    in.dlse = dlse ? per_row(*dlse, "dlse") : nullptr;
+    in.dq = result(dq, "dq", rows * p.head_dim, q.itemsize());
+    in.dk = result(dk, "dk", k_items, q.itemsize());
+    in.dv = result(dv, "dv", k_items, q.itemsize());
+    const py::gil_scoped_release release;
+    kernels().backward(p, in);
+}
+
+// A vector as a numpy array, without a copy.
+py::array_t<int32_t> hand_over(std::vector<int32_t> &values) {
+    auto *owned = new std::vector<int32_t>(std::move(values));
+    const py::capsule owner(owned, [](void *p) { delete static_cast<std::vector<int32_t> *>(p); });
+    return py::array_t<int32_t>(static_cast<py::ssize_t>(owned->size()), owned->data(), owner);
+}
+
+py::tuple attention_block_lists(const std::vector<py::array> &queries, const std::vector<py::array> &keys,
+                                int64_t sinks, int64_t block, int threads) {
+    require(queries.size() == 5 && keys.size() == 4, "queries are five arrays (bits, doc, span, pos, window), keys four");
+    require(queries[0].ndim() == 2 && keys[0].ndim() == 2, "bits must have shape [batch, length]");
+    require(block >= 1 && threads >= 1, "block and threads must be at least 1");
+    const int64_t batch = queries[0].shape(0);
+    const Tokens q = tokens(queries, "query", batch, queries[0].shape(1));
+    const Tokens k = tokens(keys, "key", batch, keys[0].shape(1));
+    BlockLists lists;
+    try {
+        const py::gil_scoped_release release;
+        lists = block_lists(q, k, batch, sinks, block, threads);
+    } catch (const std::length_error &error) {
+        throw py::value_error(error.what());
+    }
+    py::list all;
+    for (Lists *one : {&lists.full_q, &lists.part_q, &lists.full_k, &lists.part_k}) {
+        all.append(hand_over(one->ptr));
+        all.append(hand_over(one->idx));
+    }
+    return py::tuple(all);
+}
+
+}  // namespace
+
+void bind_attention(py::module_ &module) {
+    module.def("attention_isa", [] { return kernels().name; });
+    module.def("attention_block_lists", &attention_block_lists, py::arg("queries"), py::arg("keys"), py::arg("sinks"),
+               py::arg("block"), py::arg("threads"));
+    module.def("attention_forward", &attention_forward, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask"),
+               py::arg("block"), py::arg("sinks"), py::arg("scale"), py::arg("softcap"), py::arg("threads"),
+               py::arg("out"), py::arg("lse"));
+    module.def("attention_backward", &attention_backward, py::arg("dout"), py::arg("dlse"), py::arg("q"), py::arg("k"),
+               py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("mask"), py::arg("block"), py::arg("sinks"),
+               py::arg("scale"), py::arg("softcap"), py::arg("threads"), py::arg("dq"), py::arg("dk"), py::arg("dv"));
+}
+
+}  // namespace interlace

@@ -1,0 +1,182 @@
+#include "attention_cpu/block_lists.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+#include "common/parallel.h"
+
+namespace interlace {
+namespace attention {
+
+namespace {
+
+constexpr int32_t FAR = std::numeric_limits<int32_t>::max();
+
+// Inclusive bounds over the tokens of one block: enough to prove many pairs of blocks empty or full.
+struct Summary {
+    int32_t doc_lo = FAR, doc_hi = -1;  // over tokens that are not padding
+    int32_t pos_lo = FAR, pos_hi = -1;
+    int32_t reach_lo = FAR, reach_hi = -FAR;  // pos - window: keys at or before it are out of reach
+    int32_t span_lo = FAR, span_hi = -1;      // over tokens that have a span
+    bool padded = false, spanless = false;    // some token is padding; some token has no span
+    uint64_t any_bits = 0, all_bits = ~uint64_t(0);
+    uint64_t own = 0;  // 1 << own stream, of all
+};
+
+enum Class : uint8_t { EMPTY, PARTIAL, FULL, UNKNOWN };
+
+Summary summarise(const Tokens &tokens, int64_t first, int64_t last) {
+    Summary s;
+    for (int64_t t = first; t < last; ++t) {
+        const int32_t doc = tokens.doc[t], span = tokens.span[t], pos = tokens.pos[t];
+        if (doc >= 0) {
+            s.doc_lo = std::min(s.doc_lo, doc);
+            s.doc_hi = std::max(s.doc_hi, doc);
+        } else {
+            s.padded = true;
+        }
+        if (span >= 0) {
+            s.span_lo = std::min(s.span_lo, span);
+            s.span_hi = std::max(s.span_hi, span);
+        } else {
+            s.spanless = true;
+        }
+        s.pos_lo = std::min(s.pos_lo, pos);
+        s.pos_hi = std::max(s.pos_hi, pos);
+        if (tokens.window) {
+            s.reach_lo = std::min(s.reach_lo, pos - tokens.window[t]);
+            s.reach_hi = std::max(s.reach_hi, pos - tokens.window[t]);
+        }
+        const uint64_t bits = static_cast<uint64_t>(tokens.bits[t]);
+        s.any_bits |= bits;
+        s.all_bits &= bits;
+        s.own |= uint64_t(1) << (bits >> 56 & 63);
+    }
+    return s;
+}
+
+inline Class decide(const Summary &q, const Summary &k, int64_t sinks) {
+    if (q.doc_hi < k.doc_lo || k.doc_hi < q.doc_lo) return EMPTY;
+    constexpr uint64_t CAUSAL = uint64_t(1) << 63;
+    const bool no_span = q.span_hi < k.span_lo || k.span_hi < q.span_lo;
+    if (no_span && ((q.any_bits & k.own) == 0 || ((q.all_bits & CAUSAL) && k.pos_lo > q.pos_hi))) return EMPTY;
+    if (k.pos_hi <= q.reach_lo && k.pos_lo >= sinks) return EMPTY;
+
+    const bool together = q.doc_lo == q.doc_hi && k.doc_lo == k.doc_hi && q.doc_lo == k.doc_lo && !q.padded && !k.padded;
+    if (!together || !(k.pos_lo > q.reach_hi || k.pos_hi < sinks)) return UNKNOWN;
+    if ((k.own & ~q.all_bits) == 0 && (!(q.any_bits & CAUSAL) || k.pos_hi <= q.pos_lo)) return FULL;
+    const bool one_span = q.span_lo == q.span_hi && k.span_lo == k.span_hi && q.span_lo == k.span_lo;
+    return one_span && !q.spanless && !k.spanless ? FULL : UNKNOWN;
+}
+
+// Keys are looked at in these portions, so that a partial block is usually recognised by the first.
+constexpr int64_t PORTION = 16;
+
+Class evaluate(const Tokens &q, int64_t rows, const Tokens &k, int64_t columns, int64_t sinks, int64_t panels,
+               std::vector<uint64_t> &words) {
+    bool some = false, every = true;
+    for (int64_t first = 0; first < columns; first += PORTION) {
+        const int64_t n = std::min(PORTION, columns - first);
+        const Tokens keys{k.bits + first, k.doc + first, k.span + first, k.pos + first, nullptr, k.length};
+        kernels().mask_tile(q, rows, keys, n, sinks, panels, words.data());
+        for (int64_t j = 0; j < n; ++j)
+            for (int64_t p = 0; p < panels; ++p) {
+                const int64_t here = std::min<int64_t>(PANEL, rows - p * PANEL);
+                if (here <= 0) continue;
+                const uint64_t all = here == PANEL ? ~uint64_t(0) : (uint64_t(1) << here) - 1;
+                some |= words[j * panels + p] != 0;
+                every &= words[j * panels + p] == all;
+            }
+        if (some && !every) return PARTIAL;
+    }
+    return some ? FULL : EMPTY;  // "every" holds wherever it is reached with "some"
+}
+
+Tokens from(Tokens t, int64_t first) {
+    return {t.bits + first, t.doc + first, t.span + first, t.pos + first, t.window ? t.window + first : nullptr, t.length};
+}
+
+void check_total(int64_t total) {
+    if (total > FAR) throw std::length_error("a block list has " + std::to_string(total) + " entries: more than int32 can index; use larger blocks");
+}
+
+// Rows of both classes from the portions that were classified in parallel.
+void join(const std::vector<std::vector<int32_t>> &portions, Lists &lists) {
+    int64_t total = 0;
+    for (const auto &portion : portions) total += static_cast<int64_t>(portion.size());
+    check_total(total);
+    lists.idx.reserve(static_cast<size_t>(total));
+    for (const auto &portion : portions) lists.idx.insert(lists.idx.end(), portion.begin(), portion.end());
+    int64_t sum = 0;
+    for (int32_t &end : lists.ptr) end = static_cast<int32_t>(sum += end);
+}
+
+// The same pairs by column: rows of `by_key` list the query blocks of each key block, ascending.
+void transpose(const Lists &by_query, int64_t batch, int64_t q_blocks, int64_t k_blocks, Lists &by_key) {
+    by_key.ptr.assign(static_cast<size_t>(batch * k_blocks + 1), 0);
+    by_key.idx.resize(by_query.idx.size());
+    for (int64_t b = 0; b < batch; ++b) {
+        int32_t *count = by_key.ptr.data() + b * k_blocks + 1;
+        for (int32_t at = by_query.ptr[b * q_blocks]; at < by_query.ptr[(b + 1) * q_blocks]; ++at)
+            ++count[by_query.idx[at]];
+    }
+    for (size_t r = 1; r < by_key.ptr.size(); ++r) by_key.ptr[r] += by_key.ptr[r - 1];
+    std::vector<int32_t> next(by_key.ptr.begin(), by_key.ptr.end() - 1);
+    for (int64_t b = 0; b < batch; ++b)
+        for (int64_t i = 0; i < q_blocks; ++i)
+            for (int32_t at = by_query.ptr[b * q_blocks + i]; at < by_query.ptr[b * q_blocks + i + 1]; ++at)
+                by_key.idx[next[b * k_blocks + by_query.idx[at]]++] = static_cast<int32_t>(i);
+}
+
+}  // namespace
+
+BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch, int64_t sinks, int64_t block,
+                       int threads) {
+    const int64_t q_blocks = (queries.length + block - 1) / block, k_blocks = (keys.length + block - 1) / block;
+    const int64_t panels = (block + PANEL - 1) / PANEL, rows = batch * q_blocks;
+    std::vector<Summary> q_side(rows), k_side(batch * k_blocks);
+    parallel_for(rows + batch * k_blocks, threads, [&](int64_t item) {
+        const bool query = item < rows;
+        const Tokens &tokens = query ? queries : keys;
+        const int64_t blocks = query ? q_blocks : k_blocks, at = query ? item : item - rows;
+        const int64_t first = at % blocks * block;
+        (query ? q_side : k_side)[at] =
+            summarise(tokens.at(at / blocks), first, std::min(first + block, tokens.length));
+    });
+
+    BlockLists lists;
+    lists.full_q.ptr.assign(static_cast<size_t>(rows + 1), 0);
+    lists.part_q.ptr.assign(static_cast<size_t>(rows + 1), 0);
+    constexpr int64_t ROWS = 16;  // a portion of work
+    const int64_t portions = (rows + ROWS - 1) / ROWS;
+    std::vector<std::vector<int32_t>> full(portions), part(portions);
+    parallel_for(portions, threads, [&](int64_t portion) {
+        std::vector<uint64_t> words(static_cast<size_t>(PORTION * panels));
+        for (int64_t row = portion * ROWS; row < std::min((portion + 1) * ROWS, rows); ++row) {
+            const int64_t b = row / q_blocks, i = row % q_blocks;
+            const Summary q = q_side[row];
+            for (int64_t j = 0; j < k_blocks; ++j) {
+                Class found = decide(q, k_side[b * k_blocks + j], sinks);
+                if (found == UNKNOWN)
+                    found = evaluate(from(queries.at(b), i * block), std::min(block, queries.length - i * block),
+                                     from(keys.at(b), j * block), std::min(block, keys.length - j * block), sinks,
+                                     panels, words);
+                if (found == FULL) full[portion].push_back(static_cast<int32_t>(j));
+                if (found == PARTIAL) part[portion].push_back(static_cast<int32_t>(j));
+                lists.full_q.ptr[row + 1] += found == FULL;
+                lists.part_q.ptr[row + 1] += found == PARTIAL;
+            }
+        }
+    });
+    join(full, lists.full_q);
+    full = {};
+    join(part, lists.part_q);
+    part = {};
+    transpose(lists.full_q, batch, q_blocks, k_blocks, lists.full_k);
+    transpose(lists.part_q, batch, q_blocks, k_blocks, lists.part_k);
+    return lists;
+}
+
+}  // namespace attention
+}  // namespace interlace

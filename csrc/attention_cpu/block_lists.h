@@ -1,0 +1,30 @@
+// EMPTY / PARTIAL / FULL classification of the blocks of a mask, as compressed rows.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "attention_cpu/problem.h"
+
+namespace interlace {
+namespace attention {
+
+// Compressed rows: the entries of row r are idx[ptr[r]..ptr[r + 1]), ascending.
+struct Lists {
+    std::vector<int32_t> ptr, idx;
+};
+
+// full_q, part_q: key blocks of each row b * q_blocks + i; full_k, part_k: query blocks of each row b * k_blocks + j.
+struct BlockLists {
+    Lists full_q, part_q, full_k, part_k;
+};
+
+// Exact, in O(q_blocks * k_blocks) time per batch row and memory for the lists themselves: bounds on documents,
+// positions, spans and bits per block decide most pairs of blocks, the others are looked at token by token. The last
+// block of a sequence may be short; pairs beyond the end do not count. Throws std::length_error if a list would have
+// more than 2^31 - 1 entries.
+BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch, int64_t sinks, int64_t block,
+                       int threads);
+
+}  // namespace attention
+}  // namespace interlace
