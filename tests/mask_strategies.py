@@ -82,13 +82,13 @@ def masks(draw: st.DrawFn, batch: int | None = None, longest: int = 40, shortest
 
 
 @st.composite
-def mask_pairs(draw: st.DrawFn, longest: int = 40) -> tuple[BitfieldMask, BitfieldMask | None]:
+def mask_pairs(draw: st.DrawFn, longest: int = 40, shortest: int = 1) -> tuple[BitfieldMask, BitfieldMask | None]:
     """A mask, and None or a mask of other keys (of another length, or the whole of which the first is a part)."""
-    mask = draw(masks(longest=longest))
+    mask = draw(masks(longest=longest, shortest=shortest))
     kind = draw(st.sampled_from(["self", "other", "part"]))
     if kind == "self":
         return mask, None
     if kind == "other":
-        return mask, draw(masks(batch=mask.batch, longest=longest))
+        return mask, draw(masks(batch=mask.batch, longest=longest, shortest=shortest))
     index = draw(st.lists(st.integers(0, mask.length - 1), min_size=1, max_size=longest))
     return mask.select(index), mask

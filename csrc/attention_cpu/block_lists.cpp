@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
+#include <string>
 
 #include "common/parallel.h"
 
@@ -23,6 +24,25 @@ struct Summary {
     uint64_t any_bits = 0, all_bits = ~uint64_t(0);
     uint64_t own = 0;  // 1 << own stream, of all
 };
+
+// Of both together.
+Summary operator|(const Summary &one, const Summary &other) {
+    Summary s;
+    s.doc_lo = std::min(one.doc_lo, other.doc_lo);
+    s.doc_hi = std::max(one.doc_hi, other.doc_hi);
+    s.pos_lo = std::min(one.pos_lo, other.pos_lo);
+    s.pos_hi = std::max(one.pos_hi, other.pos_hi);
+    s.reach_lo = std::min(one.reach_lo, other.reach_lo);
+    s.reach_hi = std::max(one.reach_hi, other.reach_hi);
+    s.span_lo = std::min(one.span_lo, other.span_lo);
+    s.span_hi = std::max(one.span_hi, other.span_hi);
+    s.padded = one.padded || other.padded;
+    s.spanless = one.spanless || other.spanless;
+    s.any_bits = one.any_bits | other.any_bits;
+    s.all_bits = one.all_bits & other.all_bits;
+    s.own = one.own | other.own;
+    return s;
+}
 
 enum Class : uint8_t { EMPTY, PARTIAL, FULL, UNKNOWN };
 
@@ -97,36 +117,44 @@ Tokens from(Tokens t, int64_t first) {
     return {t.bits + first, t.doc + first, t.span + first, t.pos + first, t.window ? t.window + first : nullptr, t.length};
 }
 
-void check_total(int64_t total) {
-    if (total > FAR) throw std::length_error("a block list has " + std::to_string(total) + " entries: more than int32 can index; use larger blocks");
+// One list from the portions of rows that were classified in parallel; ptr holds the length of each row so far.
+void join(std::vector<std::vector<int32_t>> &portions, int threads, Lists &lists) {
+    std::vector<int64_t> start(portions.size() + 1, 0);
+    for (size_t i = 0; i < portions.size(); ++i) start[i + 1] = start[i] + static_cast<int64_t>(portions[i].size());
+    if (start.back() > FAR)
+        throw std::length_error("a block list would have " + std::to_string(start.back()) +
+                                " entries, more than int32 can count: use larger blocks");
+    lists.idx.resize(static_cast<size_t>(start.back()));
+    parallel_for(static_cast<int64_t>(portions.size()), threads, [&](int64_t i) {
+        std::copy(portions[i].begin(), portions[i].end(), lists.idx.begin() + start[i]);
+        std::vector<int32_t>().swap(portions[i]);
+    });
+    for (size_t r = 1; r < lists.ptr.size(); ++r) lists.ptr[r] += lists.ptr[r - 1];
 }
 
-// Rows of both classes from the portions that were classified in parallel.
-void join(const std::vector<std::vector<int32_t>> &portions, Lists &lists) {
-    int64_t total = 0;
-    for (const auto &portion : portions) total += static_cast<int64_t>(portion.size());
-    check_total(total);
-    lists.idx.reserve(static_cast<size_t>(total));
-    for (const auto &portion : portions) lists.idx.insert(lists.idx.end(), portion.begin(), portion.end());
-    int64_t sum = 0;
-    for (int32_t &end : lists.ptr) end = static_cast<int32_t>(sum += end);
-}
-
-// The same pairs by column: rows of `by_key` list the query blocks of each key block, ascending.
-void transpose(const Lists &by_query, int64_t batch, int64_t q_blocks, int64_t k_blocks, Lists &by_key) {
+// The same pairs by column: row b * k_blocks + j lists the query blocks of key block j, ascending.
+void transpose(const Lists &by_query, int64_t batch, int64_t q_blocks, int64_t k_blocks, int threads, Lists &by_key) {
+    constexpr int64_t COLUMNS = 512;  // of a portion of work
+    const int64_t portions = (k_blocks + COLUMNS - 1) / COLUMNS;
     by_key.ptr.assign(static_cast<size_t>(batch * k_blocks + 1), 0);
     by_key.idx.resize(by_query.idx.size());
-    for (int64_t b = 0; b < batch; ++b) {
-        int32_t *count = by_key.ptr.data() + b * k_blocks + 1;
-        for (int32_t at = by_query.ptr[b * q_blocks]; at < by_query.ptr[(b + 1) * q_blocks]; ++at)
-            ++count[by_query.idx[at]];
-    }
+    // visit(at, i) for the entries of one portion, ascending by query block i.
+    const auto each = [&](int64_t item, auto visit) {
+        const int64_t b = item / portions, first = item % portions * COLUMNS;
+        for (int64_t i = 0; i < q_blocks; ++i) {
+            const int32_t *at = by_query.idx.data() + by_query.ptr[b * q_blocks + i];
+            const int32_t *end = by_query.idx.data() + by_query.ptr[b * q_blocks + i + 1];
+            if (first > 0) at = std::lower_bound(at, end, static_cast<int32_t>(first));
+            for (; at < end && *at < first + COLUMNS; ++at) visit(b * k_blocks + *at, i);
+        }
+    };
+    parallel_for(batch * portions, threads,
+                 [&](int64_t item) { each(item, [&](int64_t row, int64_t) { ++by_key.ptr[row + 1]; }); });
     for (size_t r = 1; r < by_key.ptr.size(); ++r) by_key.ptr[r] += by_key.ptr[r - 1];
     std::vector<int32_t> next(by_key.ptr.begin(), by_key.ptr.end() - 1);
-    for (int64_t b = 0; b < batch; ++b)
-        for (int64_t i = 0; i < q_blocks; ++i)
-            for (int32_t at = by_query.ptr[b * q_blocks + i]; at < by_query.ptr[b * q_blocks + i + 1]; ++at)
-                by_key.idx[next[b * k_blocks + by_query.idx[at]]++] = static_cast<int32_t>(i);
+    parallel_for(batch * portions, threads, [&](int64_t item) {
+        each(item, [&](int64_t row, int64_t i) { by_key.idx[next[row]++] = static_cast<int32_t>(i); });
+    });
 }
 
 }  // namespace
@@ -145,6 +173,16 @@ BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch,
             summarise(tokens.at(at / blocks), first, std::min(first + block, tokens.length));
     });
 
+    // What decides a group of key blocks at once saves looking at each.
+    constexpr int64_t GROUP = 16;
+    const int64_t k_groups = (k_blocks + GROUP - 1) / GROUP;
+    std::vector<Summary> groups(batch * k_groups);
+    for (int64_t b = 0; b < batch; ++b)
+        for (int64_t j = 0; j < k_blocks; ++j) {
+            Summary &group = groups[b * k_groups + j / GROUP];
+            group = j % GROUP ? group | k_side[b * k_blocks + j] : k_side[b * k_blocks + j];
+        }
+
     BlockLists lists;
     lists.full_q.ptr.assign(static_cast<size_t>(rows + 1), 0);
     lists.part_q.ptr.assign(static_cast<size_t>(rows + 1), 0);
@@ -153,28 +191,33 @@ BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch,
     std::vector<std::vector<int32_t>> full(portions), part(portions);
     parallel_for(portions, threads, [&](int64_t portion) {
         std::vector<uint64_t> words(static_cast<size_t>(PORTION * panels));
+        full[portion].reserve(static_cast<size_t>(ROWS * k_blocks));  // room, not memory: what is unused is not touched
         for (int64_t row = portion * ROWS; row < std::min((portion + 1) * ROWS, rows); ++row) {
             const int64_t b = row / q_blocks, i = row % q_blocks;
             const Summary q = q_side[row];
-            for (int64_t j = 0; j < k_blocks; ++j) {
-                Class found = decide(q, k_side[b * k_blocks + j], sinks);
-                if (found == UNKNOWN)
-                    found = evaluate(from(queries.at(b), i * block), std::min(block, queries.length - i * block),
-                                     from(keys.at(b), j * block), std::min(block, keys.length - j * block), sinks,
-                                     panels, words);
-                if (found == FULL) full[portion].push_back(static_cast<int32_t>(j));
-                if (found == PARTIAL) part[portion].push_back(static_cast<int32_t>(j));
-                lists.full_q.ptr[row + 1] += found == FULL;
-                lists.part_q.ptr[row + 1] += found == PARTIAL;
+            const size_t full_before = full[portion].size(), part_before = part[portion].size();
+            for (int64_t j = 0; j < k_blocks;) {
+                const int64_t end = std::min(j / GROUP * GROUP + GROUP, k_blocks);
+                const Class together = decide(q, groups[b * k_groups + j / GROUP], sinks);
+                for (; j < end && together != EMPTY; ++j) {
+                    Class found = together == FULL ? FULL : decide(q, k_side[b * k_blocks + j], sinks);
+                    if (found == UNKNOWN)
+                        found = evaluate(from(queries.at(b), i * block), std::min(block, queries.length - i * block),
+                                         from(keys.at(b), j * block), std::min(block, keys.length - j * block), sinks,
+                                         panels, words);
+                    if (found == FULL) full[portion].push_back(static_cast<int32_t>(j));
+                    if (found == PARTIAL) part[portion].push_back(static_cast<int32_t>(j));
+                }
+                j = end;
             }
+            lists.full_q.ptr[row + 1] = static_cast<int32_t>(full[portion].size() - full_before);
+            lists.part_q.ptr[row + 1] = static_cast<int32_t>(part[portion].size() - part_before);
         }
     });
-    join(full, lists.full_q);
-    full = {};
-    join(part, lists.part_q);
-    part = {};
-    transpose(lists.full_q, batch, q_blocks, k_blocks, lists.full_k);
-    transpose(lists.part_q, batch, q_blocks, k_blocks, lists.part_k);
+    join(full, threads, lists.full_q);
+    join(part, threads, lists.part_q);
+    transpose(lists.full_q, batch, q_blocks, k_blocks, threads, lists.full_k);
+    transpose(lists.part_q, batch, q_blocks, k_blocks, threads, lists.part_k);
     return lists;
 }
 

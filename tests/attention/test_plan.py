@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan
-from interlace.attention import _blocks as blocks
-from interlace.masks import BitfieldMask, Segment
+from interlace.masks import BitfieldMask
 from tests.attention import cases
 from tests.mask_strategies import mask_pairs
 
@@ -88,23 +87,35 @@ def test_known_masks_are_classified_exactly(name, block):
     check(*cases.masks()[name], block, cap=3)
 
 
-def test_work_in_pieces_gives_the_same_plan(monkeypatch):
+@settings(max_examples=25)
+@given(mask_pairs(longest=400, shortest=200), st.sampled_from([3, 8, 70, 130]))
+def test_many_blocks_are_classified_exactly(pair, block):
+    """More blocks than are decided as one group, and blocks of more queries than one word has bits."""
+    check(*pair, block, cap=5)
+
+
+def test_threads_change_nothing():
     mask, _ = cases.masks()["packed"]
-    whole = AttentionPlan.build(mask, block=8)
-    monkeypatch.setattr(blocks, "CELLS", 10)
-    monkeypatch.setattr(blocks, "ELEMENTS", 100)
-    for one, other in zip(AttentionPlan.build(mask, block=8).tensors(), whole.tensors()):
-        assert torch.equal(one, other)
+    before = torch.get_num_threads()
+    plans = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            plans.append(AttentionPlan.build(mask, block=4))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*(plan.tensors() for plan in plans)))
 
 
-def test_summaries_decide_most_blocks(monkeypatch):
-    """Element tests are for boundaries: here a handful of blocks, of 4,096."""
-    evaluated = []
-    evaluate = blocks._evaluate
-    monkeypatch.setattr(blocks, "_evaluate", lambda *args: evaluated.append(args[2].numel()) or evaluate(*args))
-    row = [Segment("text", 1000), Segment("image", 256), Segment("text", 792)]
-    AttentionPlan.build(BitfieldMask.pack([BitfieldMask.from_segments([row])] * 4))
-    assert sum(evaluated) < 200
+def test_a_million_tokens():
+    """64 causal documents of 16,384 tokens: 128 blocks each, the diagonal partial and all before it full."""
+    document = torch.arange(64, dtype=torch.int32).repeat_interleave(16384)[None]
+    plan = AttentionPlan.build(BitfieldMask(BitfieldMask.causal(1, 1 << 20).bits, doc=document))
+    stats = plan.stats()
+    assert (stats.full, stats.partial) == (64 * 128 * 127 // 2, 64 * 128)
+    first = torch.arange(8192) // 128 * 128
+    assert torch.equal(plan.part_q_idx, torch.arange(8192).int())
+    assert torch.equal(plan.full_q_ptr.diff(), (torch.arange(8192) - first).int())
 
 
 @pytest.mark.parametrize(("batch", "q_len", "k_len"), [(0, 5, 5), (2, 0, 0), (1, 0, 9), (1, 9, 0)])

@@ -39,7 +39,14 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(q.shape[:-1], dtype=accumulate_dtype(q.dtype))
     _core.attention_forward(
-        _rows(q), _rows(k), _rows(v), **_mask(plan), scale=scale, softcap=softcap or 0.0, out=_array(out), lse=lse.numpy()
+        _rows(q),
+        _rows(k),
+        _rows(v),
+        **_mask(plan),
+        scale=scale,
+        softcap=softcap or 0.0,
+        out=_array(out),
+        lse=lse.numpy(),
     )
     return out, lse
 

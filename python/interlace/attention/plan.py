@@ -4,9 +4,9 @@ Built once per microbatch from a BitfieldMask and used by every layer, head and 
 is visible), FULL (every pair that exists is) or PARTIAL, exactly. "That exists": at the ragged end of a sequence a
 block is shorter and what lies beyond the end does not count, so a last block may be FULL: kernels check bounds there.
 
-Classification is block row by block row: summaries per block (document, position and span ranges, OR and AND of the
-bits) decide most blocks, and only the rest are looked at element by element, a few dozen at a time. Nothing of size
-T x T ever exists (dissertation 3.4.2; Cornstarch 2025-11 section 6.1 evaluates every element instead).
+Bounds per block (document, position and span ranges, OR and AND of the bits) decide most blocks, groups of them at once,
+and only the rest are looked at element by element. Nothing of size T x T ever exists (dissertation 3.4.2; Cornstarch
+2025-11 section 6.1 evaluates every element instead).
 
 Rows are split for load balance as in Cornstarch 2025-11 section 5.2, but by the work that a row really has and not by a
 fixed number of keys. Row r = b * q_blocks + i owns the blocks
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from interlace.attention._blocks import classify
+from interlace.attention._blocks import block_lists
 from interlace.masks import BitfieldMask, Tokens
 
 
@@ -89,6 +89,7 @@ class AttentionPlan:
     slot_k_row: Tensor
 
     @classmethod
+    @torch.compiler.disable  # what it makes depends on values: compiled code breaks here once and calls it
     def build(
         cls,
         mask: BitfieldMask,
@@ -120,26 +121,20 @@ class AttentionPlan:
                 f"{mask.device}): they need the same batch and device"
             )
         q, k = mask.tokens()(Tensor.contiguous), keys.tokens()(Tensor.contiguous)
-        full, partial = classify(q, k, mask.sinks, block)
-        q_blocks, k_blocks = -(-mask.length // block), -(-keys.length // block)
-        q_rows, k_rows = mask.batch * q_blocks, mask.batch * k_blocks
-        full_q_ptr, full_q_idx = _lists(full.row, full.key, q_rows, k_blocks)
-        part_q_ptr, part_q_idx = _lists(partial.row, partial.key, q_rows, k_blocks)
-        full_k_ptr, full_k_idx = _lists(full.key_row, full.query, k_rows, q_blocks)
-        part_k_ptr, part_k_idx = _lists(partial.key_row, partial.query, k_rows, q_blocks)
+        lists = block_lists(q, k, mask.sinks, block)
         if cap is None:
             cap = _default_cap(
-                torch.device(device) if device is not None else mask.device, full.row.numel() + partial.row.numel()
+                torch.device(device) if device is not None else mask.device,
+                lists.full_q_idx.numel() + lists.part_q_idx.numel(),
             )
         plan = cls(
             block,
             mask.sinks,
-            full_q_ptr, _room(full_q_idx), part_q_ptr, _room(part_q_idx),
-            full_k_ptr, _room(full_k_idx), part_k_ptr, _room(part_k_idx),
+            *(values if name.endswith("ptr") else _room(values) for name, values in lists._asdict().items()),
             q.bits, q.doc, q.span, q.pos, q.window,
             k.bits, k.doc, k.span, k.pos,
-            *_work(full_q_ptr, part_q_ptr, cap),
-            *_work(full_k_ptr, part_k_ptr, cap),
+            *_work(lists.full_q_ptr, lists.part_q_ptr, cap),
+            *_work(lists.full_k_ptr, lists.part_k_ptr, cap),
         )  # fmt: skip
         return plan if device is None else plan.to(device)
 
@@ -231,14 +226,6 @@ class AttentionPlan:
 
 TENSOR_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name not in ("block", "sinks"))
 torch.export.register_dataclass(AttentionPlan, serialized_type_name="interlace.attention.plan.AttentionPlan")
-
-
-def _lists(row: Tensor, column: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """(row, column) pairs -> CSR ptr int32 [rows + 1] and columns int32, ascending within each row."""
-    order = torch.argsort(row * columns + column)
-    ptr = torch.zeros(rows + 1, dtype=torch.int32, device=row.device)
-    ptr[1:] = torch.bincount(row, minlength=rows).cumsum(0)
-    return ptr, column[order].to(torch.int32)
 
 
 def _work(full_ptr: Tensor, part_ptr: Tensor, cap: int | None) -> tuple[Tensor, ...]:
