@@ -14,57 +14,61 @@ using namespace attention;
 
 std::string shape_of(const py::array &array) { return py::str(array.attr("shape")).cast<std::string>(); }
 
-void require(bool holds, const std::string &what) {
+// Messages are put together only when they are needed: these checks run in every call of every layer.
+void require(bool holds, const char *what) {
     if (!holds) throw py::value_error(what);
 }
 
 // bf16 has no numpy type: its tensors come as int16.
-Dtype dtype_of(const py::array &array, const std::string &name) {
-    const py::dtype dtype = array.dtype();
-    if (dtype.kind() == 'f' && dtype.itemsize() == 4) return Dtype::f32;
-    if (dtype.kind() == 'f' && dtype.itemsize() == 8) return Dtype::f64;
-    if (dtype.kind() == 'f' && dtype.itemsize() == 2) return Dtype::f16;
-    if (dtype.kind() == 'i' && dtype.itemsize() == 2) return Dtype::bf16;
-    throw py::value_error(name + " must be float16, float32, float64 or int16 (the bits of bfloat16), got " +
-                          py::str(dtype).cast<std::string>());
+Dtype dtype_of(const py::array &array, const char *name) {
+    if (py::isinstance<py::array_t<float>>(array)) return Dtype::f32;
+    if (py::isinstance<py::array_t<int16_t>>(array)) return Dtype::bf16;
+    if (py::isinstance<py::array_t<double>>(array)) return Dtype::f64;
+    if (array.dtype().kind() == 'f' && array.itemsize() == 2) return Dtype::f16;
+    throw py::value_error(std::string(name) + " must be float16, float32, float64 or int16 (the bits of bfloat16), got " +
+                          py::str(array.dtype()).cast<std::string>());
 }
 
-Matrix matrix(const py::array &array, const std::string &name, Dtype dtype, std::array<int64_t, 4> shape) {
-    require(dtype_of(array, name) == dtype, name + " has another dtype than q");
-    require(array.ndim() == 4, name + " must have four dimensions, got shape " + shape_of(array));
-    for (int axis = 0; axis < 4; ++axis)
-        require(array.shape(axis) == shape[axis], name + " has an unexpected shape " + shape_of(array));
+Matrix matrix(const py::array &array, const char *name, Dtype dtype, std::array<int64_t, 4> shape) {
+    if (dtype_of(array, name) != dtype) throw py::value_error(std::string(name) + " has another dtype than q");
+    bool fits = array.ndim() == 4;
+    for (int axis = 0; fits && axis < 4; ++axis) fits = array.shape(axis) == shape[axis];
+    if (!fits) throw py::value_error(std::string(name) + " has an unexpected shape " + shape_of(array));
     const int64_t size = array.itemsize();
-    require(array.size() == 0 || array.shape(3) == 1 || array.strides(3) == size, name + " must be contiguous along its last dimension");
+    if (array.size() > 0 && array.shape(3) > 1 && array.strides(3) != size)
+        throw py::value_error(std::string(name) + " must be contiguous along its last dimension");
     return {array.data(), array.strides(0) / size, array.strides(1) / size, array.strides(2) / size};
 }
 
 // A C-contiguous array of T with exactly these sizes.
 template <typename T>
-const T *contiguous(const py::array &array, const std::string &name, std::vector<int64_t> shape) {
+const T *contiguous(const py::array &array, const char *name, std::initializer_list<int64_t> shape) {
     bool fits = py::isinstance<py::array_t<T>>(array) && (array.flags() & py::array::c_style) &&
                 array.ndim() == static_cast<py::ssize_t>(shape.size());
-    for (size_t axis = 0; fits && axis < shape.size(); ++axis) fits = array.shape(axis) == shape[axis];
-    require(fits, name + " must be a contiguous array of " + py::str(py::dtype::of<T>()).cast<std::string>() +
-                      " with the shape of its mask, got " + shape_of(array));
+    for (size_t axis = 0; fits && axis < shape.size(); ++axis) fits = array.shape(axis) == shape.begin()[axis];
+    if (!fits)
+        throw py::value_error(std::string(name) + " must be a contiguous array of " +
+                              py::str(py::dtype::of<T>()).cast<std::string>() + " with the shape of its mask, got " +
+                              py::str(array.dtype()).cast<std::string>() + " of shape " + shape_of(array));
     return static_cast<const T *>(array.data());
 }
 
-Tokens tokens(const std::vector<py::array> &fields, const std::string &side, int64_t batch, int64_t length) {
-    const std::vector<int64_t> shape{batch, length};
-    return {contiguous<int64_t>(fields[0], side + " bits", shape),
-            contiguous<int32_t>(fields[1], side + " doc", shape),
-            contiguous<int32_t>(fields[2], side + " span", shape),
-            contiguous<int32_t>(fields[3], side + " pos", shape),
-            fields.size() > 4 ? contiguous<int32_t>(fields[4], side + " window", shape) : nullptr,
+// Five fields (queries) or four (keys, which have no window).
+Tokens tokens(const py::array *fields, bool queries, int64_t batch, int64_t length) {
+    return {contiguous<int64_t>(fields[0], queries ? "q_bits" : "k_bits", {batch, length}),
+            contiguous<int32_t>(fields[1], queries ? "q_doc" : "k_doc", {batch, length}),
+            contiguous<int32_t>(fields[2], queries ? "q_span" : "k_span", {batch, length}),
+            contiguous<int32_t>(fields[3], queries ? "q_pos" : "k_pos", {batch, length}),
+            queries ? contiguous<int32_t>(fields[4], "q_window", {batch, length}) : nullptr,
             length};
 }
 
-void list(const py::array &ptr, const py::array &idx, const std::string &name, int64_t rows, const int32_t *&to_ptr,
-          const int32_t *&to_idx) {
-    to_ptr = contiguous<int32_t>(ptr, name + "_ptr", {rows + 1});
-    to_idx = contiguous<int32_t>(idx, name + "_idx", {idx.size()});
-    require(to_ptr[0] == 0 && to_ptr[rows] <= idx.size(), name + "_ptr does not fit its list");
+void list(const py::array *arrays, const char *ptr_name, const char *idx_name, int64_t rows, const int32_t *&ptr,
+          const int32_t *&idx) {
+    ptr = contiguous<int32_t>(arrays[0], ptr_name, {rows + 1});
+    idx = contiguous<int32_t>(arrays[1], idx_name, {arrays[1].size()});
+    if (ptr[0] != 0 || ptr[rows] > arrays[1].size())
+        throw py::value_error(std::string(ptr_name) + " does not fit " + idx_name);
 }
 
 Problem problem(const py::array &q, const py::array &k, const py::array &v, const std::vector<py::array> &mask,
@@ -90,19 +94,19 @@ Problem problem(const py::array &q, const py::array &k, const py::array &v, cons
     p.q = matrix(q, "q", p.dtype, {p.batch, p.q_heads, p.q_len, p.head_dim});
     p.k = matrix(k, "k", p.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});
     p.v = matrix(v, "v", p.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});
-    p.queries = tokens({mask.begin(), mask.begin() + 5}, "query", p.batch, p.q_len);
-    p.keys = tokens({mask.begin() + 5, mask.begin() + 9}, "key", p.batch, p.k_len);
+    p.queries = tokens(&mask[0], true, p.batch, p.q_len);
+    p.keys = tokens(&mask[5], false, p.batch, p.k_len);
     const int64_t rows = p.batch * p.q_blocks();
-    list(mask[9], mask[10], "full_q", rows, p.full_ptr, p.full_idx);
-    list(mask[11], mask[12], "part_q", rows, p.part_ptr, p.part_idx);
+    list(&mask[9], "full_q_ptr", "full_q_idx", rows, p.full_ptr, p.full_idx);
+    list(&mask[11], "part_q_ptr", "part_q_idx", rows, p.part_ptr, p.part_idx);
     return p;
 }
 
 // Where a result goes: a contiguous, writable array.
-void *result(py::array &array, const std::string &name, int64_t items, int64_t itemsize) {
-    require(array.size() == items && array.itemsize() == itemsize && (array.flags() & py::array::c_style) &&
-                array.writeable(),
-            name + " has the wrong size or is not contiguous");
+void *result(py::array &array, const char *name, int64_t items, int64_t itemsize) {
+    if (array.size() != items || array.itemsize() != itemsize || !(array.flags() & py::array::c_style) ||
+        !array.writeable())
+        throw py::value_error(std::string(name) + " has the wrong size or is not contiguous");
     return array.mutable_data();
 }
 
@@ -126,17 +130,17 @@ void attention_backward(const py::array &dout, const std::optional<py::array> &d
     const Problem p = problem(q, k, v, mask, block, sinks, scale, softcap, threads);
     const int64_t rows = p.batch * p.q_heads * p.q_len, k_items = p.batch * p.kv_heads * p.k_len * p.head_dim;
     const std::array<int64_t, 4> shape{p.batch, p.q_heads, p.q_len, p.head_dim};
-    const auto per_row = [&](const py::array &array, const std::string &name) {
+    const auto per_row = [&](const py::array &array) {
         require(array.size() == rows && array.itemsize() == computing_size(p.dtype) &&
                     (array.flags() & py::array::c_style),
-                name + " must be contiguous, one number per query and head");
+                "lse and dlse must be contiguous, one number per query and head");
         return array.data();
     };
     BackwardInput in{};
     in.dout = matrix(dout, "dout", p.dtype, shape);
     in.out = matrix(out, "out", p.dtype, shape);
-    in.lse = per_row(lse, "lse");
-    in.dlse = dlse ? per_row(*dlse, "dlse") : nullptr;
+    in.lse = per_row(lse);
+    in.dlse = dlse ? per_row(*dlse) : nullptr;
     in.dq = result(dq, "dq", rows * p.head_dim, q.itemsize());
     in.dk = result(dk, "dk", k_items, q.itemsize());
     in.dv = result(dv, "dv", k_items, q.itemsize());
@@ -157,8 +161,8 @@ py::tuple attention_block_lists(const std::vector<py::array> &queries, const std
     require(queries[0].ndim() == 2 && keys[0].ndim() == 2, "bits must have shape [batch, length]");
     require(block >= 1 && threads >= 1, "block and threads must be at least 1");
     const int64_t batch = queries[0].shape(0);
-    const Tokens q = tokens(queries, "query", batch, queries[0].shape(1));
-    const Tokens k = tokens(keys, "key", batch, keys[0].shape(1));
+    const Tokens q = tokens(queries.data(), true, batch, queries[0].shape(1));
+    const Tokens k = tokens(keys.data(), false, batch, keys[0].shape(1));
     BlockLists lists;
     try {
         const py::gil_scoped_release release;

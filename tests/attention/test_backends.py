@@ -166,8 +166,8 @@ def test_the_cpu_backend_is_bitwise_repeatable():
 def run(script, **environment):
     """The script's output, in a process of its own."""
     process = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}/python:{ROOT}", **environment},
-        capture_output=True, text=True, timeout=600,
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}/python:{ROOT}", **environment},
     )  # fmt: skip
     assert process.returncode == 0, process.stderr[-4000:]
     return process.stdout

@@ -96,7 +96,8 @@ def _rows(x: Tensor) -> Any:
 
 def _mask(plan: AttentionPlan) -> dict[str, Any]:
     tensors = (
-        plan.q_bits, plan.q_doc, plan.q_span, plan.q_pos, plan.q_window, plan.k_bits, plan.k_doc, plan.k_span, plan.k_pos,
+        plan.q_bits, plan.q_doc, plan.q_span, plan.q_pos, plan.q_window,
+        plan.k_bits, plan.k_doc, plan.k_span, plan.k_pos,
         plan.full_q_ptr, plan.full_q_idx, plan.part_q_ptr, plan.part_q_idx,
     )  # fmt: skip
     return dict(

@@ -4,9 +4,9 @@ Built once per microbatch from a BitfieldMask and used by every layer, head and 
 is visible), FULL (every pair that exists is) or PARTIAL, exactly. "That exists": at the ragged end of a sequence a
 block is shorter and what lies beyond the end does not count, so a last block may be FULL: kernels check bounds there.
 
-Bounds per block (document, position and span ranges, OR and AND of the bits) decide most blocks, groups of them at once,
-and only the rest are looked at element by element. Nothing of size T x T ever exists (dissertation 3.4.2; Cornstarch
-2025-11 section 6.1 evaluates every element instead).
+Bounds per block (document, position and span ranges, OR and AND of the bits) decide most blocks, groups of them at
+once, and only the rest are looked at element by element. Nothing of size T x T ever exists (dissertation 3.4.2;
+Cornstarch 2025-11 section 6.1 evaluates every element instead).
 
 Rows are split for load balance as in Cornstarch 2025-11 section 5.2, but by the work that a row really has and not by a
 fixed number of keys. Row r = b * q_blocks + i owns the blocks
@@ -130,7 +130,8 @@ class AttentionPlan:
         plan = cls(
             block,
             mask.sinks,
-            *(values if name.endswith("ptr") else _room(values) for name, values in lists._asdict().items()),
+            lists.full_q_ptr, _room(lists.full_q_idx), lists.part_q_ptr, _room(lists.part_q_idx),
+            lists.full_k_ptr, _room(lists.full_k_idx), lists.part_k_ptr, _room(lists.part_k_idx),
             q.bits, q.doc, q.span, q.pos, q.window,
             k.bits, k.doc, k.span, k.pos,
             *_work(lists.full_q_ptr, lists.part_q_ptr, cap),
