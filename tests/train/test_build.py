@@ -237,21 +237,21 @@ def test_preparing_shows_what_takes_long_and_names_broken_files_once(
 
 
 def test_ranks_agree_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
-
     from interlace.data import fetch
 
     fetched: list[Any] = []
     troubles = ["", "", "no route to host", ""]
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), troubles))
+
+    def gather(what: str, mine: Any) -> list[Any]:
+        assert what == "fetching the data" and mine == ""
+        return troubles
+
     monkeypatch.setattr(fetch, "find_or_fetch", lambda cache: (fetched.append(cache), "")[0:2])
     monkeypatch.setattr(fetch, "find_stamps", lambda cache: tmp_path)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert feed._fetch_together("x") == (None, "no route to host, on the machine of rank 2") and not fetched
+    assert feed._fetch_together("x", gather) == (None, "no route to host, on the machine of rank 2") and not fetched
     monkeypatch.setenv("LOCAL_RANK", "0")
     troubles[2] = ""
-    assert feed._fetch_together("x")[0] == tmp_path and fetched == ["x"]
+    assert feed._fetch_together("x", gather)[0] == tmp_path and fetched == ["x"]
     loaded = load_dataset("stamps", tokens={"vision": lambda _: 1}, fetch=lambda cache: (None, "rank 2 has none"))
     assert loaded.train.name == "digits" and "(rank 2 has none)" in loaded.note
