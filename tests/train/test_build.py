@@ -236,6 +236,40 @@ def test_preparing_shows_what_takes_long_and_names_broken_files_once(
     assert prepare(config, said.append) == config and len(said) == 4
 
 
+def test_a_second_start_neither_fetches_nor_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make train` does first, twice, and what each rank does then: all of it comes from the cache."""
+    from interlace.data import fetch, index, pack
+    from tests.data.package import build_tree
+
+    calls: list[str] = []
+
+    def fetched(cache: Path, timeout: float) -> Path:
+        calls.append("fetch")
+        folder = cache / "stamps" / "1.0"
+        build_tree(folder / "stamps")
+        (folder / "complete.json").write_text("{}")
+        return folder / "stamps"
+
+    monkeypatch.setattr(fetch, "_fetch", fetched)
+    overrides = [f"data.cache={tmp_path}", "data.dataset=stamps", "data.held_out=0.3", "data.languages=['en', 'fr']"]
+    config = _config(*overrides, "model.language_model.config.max_position_embeddings=4096")
+    assert prepare(config, lambda _: None) == config and calls == ["fetch"]
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+    def forbidden(*_: Any, **__: Any) -> Any:
+        raise AssertionError("done again")
+
+    monkeypatch.setattr(fetch, "_fetch", forbidden)
+    monkeypatch.setattr(pack, "_build", forbidden)
+    monkeypatch.setattr(pack, "decode_item", forbidden)
+    monkeypatch.setattr(index, "build_index", forbidden)
+    assert prepare(config, lambda line: pytest.fail(line)) == config
+    train, held_out, note = datasets(config, build(config, ByteTokenizer()), ByteTokenizer())
+    assert not note and all(sample.input_ids.numel() for sample in (train[0], train[1], held_out[0]))
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path in kept}
+    assert files == kept
+
+
 def test_ranks_agree_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from interlace.data import fetch
 
