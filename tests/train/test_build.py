@@ -154,7 +154,9 @@ def test_datasets_follow_the_model() -> None:
     sample = train.sample(0, 0)
     assert sample.media["vision"][0].tokens == 4 and int((sample.input_ids == ByteTokenizer.IMAGE).sum()) == 4
     assert set(media_specs(config, model)) == {"vision", "audio"}
-    assert budget_tokens(config, model) == {"vision": 512.0, "audio": 400.0, "language_model": 8 * (160 + 64 + 25)}
+    assert budget_tokens(config, model) == {"vision": 32.0, "audio": 400.0, "language_model": 8 * (5 + 4 + 25)}
+    full = {"vision": 512.0, "audio": 400.0, "language_model": 8 * (160 + 64 + 25)}
+    assert budget_tokens(_config("data.dataset=stamps"), model) == full
     with pytest.raises(ConfigError, match=r"\[data\]: .*multiple"):
         datasets(_config("data.digit_size=9"), model, ByteTokenizer(), source="tiny.toml")
     blind = copy.deepcopy(TABLE)
