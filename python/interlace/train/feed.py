@@ -131,8 +131,8 @@ def datasets(
 
     `decode` names the modalities that this rank runs. `say` (default: a line on stderr) is told what takes long:
     fetching, reading headers, decoding. `gather` (what for, value) gives the values of all ranks of a group, which then
-    take the same dataset: one rank of each machine fetches, and when any of them cannot, all take the digits. Raises ConfigError for settings that the data, the
-    encoders or the language model's context cannot meet, naming the key.
+    take the same dataset: one rank of each machine fetches, and when any of them cannot, all take the digits. Raises
+    ConfigError for settings that the data, the encoders or the language model's context cannot meet, naming the key.
     """
     from interlace.data import load_dataset
 
@@ -146,6 +146,7 @@ def datasets(
         if "vision" not in tokens:
             raise ConfigError(f"{source}: the digits are images, but the model has no [model.vision]")
         settings["image_size"] = config.data.digit_size
+        settings["jitter"] = config.data.digit_jitter
     else:
         settings |= _stamps_settings(config, model, source)
     try:
@@ -202,12 +203,15 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     if note:
         say(note)
         return config.model_copy(update={"data": config.data.model_copy(update={"dataset": train.name})})
-    prepared.mkdir(parents=True, exist_ok=True)
-    if train.failures or train.skipped:
-        listing = marker.with_suffix(".txt")
-        listing.write_text(train.listing(), encoding="utf-8")
-        say(f"{train.report()}; list in {listing}")
-    marker.touch()
+    try:
+        prepared.mkdir(parents=True, exist_ok=True)
+        if train.failures or train.skipped:
+            listing = marker.with_suffix(".txt")
+            listing.write_text(train.listing(), encoding="utf-8")
+            say(f"{train.report()}; list in {listing}")
+        marker.touch()
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot write {prepared}: {error.strerror}; set data.cache") from None
     return config
 
 
