@@ -131,6 +131,12 @@ def test_help_and_wrong_options_answer_without_loading_torch(capfd: pytest.Captu
         (["train", "{}", "--set", "parallel.language_model.pp=9", "--set", "parallel.ranks=1"], "only 2 layers"),
         (["plan", "{}", "--ranks", "99"], "cannot cut"),
         (["mask", "{}", "--samples", "0"], "--samples 0: at least 1"),
+        (["mask", "{}", "--out", "{}/mask.png"], "tiny.toml/mask.png: cannot write there: "),
+        (["simulate", "{}", "--tflops", "1", "--out", "{}"], "tiny.toml: cannot write there: "),
+        (["train", "{}", "--set", "data.cache={}"], "tiny.toml/prepared: Not a directory; set data.cache"),
+        (["train", "{}", "--set", "data.max_image_tokens=1"], "the budget is 1; raise max_image_tokens"),
+        (["train", "{}", "--set", "model.language_model.config.vocab_size=9"], "raise it to 264"),
+        (["train", "{}", "--set", "train.steps=many"], "train.steps should be a valid integer"),
         (["generate", "nowhere"], "nowhere: no such run folder"),
     ],
 )
@@ -324,3 +330,12 @@ def test_the_large_example_can_be_planned(capfd: pytest.CaptureFixture[str]) -> 
     assert main(["plan", str(ROOT / "configs" / "vlm_8b_example.toml"), "--tflops", "400"]) == 0
     said = capfd.readouterr().out
     assert "8 ranks" in said and "iteration" in said
+    ratio = re.search(r"frozen-aware is predicted to be ([0-9.]+)x as fast as frozen-unaware", said)
+    assert ratio is not None and float(ratio.group(1)) > 1.1, said
+
+
+def test_plan_says_why_frozen_awareness_brings_nothing(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for freeze, reason in ((False, "no layer of this model is frozen"), (True, "are the same cut")):
+        arguments = ["--tflops", "1", "--ranks", "4", "--set", f"model.vision.freeze={str(freeze).lower()}"]
+        assert main(["plan", str(tiny), *arguments]) == 0
+        assert reason in capfd.readouterr().out.replace("\n", " ")

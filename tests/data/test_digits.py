@@ -45,7 +45,32 @@ def test_enlarged_to_the_patch(patch, size):
     assert blind[2].media["vision"][0].data is None and torch.equal(blind[2].input_ids, dataset[2].input_ids)
 
 
+def test_jitter_distorts_training_digits_anew_in_every_epoch_and_nothing_else():
+    plain = DigitsDataset(tokens=TOKENS, patch_size=4, length=20)
+    settings = {"tokens": TOKENS, "patch_size": 4, "length": 20, "jitter": 1.0}
+    one, again, other = DigitsDataset(**settings), DigitsDataset(**settings), DigitsDataset(**settings, seed=1)
+
+    def picture(dataset, index, epoch):
+        return dataset.sample(index, epoch).media["vision"][0].data
+
+    for i in range(20):
+        first = picture(one, i, 0)
+        assert torch.equal(first, picture(again, i, 0)) and first.shape == picture(plain, i, 0).shape
+        assert not torch.equal(first, picture(one, i, 1)) and not torch.equal(first, picture(other, i, 0))
+        assert torch.equal(one.sample(i, 1).input_ids, plain.sample(i, 1).input_ids)
+        # Distorted, but little: still nearer to its own digit than half of the others are.
+        distances = [(first - picture(plain, j, 0)).square().mean() for j in range(20)]
+        assert distances[i] < sorted(distances)[10] and distances[i] < 0.25
+    again.set_epoch(3)
+    assert torch.equal(again[2].media["vision"][0].data, picture(one, 2, 3))
+    held_out = DigitsDataset(**settings, split="heldout")
+    assert torch.equal(picture(held_out, 0, 0), picture(held_out, 0, 1))
+    assert one.fingerprint() != plain.fingerprint()
+
+
 def test_bad_settings():
+    with pytest.raises(ValueError, match="jitter is the strength"):
+        DigitsDataset(tokens=TOKENS, patch_size=4, jitter=-1.0)
     with pytest.raises(ValueError, match="image_size 30 is no multiple of patch_size 16"):
         DigitsDataset(tokens=TOKENS, patch_size=16, image_size=30)
     with pytest.raises(ValueError, match="the budget is 64"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -87,6 +88,30 @@ def test_data_parallel_replicas_equal_one_process_also_when_one_has_no_image():
     assert results[0] == results[1]
 
 
+def split_and_replicated(rank: int) -> int:
+    """Two replicas, each with the language model in two stages on two ranks, tied embeddings, one without images."""
+    compared = 0
+    for schedule in ("1f1b", "gpipe"):
+        mllm = tiny_mllm(layers=2, tied=True, encoders=("vision",))
+        specs = {"vision": ParallelSpec(dp=2), "language_model": ParallelSpec(pp=2, dp=2)}
+        plan = ParallelPlan.from_specs(mllm, specs, ranks=2)
+        batches = [random_microbatches(mllm, kind, seed=i, count=3) for i, kind in enumerate(("no_image", "text"))]
+        loss, gradients = oracle(mllm, [*batches[0], *batches[1]])
+        mllm.zero_grad()
+        parallel = parallelize(mllm, plan, schedule=schedule, transport="distributed", timeout=30)
+        assert abs(parallel.step(batches[rank // 2]).loss - loss) <= 1e-5 * loss
+        for name, parameter in parallel.named_parameters():
+            assert_same_gradient(f"rank {rank} {schedule} {name}", parameter.grad, gradients[name])
+            compared += 1
+    return compared
+
+
+def test_a_split_language_model_with_replicas_equals_one_process():
+    for kind, value in run_ranks(4, split_and_replicated):
+        assert kind == "returned", value
+        assert value > 0
+
+
 def refuse(rank: int) -> str:
     """Replica 1 has nothing to train on: both say so at once instead of one waiting for the other."""
     mllm = tiny_mllm(layers=1)
@@ -133,4 +158,45 @@ def test_lost_peer_is_named_within_the_timeout(world, how):
         assert kind == "returned", value
         message, seconds = value
         assert "lost rank 1 " in message and "start of the step" in message, message
+        assert seconds < 12
+
+
+def lose_peer_elsewhere(rank: int, where: str) -> tuple[str, float]:
+    """Rank 1 hangs before the process groups are made, or after a step; what the others are told by the next call."""
+    mllm = tiny_mllm(layers=2, tied=True, encoders=("vision",))
+    plan = ParallelPlan.from_specs(mllm, {"vision": ParallelSpec(), "language_model": ParallelSpec(pp=2)})
+
+    def hang() -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    try:
+        if where == "groups":
+            hang()
+        start = time.monotonic()
+        parallel = parallelize(mllm, plan, transport="distributed", timeout=4)
+        parallel.step(random_microbatches(mllm, "all"))
+        hang()
+        start = time.monotonic()
+        parallel.timeline()
+    except PipelineError as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("groups", r"not every rank came to make the group of ranks \[1, 2\] within 4 s|lost rank 1 \(no answer"),
+        ("timeline", r"timeline: lost rank 1 \(no answer within"),
+    ],
+)
+def test_waits_outside_of_steps_are_bounded_too(where, says):
+    results = run_ranks(3, lose_peer_elsewhere, where, timeout=90, grace=12)
+    for rank in (0, 2):
+        kind, value = results[rank]
+        assert kind == "returned", value
+        message, seconds = value
+        # When a wait runs out gloo closes all connections of that rank: rank 2 may only learn that rank 0 left.
+        assert re.search(says if rank == 0 else rf"{says}|timeline: lost rank 0", message), message
         assert seconds < 12

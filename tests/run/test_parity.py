@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
 from interlace.plan import ParallelPlan, ParallelSpec
 from interlace.run import PipelineError, StepResult, parallelize
+from interlace.schedule import Op, check
 from tests.tiny import random_microbatches, tiny_mllm
 
 FREEZING = {
@@ -180,6 +182,33 @@ def test_gradients_of_several_steps_add_up_where_ranks_share_weights(placement, 
         for name, gradient in gradients_of(parallel):
             expected = gradients[name]
             assert_same_gradient(name, gradient, None if expected is None else times * expected)
+
+
+def test_the_ranks_run_the_very_lists_that_were_checked(monkeypatch):
+    """Reductions included: tied embeddings on two ranks, and a replica without the images that the other one has."""
+    checked = []
+    monkeypatch.setattr(
+        "interlace.run.parallel_model.check", lambda schedule: checked.append((schedule, check(schedule)))
+    )
+    mllm = tiny_mllm(tied=True, encoders=("vision",))
+    groups = [random_microbatches(mllm, kind, seed=i, count=2) for i, kind in enumerate(("all", "text"))]
+    loss, gradients = oracle(mllm, [*groups[0], *groups[1]])
+    mllm.zero_grad()
+    specs = {"vision": ParallelSpec(dp=2), "language_model": ParallelSpec(pp=2, dp=2)}
+    parallel = parallelize(mllm, ParallelPlan.from_specs(mllm, specs))
+    result = parallel.step([group for pair in zip(*groups, strict=True) for group in pair])
+    assert result == pytest.approx(loss, rel=1e-5)
+    for name, parameter in parallel.named_parameters():
+        assert_same_gradient(name, parameter.grad, gradients[name])
+
+    ran = parallel.timeline().actions
+    (with_images, _), (without, _) = checked
+    assert [[replace(a, peer=a.peer - 3 if r >= 3 <= a.peer else a.peer) for a in ran[r]] for r in range(6)] == [
+        *with_images.actions,
+        *without.actions,
+    ]
+    sums = {str(a) for actions in without.actions for a in actions if a.op is Op.REDUCE_GRAD}
+    assert {"REDUCE_GRAD:vision/0", "REDUCE_GRAD:language_model/0+1"} <= sums
 
 
 def test_freezing_after_parallelize_is_refused():

@@ -112,6 +112,46 @@ def test_reductions_keep_one_order() -> None:
     refused(damaged, "all ranks must reduce in one common order")
 
 
+def tied_schedule(**more: int) -> Schedule:
+    graph = StageGraph.build({"vision": [0], LLM: [1, 2]}, [("vision", LLM)], tied=[[(LLM, 0), (LLM, 1)]], **more)
+    return one_f_one_b(graph, [{LLM}] * 2, active={"vision"})
+
+
+def test_tied_weights_and_modules_of_other_replicas_are_reduced_in_the_checked_lists() -> None:
+    sound = tied_schedule()
+    check(sound)
+    tails = [[str(a) for a in actions if a.op is Op.REDUCE_GRAD] for actions in sound.actions]
+    tied = f"REDUCE_GRAD:{LLM}/0+1"
+    assert tails == [["REDUCE_GRAD:vision/0"], [f"REDUCE_GRAD:{LLM}/0", tied], [f"REDUCE_GRAD:{LLM}/1", tied]]
+    assert Schedule.parse_actions(sound.to_text()) == sound.actions
+
+    lacking = tied_schedule()
+    lacking.actions[2].pop()
+    refused(lacking, f"rank 2 lacks REDUCE_GRAD:{LLM}/0\\+1")
+    early = tied_schedule()
+    move(early, 2, tied, f"B:{LLM}/1@1")
+    refused(early, "all ranks must reduce in one common order|after the REDUCE_GRAD of its stage")
+    with pytest.raises(ValueError, match="active names 'audio'"):
+        one_f_one_b(sound.graph, [{LLM}], active={"audio"})
+    with pytest.raises(ValueError, match="a group is two or more"):
+        replace(sound.graph, tied=((1,),))
+    with pytest.raises(ValueError, match="replicas is 0"):
+        replace(sound.graph, replicas=0)
+
+
+def test_nothing_is_sent_after_a_reduction_that_waits_for_other_replicas() -> None:
+    for replicas in (1, 2):
+        late = tied_schedule(replicas=replicas)
+        check(late)
+        move(late, 2, f"REDUCE_GRAD:{LLM}/1", f"SEND_GRAD:{LLM}/0@1>1")
+        if replicas == 1:
+            check(late)
+        else:
+            refused(
+                late, f"rank 2 runs SEND_GRAD:{LLM}/0@1>1 after REDUCE_GRAD:{LLM}/1, which waits for other replicas"
+            )
+
+
 def test_split_backwards_are_understood() -> None:
     def split(old: Schedule) -> Schedule:
         lists = [

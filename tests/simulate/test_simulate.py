@@ -75,7 +75,9 @@ def two_stages(microbatches: int = 1) -> Schedule:
 
 def test_a_step_by_hand() -> None:
     costs = {Op.FORWARD: 1.0, (Op.FORWARD, LLM): 2.0, (Op.BACKWARD, "vision", 0): 3.0, (Op.BACKWARD, LLM, 0, 0): 5.0}
-    timeline = simulate(two_stages(), costs, transfer=0.5, overhead=0.25, reduce_grad=lambda m, s: 10.0 * (m == LLM))
+    timeline = simulate(
+        two_stages(), costs, transfer=0.5, overhead=0.25, reduce_grad=lambda a: 10.0 * (a.module == LLM)
+    )
     records = [(str(r.action), r.start, r.finish) for r in timeline.records()]
     assert records == [
         ("F:vision/0@0", 0.0, 1.0),
@@ -102,6 +104,17 @@ def test_copies_reduce_together() -> None:
     timeline = simulate(one_f_one_b(graph, graph.everything(1)), {Op.FORWARD: 1.0, Op.BACKWARD: 1.0}, reduce_grad=2.0)
     finish = {(r.rank, str(r.action)): r.finish for r in timeline.records()}
     assert finish[0, "REDUCE_GRAD:vision/0"] == finish[1, "REDUCE_GRAD:vision/0"]
+
+
+def test_tied_weights_are_reduced_when_the_last_of_their_stages_is_done() -> None:
+    graph = StageGraph.build({LLM: [0, 1]}, tied=[[(LLM, 0), (LLM, 1)]])
+    schedule = one_f_one_b(graph, graph.everything(1))
+    timeline = simulate(
+        schedule, {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}, reduce_grad=lambda action: 5.0 if action.part else 0.0
+    )
+    ends = {(r.rank, str(r.action)): (r.start, r.finish) for r in timeline.records()}
+    tied = f"REDUCE_GRAD:{LLM}/0+1"
+    assert ends[1, tied] == (4.0, 11.0) and ends[0, tied] == (6.0, 11.0) and timeline.makespan == 11.0
 
 
 def test_messages_between_two_ranks_share_a_link() -> None:

@@ -154,7 +154,9 @@ def test_datasets_follow_the_model() -> None:
     sample = train.sample(0, 0)
     assert sample.media["vision"][0].tokens == 4 and int((sample.input_ids == ByteTokenizer.IMAGE).sum()) == 4
     assert set(media_specs(config, model)) == {"vision", "audio"}
-    assert budget_tokens(config, model) == {"vision": 512.0, "audio": 400.0, "language_model": 8 * (160 + 64 + 25)}
+    assert budget_tokens(config, model) == {"vision": 32.0, "audio": 400.0, "language_model": 8 * (5 + 4 + 25)}
+    full = {"vision": 512.0, "audio": 400.0, "language_model": 8 * (160 + 64 + 25)}
+    assert budget_tokens(_config("data.dataset=stamps"), model) == full
     with pytest.raises(ConfigError, match=r"\[data\]: .*multiple"):
         datasets(_config("data.digit_size=9"), model, ByteTokenizer(), source="tiny.toml")
     blind = copy.deepcopy(TABLE)
@@ -236,22 +238,56 @@ def test_preparing_shows_what_takes_long_and_names_broken_files_once(
     assert prepare(config, said.append) == config and len(said) == 4
 
 
-def test_ranks_agree_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
+def test_a_second_start_neither_fetches_nor_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make train` does first, twice, and what each rank does then: all of it comes from the cache."""
+    from interlace.data import fetch, index, pack
+    from tests.data.package import build_tree
 
+    calls: list[str] = []
+
+    def fetched(cache: Path, timeout: float) -> Path:
+        calls.append("fetch")
+        folder = cache / "stamps" / "1.0"
+        build_tree(folder / "stamps")
+        (folder / "complete.json").write_text("{}")
+        return folder / "stamps"
+
+    monkeypatch.setattr(fetch, "_fetch", fetched)
+    overrides = [f"data.cache={tmp_path}", "data.dataset=stamps", "data.held_out=0.3", "data.languages=['en', 'fr']"]
+    config = _config(*overrides, "model.language_model.config.max_position_embeddings=4096")
+    assert prepare(config, lambda _: None) == config and calls == ["fetch"]
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+    def forbidden(*_: Any, **__: Any) -> Any:
+        raise AssertionError("done again")
+
+    monkeypatch.setattr(fetch, "_fetch", forbidden)
+    monkeypatch.setattr(pack, "_build", forbidden)
+    monkeypatch.setattr(pack, "decode_item", forbidden)
+    monkeypatch.setattr(index, "build_index", forbidden)
+    assert prepare(config, lambda line: pytest.fail(line)) == config
+    train, held_out, note = datasets(config, build(config, ByteTokenizer()), ByteTokenizer())
+    assert not note and all(sample.input_ids.numel() for sample in (train[0], train[1], held_out[0]))
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path in kept}
+    assert files == kept
+
+
+def test_ranks_agree_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from interlace.data import fetch
 
     fetched: list[Any] = []
     troubles = ["", "", "no route to host", ""]
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), troubles))
+
+    def gather(what: str, mine: Any) -> list[Any]:
+        assert what == "fetching the data" and mine == ""
+        return troubles
+
     monkeypatch.setattr(fetch, "find_or_fetch", lambda cache: (fetched.append(cache), "")[0:2])
     monkeypatch.setattr(fetch, "find_stamps", lambda cache: tmp_path)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert feed._fetch_together("x") == (None, "no route to host, on the machine of rank 2") and not fetched
+    assert feed._fetch_together("x", gather) == (None, "no route to host, on the machine of rank 2") and not fetched
     monkeypatch.setenv("LOCAL_RANK", "0")
     troubles[2] = ""
-    assert feed._fetch_together("x")[0] == tmp_path and fetched == ["x"]
+    assert feed._fetch_together("x", gather)[0] == tmp_path and fetched == ["x"]
     loaded = load_dataset("stamps", tokens={"vision": lambda _: 1}, fetch=lambda cache: (None, "rank 2 has none"))
     assert loaded.train.name == "digits" and "(rank 2 has none)" in loaded.note

@@ -102,6 +102,52 @@ def test_signals_are_forwarded_once_and_then_kill(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+SAVING = """
+def save(*_):
+    open(f"asked-{rank}", "a").write(".")
+    time.sleep(1.0)
+    open(f"saved-{rank}", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+open(f"ready-{rank}", "w").close()
+time.sleep(60)
+"""
+
+
+def _signalled(tmp_path: Path, *numbers: int) -> tuple[int, str, list[bool]]:
+    """A run of two ranks whose launcher gets these signals one after another; which ranks finished their save."""
+
+    def send() -> None:
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+            time.sleep(0.02)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            while not all((tmp_path / f"asked-{rank}").exists() for rank in range(2)):
+                time.sleep(0.02)
+            time.sleep(0.1)
+
+    threading.Thread(target=send, daemon=True).start()
+    code, said, _ = _run(f"os.chdir({str(tmp_path)!r})\n" + SAVING, tmp_path)
+    return code, said, [(tmp_path / f"saved-{rank}").exists() for rank in range(2)]
+
+
+def test_repeated_sigterms_do_not_cut_the_last_save_short(tmp_path: Path) -> None:
+    numbers = (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM)
+    assert _signalled(tmp_path, *numbers) == (0, "", [True, True])
+    assert all((tmp_path / f"asked-{rank}").read_text() == "." for rank in range(2))  # each was asked once
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
+    code, said, saved = _signalled(tmp_path, signal.SIGINT, signal.SIGINT)
+    assert code == 1 and "stopped on request before it could save everything" in said and saved == [False, False]
+
+
+def test_patience_with_a_stuck_save_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PATIENCE_SECONDS", 0.05)
+    code, said, saved = _signalled(tmp_path, signal.SIGTERM, signal.SIGTERM)
+    assert code == 1 and "stopped on request" in said and saved == [False, False]
+
+
 def test_ranks_stop_when_the_launcher_is_killed(tmp_path: Path) -> None:
     rank = f"""
     import os, sys, time

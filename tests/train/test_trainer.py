@@ -137,12 +137,14 @@ def test_loss_that_is_not_a_number_ends_the_run_before_the_weights_change(tmp_pa
     assert all(torch.equal(before[name], parameter) for name, parameter in trainer.parameters.items())
 
 
-def test_stop_request_remembers_one_signal_and_obeys_the_second() -> None:
+def test_stop_request_remembers_a_signal_and_obeys_only_a_second_ctrl_c() -> None:
     previous = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
         request = StopRequest()
         assert not request.number
         signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # whoever manages processes repeats it: the save goes on
+        signal.raise_signal(signal.SIGINT)
         assert request.number == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -133,7 +133,11 @@ def load_index(root: str | Path, cache: str | Path | None = None) -> StampIndex:
                 index = build_index(root, [name for name, _, _ in files], signature)
                 index.save(path)
     if not index.stamps:
-        raise ValueError(f"{root}: holds no captioned stamps (.txt files beside .png, .svg or _desc_*.ogg files)")
+        fetched = (root.parent / "complete.json").exists()
+        remedy = f"; remove {root.parent} and it is fetched again" if fetched else ""
+        raise ValueError(
+            f"{root}: holds no captioned stamps (.txt files beside .png, .svg or _desc_*.ogg files){remedy}"
+        )
     return index
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -127,7 +127,6 @@ class ParallelPlan:
     num_ranks: int
     placement: Placement = "parallel"
     dp: int = 1
-    costs: Mapping[str, NDArray[np.float64]] = field(default_factory=dict, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -212,7 +211,7 @@ class ParallelPlan:
             for name in order
             for i in range(specs[name].pp)
         )
-        return cls(stages, num_ranks, placement, specs[language_model].dp, per_layer)  # type: ignore[arg-type]
+        return cls(stages, num_ranks, placement, specs[language_model].dp)  # type: ignore[arg-type]
 
     @classmethod
     def balanced(
@@ -251,7 +250,7 @@ class ParallelPlan:
                     stages.append(StagePlan(name, index, start, stop, (rank,)))
                     index += 1
             offset += layers
-        return cls(tuple(stages), ranks, "chain", dp, per_layer)
+        return cls(tuple(stages), ranks, "chain", dp)
 
     def __iter__(self) -> Iterator[StagePlan]:
         return iter(self.stages)

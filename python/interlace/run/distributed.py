@@ -45,15 +45,23 @@ class DistributedChannel:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        """Create the process groups for `all_reduce`; collective: every rank passes the same list."""
+        """Create the process groups for `all_reduce`; collective: every rank passes the same list.
+
+        Raises PipelineError when not all ranks come within the timeout.
+        """
         world = tuple(range(dist.get_world_size()))
         for ranks in sorted({tuple(group) for group in groups if len(group) > 1}):
             if ranks not in self._groups:
-                self._groups[ranks] = (
-                    dist.group.WORLD
-                    if ranks == world
-                    else dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
-                )
+                if ranks == world:
+                    self._groups[ranks] = dist.group.WORLD
+                    continue
+                try:
+                    self._groups[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
+                except RuntimeError as error:
+                    raise PipelineError(
+                        f"rank {self.rank}: not every rank came to make the group of ranks {list(ranks)} within "
+                        f"{self.timeout:g} s ({_first_line(error)})"
+                    ) from error
 
     def send(self, tensor: Tensor, peer: int, tag: Tag) -> None:
         tensor = tensor.detach().contiguous()

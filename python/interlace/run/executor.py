@@ -1,5 +1,4 @@
-"""Executes one rank's action list: the list that the checker proved and the simulator times, followed by REDUCE_GRAD
-for what this layout shares between ranks.
+"""Executes one rank's action list, the very list that the checker proved and the simulator times.
 
 A stage's forward starts from detached inputs and its backward ends at them; what crosses a stage boundary, to another
 rank or within one, is an activation and later its gradient. So any placement computes the same numbers.

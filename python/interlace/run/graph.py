@@ -24,13 +24,20 @@ def stage_graph(mllm: Any, plan: ParallelPlan) -> StageGraph:
     for stage in plan.stages:
         ranks[stage.module].append(stage.ranks)
         trainable[stage.module].append(any(layers[stage.module][stage.start : stage.stop]))
-    return StageGraph.build(ranks, mllm.edges(), trainable=trainable, num_ranks=plan.num_ranks)
+    return StageGraph.build(
+        ranks,
+        mllm.edges(),
+        trainable=trainable,
+        num_ranks=plan.num_ranks,
+        tied=[tied.stages for tied in tied_weights(mllm, plan)],
+        replicas=plan.dp,
+    )
 
 
 def forward_only(graph: StageGraph) -> StageGraph:
     """The same graph with nothing to take backward: evaluation."""
     stages = tuple(Stage(s.module, s.index, s.ranks, backward=False, input_grad=False) for s in graph.stages)
-    return StageGraph(stages=stages, edges=graph.edges, num_ranks=graph.num_ranks)
+    return StageGraph(stages=stages, edges=graph.edges, num_ranks=graph.num_ranks, replicas=graph.replicas)
 
 
 def stage_durations(
@@ -51,10 +58,29 @@ def stage_durations(
 
 @dataclass(frozen=True)
 class Tied:
-    """One weight that lives under several names on several ranks of a replica (local ranks)."""
+    """One trainable weight that lives under several names in several stages, on several ranks of a replica."""
 
     names: tuple[str, ...]
-    ranks: tuple[int, ...]
+    stages: tuple[tuple[str, int], ...]
+    ranks: tuple[int, ...]  # local
+
+
+def tied_weights(mllm: Any, plan: ParallelPlan) -> list[Tied]:
+    """The weights whose gradients several ranks of a replica add up, in the order in which they do it."""
+    parameters = dict(mllm.named_parameters(remove_duplicate=False))
+    found = []
+    for names in mllm.tied_parameters():
+        if not parameters[names[0]].requires_grad:
+            continue
+        holders = []
+        for stage in plan.stages:
+            part = mllm.slice(stage.module, stage.start, stage.stop)
+            if any(name in names for name, _ in part.named_parameters(remove_duplicate=False)):
+                holders.append(stage)
+        ranks = tuple(sorted({rank for stage in holders for rank in stage.ranks}))
+        if len(holders) > 1 and len(ranks) > 1:
+            found.append(Tied(tuple(names), tuple((s.module, s.index) for s in holders), ranks))
+    return found
 
 
 class ParameterMap:
@@ -75,9 +101,7 @@ class ParameterMap:
                 for alias in weight.get(name, (name,)):
                     holders.setdefault(alias, []).extend(stage.ranks)
         self.owner = {name: min(ranks) for name, ranks in holders.items()}
-        self.tied = [
-            Tied(names, ranks) for names in groups if len(ranks := tuple(sorted(set(holders.get(names[0], []))))) > 1
-        ]
+        self.tied = tied_weights(mllm, plan)
 
     def stage_ranks(self, module: str, index: int) -> list[int]:
         """Global ranks that hold this stage, over copies and replicas."""

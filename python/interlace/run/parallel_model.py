@@ -30,7 +30,7 @@ from interlace.run.distributed import DistributedChannel
 from interlace.run.executor import Executor, Key, StageRuntime, Step
 from interlace.run.gradients import sum_over_ranks
 from interlace.run.graph import ParameterMap, forward_only, stage_graph
-from interlace.schedule import Action, Op, Schedule, check, gpipe, one_f_one_b
+from interlace.schedule import Action, Schedule, check, gpipe, one_f_one_b
 from interlace.simulate import Timeline
 
 _GENERATORS: dict[str, Callable[..., Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
@@ -130,7 +130,7 @@ class ParallelModel:
         self._generator = generator
         self._autocast = autocast
         self._channels = dict(zip(ranks, channels, strict=True))
-        self._schedules: dict[tuple[bool, tuple[frozenset[str], ...]], Schedule] = {}
+        self._schedules: dict[tuple[bool, tuple[frozenset[str], ...], frozenset[str]], Schedule] = {}
         self._records: list[tuple[int, Action, float, float]] = []
         self._last: Schedule | None = None
         self._trainable = _trainable(mllm)
@@ -259,7 +259,7 @@ class ParallelModel:
         if bad:
             raise ValueError(f"rank {', '.join(bad)} refused its batch, so no rank runs this step: see its error")
         tokens = sum(count for _, count, _ in everyone)
-        active = {language_model}.union(*(names for _, _, names in everyone))
+        active = frozenset({language_model}.union(*(names for _, _, names in everyone)))
         if tokens == 0:
             if train:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
@@ -271,17 +271,15 @@ class ParallelModel:
         for rank in self.ranks:
             replica_groups = groups[rank // self.plan.num_ranks]
             presence = tuple(self._presence(group) for group in replica_groups)
-            schedule = self._schedule(train, presence)
+            schedule = self._schedule(train, presence, active)
             steps[rank] = Step(
                 presence=presence,
                 inputs=self._collator(rank, replica_groups),
                 scale=1.0 / tokens,
                 autocast=self._autocast_context,
             )
-            actions = list(schedule.actions[rank % self.plan.num_ranks])
-            if train:
-                actions += self._reductions(rank, active)
-            runs[rank] = self._executors[rank].run(self._to_global(rank, actions), steps[rank])
+            actions = self._to_global(rank, schedule.actions[rank % self.plan.num_ranks])
+            runs[rank] = self._executors[rank].run(actions, steps[rank])
             self._last = schedule
         _play(runs)
         for parameter, gradient in kept:
@@ -332,11 +330,11 @@ class ParallelModel:
             [name for name in encoders if any(sample.media.get(name) for sample in group)] + [language_model]
         )
 
-    def _schedule(self, train: bool, presence: tuple[frozenset[str], ...]) -> Schedule:
-        key = (train, presence)
+    def _schedule(self, train: bool, presence: tuple[frozenset[str], ...], active: frozenset[str]) -> Schedule:
+        key = (train, presence, active)
         if key not in self._schedules:
             graph = self.graph if train else forward_only(self.graph)
-            schedule = self._generator(graph, presence, reduce_grad=False)
+            schedule = self._generator(graph, presence, active=active)
             check(schedule)
             if len(self._schedules) >= 256:  # presence patterns recur; a long run must not collect them without end
                 self._schedules.clear()
@@ -392,30 +390,13 @@ class ParallelModel:
             yield from sum_over_ranks([parameter], ranks, self._channels[rank], f"tied {tied.names[0]}")
             return
         ranks = self._map.stage_ranks(action.module, action.stage)
+        if len(ranks) == 1:
+            return
         stage = self.stages[rank][action.module, action.stage]
         # A weight that two stages of this rank share is reduced with the first of them only.
         parameters = [p for p in stage.parameters() if self._homes[rank][id(p)] == (action.module, action.stage)]
         key = f"{action.module}[{action.stage}]"
         yield from sum_over_ranks(parameters, ranks, self._channels[rank], key)
-
-    def _reductions(self, rank: int, active: set[str]) -> list[Action]:
-        """REDUCE_GRAD of what this rank shares with others, in an order that is the same on all ranks."""
-        local = rank % self.plan.num_ranks
-        shared = [
-            Action(Op.REDUCE_GRAD, stage.module, stage.index)
-            for stage in reversed(self.graph.stages)
-            if local in stage.ranks
-            and stage.backward
-            and stage.module in active
-            and len(self._map.stage_ranks(stage.module, stage.index)) > 1
-        ]
-        language_model = self.mllm.modules_order()[-1]
-        tied = [
-            Action(Op.REDUCE_GRAD, language_model, 0, part=i + 1)
-            for i, group in enumerate(self._map.tied)
-            if local in group.ranks
-        ]
-        return shared + tied
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> float:

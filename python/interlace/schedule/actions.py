@@ -8,7 +8,8 @@ the same action::
     SEND:vision/0@3>2       the output of vision/0 goes to rank 2
     RECV:vision/0@3<0       ... and is received from rank 0
     SEND_GRAD:vision/0@3>0  the gradient of that output goes back to rank 0
-    REDUCE_GRAD:vision/0    the gradients of the stage's parameters are reduced over its copies
+    REDUCE_GRAD:vision/0    the gradients of the stage's parameters are summed over its copies
+    REDUCE_GRAD:llm/0+1     the gradients of tied weights number 1, which llm/0 and others hold, are summed over them
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Action:
     `module` and `stage` name the stage that computes. For SEND and RECV they name the stage that PRODUCED the
     activation, in both directions: `grad=False` moves its output to the consumer's rank, `grad=True` moves the
     gradient of its output back to its rank. `peer` is the other rank of a SEND or RECV (-1: none), `part`
-    numbers the pieces of a microbatch that travel apart (0: all of it).
+    numbers the pieces of a microbatch that travel apart (0: all of it), or for REDUCE_GRAD the groups of tied weights
+    of the graph, from 1 (0: the stage's own parameters).
     """
 
     op: Op

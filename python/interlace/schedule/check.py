@@ -2,7 +2,11 @@
 
 The checker knows nothing of how a schedule was made. It derives from the graph and the presence what has to
 happen, compares, and then replays the lists the way the executor runs them: sends never block, a receive
-takes the oldest message that its peer sent to this rank, a REDUCE_GRAD waits for all copies of its stage.
+takes the oldest message that its peer sent to this rank, a REDUCE_GRAD waits for all ranks that sum with this one.
+
+With several replicas a REDUCE_GRAD waits for ranks of the others too, whose lists may hold other microbatches. It is
+enough that all reduce in one order and that nobody sends anything after a REDUCE_GRAD: then every rank reaches its
+first one whatever the others do, and of the reductions that are not finished the first has all its ranks waiting.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import dataclass
 from interlace.schedule.actions import COMPUTE, Action, Op
 from interlace.schedule.graph import Node
 from interlace.schedule.memory import held_after, peak
-from interlace.schedule.schedule import Schedule, reduced_stages
+from interlace.schedule.schedule import Reduction, Schedule, reductions
 from interlace.schedule.work import Work, works
 
 
@@ -63,10 +67,10 @@ def check(
         if unknown:
             raise ValueError(f"activation_bytes names {unknown[0]}, which is no (module, stage) of the graph")
     step = works(graph, schedule.presence)
-    _check_complete(schedule, step)
-    if schedule.reduce_grad:
-        _check_reductions(schedule, step)
-    _Replay(schedule, step).run()
+    sums = reductions(graph, schedule.active) if schedule.reduce_grad else []
+    _check_complete(schedule, step, sums)
+    _check_reductions(schedule, sums)
+    _Replay(schedule, step, sums).run()
 
     peaks = [peak(actions, activation_bytes) for actions in schedule.actions]
     if memory_limit is not None:
@@ -92,7 +96,7 @@ def check(
     )
 
 
-def _check_complete(schedule: Schedule, step: Sequence[Work]) -> None:
+def _check_complete(schedule: Schedule, step: Sequence[Work], sums: Sequence[Reduction]) -> None:
     """Every forward, backward, message and reduction exactly once, and nothing else of these."""
     graph = schedule.graph
     expected: list[Counter[Action]] = [Counter() for _ in range(graph.num_ranks)]
@@ -105,10 +109,9 @@ def _check_complete(schedule: Schedule, step: Sequence[Work]) -> None:
         for (s, source), target, grad in _messages(work):
             expected[source][Action(Op.SEND, *names[s], k, 0, target, grad)] += 1
             expected[target][Action(Op.RECV, *names[s], k, 0, source, grad)] += 1
-    if schedule.reduce_grad:
-        for s in reduced_stages(graph, step):
-            for rank in graph.stages[s].ranks:
-                expected[rank][Action(Op.REDUCE_GRAD, *names[s])] += 1
+    for reduction in sums:
+        for rank in reduction.ranks:
+            expected[rank][reduction.action] += 1
 
     for rank, actions in enumerate(schedule.actions):
         found = Counter(_joined(rank, actions))
@@ -178,41 +181,47 @@ def _why_not(schedule: Schedule, step: Sequence[Work], rank: int, action: Action
     return "no stage needs that message"
 
 
-def _check_reductions(schedule: Schedule, step: Sequence[Work]) -> None:
-    """REDUCE_GRAD comes after the rank's last backward of the stage, and in one common order."""
-    place = {}
-    for i, s in enumerate(reduced_stages(schedule.graph, step)):
-        place[schedule.graph.stages[s].module, schedule.graph.stages[s].index] = i
+def _check_reductions(schedule: Schedule, sums: Sequence[Reduction]) -> None:
+    """REDUCE_GRAD comes after the rank's last backward of its stages, and in one common order."""
+    stages = schedule.graph.stages
+    place = {reduction.action: i for i, reduction in enumerate(sums)}
     for rank, actions in enumerate(schedule.actions):
         before: Action | None = None
         finished: set[tuple[str, int]] = set()
         for action in actions:
             key = (action.module, action.stage)
             if action.op is Op.REDUCE_GRAD:
-                if before is not None and place[before.module, before.stage] > place[key]:
+                if before is not None and place[before] > place[action]:
                     raise ScheduleError(
                         f"rank {rank} runs {action} after {before}; all ranks must reduce in one common order",
                         rank,
                         action,
                     )
                 before = action
-                finished.add(key)
+                finished |= {(stages[s].module, stages[s].index) for s in sums[place[action]].stages}
             elif action.op in COMPUTE and action.op is not Op.FORWARD and key in finished:
                 raise ScheduleError(f"rank {rank} runs {action} after the REDUCE_GRAD of its stage", rank, action)
+            elif action.op is Op.SEND and before is not None and schedule.graph.replicas > 1:
+                raise ScheduleError(
+                    f"rank {rank} runs {action} after {before}, which waits for other replicas: send first",
+                    rank,
+                    action,
+                )
 
 
 class _Replay:
     """Runs the lists, one rank at a time, as far as each gets."""
 
-    def __init__(self, schedule: Schedule, step: Sequence[Work]) -> None:
+    def __init__(self, schedule: Schedule, step: Sequence[Work], sums: Sequence[Reduction]) -> None:
         self.graph, self.lists, self.step = schedule.graph, schedule.actions, step
+        self.reduce_ranks = {reduction.action: reduction.ranks for reduction in sums}
         ranks = range(self.graph.num_ranks)
         self.at = [0 for _ in ranks]
         self.done: list[set[tuple[Op, int, int]]] = [set() for _ in ranks]  # (op, stage, microbatch) on this rank
         self.got: list[set[tuple[int, int, bool, int]]] = [set() for _ in ranks]  # (stage, microbatch, grad, source)
         self.wires: dict[tuple[int, int], deque[Action]] = {}
-        self.arrived: Counter[tuple[int, int]] = Counter()  # ranks waiting in the REDUCE_GRAD of (stage, microbatch)
-        self.waiting: list[tuple[int, int] | None] = [None for _ in ranks]
+        self.arrived: Counter[Action] = Counter()  # ranks waiting in a REDUCE_GRAD
+        self.waiting: list[Action | None] = [None for _ in ranks]
 
     def run(self) -> None:
         progress = True
@@ -258,11 +267,10 @@ class _Replay:
         return True
 
     def reduce(self, rank: int, action: Action) -> bool:
-        key = (self.graph.position[action.module, action.stage], action.microbatch)
-        if self.waiting[rank] != key:
-            self.waiting[rank] = key
-            self.arrived[key] += 1
-        return self.arrived[key] == len(self.graph.stages[key[0]].ranks)
+        if self.waiting[rank] != action:
+            self.waiting[rank] = action
+            self.arrived[action] += 1
+        return self.arrived[action] == len(self.reduce_ranks[action])
 
     def need_sent(self, rank: int, action: Action) -> None:
         s, k = self.graph.position[action.module, action.stage], action.microbatch
@@ -309,9 +317,7 @@ class _Replay:
     def explain(self, rank: int) -> str:
         action = self.lists[rank][self.at[rank]]
         if action.op is Op.REDUCE_GRAD:
-            ranks = self.graph.stages[self.graph.position[action.module, action.stage]].ranks
-            key = (self.graph.position[action.module, action.stage], action.microbatch)
-            missing = [str(other) for other in ranks if self.waiting[other] != key]
+            missing = [str(other) for other in self.reduce_ranks[action] if self.waiting[other] != action]
             return f"{action} (action {self.at[rank]}) waits for rank {', '.join(missing)} to reduce with it"
         peer = action.peer
         if self.at[peer] == len(self.lists[peer]):

@@ -15,11 +15,18 @@ from interlace.schedule.schedule import Compute, Schedule, assemble
 from interlace.schedule.work import works
 
 
-def gpipe(graph: StageGraph, presence: Sequence[Collection[str]], *, reduce_grad: bool = True) -> Schedule:
+def gpipe(
+    graph: StageGraph,
+    presence: Sequence[Collection[str]],
+    *,
+    reduce_grad: bool = True,
+    active: Collection[str] = (),
+) -> Schedule:
     """The GPipe schedule of `graph` for one step.
 
     presence: per microbatch, the modules that run in it (`graph.everything(m)`: all in each of m).
     reduce_grad: end each rank's list with REDUCE_GRAD for its stages that have parameter gradients.
+    active: modules that other replicas run in this step; their gradients are reduced here as well.
     """
     step = works(graph, presence)
     compute: list[list[Compute]] = [[] for _ in range(graph.num_ranks)]
@@ -35,4 +42,4 @@ def gpipe(graph: StageGraph, presence: Sequence[Collection[str]], *, reduce_grad
         for op in (Op.FORWARD, Op.BACKWARD):
             for rank, part in enumerate(play(graph, step, unlimited, lambda *_: 1.0, ops=(op,))):
                 compute[rank].extend(part)
-    return assemble("gpipe", graph, presence, compute, reduce_grad=reduce_grad)
+    return assemble("gpipe", graph, presence, compute, reduce_grad=reduce_grad, active=active)

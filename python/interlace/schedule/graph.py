@@ -56,12 +56,18 @@ class Stage:
 class StageGraph:
     """Stages, the edges between them (positions in `stages`, producer -> consumer) and the number of ranks.
 
+    tied: groups of positions of stages that hold one trainable weight (input embedding and output head), whose
+        gradients are added up over the ranks of the group.
+    replicas: how many copies of the whole graph run side by side and reduce gradients together (data parallelism);
+        ranks and lists are those of one of them.
     Raises ValueError when the parts do not fit together: the message names the stage and what to change.
     """
 
     stages: tuple[Stage, ...]
     edges: tuple[tuple[int, int], ...]
     num_ranks: int
+    tied: tuple[tuple[int, ...], ...] = ()
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         self._check_stages()
@@ -70,8 +76,12 @@ class StageGraph:
     def _check_stages(self) -> None:
         if not self.stages:
             raise ValueError("a StageGraph needs at least one stage")
-        if self.num_ranks < 1:
-            raise ValueError(f"num_ranks is {self.num_ranks}; a StageGraph needs at least one rank")
+        for name, count in (("num_ranks", self.num_ranks), ("replicas", self.replicas)):
+            if count < 1:
+                raise ValueError(f"{name} is {count}; a StageGraph needs at least one")
+        for group in self.tied:
+            if len(set(group)) < 2 or not all(0 <= s < len(self.stages) for s in group):
+                raise ValueError(f"tied names the stages {group}; a group is two or more of 0..{len(self.stages) - 1}")
         indices: dict[str, list[int]] = {}
         for stage in self.stages:
             if not valid_module_name(stage.module):
@@ -118,12 +128,15 @@ class StageGraph:
         *,
         trainable: Mapping[str, bool | Sequence[bool]] | None = None,
         num_ranks: int | None = None,
+        tied: Iterable[Sequence[tuple[str, int]]] = (),
+        replicas: int = 1,
     ) -> StageGraph:
         """The graph for modules given as one rank (or ranks of the copies) per stage.
 
         links: (producer module, consumer module); the last stage of one feeds the first of the other.
         trainable: per module, or per stage of it, whether anything in it is trainable (default: all);
             `backward`, `input_grad` and `pass_through` of every stage follow from it.
+        tied: groups of (module, stage index) that hold one trainable weight. replicas: see the class.
 
             StageGraph.build({"vision": [0], "audio": [1], "language_model": [2, 3]},
                              [("vision", "language_model"), ("audio", "language_model")])
@@ -161,7 +174,8 @@ class StageGraph:
             for (module, index), place, mine, earlier in zip(names, ranks, own, before, strict=True)
         )
         highest = max(rank for place in ranks for rank in place)
-        return cls(stages, tuple(edges), highest + 1 if num_ranks is None else num_ranks)
+        groups = tuple(tuple(names.index(key) for key in group) for group in tied)
+        return cls(stages, tuple(edges), highest + 1 if num_ranks is None else num_ranks, groups, replicas)
 
     @cached_property
     def modules(self) -> tuple[str, ...]:

@@ -35,12 +35,14 @@ def one_f_one_b(
     presence: Sequence[Collection[str]],
     *,
     reduce_grad: bool = True,
+    active: Collection[str] = (),
     durations: Durations | None = None,
 ) -> Schedule:
     """The 1F1B schedule of `graph` for one step.
 
     presence: per microbatch, the modules that run in it (`graph.everything(m)`: all in each of m).
     reduce_grad: end each rank's list with REDUCE_GRAD for its stages that have parameter gradients.
+    active: modules that other replicas run in this step; their gradients are reduced here as well.
     durations: seconds of FORWARD and BACKWARD, as in `simulate`. Given, ranks take what is ready by these costs
         wherever that finishes earlier than the classical order (transfers left out); either way each copy holds at
         most `graph.in_flight_caps` microbatches.
@@ -54,7 +56,7 @@ def one_f_one_b(
         greedy = play(graph, step, graph.in_flight_caps, cost)
         if compute is None or span(step, greedy, cost) < span(step, compute, cost):
             compute = greedy
-    return assemble("1f1b", graph, presence, compute, reduce_grad=reduce_grad)
+    return assemble("1f1b", graph, presence, compute, reduce_grad=reduce_grad, active=active)
 
 
 def _unit(graph: StageGraph, step: Sequence[Work], rank: int, depth: int) -> list[Compute]:

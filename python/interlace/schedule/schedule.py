@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from interlace.schedule.actions import Action, Op
 from interlace.schedule.communication import insert_communication
 from interlace.schedule.graph import Node, StageGraph
-from interlace.schedule.work import Work, works
+from interlace.schedule.work import works
 
 Compute = tuple[Op, Node, int]
 """FORWARD or BACKWARD of one copy for one microbatch, before it becomes an Action."""
@@ -21,6 +21,7 @@ class Schedule:
     actions: one list per rank; the checker, the simulator and the executor all read these lists.
     presence: per microbatch, the modules that run in it.
     reduce_grad: whether the lists end in REDUCE_GRAD actions.
+    active: the modules that run in this step in any replica, those of `presence` among them.
     """
 
     name: str
@@ -28,6 +29,10 @@ class Schedule:
     presence: tuple[frozenset[str], ...]
     actions: list[list[Action]]
     reduce_grad: bool = True
+    active: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.active = frozenset(self.active).union(*self.presence)
 
     @property
     def num_microbatches(self) -> int:
@@ -49,6 +54,15 @@ class Schedule:
         return lists
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """One REDUCE_GRAD: the action that all `ranks` (of every replica) have, and the stages whose gradients it sums."""
+
+    action: Action
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+
+
 def assemble(
     name: str,
     graph: StageGraph,
@@ -56,24 +70,43 @@ def assemble(
     compute: Sequence[Sequence[Compute]],
     *,
     reduce_grad: bool,
+    active: Collection[str] = (),
 ) -> Schedule:
-    """The schedule that runs `compute` (per rank, in order), with communication and REDUCE_GRAD added."""
+    """The schedule that runs `compute` (per rank, in order), with communication and REDUCE_GRAD added.
+
+    Raises ValueError when `active` names a module that the graph does not have.
+    """
     step = works(graph, presence)
+    unknown = sorted(set(active) - set(graph.modules))
+    if unknown:
+        raise ValueError(f"active names {unknown[0]!r}; modules: {', '.join(graph.modules)}")
     names = [(stage.module, stage.index) for stage in graph.stages]
     lists = [[Action(op, *names[node[0]], microbatch) for op, node, microbatch in actions] for actions in compute]
     lists = insert_communication(graph, step, lists)
+    made = Schedule(name, graph, tuple(map(frozenset, presence)), lists, reduce_grad, frozenset(active))
     if reduce_grad:
-        for s in reduced_stages(graph, step):
-            for rank in graph.stages[s].ranks:
-                lists[rank].append(Action(Op.REDUCE_GRAD, *names[s]))
-    return Schedule(name, graph, tuple(frozenset(names) for names in presence), lists, reduce_grad)
+        for reduction in reductions(graph, made.active):
+            for rank in reduction.ranks:
+                lists[rank].append(reduction.action)
+    return made
 
 
-def reduced_stages(graph: StageGraph, step: Sequence[Work]) -> list[int]:
-    """Stages that have parameter gradients after this step, in the order in which all ranks reduce them.
+def reductions(graph: StageGraph, active: Collection[str]) -> list[Reduction]:
+    """What is reduced after a step in which the modules `active` run, in the order in which all ranks do it.
 
-    A stage that is absent from every microbatch is left out: its parameters and optimizer state stay untouched.
-    Consumers come first, as their gradients are ready first.
+    First the stages with something to train, over their copies: consumers come first, as their gradients are ready
+    first. Then the tied weights, over the stages that hold them: each of these already has the sum of its copies. A
+    module that is absent everywhere is left out: its parameters and optimizer state stay untouched.
     """
-    with_gradient = {node[0] for work in {id(work): work for work in step}.values() for node in work.backward}
-    return [s for s in reversed(graph.topological) if s in with_gradient and not graph.stages[s].pass_through]
+    stages = graph.stages
+    found = [
+        Reduction(Action(Op.REDUCE_GRAD, stages[s].module, stages[s].index), stages[s].ranks, (s,))
+        for s in reversed(graph.topological)
+        if stages[s].backward and not stages[s].pass_through and stages[s].module in active
+    ]
+    for number, group in enumerate(graph.tied, 1):
+        first = stages[group[0]]
+        ranks = tuple(sorted({rank for s in group for rank in stages[s].ranks}))
+        if any(stages[s].backward and stages[s].module in active for s in group):
+            found.append(Reduction(Action(Op.REDUCE_GRAD, first.module, first.index, part=number), ranks, group))
+    return found

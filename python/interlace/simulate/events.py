@@ -3,7 +3,7 @@
 The model. A rank runs its list in order. Compute actions take what `durations` says. A SEND leaves the rank free
 at once; its content travels for `transfer` seconds, and messages between the same two ranks follow each other
 (one link per directed pair, no contention between pairs). A RECV lasts until its message has arrived. A
-REDUCE_GRAD starts when all copies of its stage have reached it.
+REDUCE_GRAD starts when all ranks of this replica that sum with this one have reached it.
 
 Since every list is fixed, no choice is ever open: each rank is played until it lacks a message, and the times do
 not depend on the order in which ranks are visited. Cost: about 1 microsecond per action.
@@ -18,7 +18,7 @@ from math import inf
 from interlace.schedule.actions import COMPUTE, Action, Op
 from interlace.schedule.check import ScheduleError, check
 from interlace.schedule.costs import Durations, duration_of
-from interlace.schedule.schedule import Schedule
+from interlace.schedule.schedule import Schedule, reductions
 from interlace.simulate.timeline import Timeline
 
 Transfer = float | Callable[[Action, int, int], float]
@@ -31,7 +31,7 @@ def simulate(
     *,
     transfer: Transfer = 0.0,
     overhead: float = 0.0,
-    reduce_grad: float | Callable[[str, int], float] = 0.0,
+    reduce_grad: float | Callable[[Action], float] = 0.0,
 ) -> Timeline:
     """When each action of a sound schedule (see `check`) starts and finishes, in seconds from the step's start.
 
@@ -40,7 +40,7 @@ def simulate(
         a function of (op, module, stage, microbatch).
     transfer: seconds that a message travels; a number or a function of (its SEND action, source, target).
     overhead: seconds that a rank itself spends on each SEND and each RECV, beside waiting.
-    reduce_grad: seconds of each REDUCE_GRAD; a number or a function of (module, stage).
+    reduce_grad: seconds of each REDUCE_GRAD; a number or a function of the action.
 
     Raises ValueError for an action without a cost and ScheduleError for a schedule that never finishes.
     """
@@ -58,7 +58,8 @@ def simulate(
     arrivals: list[dict[int, deque[float]]] = [{} for _ in lists]  # target -> source -> times of arrival
     links: list[dict[int, float]] = [{} for _ in lists]  # source -> target -> time at which the link is free
     waits_for = [-1] * len(lists)
-    barriers: dict[tuple[str, int, int], list[int]] = {}
+    barriers: dict[Action, list[int]] = {}
+    reduce_ranks = {reduction.action: reduction.ranks for reduction in reductions(graph, schedule.active)}
 
     todo = list(range(len(lists)))
     while todo:
@@ -95,15 +96,13 @@ def simulate(
             elif op in COMPUTE:
                 clock += cost(op, action.module, action.stage, action.microbatch)
             elif op is Op.REDUCE_GRAD:
-                key = (action.module, action.stage, action.microbatch)
-                ranks = graph.stages[graph.position[action.module, action.stage]].ranks
-                reached = barriers.setdefault(key, [])
+                reached = barriers.setdefault(action, [])
                 reached.append(rank)
                 clocks[rank] = clock
                 at[rank] = i
-                if len(reached) < len(ranks):
+                if len(reached) < len(reduce_ranks.get(action, ())):
                     break
-                time = reduce_grad(action.module, action.stage) if callable(reduce_grad) else reduce_grad
+                time = reduce_grad(action) if callable(reduce_grad) else reduce_grad
                 clock = max(clocks[other] for other in reached) + _non_negative("reduce_grad", time)
                 for other in reached:
                     if other != rank:

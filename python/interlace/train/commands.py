@@ -183,6 +183,9 @@ def mask(options: argparse.Namespace) -> int:
         print(f"interlace: {note}")
     samples = [train_data.sample(i, 0) for i in range(min(options.samples, len(train_data)))]
     drawn = model.collate(samples)["mask"]
-    drawn.plot(options.out, names=dict(enumerate(model.encoders, start=1)))
+    try:
+        drawn.plot(options.out, names=dict(enumerate(model.encoders, start=1)))
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
     print(f"{options.out}: {len(samples)} samples, {drawn.length} tokens")
     return 0

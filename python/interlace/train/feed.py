@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +123,16 @@ def datasets(
     *,
     decode: set[str] | None = None,
     fetch: bool = True,
+    gather: Callable[[str, Any], list[Any]] | None = None,
     source: str = "config",
     say: Callable[[str], None] | None = None,
 ) -> tuple[Any, Any, str]:
     """The training and the held-out dataset for `model`, and a note when other data than asked for was taken.
 
     `decode` names the modalities that this rank runs. `say` (default: a line on stderr) is told what takes long:
-    fetching, reading headers, decoding. In a group of ranks all take the same dataset: one rank of each machine
-    fetches, and when any of them cannot, all take the digits. Raises ConfigError for settings that the data, the
-    encoders or the language model's context cannot meet, naming the key.
+    fetching, reading headers, decoding. `gather` (what for, value) gives the values of all ranks of a group, which then
+    take the same dataset: one rank of each machine fetches, and when any of them cannot, all take the digits. Raises
+    ConfigError for settings that the data, the encoders or the language model's context cannot meet, naming the key.
     """
     from interlace.data import load_dataset
 
@@ -144,6 +146,7 @@ def datasets(
         if "vision" not in tokens:
             raise ConfigError(f"{source}: the digits are images, but the model has no [model.vision]")
         settings["image_size"] = config.data.digit_size
+        settings["jitter"] = config.data.digit_jitter
     else:
         settings |= _stamps_settings(config, model, source)
     try:
@@ -154,7 +157,7 @@ def datasets(
                 decode=None if decode is None else decode & set(tokens),
                 seed=config.run.seed,
                 cache=config.data.cache,
-                fetch=_fetch_together if fetch and _ranks() > 1 else fetch,
+                fetch=partial(_fetch_together, gather=gather) if fetch and gather is not None else fetch,
                 **settings,
             )
     except (ValueError, ImportError, OSError) as error:
@@ -200,12 +203,15 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     if note:
         say(note)
         return config.model_copy(update={"data": config.data.model_copy(update={"dataset": train.name})})
-    prepared.mkdir(parents=True, exist_ok=True)
-    if train.failures or train.skipped:
-        listing = marker.with_suffix(".txt")
-        listing.write_text(train.listing(), encoding="utf-8")
-        say(f"{train.report()}; list in {listing}")
-    marker.touch()
+    try:
+        prepared.mkdir(parents=True, exist_ok=True)
+        if train.failures or train.skipped:
+            listing = marker.with_suffix(".txt")
+            listing.write_text(train.listing(), encoding="utf-8")
+            say(f"{train.report()}; list in {listing}")
+        marker.touch()
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot write {prepared}: {error.strerror}; set data.cache") from None
     return config
 
 
@@ -232,26 +238,17 @@ def _progress(say: Callable[[str], None]) -> Iterator[None]:
         log.setLevel(level)
 
 
-def _ranks() -> int:
-    """Ranks that have joined this one in a process group."""
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _fetch_together(cache: str | Path | None) -> tuple[Path | None, str]:
+def _fetch_together(cache: str | Path | None, gather: Callable[[str, Any], list[Any]]) -> tuple[Path | None, str]:
     """``find_or_fetch`` of all ranks at once: the first rank of each machine does it, the others wait for it.
 
     Either every rank gets its folder or none does, with the same words: they must not train on different data.
     """
-    import torch.distributed as dist
-
     from interlace.data import fetch
 
-    trouble, troubles = "", [""] * dist.get_world_size()
-    if int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0:
+    trouble = ""
+    if int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0))) == 0:
         trouble = fetch.find_or_fetch(cache)[1]
-    dist.all_gather_object(troubles, trouble)
+    troubles = gather("fetching the data", trouble)
     first = next((rank for rank, text in enumerate(troubles) if text), None)
     if first is not None:
         return None, troubles[first] + (f", on the machine of rank {first}" if first else "")

@@ -6,7 +6,8 @@ to stderr goes to ``logs/rank-N.log`` (rank 0's to the terminal as well).
 
 When a rank dies, the others notice through their transport and end by themselves; what has not ended when the grace
 runs out is killed. The launcher then names the rank that died first, by which signal or with which code, and its last
-words. SIGTERM and SIGINT are passed on: the ranks finish their step, save and exit; a second one kills them.
+words. The first SIGTERM or SIGINT is passed on: the ranks finish their step, save and exit. A repeated SIGTERM must not
+cut that save short (see `StopSignals`); a second Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,35 @@ RUN_FOLDER = "INTERLACE_RUN_FOLDER"  # the run folder that the launcher made
 SOURCE = "INTERLACE_CONFIG"  # what the user calls the config, for a rank's messages
 USER_ERROR = 2  # exit code of "the user's input is wrong"
 POLL_SECONDS = 0.05
+PATIENCE_SECONDS = 600.0  # so long after the first signal a repeated SIGTERM takes the last save for stuck
+
+
+class StopSignals:
+    """What SIGTERMs and SIGINTs mean, for the launcher and for a rank alike.
+
+    The first asks for a last save. Whoever manages processes repeats SIGTERM and does not know of the save, so that
+    changes nothing for `PATIENCE_SECONDS`; only a person at the keyboard, by a second Ctrl-C, gives the save up.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0  # the first signal; 0: none yet
+        self.since = 0.0
+        self.interrupts = 0
+
+    def insists(self, number: int) -> bool:
+        """Notes a signal; whether it wants an end at once rather than after the last save."""
+        now = time.monotonic()
+        self.interrupts += number == signal.SIGINT
+        if not self.number:
+            self.number, self.since = number, now
+            again = "once more" if number == signal.SIGINT else "twice"
+            if LAUNCHER not in os.environ:  # not print: it may be what was interrupted
+                with contextlib.suppress(OSError):
+                    os.write(2, f"interlace: saving after this step; Ctrl-C {again} stops at once\n".encode())
+            return False
+        if number == signal.SIGINT:
+            return self.interrupts > 1
+        return now - self.since > PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -73,7 +103,7 @@ class Ranks:
         base = {**os.environ, **(environment or {}), **rendezvous(count), LAUNCHER: str(os.getpid())}
         base["OMP_NUM_THREADS"] = str(threads or default_threads(count))
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.signals = 0
+        self.stop = StopSignals()
         for rank in range(count):
             log = (self.logs / f"rank-{rank}.log").open("wb")
             process = subprocess.Popen(
@@ -91,9 +121,12 @@ class Ranks:
                 log.close()
 
     def forward(self, number: int) -> None:
-        """Passes SIGTERM on to all ranks (they save and exit); from the second call on, kills them."""
-        self.signals += 1
-        self._send(signal.SIGTERM if self.signals == 1 else signal.SIGKILL)
+        """Passes the first signal on to all ranks as SIGTERM (they save and exit); kills them when one insists."""
+        first = not self.stop.number
+        if self.stop.insists(number):
+            self._send(signal.SIGKILL)
+        elif first:
+            self._send(signal.SIGTERM)
 
     def wait(self) -> Death | None:
         """Waits until all ranks have ended; None when all ended well, else the death that ended the run."""
@@ -180,7 +213,7 @@ def run(
     if death.user_error:
         say(f"interlace: {death.words}")
         return USER_ERROR
-    if ranks.signals:
+    if ranks.stop.number:
         say(f"interlace: stopped on request before it could save everything ({death})")
     else:
         say(f"interlace: {death}")

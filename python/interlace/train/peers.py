@@ -1,8 +1,8 @@
 """What the ranks of a run tell each other outside the pipeline, with a bound on every wait.
 
-Ranks meet under a long timeout (one may still be decoding data), but once they train, a rank that does not answer for
-``parallel.timeout`` seconds is lost. The trainer and the checkpoints therefore talk in a process group of their own,
-and whatever goes wrong in it becomes a `TrainingError` here: this rank, what it waited for, and who did not answer.
+Once ranks train (before that see `meeting`), one that does not answer for ``parallel.timeout`` seconds is lost. The
+trainer and the checkpoints talk in a process group of their own, and whatever goes wrong in it becomes a
+`TrainingError` here: this rank, what it waited for, and who did not answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Peers:
         self.group: dist.ProcessGroup | None = None
         if self.distributed:
             with self.waiting("meeting the others"):
-                dist.barrier()  # under the long timeout: from here on the ranks are together
+                dist.barrier()
                 self.group = dist.new_group(timeout=timedelta(seconds=timeout + allowance))
 
     def exchange(self, what: str, value: float, *, patient: bool = False) -> list[float]:

@@ -48,18 +48,22 @@ def plan(options: argparse.Namespace) -> int:
         except ValueError as error:
             raise ConfigError(f"{options.config}: {error}") from None
     own = build_plan(config, model, source=str(options.config))
-    if own.num_ranks == ranks:
+    if own.num_ranks == ranks and config.parallel.placement == "chain" and not options.profile:
+        candidates["frozen-aware"] = own  # the same but for how ties are cut
+    elif own.num_ranks == ranks:
         candidates[f"config ({config.parallel.placement})"] = own
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 140
-    table = Table(title=f"{config.run.name}: {ranks} ranks, {microbatches} microbatches", title_justify="left")
+    table = Table(
+        title=f"{config.run.name}: {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch')}", title_justify="left"
+    )
     for column in ("cut", "rank", "stages", "parameters", "1F+1B ms", "of the step"):
         table.add_column(column, justify="right" if column not in ("cut", "stages") else "left", overflow="fold")
-    seconds, verdicts = {}, []
+    timelines, verdicts = {}, []
     for name, candidate in candidates.items():
         timeline = _simulated(config, model, candidate, costs, microbatches)
-        seconds[name] = timeline.makespan
+        timelines[name] = timeline
         verdicts.append(f"{name}: iteration {1e3 * timeline.makespan:,.1f} ms, bubble {100 * timeline.bubble:.0f} %")
         busy = timeline.busy_per_rank
         for rank in range(candidate.num_ranks):
@@ -77,9 +81,27 @@ def plan(options: argparse.Namespace) -> int:
     for verdict in verdicts:
         console.print(verdict)
     console.print(costs.origin)
-    ratio = seconds["frozen-unaware"] / seconds["frozen-aware"]
-    console.print(f"frozen-aware is predicted to be {ratio:.2f}x as fast as frozen-unaware")
+    if own is candidates["frozen-aware"]:
+        console.print("the config's own placement, a chain, is the frozen-aware cut")
+    console.print(_comparison(model, candidates, timelines, microbatches))
     return 0
+
+
+def _comparison(model: Any, candidates: Mapping[str, Any], timelines: Mapping[str, Any], microbatches: int) -> str:
+    """What frozen awareness brings, in a sentence; when it brings nothing, why."""
+    aware, unaware = (timelines[name] for name in ("frozen-aware", "frozen-unaware"))
+    ratio = unaware.makespan / aware.makespan
+    if abs(ratio - 1) >= 0.01:
+        return f"frozen-aware is predicted to be {ratio:.2f}x as fast as frozen-unaware"
+    if not any(not layer.trainable for name in model.modules_order() for layer in model.layers(name)):
+        return "frozen-aware and frozen-unaware are equally fast: no layer of this model is frozen"
+    if candidates["frozen-aware"] == candidates["frozen-unaware"]:
+        return "frozen-aware and frozen-unaware are the same cut: what is frozen would move less than one layer here"
+    slowest = 1e3 * max(aware.busy_per_rank) / microbatches
+    return (
+        f"frozen-aware and frozen-unaware are equally fast although they cut differently: the slowest rank of both is "
+        f"busy for {slowest:,.2f} ms per microbatch, and moving one more layer would not make it faster"
+    )
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -90,9 +112,14 @@ def simulate(options: argparse.Namespace) -> int:
     microbatches = options.microbatches or config.train.microbatches
     timeline = _simulated(config, model, build_plan(config, model, source=str(options.config)), costs, microbatches)
     timeline.name = f"{config.run.name}, {config.parallel.schedule}, simulated"
-    options.out.mkdir(parents=True, exist_ok=True)
-    timeline.write_trace(options.out / "trace.json")
-    timeline.plot(options.out / "timeline.png")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        timeline.write_trace(options.out / "trace.json")
+        timeline.plot(options.out / "timeline.png")
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
+    layout = f"{_count(timeline.num_ranks, 'rank')}, {_count(microbatches, 'microbatch')}"
+    print(f"{config.run.name}: {layout}, placement {config.parallel.placement}, schedule {config.parallel.schedule}")
     busy = ", ".join(f"{name} {100 * share:.0f} %" for name, share in timeline.utilization.items())
     print(f"iteration {1e3 * timeline.makespan:,.1f} ms, bubble {100 * timeline.bubble:.0f} %, busy: {busy}")
     print(costs.origin)
@@ -155,7 +182,8 @@ def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
     }
     shown = ", ".join(f"{name} {count:,.0f}" for name, count in tokens.items())
     how = "as given" if tflops is not None else "measured here with a matrix product"
-    return Costs(modules, f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}); tokens per microbatch: {shown}")
+    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), transfers and gradient sums taken as free; "
+    return Costs(modules, f"{origin}tokens per microbatch: {shown}")
 
 
 def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
@@ -172,19 +200,31 @@ def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
     materialize(model, seed=config.run.seed)
     count = max(1, config.train.batch_size // config.parallel.dp // config.train.microbatches)
     samples = [data.sample(i % len(data), 0) for i in range(count)]
-    origin = f"timed on this machine, {torch.get_num_threads()} threads, {count} samples of {data.name} per microbatch"
+    origin = "timed on this machine, transfers and gradient sums taken as free; "
+    origin += f"{torch.get_num_threads()} threads, {count} samples of {data.name} per microbatch"
     return Costs(profile_model(model, samples), origin + (f" ({note})" if note else ""))
 
 
 def budget_tokens(config: Config, model: Any) -> dict[str, float]:
-    """Tokens through each module for one microbatch whose samples have one full image, clip and caption each."""
+    """Tokens through each module for one microbatch whose samples have one full image, clip and caption each.
+
+    Of the digits, sizes are known: their pictures are all alike and their captions words.
+    """
+    from interlace.data.digits import WORDS
+
     samples = config.train.batch_size / config.parallel.dp / config.train.microbatches
     tokens: dict[str, float] = {}
-    language_model = float(config.data.max_caption_bytes)
+    digits = config.data.dataset == "digits"
+    language_model = float(max(map(len, WORDS)) if digits else config.data.max_caption_bytes)
     vision, audio = config.model.vision, config.model.audio
     if vision is not None:
-        tokens["vision"] = samples * config.data.max_image_tokens
-        language_model += -(-config.data.max_image_tokens // vision.downsample)
+        patches = config.data.max_image_tokens
+        if digits:
+            patch = model.encoders["vision"].module.config.patch_size
+            side = -(-(config.data.digit_size or 8) // patch)
+            patches = min(patches, side * side)
+        tokens["vision"] = samples * patches
+        language_model += -(-patches // vision.downsample)
     if audio is not None:
         frames = round(config.data.max_audio_seconds * 100)
         tokens["audio"] = samples * frames / 2
@@ -204,6 +244,10 @@ def matmul_tflops(size: int = 768, repeats: int = 5) -> float:
         a @ b
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best / 1e12
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def _parameters(model: Any, stage: Any) -> int:

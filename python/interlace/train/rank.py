@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from interlace.train import checkpoint, launch, report, runfolder
 from interlace.train.build import architecture, build, build_plan, materialize, present
 from interlace.train.config import ConfigError
 from interlace.train.feed import PIXELS, Feed, datasets
+from interlace.train.meeting import Meeting
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.schema import Config
 from interlace.train.trainer import StopRequest, Trainer
-
-RENDEZVOUS_SECONDS = 1800  # until all have the data, which the first run decodes once; then parallel.timeout rules
 
 
 def run(
@@ -61,6 +59,7 @@ def _train(
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_world(config, world, source)
     launch.follow_launcher(config.parallel.timeout)
+    meeting = Meeting(rank, world, config.parallel.timeout)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(config.parallel.threads or launch.default_threads(local_world))
     torch.use_deterministic_algorithms(config.run.deterministic)
@@ -73,26 +72,27 @@ def _train(
     model = build(config, tokenizer, source=source)
     plan = build_plan(config, model, source=source)
     materialize(model, present(model, plan, rank), seed=config.run.seed)
-    if world > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
     prepared = folder is not None
     if folder is None:
-        folder, at = agree_on_folder(config, which if resume else None, rank, world)
-    parallel = parallelize(
-        model,
-        plan,
-        schedule=config.parallel.schedule,
-        transport="distributed" if world > 1 else "local",
-        checkpointing=config.train.activation_checkpointing,
-        autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
-        timeout=config.parallel.timeout,
-    )
-    train, held_out, note = datasets(config, model, tokenizer, decode=set(parallel.hosts), source=source)
+        folder, at = agree_on_folder(config, which if resume else None, meeting)
+    meeting.gather("building the model", None)
+    with meeting.bounded("making the process groups of the pipeline"):
+        parallel = parallelize(
+            model,
+            plan,
+            schedule=config.parallel.schedule,
+            transport="distributed" if world > 1 else "local",
+            checkpointing=config.train.activation_checkpointing,
+            autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+            timeout=config.parallel.timeout,
+        )
+    gather = meeting.gather if world > 1 else None
+    train, held_out, note = datasets(config, model, tokenizer, decode=set(parallel.hosts), gather=gather, source=source)
     if note and train.name != config.data.dataset:
         config = other_data(config, note, train.name, prepared=prepared or resume, source=source)
         if rank == 0:
             launch.say(f"interlace: {note}")
-    check_data(train.fingerprint(), rank, world)
+    check_data(train.fingerprint(), meeting)
     if rank == 0 and not resume:
         runfolder.write_config(folder, config)
         runfolder.point_latest(folder)
@@ -105,7 +105,9 @@ def _train(
         replica=rank // plan.num_ranks,
         dp=plan.dp,
     )
-    trainer = Trainer(config, model, parallel, feed, folder, stop=lambda: bool(stop.number))
+    with meeting.bounded("making the process group of the trainer"):
+        trainer = Trainer(config, model, parallel, feed, folder, stop=lambda: bool(stop.number))
+    meeting.close()
     if resume:
         path = trainer.resume(at)
         if rank == 0:
@@ -138,19 +140,19 @@ def other_data(config: Config, note: str, name: str, *, prepared: bool, source: 
     return config.model_copy(update={"data": config.data.model_copy(update={"dataset": name})})
 
 
-def agree_on_folder(config: Config, resume: str | None, rank: int, world: int) -> tuple[Path, Path | None]:
+def agree_on_folder(config: Config, resume: str | None, meeting: Meeting) -> tuple[Path, Path | None]:
     """Rank 0 makes the run folder (or finds the one to resume) and tells the others."""
-    found: list[Any] = [None, None, None]
-    if rank == 0:
+    found: list[str] = []
+    if meeting.rank == 0:
         try:
-            found[:2] = (runfolder.create(config), None) if resume is None else runfolder.resolve(config, resume)
+            places = (runfolder.create(config), None) if resume is None else runfolder.resolve(config, resume)
+            found = [str(place) for place in places if place is not None]
         except ConfigError as error:
-            found[2] = str(error)
-    if world > 1:
-        dist.broadcast_object_list(found, src=0)
-    if found[2] is not None:
-        raise ConfigError(found[2])
-    return found[0], found[1]
+            found = ["", str(error)]
+    folder, *at = meeting.gather("finding the run folder", found)[0]
+    if not folder:
+        raise ConfigError(at[0])
+    return Path(folder), Path(at[0]) if at else None
 
 
 def check_world(config: Config, world: int, source: str) -> None:
@@ -165,12 +167,9 @@ def check_world(config: Config, world: int, source: str) -> None:
         )
 
 
-def check_data(mine: str, rank: int, world: int) -> None:
+def check_data(mine: str, meeting: Meeting) -> None:
     """Raises ConfigError when the ranks do not see the same data."""
-    if world == 1:
-        return
-    all_prints: list[Any] = [None] * world
-    dist.all_gather_object(all_prints, mine)
+    all_prints = meeting.gather("reading and decoding the data", mine)
     other = [r for r, theirs in enumerate(all_prints) if theirs != all_prints[0]]
     if other:
         raise ConfigError(

@@ -139,6 +139,9 @@ class Data(Section):
     """Longer captions are skipped and counted."""
     digit_size: Positive | None = None
     """Side in pixels to which the 8 x 8 digits are enlarged; by default the patch size, at least 8 (digits)."""
+    digit_jitter: Rate = 0.0
+    """Strength of random distortions of the training digits, new in every epoch; 1 moves them by up to half a pixel,
+    turns them by up to 8 degrees and stretches them by up to 10 % (digits)."""
 
 
 class Train(Section):
@@ -213,7 +216,8 @@ class Parallel(Section):
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of the microbatches' forward and backward passes."""
     timeout: Annotated[float, Field(gt=0.0)] = 60.0
-    """Seconds after which a rank that waits for a dead or hung one gives up, naming it."""
+    """Seconds after which a rank that waits for a dead or hung one gives up, naming it. It also bounds how far apart
+    ranks may start; one that fetches or decodes data is waited for as long as it gives signs of life."""
     threads: Positive | None = None
     """Threads per rank; by default the machine's cores divided by the ranks on it."""
 

@@ -12,10 +12,8 @@ bit for bit.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +26,7 @@ from interlace.train import runfolder
 from interlace.train.build import architecture
 from interlace.train.checkpoint import Checkpoints, fingerprint, seconds_to_write
 from interlace.train.feed import Feed
-from interlace.train.launch import LAUNCHER
+from interlace.train.launch import StopSignals
 from interlace.train.metrics import HELD_OUT, LOSS, Clock, Metrics, Screen, Window, memory_gib, pipeline_metrics
 from interlace.train.optim import Optimizer
 from interlace.train.peers import Peers, TrainingError
@@ -36,11 +34,19 @@ from interlace.train.schema import Config
 
 
 class StopRequest:
-    """Remembers SIGTERM and SIGINT, so that the loop can finish its step, save and leave; a second one ends it now."""
+    """Remembers SIGTERM and SIGINT, so that the loop can finish its step, save and leave.
+
+    What ends it at once is decided as in the launcher, by `StopSignals`.
+    """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.signals = StopSignals()
         self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    @property
+    def number(self) -> int:
+        """The first signal that came; 0: none yet."""
+        return self.signals.number
 
     def restore(self) -> None:
         """Puts back the handlers from before."""
@@ -48,13 +54,9 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: Any) -> None:
-        if self.number:
+        if self.signals.insists(number):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             signal.raise_signal(number)
-        self.number = number
-        if LAUNCHER not in os.environ:  # not print: it may be what was interrupted
-            with contextlib.suppress(OSError):
-                os.write(2, b"interlace: stopping after this step; once more to stop at once\n")
 
 
 class Trainer:

@@ -1,0 +1,158 @@
+"""How the ranks of a run come together before the first step, with a bound on every wait.
+
+Until they train, ranks may do work of very different length: one fetches the data, others wait for it. So they wait
+for signs of life rather than under one long timeout: every rank counts up a number in the store that the group met
+through, and a rank whose number stands still for ``parallel.timeout`` seconds is lost, whatever it was doing. Rank 0
+watches all and tells the others whom it misses; they watch rank 0.
+
+What happens inside torch (meeting, making groups) cannot be watched so; there a timer ends this rank, with its last
+words, should torch's own timeout not hold (it does not when the host of the store is gone without closing).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from interlace.train import launch
+from interlace.train.peers import TrainingError
+
+LONGEST_SECONDS = 1800.0  # of one wait, however lively the rank that is waited for
+SLACK_SECONDS = 5.0  # after its own timeout, for torch to say what went wrong
+
+
+class Meeting:
+    """The ranks of a run until they train. Making one joins the default process group; alone it does nothing.
+
+    `timeout` is how many seconds a rank may give no sign of life. Raises TrainingError when not all ranks come.
+    """
+
+    def __init__(self, rank: int, world: int, timeout: float) -> None:
+        self.rank, self.world, self.timeout = rank, world, timeout
+        self.rounds = 0
+        self.over = threading.Event()
+        if world == 1:
+            return
+        with self.bounded(f"meeting the other {world - 1} ranks"):
+            wait = timedelta(seconds=timeout)
+            store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=wait)))
+            store.set_timeout(wait)
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=wait
+            )
+        self.store = dist.PrefixStore("meeting", store)
+        threading.Thread(target=self._beat, name="sign-of-life", daemon=True).start()
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Every rank's `value` (what JSON can hold), by rank. Collective; `what` says what a rank may still be doing.
+
+        Raises TrainingError, naming a rank that gives no sign of life for `timeout` seconds.
+        """
+        if self.world == 1:
+            return [value]
+        self.rounds += 1
+        self._set(f"{self.rounds}/{self.rank}", value)
+        answer = f"{self.rounds}/all"
+        if self.rank == 0:
+            try:
+                self._wait_for([f"{self.rounds}/{rank}" for rank in range(1, self.world)], range(1, self.world), what)
+            except TrainingError as error:
+                self._set(answer, [str(error), []])
+                self._linger()
+                raise
+            values = [value, *(self._get(f"{self.rounds}/{rank}") for rank in range(1, self.world))]
+            self._set(answer, ["", values])
+            return values
+        self._wait_for([answer], [0], what)
+        lost, values = self._get(answer)
+        if lost:
+            self.store.add("told", 1)
+            raise TrainingError(f"{lost}; rank 0 told rank {self.rank}")
+        return list(values)
+
+    @contextlib.contextmanager
+    def bounded(self, what: str) -> Iterator[None]:
+        """Bounds what torch does inside the block; its errors become a TrainingError that says `what` it was."""
+        if self.world == 1:
+            yield
+            return
+        waited = f"rank {self.rank}, {what}: no answer within {self.timeout:g} s (parallel.timeout)"
+
+        def end() -> None:
+            launch.report_error(TrainingError(waited), user_error=False, known=True)
+            os._exit(1)
+
+        timer = threading.Timer(self.timeout + SLACK_SECONDS, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except RuntimeError as error:
+            if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise TrainingError(
+                f"rank {self.rank}, {what}: not all came within {self.timeout:g} s ({reason}); look for the rank that "
+                "failed, or raise parallel.timeout if they start slowly"
+            ) from error
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Ends the signs of life: from here on the ranks talk every step."""
+        self.over.set()
+
+    def _wait_for(self, keys: Iterable[str], ranks: Iterable[int], what: str) -> None:
+        """Returns when the store has all `keys`, which `ranks` set in this order; raises when one of these is lost."""
+        missing = dict(zip(keys, ranks, strict=True))
+        begin = looked = time.monotonic()
+        signs = dict.fromkeys(missing.values(), (-1, begin))
+        pause = 0.01
+        while True:
+            with self.bounded(what):
+                missing = {key: rank for key, rank in missing.items() if not self.store.check([key])}
+                if not missing:
+                    return
+                now = time.monotonic()
+                if now - looked >= min(1.0, self.timeout / 4):
+                    looked = now
+                    for rank in missing.values():
+                        beats = self.store.add(f"alive/{rank}", 0)
+                        if beats != signs[rank][0]:
+                            signs[rank] = (beats, now)
+            for rank in missing.values():
+                if now - signs[rank][1] > self.timeout:
+                    raise TrainingError(
+                        f"rank {self.rank}, {what}: lost rank {rank} (no sign of life for {self.timeout:g} s)"
+                    )
+                if now - begin > LONGEST_SECONDS:
+                    raise TrainingError(f"rank {self.rank}, {what}: rank {rank} took over {LONGEST_SECONDS:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+
+    def _linger(self) -> None:
+        """Rank 0 may hold the store: gives those who are not lost time to hear why it ends."""
+        deadline = time.monotonic() + SLACK_SECONDS
+        while self.store.add("told", 0) < self.world - 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _set(self, key: str, value: Any) -> None:
+        with self.bounded("telling the other ranks"):
+            self.store.set(key, json.dumps(value))
+
+    def _get(self, key: str) -> Any:
+        with self.bounded("hearing the other ranks"):
+            return json.loads(self.store.get(key))
+
+    def _beat(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: who waits for it will say so
+            while not self.over.wait(min(1.0, self.timeout / 4)):
+                self.store.add(f"alive/{self.rank}", 1)

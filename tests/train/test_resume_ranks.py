@@ -1,0 +1,99 @@
+"""Exact resumption over two processes: dropout on both ranks makes their generators part of the state."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from interlace.run import parallelize
+from interlace.train.build import build, build_plan, materialize, present
+from interlace.train.config import from_table
+from interlace.train.feed import Feed, datasets
+from interlace.train.trainer import Trainer, read_metrics
+from tests.distributed.workers import run_ranks
+
+TABLE = {
+    "run": {"name": "dropout"},
+    "model": {
+        "vision": {
+            "family": "siglip",
+            "config": {
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 8,
+                "patch_size": 4,
+            },
+        },
+        "language_model": {
+            "family": "llama",
+            "config": {
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 64,
+                "tie_word_embeddings": True,
+            },
+        },
+    },
+    "data": {"dataset": "digits", "digit_jitter": 1.0},
+    "train": {"steps": 6, "batch_size": 8, "microbatches": 2, "warmup_steps": 2, "validate_every": 3},
+    "parallel": {"timeout": 30.0},
+    "checkpoint": {"every": 0},
+    "log": {"every": 1, "tensorboard": False, "trace_step": 0},
+}
+WINDOW = ("loss_metrics", "lr", "grad_norm", "step")
+
+
+def curves(rank: int, folder: str) -> tuple[list[dict[str, float]], list[dict[str, float]], bool]:
+    """The metrics of an unbroken and of an interrupted run, and whether this rank's weights end equal."""
+    from interlace.data import ByteTokenizer
+
+    config, tokenizer = from_table(copy.deepcopy(TABLE)), ByteTokenizer()
+    ends = []
+    for name, stops in (("whole", [None]), ("parts", [2, 5, None])):
+        place = Path(folder) / name
+        place.mkdir(exist_ok=True)
+        for part, stop in enumerate(stops):
+            model = build(config, tokenizer)
+            plan = build_plan(config, model)
+            materialize(model, present(model, plan, rank), seed=0)
+            for module in model.modules():  # neither family has dropout of its own outside attention
+                if type(module).__name__.endswith("MLP"):
+                    module.register_forward_hook(lambda m, _, out: torch.nn.functional.dropout(out, 0.2, m.training))
+            torch.manual_seed(100 * part + rank)  # a fresh process does not have what the run had
+            parallel = parallelize(model, plan, transport="distributed", timeout=30)
+            train, held_out, _ = datasets(config, model, tokenizer, decode=set(parallel.hosts))
+            feed = Feed(train, held_out, batch_size=8, seed=0, validation_samples=8)
+            trainer = Trainer(config, model, parallel, feed, place, quiet=True)
+            if stop is not None:
+                trainer.stop_requested = lambda trainer=trainer, stop=stop: trainer.step >= stop  # type: ignore[misc]
+            if part:
+                trainer.resume()
+            trainer.run()
+            feed.close()
+        ends.append({key: parameter.detach().clone() for key, parameter in trainer.parameters.items()})
+    same = all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    whole, parts = (
+        [{k: v for k, v in line.items() if k.startswith(WINDOW)} for line in read_metrics(Path(folder) / name)]
+        if rank == 0
+        else []
+        for name in ("whole", "parts")
+    )
+    return whole, parts, same
+
+
+def test_two_ranks_with_dropout_resume_bit_for_bit(tmp_path: Path) -> None:
+    results = run_ranks(2, curves, str(tmp_path), timeout=240)
+    for kind, value in results:
+        assert kind == "returned", value
+    whole, parts, _ = results[0][1]
+    assert len(whole) == 6 and parts == whole
+    assert all(same for _, (_, _, same) in results)
+    assert whole[0]["loss_metrics/step_loss"] != pytest.approx(whole[1]["loss_metrics/step_loss"])
