@@ -279,7 +279,7 @@ def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny: Path, victim: i
     os.kill(_ranks(process.pid)[victim], signal.SIGSTOP)
     start = time.monotonic()
     output = process.communicate(timeout=60)[0]
-    assert time.monotonic() - start < 15 and process.returncode == 1, output
+    assert time.monotonic() - start < 30 and process.returncode == 1, output
     # Waiting for rank 0 at the ends of a step takes half as long again: it may first have to wait for somebody else.
     seconds = "5" if victim else "[57]"
     words = rf"last words: rank {1 - victim}, .*lost rank {victim} \(no answer within {seconds}[.0-9]* s"
