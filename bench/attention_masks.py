@@ -68,7 +68,7 @@ def lambda_mask(length: int) -> BitfieldMask:
 
 
 def causal_blockwise(length: int) -> BitfieldMask:
-    """Blocks of 256: each sees the first block, the two before it and itself, causally; the last block sees all (DCP)."""
+    """Blocks of 256: each sees the first one, the two before it and itself, causally; the last sees all (DCP)."""
     size = _block(length)
     index = torch.arange(length, dtype=torch.int32)
     window = index % size + 2 * size + 1  # back to the start of the block two before
@@ -168,7 +168,9 @@ def _ee(length: int) -> list[Run]:
 def _mp(length: int) -> list[list[Run]]:
     """Samples of about the dissertation's size but unequal, embedded and prepended in turn."""
     samples = max(2, length // sum(SAMPLE.values()))
-    return [(_ep if n % 2 else _ee)(part) for n, part in enumerate(cut(length, [3 + n * 5 % 4 for n in range(samples)]))]
+    return [
+        (_ep if n % 2 else _ee)(part) for n, part in enumerate(cut(length, [3 + n * 5 % 4 for n in range(samples)]))
+    ]
 
 
 def _interleaved(length: int) -> list[Run]:
@@ -260,7 +262,9 @@ def _kinds(documents: Sequence[Sequence[Run]], device: torch.device | str) -> Te
     """int32 [T]: 0 for text, 1 for image, 2 for audio."""
     numbers = {"text": 0, "image": 1, "audio": 2}
     runs = [run for runs in documents for run in runs]
-    kinds = torch.repeat_interleave(torch.tensor([numbers[kind] for kind, _ in runs]), torch.tensor([n for _, n in runs]))
+    kinds = torch.repeat_interleave(
+        torch.tensor([numbers[kind] for kind, _ in runs]), torch.tensor([n for _, n in runs])
+    )
     return kinds.to(device=device, dtype=torch.int32)
 
 
@@ -284,9 +288,7 @@ def _spans_formula(documents: Sequence[Sequence[Run]], device: torch.device | st
     if len(documents) == 1:
         return lambda b, h, i, j: (j <= i) | ((medium[i] >= 0) & (medium[i] == medium[j]))
     document = ids([sum(n for _, n in runs) for runs in documents], device)
-    return lambda b, h, i, j: (
-        (document[i] == document[j]) & ((j <= i) | ((medium[i] >= 0) & (medium[i] == medium[j])))
-    )
+    return lambda b, h, i, j: (document[i] == document[j]) & ((j <= i) | ((medium[i] >= 0) & (medium[i] == medium[j])))
 
 
 FORMULAS: dict[str, Callable[[int, torch.device | str], Formula]] = {
