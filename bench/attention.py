@@ -52,6 +52,7 @@ class Preset(NamedTuple):
     repeats: int
     seconds: float  # of measured calls per contender and case
     dense_limit: int
+    formula_lengths: list[int] | None = None  # None = all
     memory: tuple[str, int] | None = None
     threads: int | None = None
 
@@ -75,18 +76,19 @@ PRESETS = {
             ("full", 32768),
             ("causal", 32768),
             *((name, 8192) for name in MULTIMODAL),
-            *((name, 16384) for name in MULTIMODAL),
             *((name, 32768) for name in MULTIMODAL),
+            *((name, 16384) for name in MULTIMODAL),
             *((name, 8192) for name in MASKS if name not in MULTIMODAL),
             *((name, 65536) for name in MULTIMODAL),
         ],
         dtype="bfloat16",
         heads="64:8",
         head_dim=128,
-        peers=["sdpa_dense", "sdpa_causal", "sdpa_full", "flex", "flex_flash", "flash_attn"],
+        peers=["sdpa_dense", "sdpa_causal", "sdpa_full", "flex", "flex_formula", "flex_flash", "flash_attn"],
         repeats=15,
         seconds=0.5,
         dense_limit=16384,
+        formula_lengths=[8192, 32768],
     ),
     "smoke": Preset(
         cases=[(name, 257) for name in ("packed_images", "causal", "full", "document_causal")],
@@ -141,7 +143,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             name, length, heads=heads, kv_heads=kv_heads, head_dim=options.head_dim, dtype=dtype, device=at,
             backend=options.backend,
         )  # fmt: skip
-        case = run_case(problem, peers, clock, rounds, options.dense_limit, peak["tflops"])
+        skip = {}
+        if length > options.dense_limit:
+            skip["sdpa_dense"] = f"longer than --dense-limit {options.dense_limit}"
+        if options.formula_lengths and length not in options.formula_lengths:
+            skip["flex_formula"] = "not among --formula-lengths"
+        case = run_case(problem, peers, clock, rounds, skip, peak["tflops"])
         report["cases"].append(case)
         del problem
         release(clock)
@@ -186,6 +193,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="rounds of measured calls")
     parser.add_argument("--seconds", type=float, help="of measured calls per contender and case, three rounds at least")
     parser.add_argument("--dense-limit", type=int, help="longest sequence for which the dense mask is made")
+    parser.add_argument(
+        "--formula-lengths", nargs="+", type=int, help="lengths for flex_formula, which compiles for every mask"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no case is begun")
     parser.add_argument("--check-only", action="store_true", help="compare and time nothing")
@@ -195,7 +205,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.preset = options.preset or ("gpu" if device().type == "cuda" else "cpu")
     preset = PRESETS[options.preset]
-    for name in ("dtype", "heads", "head_dim", "peers", "repeats", "seconds", "dense_limit", "threads"):
+    for name in (
+        "dtype",
+        "heads",
+        "head_dim",
+        "peers",
+        "repeats",
+        "seconds",
+        "dense_limit",
+        "formula_lengths",
+        "threads",
+    ):
         if getattr(options, name) is None:
             setattr(options, name, getattr(preset, name))
     if options.flex:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +47,12 @@ def run_case(
     peers: Sequence[Contender],
     clock: Clock,
     rounds: Rounds | None,
-    dense_limit: int,
+    skip: Mapping[str, str],
     peak: float,
 ) -> Record:
     """Check all, time those that are right (rounds None: time nothing) and return the case's record.
 
-    dense_limit: longest sequence for which a dense mask is made. peak: TFLOP/s of a matrix product.
+    skip: peer -> why it does not run here. peak: TFLOP/s of a matrix product.
     """
     pairs = visible_pairs(problem.mask)
     records: dict[str, Record] = {}
@@ -69,8 +69,8 @@ def run_case(
     case["plan"] = state.stats()._asdict() | {"block": state.block}
     runners = [Runner(INTERLACE, state)]
     for peer in peers:
-        if peer.name == "sdpa_dense" and problem.length > dense_limit:
-            records[peer.name] = {"status": "not applicable", "reason": f"longer than --dense-limit {dense_limit}"}
+        if peer.name in skip:
+            records[peer.name] = {"status": "not applicable", "reason": skip[peer.name]}
             continue
         records[peer.name], state, trial = _try_out(peer, problem, ours, clock)
         if trial is not None:

@@ -155,8 +155,10 @@ def _flex_formula_build(problem: Problem) -> Any:
 
 
 def _flex_forward(problem: Problem, block_mask: Any, **options: Any) -> Tensor:
-    grouped = problem.q.shape[1] != problem.k.shape[1]
-    out = _flex()[0](problem.q, problem.k, problem.v, block_mask=block_mask, enable_gqa=grouped, **options)
+    q, k, v = (problem.q, problem.k, problem.v)
+    if not _on_gpu(problem):
+        q, k, v = q.detach(), k.detach(), v.detach()  # on a CPU it refuses tensors that require gradients
+    out = _flex()[0](q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1], **options)
     assert isinstance(out, Tensor)
     return out
 
