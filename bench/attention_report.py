@@ -1,7 +1,12 @@
-"""What `bench.attention` prints and draws from its report."""
+"""What `bench.attention` and `bench.subblocks` print and draw from their reports.
+
+python -m bench.attention_report REPORT.json ...      the short tables again, of runs that were cut off too
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -125,3 +130,39 @@ def chart(report: dict[str, Any], path: Path) -> str | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return None
+
+
+def subblock_lines(case: dict[str, Any]) -> list[str]:
+    """A case of the subblock ablation, a line per variant."""
+    lines = []
+    for variant, record in case["variants"].items():
+        head = f"{case['mask']:14} {case['queries']:6} x {case['keys']:6} heads {case['heads']:5} {variant:16}"
+        if "same_plan_as" in record:
+            lines.append(f"{head} same plan as {record['same_plan_as']}")
+            continue
+        lines.append(
+            f"{head} {record['forward_ms']:8.3f} / {record['backward_ms']:8.3f} ms, x{record['speedup']['forward']:.2f}"
+            f" / x{record['speedup']['backward']:.2f}, {record['work_items']} items; modelled {record['model_ms']:.3f}"
+            f" ms, utilisation {record['utilisation']:.0%}, spread {record['spread']:.0%}"
+        )
+    return lines
+
+
+def main(paths: list[str]) -> None:
+    for path in map(Path, paths):
+        print(f"-- {path.name}")
+        if not path.exists():
+            print("missing: its phase wrote nothing")
+            continue
+        report = json.loads(path.read_text())
+        if report["benchmark"] == "attention":
+            print("\n".join(summary(report)))
+        else:
+            print("forward / backward, speed against none; busy time per SM or core is modelled")
+            print("\n".join(line for case in report["cases"] for line in subblock_lines(case)))
+        if not report["complete"]:
+            print(f"incomplete: {len(report['cases'])} cases were run")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from bench.attention_masks import MASKS
+from bench.attention_report import subblock_lines
 from bench.measure import Clock, device, machine, parse_heads, versions, write_json
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.masks import BitfieldMask, word
@@ -241,18 +242,6 @@ def run_case(
     return case | {"variants": variants}
 
 
-def line(case: dict[str, Any], variant: str) -> str:
-    record = case["variants"][variant]
-    head = f"{case['mask']:16} {case['queries']:6} x {case['keys']:6} heads {case['heads']:5} {variant:16}"
-    if "same_plan_as" in record:
-        return f"{head} same plan as {record['same_plan_as']}"
-    return (
-        f"{head} {record['forward_ms']:8.3f} / {record['backward_ms']:8.3f} ms, x{record['speedup']['forward']:.2f} / "
-        f"x{record['speedup']['backward']:.2f}, {record['work_items']} items; modelled {record['model_ms']:.3f} ms, "
-        f"utilisation {record['utilisation']:.0%}, spread {record['spread']:.0%}"
-    )
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the ablation, print its lines, write the JSON; returns what was written."""
     start = time.monotonic()
@@ -291,7 +280,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 case = run_case(name, parse_heads(heads), ranks, costs, options, clock) | {"ranks": ranks}
                 report["cases"].append(case)
                 write_json(options.out, report)
-                print("\n".join(line(case, variant) for variant in CAPS), flush=True)
+                print("\n".join(subblock_lines(case)), flush=True)
     report["complete"] = not report["left_out"]
     report["seconds"] = time.monotonic() - start
     write_json(options.out, report)

@@ -1,7 +1,7 @@
 """The attention op on a GPU against dense fp64, and what only a GPU shows: graphs, devices, atomics, wide offsets.
 
 Every kernel configuration compiles for seconds, so dtypes times head dimensions are swept on one mask, and all else
-reuses those configurations: bf16 at head dimensions 64 and 128, lengths that are no multiple of a block.
+uses head dimension DIM, where shapes share a compilation, mostly in bf16 at lengths that are no multiple of a block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bench.attention_peers import Problem, sampled_rows
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.masks import BitfieldMask, Segment, word
 from tests.gpu import dense
-from tests.gpu.dense import DEVICE, LENGTH, ON_GPU, check
+from tests.gpu.dense import DEVICE, DIM, LENGTH, ON_GPU, check
 
 pytestmark = pytest.mark.skipif(DEVICE is None, reason=dense.WHY_SKIPPED)
 needs_cuda = pytest.mark.skipif(not ON_GPU, reason="rehearsed without CUDA")
@@ -62,7 +62,7 @@ def odd_shapes() -> dict[str, tuple[BitfieldMask, BitfieldMask | None]]:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
-    check(MASKS[name](LENGTH), dim=128)
+    check(MASKS[name](LENGTH))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -85,7 +85,7 @@ def test_odd_shapes(name, dtype):
 
 @pytest.mark.parametrize("name", ["causal", "gemma3_images", "cornstarch_mp"])
 def test_lengths_that_are_whole_blocks(name):
-    check(MASKS[name](1024 if ON_GPU else 256), dim=128)
+    check(MASKS[name](1024 if ON_GPU else 256))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (8, 1), (6, 2)])
@@ -100,7 +100,7 @@ def test_split_rows(name, cap):
     mask = MASKS[name](LENGTH)
     if ON_GPU:
         assert AttentionPlan.build(mask.to(DEVICE), cap=cap).stats().split_rows > 0
-    check(mask, dim=128, cap=cap, with_lse=True)
+    check(mask, cap=cap, with_lse=True)
 
 
 @pytest.mark.parametrize("softcap", [2.0, 30.0])
@@ -117,7 +117,7 @@ def test_gradient_of_the_lse(dtype):
 @pytest.mark.parametrize("cap", [None, 2])
 def test_repeats_are_bitwise_equal(cap):
     mask = MASKS["cornstarch_ee"](LENGTH).to(DEVICE)
-    x = dense.inputs(mask, None, torch.bfloat16, 128, heads=8, kv_heads=2)
+    x = dense.inputs(mask, None, torch.bfloat16, DIM, heads=8, kv_heads=2)
     plan = AttentionPlan.build(mask, cap=cap)
     first = dense.ours(x, plan, with_lse=True)
     for _ in range(5):
@@ -128,7 +128,7 @@ def test_repeats_are_bitwise_equal(cap):
 def test_strided_inputs_and_an_expanded_gradient():
     """Heads as a transposed view, as models have them; `out.sum()` sends back a gradient without storage."""
     mask = BitfieldMask.causal(2, 300).to(DEVICE)
-    made = [torch.randn(2, 300, 4, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+    made = [torch.randn(2, 300, 4, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
     views = [x.transpose(1, 2).requires_grad_() for x in made]
     packed = [x.transpose(1, 2).contiguous().requires_grad_() for x in made]
     results = []
@@ -141,7 +141,7 @@ def test_strided_inputs_and_an_expanded_gradient():
 
 def test_large_scores_do_not_overflow():
     mask = MASKS["lambda"](LENGTH).to(DEVICE)
-    x = dense.inputs(mask, None, torch.bfloat16, 128)
+    x = dense.inputs(mask, None, torch.bfloat16, DIM)
     got = dense.ours(x, AttentionPlan.build(mask), scale=100.0)
     assert all(tensor.isfinite().all() for tensor in got)
 
@@ -159,7 +159,7 @@ def test_long_sequences():
     length = 16384 if ON_GPU else 700
     for name in ("cornstarch_ee", "gemma3_images"):
         problem = Problem.make(
-            name, length, heads=8, kv_heads=1, head_dim=128, dtype=torch.bfloat16, device=torch.device(DEVICE)
+            name, length, heads=8, kv_heads=1, head_dim=DIM, dtype=torch.bfloat16, device=torch.device(DEVICE)
         )
         out = bitfield_attention(problem.q, problem.k, problem.v, AttentionPlan.build(problem.mask))
         rows, wanted = sampled_rows(problem, 100)
@@ -168,7 +168,7 @@ def test_long_sequences():
 
 def test_autocast():
     mask = BitfieldMask.causal(1, 300).to(DEVICE)
-    q = torch.randn(1, 4, 300, 64, device=DEVICE, requires_grad=True)
+    q = torch.randn(1, 4, 300, DIM, device=DEVICE, requires_grad=True)
     with torch.autocast(torch.device(DEVICE).type, dtype=torch.bfloat16):
         out = bitfield_attention(q, q, q, mask)
     assert out.dtype == torch.bfloat16
@@ -179,7 +179,7 @@ def test_autocast():
 def test_torch_compile_in_one_graph():
     mask = uneven_documents().to(DEVICE)
     plan = AttentionPlan.build(mask)
-    x = dense.inputs(mask, None, torch.bfloat16, 64)
+    x = dense.inputs(mask, None, torch.bfloat16, DIM)
 
     def layer(q, k, v, plan):
         return bitfield_attention(q * 1.0, k, v, plan, return_lse=True)
@@ -219,7 +219,7 @@ def test_a_cuda_graph_replays_forward_and_backward(cap):
     """Captured once with a plan, then replayed on other values: the same bits as the eager op."""
     mask = uneven_documents().to(DEVICE)
     plan = AttentionPlan.build(mask, cap=cap)
-    x = dense.inputs(mask, None, torch.bfloat16, 64)
+    x = dense.inputs(mask, None, torch.bfloat16, DIM)
 
     def step():
         out, lse = bitfield_attention(x.q, x.k, x.v, plan, return_lse=True)
