@@ -34,7 +34,7 @@ def find_device() -> torch.device | None:
 DEVICE = find_device()
 ON_GPU = DEVICE is not None and DEVICE.type == "cuda"
 LENGTH = 1000 if ON_GPU else 150  # no multiple of a block; short where the tests are only rehearsed
-# Kernels are specialised on strides that 128 elements divide, so at this head dimension all shapes share one compilation.
+# Strides that are multiples of 128 look alike to the compiler: at this head dimension all shapes share a compilation.
 DIM = 128 if ON_GPU else 32
 
 
