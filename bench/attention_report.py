@@ -35,7 +35,8 @@ def table(case: dict[str, Any]) -> str:
             ]
             ratio = case["ratio"].get(name)
             tail = f", x{ratio.get('total', ratio['forward']):.2f}" if ratio else ""
-            lines.append(f"  {name:13} " + ", ".join(parts) + f", build {record['build_ms']:.2f} ms" + tail)
+            room = f", +{record['extra_bytes'] / 2**20:.0f} MiB" if "extra_bytes" in record else ""
+            lines.append(f"  {name:13} " + ", ".join(parts) + f", build {record['build_ms']:.2f} ms{room}{tail}")
     return "\n".join(lines)
 
 

@@ -115,7 +115,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
     Where nothing but zero is wanted (dq of a query that sees one key), the mean square takes the quotient's place.
     """
     assert torch.equal(got.isinf(), wanted.isinf())
-    got, wanted = (tensor.double().masked_fill(tensor.isinf(), 0) for tensor in (got, wanted))
+    got, wanted = (tensor.detach().double().masked_fill(tensor.isinf(), 0) for tensor in (got, wanted))
     if not wanted.numel():
         return 0.0
     root = wanted.numel() ** 0.5
