@@ -76,7 +76,7 @@ phase() {
     fi
 }
 
-phase build 90 "$PYTHON" setup.py --quiet build_ext --inplace
+phase build 90 bash bench/build_core.sh "$PYTHON"
 
 phase sanity 75 "$PYTHON" -m bench.attention --preset "$PRESET" --check-only "${SANITY[@]}" --peers sdpa_dense \
     --no-memory --out "$OUT/sanity.json"

@@ -12,6 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ABSENT = (
+    *("hypothesis", "matplotlib", "pytest_timeout", "pytest_benchmark", "xdist", "tensorboard", "rich", "pydantic"),
+    *("flash_attn", "soundfile", "scipy", "sklearn"),
+)
     "hypothesis",
     "matplotlib",
     "pytest_timeout",
@@ -76,6 +79,15 @@ def test_every_phase_runs(bare):
     assert {case["contenders"]["interlace"]["status"] for case in report["cases"]} == {"ok"}
     assert report["cases"][0]["contenders"]["flash_attn"]["reason"]
     assert json.loads((out / "subblocks.json").read_text())["complete"]
+
+
+@pytest.mark.slow
+def test_the_extension_builds_without_setuptools(tmp_path):
+    core = tmp_path / "_core.so"
+    environment = os.environ | {"BUILD_DIRECTLY": "1", "CORE": str(core)}
+    subprocess.run(["bash", "bench/build_core.sh", sys.executable], cwd=ROOT, env=environment, check=True, timeout=280)
+    load = f"import importlib.util as u; s = u.spec_from_file_location('_core', {str(core)!r}); u.module_from_spec(s)"
+    subprocess.run([sys.executable, "-c", load], check=True, timeout=60)
 
 
 @pytest.mark.slow
