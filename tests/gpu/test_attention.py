@@ -17,7 +17,7 @@ from tests.gpu import dense
 from tests.gpu.dense import DEVICE, DIM, LENGTH, ON_GPU, check
 
 pytestmark = pytest.mark.skipif(DEVICE is None, reason=dense.WHY_SKIPPED)
-needs_cuda = pytest.mark.skipif(not ON_GPU, reason="rehearsed without CUDA")
+needs_cuda = pytest.mark.skipif(not ON_GPU, reason="needs CUDA")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

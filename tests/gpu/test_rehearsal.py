@@ -12,9 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ABSENT = (
-    *("hypothesis", "matplotlib", "pytest_timeout", "pytest_benchmark", "xdist", "tensorboard", "rich", "pydantic"),
-    *("flash_attn", "soundfile", "scipy", "sklearn"),
-)
     "hypothesis",
     "matplotlib",
     "pytest_timeout",
@@ -22,7 +19,11 @@ ABSENT = (
     "xdist",
     "tensorboard",
     "rich",
+    "pydantic",
     "flash_attn",
+    "soundfile",
+    "scipy",
+    "sklearn",
 )
 HIDE = f"""
 import sys
