@@ -1,0 +1,149 @@
+"""What benchmarks share: a clock for either device, the machine and versions of a report, and the matmul peak."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+HEAD_START = 4_000_000  # GPU cycles (about 2 ms) during which the host enqueues what is then timed without gaps
+FLUSH_BYTES = 256 << 20  # more than any GPU's L2
+
+
+class Clock:
+    """Times calls in milliseconds: by events on CUDA, by the wall on a CPU.
+
+    On CUDA the L2 cache is overwritten first and the call waits behind a short sleep on the device, so that launch
+    overhead, which a training step hides, is not timed; `wall` includes it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if self.cuda else None
+
+    def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
+        """(what `call` returns, milliseconds)."""
+        if self._flush is None:
+            start = time.perf_counter()
+            result = call()
+            return result, (time.perf_counter() - start) * 1e3
+        self._flush.zero_()
+        torch.cuda._sleep(HEAD_START)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        result = call()
+        events[1].record()
+        events[1].synchronize()
+        return result, events[0].elapsed_time(events[1])
+
+    def wall(self, call: Callable[[], Any], repeats: int = 5) -> float:
+        """Median milliseconds of the host until the device is done, after one call that warms up."""
+        times = []
+        for _ in range(repeats + 1):
+            self.synchronize()
+            start = time.perf_counter()
+            call()
+            self.synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times[1:])
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def device() -> torch.device:
+    """The CUDA device, else the CPU; INTERLACE_BENCH_DEVICE names another."""
+    return torch.device(os.environ.get("INTERLACE_BENCH_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def matmul_peak(clock: Clock, dtype: torch.dtype, size: int | None = None) -> dict[str, Any]:
+    """TFLOP/s of a square matrix product of `dtype`, the best of ten: the ceiling that attention is held against."""
+    size = size or (8192 if clock.cuda else 2048)
+    a, b = (torch.randn(size, size, device=clock.device).to(dtype) for _ in range(2))
+    times = [clock(lambda: a @ b)[1] for _ in range(13)][3:]
+    return {"size": size, "dtype": str(dtype).removeprefix("torch."), "tflops": 2 * size**3 / min(times) / 1e9}
+
+
+def machine(at: torch.device) -> dict[str, Any]:
+    """CPU, its cores and torch's threads, and for CUDA the GPU with its driver."""
+    about: dict[str, Any] = {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    if at.type == "cuda":
+        properties = torch.cuda.get_device_properties(at)
+        about |= {
+            "gpu": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "driver": _driver(),
+            "cuda": torch.version.cuda,
+        }
+    return about
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of every package that takes part, as far as it is installed."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "flash-attn", "interlace"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Replace the file whole, so that a run that is cut off leaves the last complete one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(report, indent=1) + "\n")
+    draft.replace(path)
+
+
+def parse_heads(text: str) -> tuple[int, int]:
+    """ "64:8" -> (64 query heads, 8 key heads); "8" -> (8, 8). Raises ValueError when they do not divide."""
+    heads, _, kv_heads = text.partition(":")
+    q, kv = int(heads), int(kv_heads or heads)
+    if q < 1 or kv < 1 or q % kv:
+        raise ValueError(f"{text!r}: query heads must be a multiple of key heads")
+    return q, kv
+
+
+def reason(error: BaseException) -> str:
+    """One line that says what went wrong."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return lines[0] if lines else None

@@ -1,0 +1,155 @@
+"""What the GPU tests compare with: dense attention in fp64, and dense SDPA in the tested dtype as the yardstick.
+
+Kernels in 16 bits are as wrong as their dtype makes them, so a fixed tolerance is either too wide or too narrow: here
+the error against fp64 may be at most twice that of torch's own dense kernel on the same tensors, plus EPSILON.
+
+Neither hypothesis nor anything beyond torch and pytest is imported: these tests run on bare machines.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from interlace.attention import AttentionPlan, bitfield_attention
+from interlace.masks import BitfieldMask
+from tests.attention import cases
+
+EPSILON = {torch.float32: 1e-5, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+WHY_SKIPPED = "no CUDA device (INTERLACE_GPU_TESTS_ON=cpu rehearses these tests on the CPU backend)"
+
+
+def find_device() -> torch.device | None:
+    """The CUDA device, what INTERLACE_GPU_TESTS_ON names, or None."""
+    named = os.environ.get("INTERLACE_GPU_TESTS_ON")
+    if named:
+        return torch.device(named)
+    return torch.device("cuda", 0) if torch.cuda.is_available() else None
+
+
+DEVICE = find_device()
+ON_GPU = DEVICE is not None and DEVICE.type == "cuda"
+LENGTH = 1000 if ON_GPU else 150  # no multiple of a block; short where the tests are only rehearsed
+# Strides that are multiples of 128 look alike to the compiler: at this head dimension all shapes share a compilation.
+DIM = 128 if ON_GPU else 32
+
+
+class Inputs(NamedTuple):
+    """q, dout [B, Hq, Tq, D]; k, v [B, Hkv, Tk, D]; dlse fp32 [B, Hq, Tq]; q, k and v require gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def inputs(
+    mask: BitfieldMask, keys: BitfieldMask | None, dtype: torch.dtype, dim: int, heads: int = 4, kv_heads: int = 2
+) -> Inputs:
+    generator = torch.Generator().manual_seed(1)
+    length = mask.length if keys is None else keys.length
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    q = tensor(mask.batch, heads, mask.length, dim)
+    k, v = (tensor(mask.batch, kv_heads, length, dim) for _ in range(2))
+    dout, dlse = tensor(*q.shape), tensor(*q.shape[:3]).float()
+    return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, dlse)
+
+
+def ours(x: Inputs, plan: AttentionPlan, *, with_lse: bool = False, **options) -> Results:
+    """The op, with the gradient of the output alone or of both results."""
+    poison(x)
+    out, lse = bitfield_attention(x.q, x.k, x.v, plan, return_lse=True, **options)
+    if with_lse:
+        grads = torch.autograd.grad((out, lse), (x.q, x.k, x.v), (x.dout, x.dlse))
+    else:
+        grads = torch.autograd.grad(out, (x.q, x.k, x.v), x.dout)
+    return Results(out.detach(), lse.detach(), *grads)
+
+
+def poison(x: Inputs) -> None:
+    """Leave NaN in the memory that results are about to be allocated from: an element nobody writes then shows."""
+    junk = [torch.full_like(tensor, torch.nan) for tensor in (x.q, x.k, x.v, x.dout, x.dlse) for _ in range(2)]
+    del junk
+
+
+def exact(x: Inputs, dense: Tensor, *, softcap: float | None = None, with_lse: bool = False) -> Results:
+    """Dense attention in fp64. Rows that see nothing: 0, LSE -inf."""
+    q, k, v = (tensor.detach().double().requires_grad_() for tensor in (x.q, x.k, x.v))
+    out, lse = cases.oracle(q, k, v, dense, x.q.shape[3] ** -0.5, softcap)
+    loss = (out * x.dout.double()).sum()
+    if with_lse:
+        seen = lse > -torch.inf
+        loss = loss + (lse[seen] * x.dlse.double()[seen]).sum()
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v)))
+
+
+def yardstick(x: Inputs, dense: Tensor) -> Results:
+    """Dense SDPA in the tested dtype, rows that see nothing left out of output and gradients (it makes them NaN)."""
+    seen = dense.any(-1)[:, None, :, None]
+    group = x.q.shape[1] // x.k.shape[1]
+    k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (x.k, x.v))
+    out = F.scaled_dot_product_attention(x.q, k, v, attn_mask=dense[:, None] | ~seen)
+    grads = torch.autograd.grad(out, (x.q, x.k, x.v), x.dout * seen)
+    return Results(out.detach() * seen, x.dlse, *grads)
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    """||got - wanted|| / ||wanted|| over finite entries; infinities must be the same, and NaN gives NaN.
+
+    Where nothing but zero is wanted (dq of a query that sees one key), the mean square takes the quotient's place.
+    """
+    assert torch.equal(got.isinf(), wanted.isinf())
+    got, wanted = (tensor.detach().double().masked_fill(tensor.isinf(), 0) for tensor in (got, wanted))
+    if not wanted.numel():
+        return 0.0
+    root = wanted.numel() ** 0.5
+    size = wanted.norm()
+    return float((got - wanted).norm() / (size if size > 1e-6 * root else root))
+
+
+def check(
+    mask: BitfieldMask,
+    keys: BitfieldMask | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    dim: int = DIM,
+    heads: int = 4,
+    kv_heads: int = 2,
+    softcap: float | None = None,
+    cap: int | None = None,
+    with_lse: bool = False,
+) -> None:
+    """Output, LSE and gradients of one mask: shapes, dtypes, errors, and zeros where nothing is seen."""
+    mask, keys = mask.to(DEVICE), None if keys is None else keys.to(DEVICE)
+    x = inputs(mask, keys, dtype, dim, heads, kv_heads)
+    dense = mask.to_dense(keys)
+    got = ours(x, AttentionPlan.build(mask, keys, cap=cap), softcap=softcap, with_lse=with_lse)
+    wanted = plain = exact(x, dense, softcap=softcap, with_lse=with_lse)
+    if softcap is not None or with_lse:
+        plain = exact(x, dense)  # SDPA has no soft cap and returns no LSE; its error without them is as large
+    allowed = yardstick(x, dense)
+    for name, tensor, like in zip(Results._fields, got, (x.q, x.dlse, x.q, x.k, x.v)):
+        assert tensor.shape == like.shape and tensor.dtype == like.dtype, name
+    assert error(got.lse, wanted.lse) <= (1e-5 if dtype == torch.float32 else 2e-3), "lse"
+    for name in ("out", "dq", "dk", "dv"):
+        found = error(getattr(got, name), getattr(wanted, name))
+        bound = 2 * error(getattr(allowed, name), getattr(plain, name)) + EPSILON[dtype]
+        assert found <= bound, f"{name} is off by {found:.2e}, allowed {bound:.2e}"
+    blind = ~dense.any(-1)[:, None].expand(got.lse.shape)
+    assert not got.out[blind].any() and not got.dq[blind].any() and (got.lse[blind] == -torch.inf).all()
