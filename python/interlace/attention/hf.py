@@ -22,15 +22,16 @@ Importing this module registers both.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -90,6 +91,9 @@ def _carry(plan: AttentionPlan, backend: str | None, *, narrow: bool) -> Tensor:
     scalar = torch.zeros((), dtype=torch.uint8, device=plan.device)
     mask = scalar.expand(plan.batch, 1, plan.q_len, plan.k_len)
     mask.interlace_plan = (plan, backend, narrow)  # type: ignore[attr-defined]
+    # Generation with a static cache calls contiguous() on its masks, which would make a real tensor without the plan.
+    itself = weakref.ref(mask)
+    mask.contiguous = lambda *args, **kwargs: itself()  # type: ignore[method-assign]
     return mask
 
 
@@ -382,6 +386,20 @@ def register() -> None:
     AttentionInterface.register(FLASH_NAME, _flash_attention)
     # A decoding step without any mask would look like an unmarked row of images.
     AttentionMaskInterface.register(FLASH_NAME, partial(make_mask, skip_for_one_token=False))
+    _spare_the_download()
+
+
+def _spare_the_download() -> None:
+    """transformers 5 takes every name with "flash" in it for a kernel to import or download: not this one."""
+    load = modeling_utils.lazy_import_flash_attention
+    if not hasattr(load, "spares_interlace"):
+
+        @wraps(load)
+        def load_others(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+            return None if implementation == FLASH_NAME else load(implementation, *args, **kwargs)
+
+        load_others.spares_interlace = True  # type: ignore[attr-defined]
+        modeling_utils.lazy_import_flash_attention = load_others
 
 
 register()
