@@ -6,8 +6,8 @@ spread out, so that attention is far from uniform and every mask matters.
 
 from __future__ import annotations
 
-import transformers
 import torch
+import transformers
 
 IMAGE, VOCAB = 50, 64
 FIVE = int(transformers.__version__.split(".")[0]) >= 5
@@ -126,9 +126,8 @@ def whisper():
     )
 
 
-MODELS = {
-    f.__name__: f for f in (llama, mistral, gemma2, gemma3, paligemma, qwen2_vl, qwen2_5_vl, siglip, siglip_text, whisper)
-}
+FAMILIES = (llama, mistral, gemma2, gemma3, paligemma, qwen2_vl, qwen2_5_vl, siglip, siglip_text, whisper)
+MODELS = {family.__name__: family for family in FAMILIES}
 IMAGE_TOKENS = {"gemma3": 4, "paligemma": 16, "qwen2_vl": 4, "qwen2_5_vl": 4}  # per image
 
 

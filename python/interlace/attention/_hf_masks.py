@@ -123,6 +123,17 @@ def name_of(function: MaskFunction) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
+def describe(function: MaskFunction) -> str:
+    """The function with its parts: "or(causal_mask_function, blockwise_overlay)"."""
+    name = name_of(function)
+    for kind in ("and", "or"):
+        if name == f"{kind}_masks.<locals>.{kind}_mask" and function.__closure__:
+            cells = zip(function.__code__.co_freevars, function.__closure__)
+            parts = dict(cells)["mask_functions"].cell_contents
+            return f"{kind}({', '.join(describe(part) for part in parts)})"
+    return name.removesuffix(".<locals>.inner_mask")
+
+
 def _is_constant(function: MaskFunction) -> bool:
     """Whether a function reads none of its arguments nor anything captured (`lambda *args: torch.tensor(True)`)."""
     code = getattr(function, "__code__", None)
@@ -254,7 +265,9 @@ def _either(a: Pattern, b: Pattern) -> Pattern:
         assert b.span is not None
         for ids in a.same:
             if _crosses(b.span, ids):
-                raise Unknown("blocks that join several packed documents (give each document's blocks ids of their own)")
+                raise Unknown(
+                    "blocks that join several packed documents (give each document's blocks ids of their own)"
+                )
         if a.keys is not None and bool(((b.span.k >= 0) & ~a.keys).any()):
             raise Unknown("blocks that hold keys which are masked elsewhere")
         return replace(a, inner=a.band(), outer=EVERYTHING, span=b.span)
@@ -284,12 +297,9 @@ def masks(pattern: Pattern, at: Sides, batch: int, padding: Tensor | None) -> tu
 
     padding: bool [B, tokens], False where a token is padding; None = none is.
     """
-    if pattern.span is None:
-        inner, outer = pattern.band(), EVERYTHING
-    else:
-        inner, outer = pattern.inner, pattern.outer
-        if outer.above != math.inf:
-            raise Unknown("blocks within a window that ends ahead of the query")
+    inner, outer = (pattern.band(), EVERYTHING) if pattern.span is None else (pattern.inner, pattern.outer)
+    if outer.above != math.inf:
+        raise Unknown("blocks within a window that ends ahead of the query")
     frame = (outer if inner is None else _meet(inner, outer)).at or at
     causal = inner is not None and inner.above != math.inf
     shift = int(inner.above) if inner is not None and causal else 0
@@ -304,25 +314,27 @@ def masks(pattern: Pattern, at: Sides, batch: int, padding: Tensor | None) -> tu
     if span is not None and doc is not None:  # the ids of a bitfield's spans are not shared by documents
         of = _paired(doc, span, batch)
         span = Sides(*(torch.where(ids >= 0, pair, -1) for ids, pair in zip(span, of)))
-    valid: list[Tensor | None] = [None, pattern.keys]
+    q_valid, k_valid = None, pattern.keys
     if padding is not None:
-        seen = _look_up(padding, Sides(at.q.clamp(max=padding.shape[1] - 1), at.k))
-        valid[1] = seen.k.bool() if pattern.keys is None else seen.k.bool() & pattern.keys
+        seen = _look_up(padding, Sides(at.q.clamp(max=padding.shape[1] - 1), at.k))(Tensor.bool)
+        k_valid = seen.k if k_valid is None else seen.k & k_valid
         # Only in a causal mask are queries surely the same tokens as keys; there, padding need not be computed.
-        valid[0] = seen.q.bool() if causal else None
-    ids: list[Tensor | None] = [None, None] if doc is None else list(_numbered(doc, batch))
-    bits = (word(0, [] if inner is None else None, causal=causal), word(0))
-    made = []
-    for side in range(2):
-        if valid[side] is not None:
-            ids[side] = torch.where(valid[side], torch.zeros_like(at[side]) if ids[side] is None else ids[side], -1)
+        q_valid = seen.q if causal else None
+    docs = (None, None) if doc is None else _numbered(doc, batch)
+    sides = zip(at, docs, (None, None) if span is None else span, pos, (q_valid, k_valid))
+    made: list[BitfieldMask] = []
+    for index, document, block, position, valid in sides:
+        if valid is not None:
+            document = torch.where(valid, torch.zeros_like(index) if document is None else document, -1)
+        asks = len(made) == 0  # the queries come first, and only their words and windows matter
+        bits = word(0, [] if asks and inner is None else None, causal=asks and causal)
         made.append(
             BitfieldMask(
-                torch.full((batch, at[side].shape[1]), bits[side], dtype=torch.int64, device=at.q.device),
-                doc=_int32(ids[side], batch),
-                span=_int32(None if span is None else span[side].clamp(min=-1), batch),
-                pos=_int32(pos[side], batch),
-                window=window if side == 0 else None,
+                torch.full((batch, index.shape[1]), bits, dtype=torch.int64, device=index.device),
+                doc=None if document is None else _int32(document, batch),
+                span=None if block is None else _int32(block.clamp(min=-1), batch),
+                pos=_int32(position, batch),
+                window=window if asks else None,
             )
         )
     return made[0], made[1]
@@ -346,9 +358,7 @@ def _window(
     far = torch.iinfo(torch.int64).max
     first = torch.full((batch, count + 1), far, device=of.device).scatter_reduce_(1, of, where.k, "amin")
     last = torch.full((batch, count + 1), -far, device=of.device).scatter_reduce_(1, of, where.k, "amax")
-    size = torch.zeros((batch, count + 1), dtype=torch.int64, device=of.device).scatter_add_(
-        1, of, torch.ones_like(of)
-    )
+    size = torch.zeros((batch, count + 1), dtype=torch.int64, device=of.device).scatter_add_(1, of, torch.ones_like(of))
     own = torch.where(ids.q >= 0, ids.q, count)
     begin = first.gather(1, own)
     reach = torch.where((ids.q >= 0) & (begin != far), where.q - begin + 1, 0)
@@ -374,8 +384,8 @@ def _numbered(ids: Sides, batch: int, *, negative: bool = True) -> Sides:
     return ids.parted(numbers if negative else torch.where(joined >= 0, numbers, -1))
 
 
-def _int32(values: Tensor | None, batch: int) -> Tensor | None:
-    return None if values is None else values.expand(batch, -1).to(torch.int32).contiguous()
+def _int32(values: Tensor, batch: int) -> Tensor:
+    return values.expand(batch, -1).to(torch.int32).contiguous()
 
 
 # ---------------------------------------------------------------------- the proof

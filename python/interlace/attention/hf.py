@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def _carry(plan: AttentionPlan, backend: str | None, *, narrow: bool) -> Tensor:
     mask.interlace_plan = (plan, backend, narrow)  # type: ignore[attr-defined]
     # Generation with a static cache calls contiguous() on its masks, which would make a real tensor without the plan.
     itself = weakref.ref(mask)
-    mask.contiguous = lambda *args, **kwargs: itself()  # type: ignore[method-assign]
+    mask.contiguous = lambda *args, **kwargs: itself()  # type: ignore[assignment, method-assign]
     return mask
 
 
@@ -247,9 +247,7 @@ def _cut(plan: AttentionPlan, q_ends: Tensor, k_ends: Tensor) -> AttentionPlan:
 def _changed(plan: AttentionPlan, change: Callable[[Tokens, Tokens], tuple[Tokens, Tokens]]) -> AttentionPlan:
     q, k = change(plan.queries(), plan.keys())
     queries = BitfieldMask(q.bits, doc=q.doc, span=q.span, pos=q.pos, window=q.window, sinks=plan.sinks)
-    return AttentionPlan.build(
-        queries, BitfieldMask(k.bits, doc=k.doc, span=k.span, pos=k.pos), block=plan.block
-    )
+    return AttentionPlan.build(queries, BitfieldMask(k.bits, doc=k.doc, span=k.span, pos=k.pos), block=plan.block)
 
 
 def _boundaries(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -364,19 +362,24 @@ def _plan_of(
             padding = nn.functional.pad(padding, (0, max(0, tokens - padding.shape[1])))
         queries, keys = _hf_masks.masks(_hf_masks.translate(function, at), at, batch, padding)
         where = _hf_masks.differs(function, at, queries, keys, padding)
-        if where is not None:
-            raise Unknown(f"its translation is refuted at (batch, query, key) = {where}")
+        if where is None:
+            return AttentionPlan.build(queries, keys)
+        reason, pair = "its translation is refuted", f", at (batch, query, key) = {where}"
     except (Unknown, IndexError, TypeError, ValueError, RuntimeError) as error:
-        _warn(
-            f"the mask function {_hf_masks.name_of(function)} stays a dense mask on scaled_dot_product_attention: {error}"
-        )
-        return None
-    return AttentionPlan.build(queries, keys)
+        reason, pair = str(error), ""
+    name = _hf_masks.describe(function)
+    _warn(f"the mask function {name} stays a dense mask on scaled_dot_product_attention: {reason}", pair)
+    return None
 
 
-@cache
-def _warn(message: str) -> None:
-    warnings.warn(f"interlace: {message}", stacklevel=2)
+_warned: set[str] = set()
+
+
+def _warn(message: str, detail: str = "") -> None:
+    """Warn once of each message; `detail` may differ from time to time."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(f"interlace: {message}{detail}", stacklevel=2)
 
 
 def register() -> None:
