@@ -8,7 +8,8 @@ import warnings
 import pytest
 import torch
 
-from interlace.attention import hf
+from interlace.attention import AttentionPlan, hf
+from interlace.masks import BitfieldMask
 from tests.attention.hf_models import FIVE, IMAGE_TOKENS, batch, make, random, text_ids
 
 TEXT = ("llama", "mistral", "gemma2")
@@ -173,11 +174,7 @@ def test_vision_towers_take_their_images_in_one_call(name, monkeypatch):
         assert name != "qwen2_vl" or calls[0] is calls[1]  # one plan for the whole tower
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", TEXT + MULTIMODAL)
-def test_generation_with_a_cache(name, cache):
-    model, other = pair(name)
-    inputs = batch(name, ROWS[name], side="left")
+def assert_same_generation(model, other, inputs, cache="dynamic"):
     options = {
         "max_new_tokens": 6,
         "do_sample": False,
@@ -190,6 +187,20 @@ def test_generation_with_a_cache(name, cache):
     found, wanted = (m.generate(**inputs, **options) for m in (model, other))
     assert torch.equal(found.sequences, wanted.sequences)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", TEXT + MULTIMODAL)
+def test_generation_with_a_cache(name, cache):
+    assert_same_generation(*pair(name), batch(name, ROWS[name], side="left"), cache)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_the_second_name_serves_whole_models_too(name):
+    model, other = pair(name, hf.FLASH_NAME)
+    inputs = batch(name, ROWS[name], side="left")
+    assert_same(model, other, inputs, inputs["attention_mask"].bool())
+    assert_same_generation(model, other, inputs)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
@@ -218,6 +229,20 @@ def test_activation_checkpointing_and_compilation():
         m.train()
         m.gradient_checkpointing_enable({"use_reentrant": False})
     assert_same(model, other, {**inputs, "use_cache": False}, valid)
+
+
+def test_models_of_different_scale_compile_without_a_break():
+    """What differs between two modules becomes a symbol the second time: the head size, the scale, the cap."""
+    ids = text_ids(1, 9)
+    mask = hf.carrier(AttentionPlan.build(BitfieldMask.causal(1, 9)))
+    for changes in ({}, {"head_dim": 16, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 3.0}):
+        model = make("gemma2", **changes)
+        model.set_attn_implementation(hf.NAME)
+        given = {"attention_mask": {"full_attention": mask, "sliding_attention": mask}, "use_cache": False}
+        wanted = model(ids, **given).logits  # also makes the windowed plan, which a compiled model then finds
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(ids, **given).logits, wanted, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
 
 
 def test_image_token_counts_are_what_the_inputs_assume():

@@ -282,6 +282,8 @@ def test_cu_seqlens_alone_and_beside_a_models_own_mask():
         hf.attention(module, q, k, v, None, cu_seq_lens_q=ends + 4, is_causal=False)
     with pytest.raises(ValueError, match="different lengths"):
         hf.attention(module, q, k, v, None, cu_seq_lens_q=ends, cu_seq_lens_k=ends.clamp(max=6))
+    with pytest.raises(ValueError, match="both sides"):
+        hf.attention(module, q, k, v, None, cu_seq_lens_q=ends, is_causal=False, sliding_window=2)
     with pytest.raises(ValueError, match="dense attention mask"):
         hf.attention(module, q, k, v, torch.ones(1, 1, 10, 10).bool(), cu_seq_lens_q=ends)
 

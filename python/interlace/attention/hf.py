@@ -39,6 +39,7 @@ from interlace.attention import _hf_masks
 from interlace.attention._hf_masks import Sides, Unknown
 from interlace.attention.op import bitfield_attention
 from interlace.attention.plan import AttentionPlan
+from interlace.attention.reference import accumulate_dtype
 from interlace.masks import BitfieldMask, Tokens, word
 
 NAME = "interlace"
@@ -137,7 +138,9 @@ def attention(
         if plan is None and attention_mask is None:
             is_causal = kwargs.get("is_causal")
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-            plan, narrow = packed_plan(*boundaries, query.shape[2], key.shape[2], causal=causal), causal
+            if sliding_window is not None and not causal:
+                raise ValueError("cu_seq_lens_q with a window on both sides of the query is not supported")
+            plan = packed_plan(*boundaries, query.shape[2], key.shape[2], causal=causal)
         elif plan is None:
             raise ValueError("cu_seq_lens_q comes with a dense attention mask: give one or the other")
         elif not narrow:  # made from the model's own mask function, which does not know of these boundaries
@@ -203,7 +206,7 @@ def _softcapped(
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores.float() / softcap)
+    scores = softcap * torch.tanh(scores.to(accumulate_dtype(query.dtype)) / softcap)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
