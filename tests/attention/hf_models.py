@@ -6,6 +6,9 @@ spread out, so that attention is far from uniform and every mask matters.
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import torch
 import transformers
 
@@ -161,6 +164,14 @@ def layout(name, parts):
     return ids, kinds
 
 
+def _takes(name, argument):
+    """Whether the family's own forward has an argument in this version of transformers."""
+    module = {"qwen2_vl": "qwen2_vl.modeling_qwen2_vl", "qwen2_5_vl": "qwen2_5_vl.modeling_qwen2_5_vl"}[name]
+    family = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}[name]
+    module = importlib.import_module(f"transformers.models.{module}")
+    return argument in inspect.signature(getattr(module, f"{family}ForConditionalGeneration").forward).parameters
+
+
 def batch(name, rows, *, side="right", suffix=3):
     """Model inputs for rows of parts, padded on `side`; the last `suffix` tokens of a PaliGemma row are its suffix."""
     made = [layout(name, parts) for parts in rows]
@@ -181,6 +192,6 @@ def batch(name, rows, *, side="right", suffix=3):
     elif images:
         inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * images)
         inputs["pixel_values"] = random(16 * images, 3 * 2 * 4 * 4)
-        if FIVE:
+        if _takes(name, "mm_token_type_ids"):
             inputs["mm_token_type_ids"] = torch.tensor(kinds)
     return inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -23,7 +24,6 @@ from transformers.masking_utils import (
 from interlace.attention import AttentionPlan, bitfield_attention, hf
 from interlace.attention._hf_masks import Sides, Unknown, differs, masks, translate
 from interlace.masks import BitfieldMask
-from tests.attention.hf_models import FIVE
 
 BATCH = 2
 
@@ -34,8 +34,8 @@ def forget_warnings():
 
 
 def blocks(ids):
-    """transformers 5's blockwise_overlay, which 4.57 lacks."""
-    if FIVE:
+    """transformers' blockwise_overlay, which early versions lack."""
+    if hasattr(masking_utils, "blockwise_overlay"):
         return masking_utils.blockwise_overlay(ids)
 
     def blockwise_overlay(block_sequence_ids):
@@ -52,7 +52,7 @@ def blocks(ids):
 def ask(function, q_length, kv_length, *, offset=0, attention_mask=None, ask=hf.make_mask, **kwargs):
     """Calls a mask interface the way this version of transformers does."""
     queries = {"q_length": q_length, "q_offset": offset, "device": "cpu"}
-    if not FIVE:
+    if "cache_position" in inspect.signature(sdpa_mask).parameters:
         queries = {"cache_position": torch.arange(q_length) + offset}
     return ask(
         batch_size=BATCH,
@@ -247,6 +247,35 @@ def test_constants_and_two_sided_windows():
         for function in (everything, both_ways):
             found = ask(function, LENGTH, LENGTH)
             assert torch.equal(dense(found), ask(function, LENGTH, LENGTH, ask=sdpa_mask)[:, 0])
+
+
+@pytest.mark.parametrize("wording", ["4.57 to 5.0", "5.8"])
+def test_every_wording_of_gemmas_images(wording):
+    """Also where a static cache is longer than the ids."""
+    ids = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1], [0, 0, -1, -1, 1, 1, 1, 1]])
+
+    def token_type_ids_mask_function(group_ids, image_group_ids, token_type_ids):
+        def at(table, b, index):
+            return torch.where(index < 8, table[b, index.clamp(max=7)], -1)
+
+        def old(batch_idx, head_idx, q_idx, kv_idx):
+            kinds = [at(token_type_ids, batch_idx, index) for index in (q_idx, kv_idx)]
+            groups = [at(image_group_ids, batch_idx, index) for index in (q_idx, kv_idx)]
+            return (kinds[0] == 1) & (kinds[1] == 1) & (groups[0] == groups[1])
+
+        def new(batch_idx, head_idx, q_idx, kv_idx):
+            q_group, kv_group = at(group_ids, batch_idx, q_idx), at(group_ids, batch_idx, kv_idx)
+            return (q_group == kv_group) & (q_group >= 0)
+
+        inner_mask = new if wording == "5.8" else old
+        inner_mask.__qualname__ = "token_type_ids_mask_function.<locals>.inner_mask"
+        return inner_mask
+
+    images = token_type_ids_mask_function(ids, ids, (ids >= 0).long())
+    for function in (or_masks(causal_mask_function, images), and_masks(or_masks(causal_mask_function, images))):
+        found = ask(function, 8, LENGTH)
+        assert hasattr(found, "interlace_plan")
+        assert torch.equal(dense(found), ask(function, 8, LENGTH, ask=sdpa_mask)[:, 0])
 
 
 def test_differs_names_the_pair():

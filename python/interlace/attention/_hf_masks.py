@@ -181,14 +181,18 @@ def _keys(mask: Tensor | None, at: Sides) -> Pattern:
     return Pattern() if mask is None else Pattern(keys=_look_up(mask, at).k.bool())
 
 
-def _gemma_images(cells: dict[str, Any], at: Sides) -> Pattern:
-    kinds, groups = cells["token_type_ids"], cells["image_group_ids"]
-    width = kinds.shape[1]
-    inside = Sides(at.q, at.k.clamp(max=width - 1))  # only keys may lie past the end (a static cache)
-    kind, group = _look_up(kinds, inside), _look_up(groups, inside)
-    q = torch.where(kind.q == 1, group.q, -1)
-    k = torch.where((kind.k == 1) & (at.k < width), group.k, -1)
-    return Pattern(inner=None, span=Sides(q, k))
+def _images(cells: dict[str, Any], at: Sides) -> Pattern:
+    """Gemma 3 and PaliGemma before transformers had blockwise_overlay, in three wordings."""
+    groups = cells["group_ids"] if "group_ids" in cells else cells["image_group_ids"]
+    kinds = cells.get("token_type_ids")
+    width = groups.shape[1]
+    inside = at(lambda index: index.clamp(max=width - 1))  # a static cache reaches past the end
+    group = _look_up(groups, inside)
+    seen = at(lambda index: index < width)
+    if kinds is not None:
+        kind = _look_up(kinds, inside)
+        seen = Sides(seen.q & (kind.q == 1), seen.k & (kind.k == 1))
+    return Pattern(inner=None, span=Sides(torch.where(seen.q, group.q, -1), torch.where(seen.k, group.k, -1)))
 
 
 def _remapped(cells: dict[str, Any], at: Sides) -> Pattern:
@@ -217,7 +221,7 @@ _READERS: dict[str, Callable[[dict[str, Any], Sides], Pattern]] = {
     _inner("chunked_overlay"): _chunks,
     _inner("_legacy_chunked_overlay"): _chunks,
     _inner("blockwise_overlay"): lambda c, at: Pattern(inner=None, span=_look_up(c["block_sequence_ids"], at)),
-    _inner("token_type_ids_mask_function"): _gemma_images,
+    _inner("token_type_ids_mask_function"): _images,
     _inner("packed_sequence_mask_function"): lambda c, at: Pattern(same=(_look_up(c["packed_sequence_mask"], at),)),
     _inner("remap_positions_for_packed_sequence"): _remapped,
     _inner("add_offsets_to_mask_function"): _shifted,
