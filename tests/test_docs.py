@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
+EXECUTED = sorted((ROOT / "docs").glob("attention-in-*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -25,6 +29,22 @@ def test_links_lead_somewhere(page):
 def test_examples_parse(page):
     for example in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S):
         ast.parse(example)
+
+
+@pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
+def test_examples_run_from_top_to_bottom(page, monkeypatch):
+    """All blocks of a page in one namespace, line numbers as in the page."""
+    # The default backend takes half a minute here, and what a page shows does not depend on it.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch.manual_seed(0)
+    text, names = page.read_text(), {"__name__": "page"}
+    examples = list(re.finditer(r"```python\n(.*?)```", text, flags=re.S))
+    assert examples
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="interlace:")
+        for example in examples:
+            above = text.count("\n", 0, example.start(1))
+            exec(compile("\n" * above + example.group(1), str(page), "exec"), names)
 
 
 def test_the_first_example_of_the_readme_runs():

@@ -35,6 +35,47 @@ def test_flex_mask_mod_is_the_rule(pair):
     assert torch.equal(dense[:, 0], mask.to_dense(keys))
 
 
+@settings(max_examples=25)
+@given(mask_pairs())
+def test_a_flex_mask_mod_is_compared_pair_by_pair(pair):
+    mask, keys = pair
+    assert mask.differs_from_flex(mask.to_flex(keys), keys) is None
+    length = mask.length if keys is None else keys.length
+    if mask.batch * mask.length * length == 0:
+        return
+    last = (mask.batch - 1, mask.length - 1, length - 1)
+
+    def flipped(b, h, q, k):
+        return mask.to_flex(keys)(b, h, q, k) ^ ((b == last[0]) & (q == last[1]) & (k == last[2]) & (h == 1))
+
+    assert mask.differs_from_flex(flipped, keys) is None  # one head asked for: not the one that differs
+    found = mask.differs_from_flex(flipped, keys, heads=2)
+    assert (found.batch, found.head, found.query, found.key) == (last[0], 1, *last[1:])
+    assert found.bitfield == bool(mask.to_dense(keys)[last]) != found.flex
+
+
+def test_a_difference_reads_as_a_sentence_and_samples_find_it():
+    mask = BitfieldMask.causal(1, 700)  # more pairs than are evaluated at a time
+
+    def off_by_one(b, h, q, k):
+        return k < q
+
+    def late(b, h, q, k):
+        return (k <= q) | (q >= 600)
+
+    found = mask.differs_from_flex(off_by_one)
+    assert str(found) == "query 0 sees key 0 in the bitfield but not in mask_mod (row 0, head 0)"
+    found = mask.differs_from_flex(late)
+    assert str(found) == "query 600 sees key 601 in mask_mod but not in the bitfield (row 0, head 0)"
+    sampled = mask.differs_from_flex(late, samples=1000)
+    assert sampled == mask.differs_from_flex(late, samples=1000) and sampled.query >= 600
+    assert mask.differs_from_flex(mask.to_flex(), samples=1000) is None
+    with pytest.raises(ValueError, match="heads is 0"):
+        mask.differs_from_flex(late, heads=0)
+    with pytest.raises(ValueError, match="samples is 0"):
+        mask.differs_from_flex(late, samples=0)
+
+
 def test_flex_block_mask_of_a_multimodal_row():
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     mask = BitfieldMask.from_segments([[Segment("text", 100), Segment("image", 300), Segment("text", 112)]])

@@ -26,10 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from interlace._mask_flex import FlexDifference
 
 CAUSAL = -(1 << 63)  # bit 63 of an int64 is its sign: test it with `bits < 0` or `& CAUSAL != 0`, never with `> 0`
 OWN_SHIFT = 56
@@ -384,6 +387,27 @@ class BitfieldMask:
             return visible(q(lambda field: field[b, q_idx]), k(lambda field: field[b, kv_idx]), sinks)
 
         return mask_mod
+
+    def differs_from_flex(
+        self,
+        mask_mod: FlexMaskMod,
+        kv_mask: BitfieldMask | None = None,
+        *,
+        heads: int = 1,
+        samples: int | None = None,
+        seed: int = 0,
+    ) -> FlexDifference | None:
+        """The first pair on which a FlexAttention mask_mod(b, h, q_idx, kv_idx) and this mask disagree, None if none.
+
+        This is how a mask is carried over from FlexAttention: write the BitfieldMask that says the same, and compare.
+        Pairs go by row, query, key; `samples` of them are drawn at random with `seed`, None compares all. heads: how
+        many heads to ask mask_mod for; a bitfield is the same for all. What comes back prints as a sentence and has the
+        fields batch, head, query, key, bitfield and flex. Never makes a T x T array. Raises ValueError for heads or
+        samples below 1.
+        """
+        from interlace._mask_flex import first_difference
+
+        return first_difference(self, _check_keys(self, kv_mask), mask_mod, heads, samples, seed)
 
     def plot(
         self,

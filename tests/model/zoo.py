@@ -8,6 +8,7 @@ projectors' weights.
 from __future__ import annotations
 
 import copy
+from inspect import signature
 
 import torch
 from torch import nn
@@ -139,7 +140,10 @@ def encode_plain(encoder: ModalityModule, item: Media, downsample: int) -> torch
         hidden = nn.functional.gelu(module.conv2(nn.functional.gelu(module.conv1(padded)))).permute(0, 2, 1)
         hidden = (hidden + module.embed_positions.weight)[:, :valid]
         for layer in module.layers:
-            hidden = layer(hidden, None)
+            # transformers 4.57 also wants head masks and returns a tuple
+            heads = {"layer_head_mask": None} if "layer_head_mask" in signature(layer.forward).parameters else {}
+            out = layer(hidden, None, **heads)
+            hidden = out[0] if isinstance(out, tuple) else out
         hidden = module.layer_norm(hidden)[0]
     else:
         hidden = module(pixel_values=item.data[None], interpolate_pos_encoding=True).last_hidden_state[0]

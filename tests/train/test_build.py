@@ -115,6 +115,15 @@ def test_freezing_follows_the_config() -> None:
         _build(*everything)
 
 
+def test_an_old_library_is_refused_by_name(monkeypatch) -> None:
+    model = _build()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.6")
+    with pytest.raises(ConfigError, match=r"needs transformers 5.*this is 4.57.6: pip install"):
+        _build()
+    with pytest.raises(ConfigError, match="needs transformers 5"):
+        materialize(model, seed=0)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

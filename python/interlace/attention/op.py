@@ -70,9 +70,11 @@ def bitfield_attention(
     plan.check(q.shape[0], q.shape[2], k.shape[2], q.device)
     if scale is None:
         scale = q.shape[3] ** -0.5
-    if not math.isfinite(scale):
+    # Under torch.compile a number that differs between two modules is a symbol, of which isfinite cannot be asked.
+    checking = not torch.compiler.is_compiling()
+    if checking and not math.isfinite(scale):
         raise ValueError(f"scale is {scale}; it must be finite")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+    if checking and softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap is {softcap}; it must be positive and finite, or None for none")
     softcap = None if softcap is None else float(softcap)
     if not isinstance(deterministic, bool):

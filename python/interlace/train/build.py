@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import importlib.metadata
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ RESERVED = {"attn_implementation", "dtype", "torch_dtype", "architectures", "ret
 
 def build(config: Config, tokenizer: Any, *, source: str = "config") -> MultimodalModel:
     """The config's model on the meta device, frozen as configured. Raises ConfigError naming the wrong key."""
+    _check_library()
     from interlace.model import ModalityModule, MultimodalModel
 
     spec = config.model
@@ -107,8 +109,10 @@ def present(model: MultimodalModel, plan: ParallelPlan, rank: int) -> set[str]:
 def materialize(model: nn.Module, names: Collection[str] | None = None, *, seed: int) -> nn.Module:
     """Replaces the meta parameters in `names` (default: all), and all buffers, by real ones with random values.
 
-    Values depend on `seed` and names only, not on which others are in `names`. Tied parameters stay tied.
+    Values depend on `seed` and names only, not on which others are in `names`. Tied parameters stay tied. Raises
+    ConfigError under transformers 4.
     """
+    _check_library()
     from transformers import PreTrainedModel
 
     aliases: dict[int, list[str]] = {}
@@ -157,6 +161,17 @@ def architecture(config: Config) -> dict[str, Any]:
         name: module.model_dump(include={"family", "config", "projector", "downsample"})
         for name, module in [*spec.encoders().items(), ("language_model", spec.language_model)]
     }
+
+
+def _check_library() -> None:
+    """transformers 4 fills buffers (rotary frequencies, Whisper's sinusoids) only where a model is not meta."""
+    version = importlib.metadata.version("transformers")
+    if int(version.split(".")[0]) < 5:
+        raise ConfigError(
+            f"building a model from a config (interlace train, plan, generate) needs transformers 5, which can "
+            f"initialise a model part by part; this is {version}: pip install 'transformers>=5,<6'. "
+            "Attention and interlace.model work with both."
+        )
 
 
 def _module(name: str, spec: Encoder | LanguageModel, source: str, **defaults: Any) -> Any:

@@ -62,6 +62,10 @@ def _basics() -> dict[str, Callable[[], Check]]:
 
         return True, f"{torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
 
+    def transformers() -> Check:
+        version = importlib.metadata.version("transformers")
+        return True, version + ("" if int(version.split(".")[0]) >= 5 else ", interlace train needs 5")
+
     def core() -> Check:
         from interlace import _core
 
@@ -70,7 +74,7 @@ def _basics() -> dict[str, Callable[[], Check]]:
     return {
         "python": python,
         "torch": torch,
-        "transformers": lambda: (True, importlib.metadata.version("transformers")),
+        "transformers": transformers,
         "triton": lambda: _installed("triton", "CPU backends need none"),
         "interlace._core": core,
     }

@@ -1,0 +1,255 @@
+"""The HuggingFace drop-in against each family's own eager attention: logits where nothing is padded, all gradients."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from transformers import masking_utils
+
+from interlace.attention import AttentionPlan, hf
+from interlace.masks import BitfieldMask
+from tests.attention.hf_models import FIVE, IMAGE_TOKENS, batch, make, random, text_ids
+
+TEXT = ("llama", "mistral", "gemma2")
+MULTIMODAL = ("gemma3", "paligemma", "qwen2_vl", "qwen2_5_vl")
+ROWS = {name: [[3, "image", 2, "image", 4], [2, "image", 5]] for name in MULTIMODAL} | {
+    name: [[9], [5]] for name in TEXT
+}
+VISION_IN_ONE_CALL = {"text_config": hf.NAME, "vision_config": hf.FLASH_NAME}
+
+
+@pytest.fixture(autouse=True)
+def no_surprise_fallbacks():
+    """A fall-back to a dense mask is an error unless a test expects it."""
+    hf._warned.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="interlace:")
+        yield
+
+
+class Watch:
+    """Counts what runs: bitfield attention, and dense attention under a mask for more than one query."""
+
+    def __init__(self, monkeypatch):
+        self.sparse = self.dense = 0
+        for name in ("bitfield_attention", "sdpa_attention_forward"):
+            monkeypatch.setattr(hf, name, self.counted(name, getattr(hf, name)))
+
+    def counted(self, name, function):
+        def run(*args, **kwargs):
+            if name == "bitfield_attention":
+                self.sparse += 1
+            elif args[4] is not None and args[1].shape[2] > 1:
+                self.dense += 1
+            return function(*args, **kwargs)
+
+        return run
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    return Watch(monkeypatch)
+
+
+def pair(name, implementation=hf.NAME, **changes):
+    model = make(name, **changes)
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    model.set_attn_implementation(implementation)
+    return model, other
+
+
+def outputs(model, inputs):
+    out = model(**inputs)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def assert_same(model, other, inputs, valid=None):
+    """Outputs at `valid` positions, and every parameter's gradient of a random projection of them."""
+    found, wanted = (outputs(m, inputs) for m in (model, other))
+    valid = torch.ones(found.shape[:2], dtype=torch.bool) if valid is None else valid
+    torch.testing.assert_close(found[valid], wanted[valid], rtol=1e-4, atol=1e-5)
+    direction = random(*found[valid].shape, seed=9)
+    for m, out in ((model, found), (other, wanted)):
+        m.zero_grad(set_to_none=True)
+        (out[valid] * direction).sum().backward()
+    gradients = dict(other.named_parameters())
+    scale = max(float(p.grad.norm()) for p in gradients.values() if p.grad is not None)
+    for name, parameter in model.named_parameters():
+        want = gradients[name].grad
+        assert (parameter.grad is None) == (want is None), name
+        if want is not None:
+            # Some gradients are zero by symmetry and hold noise alone: measured against the largest they are nothing.
+            error = float((parameter.grad - want).norm()) / max(float(want.norm()), 1e-3 * scale)
+            assert error < 2e-4, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", TEXT + MULTIMODAL)
+def test_padding_and_two_images_in_a_sample(name, side, watch):
+    model, other = pair(name)
+    inputs = batch(name, ROWS[name], side=side)
+    assert_same(model, other, inputs, inputs["attention_mask"].bool())
+    # transformers 4.57 builds PaliGemma's prefix mask itself, as a dense tensor.
+    assert (watch.sparse > 0 and watch.dense == 0) != (name == "paligemma" and not FIVE)
+
+
+def packed(name):
+    """Two samples side by side in one row, told apart by position ids alone."""
+    rows = [["image", 2, 3], [2, "image", "image", 5]] if name in MULTIMODAL else [[5], [9]]
+    alone = [batch(name, [row]) for row in rows]
+    across = {
+        key: torch.cat([one[key] for one in alone], dim=0 if key in ("pixel_values", "image_grid_thw") else 1)
+        for key in alone[0]
+        if key != "attention_mask"
+    }
+    positions = torch.cat([torch.arange(one["input_ids"].shape[1]) for one in alone])[None]
+    if "qwen" in name:  # text positions, then time, height and width
+        positions = positions.expand(4, 1, -1).contiguous()
+    return {**across, "position_ids": positions, "use_cache": False}, alone
+
+
+@pytest.mark.parametrize("name", [name for name in TEXT + MULTIMODAL if name != "paligemma"])
+def test_packing_by_position_ids(name, watch):
+    model, other = pair(name)
+    inputs, _ = packed(name)
+    assert_same(model, other, inputs)
+    assert watch.sparse > 0 and watch.dense == 0
+
+
+def test_packed_documents_do_not_see_each_other():
+    model, _ = pair("mistral")
+    inputs, alone = packed("mistral")
+    wanted = torch.cat([model(**one).logits for one in alone], dim=1)
+    torch.testing.assert_close(model(**inputs).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    not hasattr(masking_utils, "blockwise_overlay"), reason="this transformers composes PaliGemma's mask in another way"
+)
+def test_blocks_across_packed_documents_stay_dense_with_one_warning(watch):
+    """A packed PaliGemma row has one block number for all prefixes, so they see each other: eager does so too."""
+    model, other = pair("paligemma")
+    inputs, _ = packed("paligemma")
+    with pytest.warns(UserWarning, match=r"or\(and\(.*stays a dense mask.*join several packed documents") as caught:
+        assert_same(model, other, inputs)
+        model(**inputs)
+    assert len([w for w in caught if "interlace:" in str(w.message)]) == 1
+    assert watch.dense > 0
+
+
+@pytest.mark.parametrize("window", [2, 6])
+def test_gemmas_images_longer_than_its_window(window):
+    """In 4.57 an image is exempt from the window, in 5 it is cut by it."""
+    model, other = pair("gemma3", window=window)
+    inputs = batch("gemma3", ROWS["gemma3"])
+    assert_same(model, other, inputs, inputs["attention_mask"].bool())
+
+
+def test_encoders():
+    pixels = random(2, 3, 16, 16)
+    assert_same(*pair("siglip"), {"pixel_values": pixels})
+    assert_same(*pair("whisper"), {"input_features": random(2, 8, 32)})
+    ids, mask = text_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    assert_same(*pair("siglip_text"), {"input_ids": ids, "attention_mask": mask}, mask.bool())
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_vision_towers_take_their_images_in_one_call(name, monkeypatch):
+    model, other = pair(name, VISION_IN_ONE_CALL)
+    calls, lengths = [], []
+    original = hf.packed_plan
+
+    def counted(*args, **kwargs):
+        calls.append(original(*args, **kwargs))
+        lengths.append(args[2])
+        return calls[-1]
+
+    monkeypatch.setattr(hf, "packed_plan", counted)
+    inputs = batch(name, ROWS[name])
+    assert_same(model, other, inputs, inputs["attention_mask"].bool())
+    if FIVE:  # 4.57 gives the single call to "flash_attention_2" alone, and its loop gives the same numbers
+        assert len(calls) == 2 and set(lengths) == {3 * 16}  # two layers, three images of 16 patches
+        assert name != "qwen2_vl" or calls[0] is calls[1]  # one plan for the whole tower
+
+
+def assert_same_generation(model, other, inputs, cache="dynamic"):
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        **({"cache_implementation": "static"} if cache == "static" else {}),
+    }
+    found, wanted = (m.generate(**inputs, **options) for m in (model, other))
+    assert torch.equal(found.sequences, wanted.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", TEXT + MULTIMODAL)
+def test_generation_with_a_cache(name, cache):
+    assert_same_generation(*pair(name), batch(name, ROWS[name], side="left"), cache)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_the_second_name_serves_whole_models_too(name):
+    model, other = pair(name, hf.FLASH_NAME)
+    inputs = batch(name, ROWS[name], side="left")
+    assert_same(model, other, inputs, inputs["attention_mask"].bool())
+    assert_same_generation(model, other, inputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_several_tokens_after_a_cached_prefix(name):
+    """Beyond the window too, where a sliding cache has dropped its oldest keys."""
+    model, other = pair(name)
+    ids = text_ids(2, 15)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    results = []
+    for m in (model, other):
+        out = m(ids[:, :9], attention_mask=mask[:, :9], use_cache=True)
+        results.append(m(ids[:, 9:], attention_mask=mask, past_key_values=out.past_key_values).logits)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_activation_checkpointing_and_compilation():
+    model, other = pair("mistral")
+    inputs = batch("mistral", ROWS["mistral"])
+    valid = inputs["attention_mask"].bool()
+    wanted = model(**inputs).logits
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(**inputs).logits[valid], wanted[valid], rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+    for m in (model, other):
+        m.train()
+        m.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(model, other, {**inputs, "use_cache": False}, valid)
+
+
+def test_models_of_different_scale_compile_without_a_break():
+    """What differs between two modules becomes a symbol the second time: the head size, the scale, the cap."""
+    ids = text_ids(1, 9)
+    mask = hf.carrier(AttentionPlan.build(BitfieldMask.causal(1, 9)))
+    for changes in ({}, {"head_dim": 16, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 3.0}):
+        model = make("gemma2", **changes)
+        model.set_attn_implementation(hf.NAME)
+        given = {"attention_mask": {"full_attention": mask, "sliding_attention": mask}, "use_cache": False}
+        wanted = model(ids, **given).logits  # also makes the windowed plan, which a compiled model then finds
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(ids, **given).logits, wanted, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_image_token_counts_are_what_the_inputs_assume():
+    for name, count in IMAGE_TOKENS.items():
+        inputs = batch(name, [["image", 1]])
+        kinds = inputs["input_ids"] == 50
+        assert int(kinds.sum()) == count
