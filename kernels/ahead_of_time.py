@@ -37,6 +37,7 @@ class Resources(NamedTuple):
     wgmma: int  # HGMMA instructions (Hopper)
     mma: int  # HMMA instructions (Ampere and later)
     tcgen: int  # UTCHMMA instructions (Blackwell)
+    tma: int  # UTMALDG instructions: loads by the tensor memory accelerator (Hopper and later)
 
 
 def compile_call(call: Call, architecture: int) -> Any:
@@ -78,7 +79,9 @@ def resources(compiled: Any) -> Resources:
         usage = _tool("cuobjdump", "-res-usage", str(cubin))
         code = _tool("nvdisasm", "-c", str(cubin))
     registers, stack = (int(_find(rf"{name}:(\d+)", usage)) for name in ("REG", "STACK"))
-    count = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("STL", "LDL", "HGMMA", "HMMA", "UTCHMMA")}
+    count = {
+        name: len(re.findall(rf"\b{name}\b", code)) for name in ("STL", "LDL", "HGMMA", "HMMA", "UTCHMMA", "UTMALDG")
+    }
     return Resources(
         registers=registers,
         shared=compiled.metadata.shared,
@@ -86,6 +89,7 @@ def resources(compiled: Any) -> Resources:
         wgmma=count["HGMMA"],
         mma=count["HMMA"],
         tcgen=count["UTCHMMA"],
+        tma=count["UTMALDG"],
     )
 
 

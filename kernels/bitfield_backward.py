@@ -2,10 +2,13 @@
 
 With P = exp(S - LSE), D = rowsum(dO * O) - dLSE and dS = P * (dO V^T - D): dQ = scale dS K, dK = scale dS^T Q,
 dV = P^T dO. dQ and dK/dV are separate kernels that each own what they write, so there are no atomics and the bits
-repeat; the price is 7 matrix products instead of 5. The heads of a GQA group are looped over inside the dK/dV kernel.
+repeat; the price is 7 matrix products instead of 5. With FUSED the dK/dV kernel adds dQ by fp32 atomics as well, in
+whatever order its programs arrive: 5 products, one walk over the blocks, and bits that do not repeat. The heads of a
+GQA group are looped over inside the dK/dV kernel.
 
 dK/dV works on transposed scores from the start (K Q^T): transposing the cast result of a wgmma gave wrong gradients on
-Hopper (flash-linear-attention #826). Only tiles that come straight from memory are transposed here.
+Hopper (flash-linear-attention #826). Only tiles that come straight from memory are transposed here; so FUSED computes
+dQ^T = K^T dS^T, which takes the transposed dS as it is, and it is the addresses of the atomics that are transposed.
 
 Work items, slots and longest-first order are as in the forward. A query that saw nothing has LSE -inf, read here as
 +inf: P is then exactly 0, and so are its gradients.
@@ -186,15 +189,19 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_gradients(
-    dk, dv, k, v, keys,
+    dk, dv, k, v, keys, dq,
     q_base, do_base, q_stride, do_stride, lse, delta,
     block_index, begin, end,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_length, k_length, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
-    MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """(dk, dv) + the contribution of the query blocks block_index[begin:end] of one head (dk not yet times scale)."""
+    """(dk, dv) + the contribution of the query blocks block_index[begin:end] of one head (dk not yet times scale).
+
+    FUSED: dq, fp32 [T, HEAD_DIM] of this head, gets the contribution of these keys, already times scale.
+    """
     tiles: tl.constexpr = BLOCK // BLOCK_M
     BOUNDED: tl.constexpr = MASKED or RAGGED
     columns = tl.arange(0, BLOCK_D)
@@ -229,13 +236,21 @@ def _key_gradients(
         ds = p * (dp - row_delta[None, :])
         if SOFTCAP:
             ds = ds * (1.0 - tanh * tanh)
-        dk += dot(ds.to(q.dtype), q, PRECISION, UPCAST)
+        ds = ds.to(q.dtype)
+        dk += dot(ds, q, PRECISION, UPCAST)
+        if FUSED:
+            dq_t = dot(tl.trans(k), ds, PRECISION, UPCAST) * scale
+            to = dq + first64 * HEAD_DIM + tl.arange(0, BLOCK_M)[None, :] * HEAD_DIM + columns[:, None]
+            inside = rows[None, :] < q_length
+            if HEAD_DIM != BLOCK_D:
+                inside = inside & (columns[:, None] < HEAD_DIM)
+            tl.atomic_add(to, dq_t, mask=inside, sem="relaxed")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "k_blocks", "sinks"])
 def key_gradient_kernel(
-    q, k, v, dout, lse, delta, dk, dv, slot_dk, slot_dv,
+    q, k, v, dout, lse, delta, dq, dk, dv, slot_dk, slot_dv,
     full_ptr, full_idx, part_ptr, part_idx,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
@@ -243,9 +258,13 @@ def key_gradient_kernel(
     dout_stride_b, dout_stride_h, dout_stride_t,
     heads, group, q_length, k_length, k_blocks, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV: one program per (work item of the k-major list, part of a block of keys, key head); heads = Hkv."""
+    """dK and dV: one program per (work item of the k-major list, part of a block of keys, key head); heads = Hkv.
+
+    FUSED: also dQ, added to ``dq`` (fp32, zeroed by the caller); else ``dq`` is not touched.
+    """
     kv_head = tl.program_id(0) % heads
     item = tl.program_id(0) // heads
     parts: tl.constexpr = BLOCK // BLOCK_N
@@ -290,20 +309,20 @@ def key_gradient_kernel(
         do_base = dout + (batch * dout_stride_b + head * dout_stride_h) * ALIGN
         at = (batch * heads * group + head) * q_length
         acc_k, acc_v = _key_gradients(
-            acc_k, acc_v, k_tile, v_tile, keys,
+            acc_k, acc_v, k_tile, v_tile, keys, dq + at * HEAD_DIM,
             q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
             full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
             q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
-            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
+            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, False, RAGGED, SOFTCAP, FUSED, PRECISION, UPCAST,
         )  # fmt: skip
         acc_k, acc_v = _key_gradients(
-            acc_k, acc_v, k_tile, v_tile, keys,
+            acc_k, acc_v, k_tile, v_tile, keys, dq + at * HEAD_DIM,
             q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
             part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
             q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
-            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
+            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, True, RAGGED, SOFTCAP, FUSED, PRECISION, UPCAST,
         )  # fmt: skip
     acc_k *= scale
 

@@ -20,7 +20,7 @@ from .bitfield_aggregate import merge_kernel, sum_kernel
 from .bitfield_backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bitfield_common import INTERPRETED
 from .bitfield_forward import forward_kernel
-from .bitfield_tiles import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, choose
+from .bitfield_tiles import FORWARD, FUSED_GRADIENT, KEY_GRADIENT, QUERY_GRADIENT, choose
 
 AGGREGATE_ROWS = 16
 DELTA_ROWS = 32
@@ -36,6 +36,10 @@ class Call:
     arguments: dict[str, Any]
     warps: int
     stages: int
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__ + (" fused" if self.arguments.get("FUSED") else "")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -103,10 +107,13 @@ def forward_calls(
 def backward_calls(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Any,
     dq: Tensor, dk: Tensor, dv: Tensor, scale: float, softcap: float | None, architecture: int,
+    *, fused: bool = False,
 ) -> list[Call]:  # fmt: skip
-    """dq, dk, dv (contiguous, shapes of q, k, v): delta, dQ and its sums, dK/dV and their sums."""
+    """dq, dk, dv (contiguous, shapes of q, k, v): delta, dQ and its sums, dK/dV and their sums.
+
+    fused: one kernel for the three gradients, which adds to dq with atomics; dq must then be fp32 and zero.
+    """
     heads, head_dim = q.shape[1], q.shape[3]
-    float32 = q.dtype == torch.float32
     padded = block_d(head_dim, architecture)
     delta = torch.empty_like(lse)
     strides, align = _strides(q=q, k=k, v=v, dout=dout)
@@ -116,7 +123,6 @@ def backward_calls(
         HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK=plan.block, ALIGN=align, SOFTCAP=softcap is not None,
         **_arithmetic(q),
     )  # fmt: skip
-    sizes = _sizes(q, k, plan)
     calls = [
         Call(
             delta_kernel,
@@ -132,42 +138,61 @@ def backward_calls(
         )
     ]  # fmt: skip
 
-    tile = choose(QUERY_GRADIENT, architecture, padded, plan.block, float32=float32)
+    shared.update(_sizes(q, k, plan))
+    if not fused:
+        calls += _query_gradient_calls(q, plan, dq, shared, architecture, k.shape[2] % plan.block != 0)
+    return calls + _key_gradient_calls(
+        q, k, plan, dq, dk, dv, shared, architecture, q.shape[2] % plan.block != 0, fused
+    )
+
+
+def _query_gradient_calls(
+    q: Tensor, plan: Any, dq: Tensor, shared: dict[str, Any], architecture: int, ragged: bool
+) -> list[Call]:
+    heads, head_dim, padded = q.shape[1], q.shape[3], shared["BLOCK_D"]
+    tile = choose(QUERY_GRADIENT, architecture, padded, plan.block, float32=q.dtype == torch.float32)
     slots = plan.slot_row.numel() if _has_slots(plan.slot_row) else 0
     slot_dq = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
-    calls.append(
+    calls = [
         Call(
             query_gradient_kernel,
             plan.work_row.numel() * (plan.block // tile.m) * heads,
             dict(
-                shared, dq=dq, slot_dq=slot_dq, **_query_lists(plan), **sizes,
-                q_blocks=_blocks(plan.q_bits, plan.block),
-                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=k.shape[2] % plan.block != 0,
+                shared, dq=dq, slot_dq=slot_dq, **_query_lists(plan), q_blocks=_blocks(plan.q_bits, plan.block),
+                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=ragged,
             ),
             tile.warps,
             tile.stages,
         )
-    )  # fmt: skip
+    ]  # fmt: skip
     if slots:
         calls.append(_aggregate(sum_kernel, plan.row_slots, plan.slot_row, plan, q, padded, slot_grad=slot_dq, grad=dq))
+    return calls
 
-    tile = choose(KEY_GRADIENT, architecture, padded, plan.block, float32=float32)
+
+def _key_gradient_calls(
+    q: Tensor, k: Tensor, plan: Any, dq: Tensor, dk: Tensor, dv: Tensor, shared: dict[str, Any], architecture: int,
+    ragged: bool, fused: bool,
+) -> list[Call]:  # fmt: skip
+    kv_heads, head_dim, padded = k.shape[1], k.shape[3], shared["BLOCK_D"]
+    kernel = FUSED_GRADIENT if fused else KEY_GRADIENT
+    tile = choose(kernel, architecture, padded, plan.block, float32=q.dtype == torch.float32)
     slots = plan.slot_k_row.numel() if _has_slots(plan.slot_k_row) else 0
-    slot_dk = k.new_empty((slots, k.shape[1], plan.block, head_dim), dtype=torch.float32)
+    slot_dk = k.new_empty((slots, kv_heads, plan.block, head_dim), dtype=torch.float32)
     slot_dv = torch.empty_like(slot_dk)
-    calls.append(
+    calls = [
         Call(
             key_gradient_kernel,
-            plan.work_k_row.numel() * (plan.block // tile.n) * k.shape[1],
+            plan.work_k_row.numel() * (plan.block // tile.n) * kv_heads,
             dict(
-                shared, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan),
-                **(sizes | dict(heads=k.shape[1])), k_blocks=_blocks(plan.k_bits, plan.block),
-                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=q.shape[2] % plan.block != 0,
+                shared, dq=dq, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan), heads=kv_heads,
+                k_blocks=_blocks(plan.k_bits, plan.block),
+                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=ragged, FUSED=fused,
             ),
             tile.warps,
             tile.stages,
         )
-    )  # fmt: skip
+    ]  # fmt: skip
     if slots:
         for slot, grad in ((slot_dk, dk), (slot_dv, dv)):
             calls.append(

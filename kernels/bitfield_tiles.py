@@ -19,6 +19,7 @@ class Tile(NamedTuple):
 
 
 FORWARD, QUERY_GRADIENT, KEY_GRADIENT = "forward", "query_gradient", "key_gradient"
+FUSED_GRADIENT = "fused_gradient"
 
 # 16-bit inputs. architecture -> kernel -> {head dimension, rounded up to a power of two: tile}; 64 serves all below it.
 TILES: dict[int, dict[str, dict[int, Tile]]] = {
@@ -26,16 +27,19 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
         QUERY_GRADIENT: {64: Tile(64, 32, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
         KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
+        FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
     },
     90: {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
         QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
         KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 1)},
+        FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 1)},
     },
     100: {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
         QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
         KEY_GRADIENT: {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
+        FUSED_GRADIENT: {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
     },
 }
 # Exact fp32 products run on the plain cores, which hold their operands in registers: larger tiles spill.

@@ -36,15 +36,19 @@ def known(name: str, dtype: torch.dtype = torch.float32, **options) -> None:
 # Shrinking a failure would take the interpreter minutes; the settings of tests/conftest.py do not reach this process.
 @settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(
-    mask_pairs(longest=50), st.sampled_from([(2, 1), (2, 2)]), st.sampled_from([None, 3.0]), st.sampled_from([None, 1])
+    mask_pairs(longest=50),
+    st.sampled_from([(2, 1), (2, 2)]),
+    st.sampled_from([None, 3.0]),
+    st.sampled_from([None, 1]),
+    st.booleans(),
 )
-def random_masks(masks, heads, softcap, cap):
+def random_masks(masks, heads, softcap, cap, deterministic):
     """Blocks of 16, so that 50 tokens make full, partial and empty ones; cap 1 splits every row that it can."""
     small = dict(heads=heads[0], kv_heads=heads[1], block=16, dim=16)
     mask = masks[0]
     if mask.batch > 1:  # the interpreter's time goes by programs; one batch row more is enough to test strides
         masks = tuple(m if m is None else m._map(lambda tensor: tensor[:2]) for m in masks)
-    check(*masks, torch.float32, softcap=softcap, cap=cap, **small)
+    check(*masks, torch.float32, softcap=softcap, cap=cap, deterministic=deterministic, **small)
 
 
 def without_gradient_of_lse() -> None:
@@ -88,6 +92,28 @@ def same_bits() -> None:
     for whole, first, second in zip(*results):
         assert torch.equal(first, second)
         torch.testing.assert_close(whole, first, rtol=1e-4, atol=1e-5)
+
+
+def atomics() -> None:
+    """deterministic=False: dQ by atomics from every key block, for groups of heads and padded head dimensions; and
+    torch.use_deterministic_algorithms overrules it."""
+    from interlace.attention import triton
+
+    for name, dim in (("packed", 16), ("shuffled part", 24), ("empty rows", 5)):
+        known(name, dim=dim, cap=2, softcap=3.0 if dim == 24 else None, deterministic=False)
+    known("multimodal", torch.bfloat16, deterministic=False, dim=64)
+    calls = []
+    atomic_backward = triton.atomic_backward
+    triton.atomic_backward = lambda *arguments: calls.append(1) or atomic_backward(*arguments)
+    try:
+        known("1 x 50", deterministic=False)
+        assert len(calls) == 1
+        torch.use_deterministic_algorithms(True)
+        known("1 x 50", deterministic=False)
+        assert len(calls) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+        triton.atomic_backward = atomic_backward
 
 
 def nan_stays_in_its_row() -> None:
@@ -149,6 +175,7 @@ CASES: dict[str, Callable[[], None]] = {
     "no gradient of the LSE": without_gradient_of_lse,
     "strides": strides,
     "same bits": same_bits,
+    "atomics": atomics,
     "NaN": nan_stays_in_its_row,
     "no keys": no_keys,
     "refuses": refuses,

@@ -31,14 +31,15 @@ def compiled():
 @pytest.mark.parametrize("backend", ["", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(backend, dtype):
-    arguments = (*inputs(dtype), PLAN.tensors(), PLAN.block, PLAN.sinks, 0.3, None, backend)
+    arguments = (*inputs(dtype), PLAN.tensors(), PLAN.block, PLAN.sinks, 0.3, None, True, backend)
     torch.library.opcheck(op._forward, arguments)
 
 
-def test_opcheck_of_the_backward():
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_opcheck_of_the_backward(deterministic):
     q, k, v = (x.detach() for x in inputs())
     out, lse = bitfield_attention(q, k, v, PLAN, return_lse=True)
-    rest = (PLAN.tensors(), PLAN.block, PLAN.sinks, 0.3, 2.0, "")
+    rest = (PLAN.tensors(), PLAN.block, PLAN.sinks, 0.3, 2.0, deterministic, "")
     for dlse in (None, torch.randn_like(lse)):
         torch.library.opcheck(op._backward, (torch.randn_like(out), dlse, q, k, v, out, lse, *rest))
 

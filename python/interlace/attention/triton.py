@@ -1,8 +1,9 @@
 """The Triton backend: allocates results and runs the kernels of `interlace.kernels.bitfield_*`.
 
 Runs on NVIDIA GPUs of compute capability 8.0 and later, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1
-in the environment before triton is imported), which is how its arithmetic is tested without a GPU. Deterministic: the
-same inputs give the same bits, gradients included.
+in the environment before triton is imported), which is how its arithmetic is tested without a GPU. `forward` and
+`backward` are deterministic: the same inputs give the same bits. `atomic_backward`, which the op takes under
+deterministic=False, adds dQ by atomics in the dK/dV kernel: 5 matrix products instead of 7, and dQ in any order.
 """
 
 from __future__ import annotations
@@ -69,6 +70,39 @@ def backward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse."""
+    return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, fused=False)
+
+
+def atomic_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As backward; the last bits of dq change from run to run. Takes 4 bytes more per element of q."""
+    return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, fused=True)
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float | None,
+    *,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     from interlace.kernels.bitfield_launch import architecture_of, backward_calls
 
     _check_block(plan.block)
@@ -76,11 +110,14 @@ def backward(
     out, lse = out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    architecture = architecture_of(q.device)
+    if fused:
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     with _on(q.device):
-        for call in backward_calls(dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture):
+        for call in backward_calls(
+            dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture_of(q.device), fused=fused
+        ):
             call.run()
-    return dq, dk, dv
+    return dq.to(q.dtype), dk, dv
 
 
 def _rows(x: Tensor) -> Tensor:
