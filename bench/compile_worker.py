@@ -1,7 +1,7 @@
 """Compile the attention kernels ahead of time, in a process of its own: one that must not interpret, and whose Triton
 may be another version than its parent's (the folder that comes first on PYTHONPATH).
 
-    echo '{"architecture": 90, "head_dim": 128}' | python -m bench.compile_worker
+    echo '{"architecture": 90, "head_dim": 128, "dtype": "bfloat16"}' | python -m bench.compile_worker
 
 Reads configurations from standard input, one JSON object a line (fields of `Configuration`), and answers each with a
 line of JSON: {kernel: what it uses (`interlace.kernels.ahead_of_time.Resources`)}. `bench.kernel_report` and the tests
@@ -19,6 +19,7 @@ import torch
 from interlace.attention import AttentionPlan
 from interlace.kernels.ahead_of_time import compile_call, resources
 from interlace.kernels.bitfield_launch import Call, backward_calls, forward_calls
+from interlace.kernels.bitfield_plan import class_calls, list_calls
 from interlace.masks import BitfieldMask
 
 KEYS = 512
@@ -26,19 +27,29 @@ RAGGED_KEYS = 203  # ends inside a block of 128
 
 
 class Configuration(NamedTuple):
-    """What a kernel is specialised for. capped: with a softcap, and with keys that end inside a block."""
+    """What kernels are specialised for.
+
+    part: "attention" (forward, both backwards, aggregation), or "plan" (block lists: no head dimension, no dtype).
+    capped: with a softcap, and with keys that end inside a block.
+    """
 
     architecture: int  # 10 * compute capability
-    head_dim: int
-    dtype: str = "bfloat16"
+    head_dim: int = 0
+    dtype: str = ""
     capped: bool = False
+    part: str = "attention"
 
 
 def calls(configuration: Configuration) -> list[Call]:
-    """All launches of one forward and of both backward passes with split rows, on meta tensors."""
-    architecture, head_dim, dtype, capped = configuration
+    """All launches of one plan, or of one forward and both backward passes with split rows, on meta tensors."""
+    architecture, head_dim, dtype, capped, part = configuration
     mask, keys = BitfieldMask.causal(1, KEYS), BitfieldMask.causal(1, RAGGED_KEYS if capped else KEYS)
     plan = AttentionPlan.build(mask, keys, cap=1).to("meta")
+    if part == "plan":
+        classes = torch.empty(plan.batch, plan.q_blocks, plan.k_blocks, dtype=torch.int8, device="meta")
+        lists = plan.tensors()[:8]
+        result = class_calls(plan.queries(), plan.keys(), plan.sinks, plan.block, classes)
+        return result + list_calls(classes, lists[0::2], lists[1::2])
     softcap = 5.0 if capped else None
 
     def tensor(heads: int, length: int) -> torch.Tensor:
@@ -55,9 +66,11 @@ def calls(configuration: Configuration) -> list[Call]:
 
 def answer(configuration: Configuration) -> dict[str, dict[str, int]]:
     """{kernel: resources}. Of a capped configuration only what the softcap and ragged keys change."""
-    report = {}
+    report: dict[str, dict[str, int]] = {}
     for call in calls(configuration):
         name = call.name
+        if name == "list_kernel":
+            name += " q-major" if call.arguments["step_stride"] == 1 else " k-major"
         if name not in report and (not configuration.capped or "SOFTCAP" in call.arguments):
             report[name] = resources(compile_call(call, configuration.architecture))._asdict()
     return report

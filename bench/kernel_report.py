@@ -39,11 +39,12 @@ def sweep(architectures: Iterable[int] = ARCHITECTURES, head_dims: Iterable[int]
     """Every configuration in use. fp16 differs from bf16 in the names of instructions only, so one of it will do."""
     found = []
     for architecture in architectures:
+        found.append(Configuration(architecture, part="plan"))
         for head_dim in head_dims:
             if head_dim in PADDED_HEAD_DIMS:
-                found.append(Configuration(architecture, head_dim))
+                found.append(Configuration(architecture, head_dim, "bfloat16"))
                 continue
-            found += [Configuration(architecture, head_dim, capped=capped) for capped in (False, True)]
+            found += [Configuration(architecture, head_dim, "bfloat16", capped) for capped in (False, True)]
             found.append(Configuration(architecture, head_dim, "float32"))
             if head_dim == 128:
                 found.append(Configuration(architecture, head_dim, "float16"))
@@ -106,7 +107,7 @@ def table(reports: dict[str, Report]) -> str:
         ):
             cells = [cell(report[c][name], architecture) for report in reports.values()]
             dtype = c.dtype + (", capped" if c.capped else "")
-            lines.append(f"| {name} | {c.head_dim} | {dtype} | " + " | ".join(cells) + " |")
+            lines.append(f"| {name} | {c.head_dim or ''} | {dtype} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -51,6 +51,11 @@ class Call:
             self.kernel[(self.programs,)](**self.arguments, **self.options)
 
 
+def on_device(device: torch.device) -> torch.cuda.device:
+    """A context: Triton launches on the current device, which need not be the tensors' own."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
 def architecture_of(device: torch.device) -> int:
     """10 * the major compute capability of a CUDA device; 0 in the interpreter."""
     if INTERPRETED:

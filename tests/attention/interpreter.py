@@ -116,6 +116,61 @@ def atomics() -> None:
         triton.atomic_backward = atomic_backward
 
 
+def same_lists(mask: BitfieldMask, keys: BitfieldMask | None, block: int) -> None:
+    """The lists built by kernels are those of AttentionPlan.build on the CPU, entry by entry."""
+    from interlace.kernels.bitfield_plan import block_lists
+
+    plan = AttentionPlan.build(mask, keys, block=block)
+    tokens = [m.tokens()(torch.Tensor.contiguous) for m in (mask, mask if keys is None else keys)]
+    lists = block_lists(*tokens, mask.sinks, block)
+    wanted = plan.tensors()[:8]
+    for got, right in zip(lists, wanted):
+        assert got.dtype == torch.int32
+        assert torch.equal(got, right[: got.numel()]) and (right[got.numel() :] == -1).all(), (got, right)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(mask_pairs(longest=40), st.sampled_from([1, 3, 4, 8]))
+def random_lists(masks, block):
+    same_lists(*masks, block)
+
+
+def known_lists() -> None:
+    for name in ("lambda", "blockwise", "shuffled part", "empty rows", "cross"):
+        same_lists(*cases.masks()[name], 32)
+    same_lists(BitfieldMask.full(2, 20), BitfieldMask.full(2, 0), 16)
+    same_lists(BitfieldMask.full(2, 0), BitfieldMask.full(2, 20), 16)
+    same_lists(
+        BitfieldMask.causal(1, 20).select([0, 19]), BitfieldMask.causal(1, 150), 1
+    )  # more key blocks than one program classifies or lists in a step
+
+
+def one_synchronisation() -> None:
+    """Building the lists reads from the device once."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from interlace.kernels.bitfield_plan import block_lists
+
+    reads = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "_local_scalar_dense" in str(function) or "nonzero" in str(function) or "masked_select" in str(function):
+                reads.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    tokens = BitfieldMask.causal(2, 40).tokens()(torch.Tensor.contiguous)
+    lists = []
+    tolist = torch.Tensor.tolist
+    torch.Tensor.tolist = lambda tensor: lists.append(tensor.numel()) or tolist(tensor)
+    try:
+        with Reads():
+            block_lists(tokens, tokens, 0, 16)
+    finally:
+        torch.Tensor.tolist = tolist
+    assert lists == [2] and not reads, (lists, reads)
+
+
 def nan_stays_in_its_row() -> None:
     """A query of NaN gives a row of NaN and leaves the other rows alone, as in scaled_dot_product_attention."""
     mask = BitfieldMask.causal(1, 40)
@@ -176,6 +231,9 @@ CASES: dict[str, Callable[[], None]] = {
     "strides": strides,
     "same bits": same_bits,
     "atomics": atomics,
+    "lists of known masks": known_lists,
+    "lists of random masks": random_lists,
+    "lists read the device once": one_synchronisation,
     "NaN": nan_stays_in_its_row,
     "no keys": no_keys,
     "refuses": refuses,

@@ -15,6 +15,11 @@ from bench import kernel_report, triton_versions
 from bench.compile_worker import Configuration
 from bench.triton_versions import ROOT, VERSIONS
 
+HOPPER_PLAN = Configuration(90, part="plan")
+PARTS = {
+    "attention": kernel_report.DOTS,
+    "plan": ("summary_kernel", "classify_kernel", "decide_kernel", "list_kernel q-major", "list_kernel k-major"),
+}
 USED = dict(registers=100, shared=1000, spills=0, wgmma=8, mma=0, tcgen=0, tma=0)
 
 
@@ -24,13 +29,13 @@ def check(version: str, configurations: list[Configuration]) -> None:
     except triton_versions.Unavailable as reason:
         pytest.skip(str(reason))
     for configuration, kernels in report.items():
-        assert set(kernel_report.DOTS) <= set(kernels), configuration
+        assert set(PARTS[configuration.part]) <= set(kernels), configuration
     assert not kernel_report.problems(report)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_hopper(version):
-    check(version, [Configuration(90, head_dim) for head_dim in (64, 128, 256)])
+    check(version, [HOPPER_PLAN, *(Configuration(90, head_dim, "bfloat16") for head_dim in (64, 128, 256))])
 
 
 @pytest.mark.slow
@@ -41,7 +46,7 @@ def test_every_configuration(version):
 
 
 def test_problems_are_found():
-    where = Configuration(90, 128)
+    where = Configuration(90, 128, "bfloat16")
     assert not kernel_report.problems({where: {"forward_kernel": USED}})
     for change, word in (
         ({"spills": 4}, "spills"),
@@ -59,7 +64,7 @@ def test_an_interpreting_process_refuses_to_compile():
         [sys.executable, "-m", "bench.compile_worker"],
         cwd=ROOT,
         env={**triton_versions.environment(VERSIONS[0]), "TRITON_INTERPRET": "1"},
-        input='{"architecture": 90, "head_dim": 64}\n',
+        input='{"architecture": 90, "head_dim": 64, "dtype": "bfloat16"}\n',
         capture_output=True,
         text=True,
     )

@@ -45,13 +45,13 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse fp32 [B, Hq, Tq] (natural log; -inf = empty row)."""
-    from interlace.kernels.bitfield_launch import architecture_of, forward_calls
+    from interlace.kernels.bitfield_launch import architecture_of, forward_calls, on_device
 
     _check_block(plan.block)
     q, k, v = _rows(q), _rows(k), _rows(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    with _on(q.device):
+    with on_device(q.device):
         for call in forward_calls(q, k, v, plan, out, lse, scale, softcap, architecture_of(q.device)):
             call.run()
     return out, lse
@@ -103,7 +103,7 @@ def _backward(
     *,
     fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from interlace.kernels.bitfield_launch import architecture_of, backward_calls
+    from interlace.kernels.bitfield_launch import architecture_of, backward_calls, on_device
 
     _check_block(plan.block)
     dout, q, k, v = _rows(dout), _rows(q), _rows(k), _rows(v)
@@ -112,7 +112,7 @@ def _backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if fused:
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    with _on(q.device):
+    with on_device(q.device):
         for call in backward_calls(
             dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture_of(q.device), fused=fused
         ):
@@ -131,11 +131,6 @@ def _check_block(block: int) -> None:
             f"the plan has blocks of {block} tokens; the Triton kernels need a power of two from 16 on: "
             "AttentionPlan.build(mask, block=128)"
         )
-
-
-def _on(device: torch.device) -> torch.cuda.device:
-    """Triton launches on the current device, which need not be the tensors' own."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 @cache
