@@ -18,6 +18,7 @@ import torch
 
 from interlace.attention import AttentionPlan
 from interlace.kernels.ahead_of_time import compile_call, resources
+from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
 from interlace.kernels.bitfield_launch import Call, backward_calls, forward_calls
 from interlace.kernels.bitfield_plan import class_calls, list_calls
 from interlace.masks import BitfieldMask
@@ -29,7 +30,8 @@ RAGGED_KEYS = 203  # ends inside a block of 128
 class Configuration(NamedTuple):
     """What kernels are specialised for.
 
-    part: "attention" (forward, both backwards, aggregation), or "plan" (block lists: no head dimension, no dtype).
+    part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), or "plan" (block lists: no
+    head dimension, no dtype).
     capped: with a softcap, and with keys that end inside a block.
     """
 
@@ -41,7 +43,7 @@ class Configuration(NamedTuple):
 
 
 def calls(configuration: Configuration) -> list[Call]:
-    """All launches of one plan, or of one forward and both backward passes with split rows, on meta tensors."""
+    """All launches of the part, with split rows, on meta tensors."""
     architecture, head_dim, dtype, capped, part = configuration
     mask, keys = BitfieldMask.causal(1, KEYS), BitfieldMask.causal(1, RAGGED_KEYS if capped else KEYS)
     plan = AttentionPlan.build(mask, keys, cap=1).to("meta")
@@ -57,6 +59,8 @@ def calls(configuration: Configuration) -> list[Call]:
 
     q, k, v = tensor(8, KEYS), tensor(2, plan.k_len), tensor(2, plan.k_len)
     lse = torch.empty(1, 8, KEYS, device="meta")
+    if part == "gluon":
+        return gluon_forward_calls(q, k, v, plan, q, lse, 0.1, softcap)[:1]  # what it splits, merge_kernel merges too
     result = forward_calls(q, k, v, plan, q, lse, 0.1, softcap, architecture)
     for fused in (False, True):
         dq = q.float() if fused else q

@@ -30,7 +30,9 @@ PADDED_HEAD_DIMS = (16, 72, 80, 96)  # of small models, SigLIP, Qwen2-VL's visio
 TESTED_PADDED = (16, 72)  # the others mask fewer columns in the same way
 TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen"}
 SHARED_MEMORY = {80: 101_376, 90: 232_448, 100: 232_448}  # bytes per program; 80: of 8.6, 8.9 and 12.0, the least
+GLUON_HEAD_DIM = 128
 DOTS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "key_gradient_kernel fused")
+GLUON = "gluon_forward_kernel"
 
 Report = dict[Configuration, dict[str, dict[str, int]]]
 
@@ -41,6 +43,8 @@ def sweep(architectures: Iterable[int] = ARCHITECTURES, head_dims: Iterable[int]
     for architecture in architectures:
         found.append(Configuration(architecture, part="plan"))
         for head_dim in head_dims:
+            if architecture == 90 and head_dim <= GLUON_HEAD_DIM:
+                found.append(Configuration(architecture, head_dim, "bfloat16", part="gluon"))
             if head_dim in PADDED_HEAD_DIMS:
                 found.append(Configuration(architecture, head_dim, "bfloat16"))
                 continue
@@ -48,6 +52,8 @@ def sweep(architectures: Iterable[int] = ARCHITECTURES, head_dims: Iterable[int]
             found.append(Configuration(architecture, head_dim, "float32"))
             if head_dim == 128:
                 found.append(Configuration(architecture, head_dim, "float16"))
+            if head_dim == 128 and architecture == 90:
+                found.append(Configuration(architecture, head_dim, "bfloat16", capped=True, part="gluon"))
     return found
 
 
@@ -80,8 +86,10 @@ def problems(report: Report) -> list[str]:
                 found.append(f"spills: {where}")
             if used["shared"] > SHARED_MEMORY[configuration.architecture]:
                 found.append(f"more than {SHARED_MEMORY[configuration.architecture]} bytes of shared memory: {where}")
-            if name in DOTS and configuration.dtype != "float32" and not used[tensor_cores]:
+            if name in (*DOTS, GLUON) and configuration.dtype != "float32" and not used[tensor_cores]:
                 found.append(f"no {tensor_cores} instruction: {where}")
+            if name == GLUON and not used["tma"]:
+                found.append(f"no UTMALDG instruction: {where}")
     return found
 
 

@@ -50,7 +50,9 @@ def compile_call(call: Call, architecture: int) -> Any:
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, parameter in enumerate(call.kernel.params):
         value = call.arguments[parameter.name]
-        if parameter.is_constexpr:
+        if hasattr(value, "block_shape"):  # a TMA descriptor
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+        elif parameter.is_constexpr:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
         elif isinstance(value, Tensor):
@@ -65,8 +67,16 @@ def compile_call(call: Call, architecture: int) -> Any:
             signature[parameter.name] = "i32"
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(call.kernel, signature, constants, attributes)
+    source = _source_class(call.kernel)(call.kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=call.options)
+
+
+def _source_class(kernel: Any) -> Any:
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def resources(compiled: Any) -> Resources:

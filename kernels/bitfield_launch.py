@@ -79,7 +79,7 @@ def forward_calls(
     heads, head_dim = q.shape[1], q.shape[3]
     padded = block_d(head_dim, architecture)
     tile = choose(FORWARD, architecture, padded, plan.block, float32=q.dtype == torch.float32)
-    slots = plan.slot_row.numel() if _has_slots(plan.slot_row) else 0
+    slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
     slot_out = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
     slot_lse = q.new_empty((slots, heads, plan.block), dtype=torch.float32)
     strides, align = _strides(q=q, k=k, v=v)
@@ -89,8 +89,8 @@ def forward_calls(
             plan.work_row.numel() * (plan.block // tile.m) * heads,
             dict(
                 q=q, k=k, v=v, out=out, lse=lse, slot_out=slot_out, slot_lse=slot_lse,
-                **_query_lists(plan), **_tokens(plan), **strides, **_sizes(q, k, plan),
-                q_blocks=_blocks(plan.q_bits, plan.block),
+                **query_lists(plan), **token_arguments(plan), **strides, **size_arguments(q, k, plan),
+                q_blocks=block_count(plan.q_bits, plan.block),
                 scale=scale, softcap=softcap or 0.0,
                 HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK=plan.block, BLOCK_M=tile.m, BLOCK_N=tile.n, ALIGN=align,
                 RAGGED=k.shape[2] % plan.block != 0, SOFTCAP=softcap is not None, **_arithmetic(q),
@@ -101,7 +101,7 @@ def forward_calls(
     ]  # fmt: skip
     if slots:
         calls.append(
-            _aggregate(
+            aggregate_call(
                 merge_kernel, plan.row_slots, plan.slot_row, plan, q, padded,
                 slot_out=slot_out, slot_lse=slot_lse, out=out, lse=lse,
             )
@@ -123,7 +123,7 @@ def backward_calls(
     delta = torch.empty_like(lse)
     strides, align = _strides(q=q, k=k, v=v, dout=dout)
     shared = dict(
-        q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, **_tokens(plan), **strides,
+        q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, **token_arguments(plan), **strides,
         scale=scale, softcap=softcap or 0.0,
         HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK=plan.block, ALIGN=align, SOFTCAP=softcap is not None,
         **_arithmetic(q),
@@ -143,7 +143,7 @@ def backward_calls(
         )
     ]  # fmt: skip
 
-    shared.update(_sizes(q, k, plan))
+    shared.update(size_arguments(q, k, plan))
     if not fused:
         calls += _query_gradient_calls(q, plan, dq, shared, architecture, k.shape[2] % plan.block != 0)
     return calls + _key_gradient_calls(
@@ -156,14 +156,14 @@ def _query_gradient_calls(
 ) -> list[Call]:
     heads, head_dim, padded = q.shape[1], q.shape[3], shared["BLOCK_D"]
     tile = choose(QUERY_GRADIENT, architecture, padded, plan.block, float32=q.dtype == torch.float32)
-    slots = plan.slot_row.numel() if _has_slots(plan.slot_row) else 0
+    slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
     slot_dq = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
     calls = [
         Call(
             query_gradient_kernel,
             plan.work_row.numel() * (plan.block // tile.m) * heads,
             dict(
-                shared, dq=dq, slot_dq=slot_dq, **_query_lists(plan), q_blocks=_blocks(plan.q_bits, plan.block),
+                shared, dq=dq, slot_dq=slot_dq, **query_lists(plan), q_blocks=block_count(plan.q_bits, plan.block),
                 BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=ragged,
             ),
             tile.warps,
@@ -171,7 +171,9 @@ def _query_gradient_calls(
         )
     ]  # fmt: skip
     if slots:
-        calls.append(_aggregate(sum_kernel, plan.row_slots, plan.slot_row, plan, q, padded, slot_grad=slot_dq, grad=dq))
+        calls.append(
+            aggregate_call(sum_kernel, plan.row_slots, plan.slot_row, plan, q, padded, slot_grad=slot_dq, grad=dq)
+        )
     return calls
 
 
@@ -182,7 +184,7 @@ def _key_gradient_calls(
     kv_heads, head_dim, padded = k.shape[1], k.shape[3], shared["BLOCK_D"]
     kernel = FUSED_GRADIENT if fused else KEY_GRADIENT
     tile = choose(kernel, architecture, padded, plan.block, float32=q.dtype == torch.float32)
-    slots = plan.slot_k_row.numel() if _has_slots(plan.slot_k_row) else 0
+    slots = plan.slot_k_row.numel() if has_slots(plan.slot_k_row) else 0
     slot_dk = k.new_empty((slots, kv_heads, plan.block, head_dim), dtype=torch.float32)
     slot_dv = torch.empty_like(slot_dk)
     calls = [
@@ -191,7 +193,7 @@ def _key_gradient_calls(
             plan.work_k_row.numel() * (plan.block // tile.n) * kv_heads,
             dict(
                 shared, dq=dq, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan), heads=kv_heads,
-                k_blocks=_blocks(plan.k_bits, plan.block),
+                k_blocks=block_count(plan.k_bits, plan.block),
                 BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=ragged, FUSED=fused,
             ),
             tile.warps,
@@ -201,12 +203,14 @@ def _key_gradient_calls(
     if slots:
         for slot, grad in ((slot_dk, dk), (slot_dv, dv)):
             calls.append(
-                _aggregate(sum_kernel, plan.row_k_slots, plan.slot_k_row, plan, k, padded, slot_grad=slot, grad=grad)
+                aggregate_call(
+                    sum_kernel, plan.row_k_slots, plan.slot_k_row, plan, k, padded, slot_grad=slot, grad=grad
+                )
             )
     return calls
 
 
-def _aggregate(
+def aggregate_call(
     kernel: Any, row_slots: Tensor, slot_row: Tensor, plan: Any, like: Tensor, padded: int, **tensors: Tensor
 ) -> Call:
     """`like`: q or k, whose heads and length the rows have."""
@@ -224,12 +228,12 @@ def _aggregate(
     )  # fmt: skip
 
 
-def _has_slots(slot_row: Tensor) -> bool:
+def has_slots(slot_row: Tensor) -> bool:
     """Whether rows may be split. Only the padding of an empty list looks like two slots; a GPU is not asked which."""
     return slot_row.numel() > 2 or slot_row.device.type != "cpu" or int(slot_row[0]) >= 0
 
 
-def _query_lists(plan: Any) -> dict[str, Tensor]:
+def query_lists(plan: Any) -> dict[str, Tensor]:
     return dict(
         full_ptr=plan.full_q_ptr, full_idx=plan.full_q_idx, part_ptr=plan.part_q_ptr, part_idx=plan.part_q_idx,
         work_row=plan.work_row, work_start=plan.work_start, work_stop=plan.work_stop, work_slot=plan.work_slot,
@@ -243,18 +247,18 @@ def _key_lists(plan: Any) -> dict[str, Tensor]:
     )  # fmt: skip
 
 
-def _tokens(plan: Any) -> dict[str, Tensor]:
+def token_arguments(plan: Any) -> dict[str, Tensor]:
     names = ("q_bits", "q_doc", "q_span", "q_pos", "q_window", "k_bits", "k_doc", "k_span", "k_pos")
     return {name: getattr(plan, name) for name in names}
 
 
-def _sizes(q: Tensor, k: Tensor, plan: Any) -> dict[str, int]:
+def size_arguments(q: Tensor, k: Tensor, plan: Any) -> dict[str, int]:
     return dict(
         heads=q.shape[1], group=q.shape[1] // k.shape[1], q_length=q.shape[2], k_length=k.shape[2], sinks=plan.sinks
     )
 
 
-def _blocks(bits: Tensor, block: int) -> int:
+def block_count(bits: Tensor, block: int) -> int:
     return -(-bits.shape[1] // block)
 
 

@@ -29,7 +29,7 @@ FULL = tl.constexpr(2)
 UNDECIDED = tl.constexpr(3)
 
 CHUNK = 64  # key blocks per program that classifies or decides
-KEYS = 16  # keys per step of an element test: 128 x 16 pairs fit in the registers of 4 warps
+KEYS = 16  # keys per step of an element test: 128 x 16 pairs fit in the registers of 8 warps
 LINES, STEPS = 16, 128  # rows (or columns) of the class matrix per program that lists, and entries per step
 RANGES = 10  # int32 fields of a summary
 WORDS = 3  # int64 fields of a summary
@@ -276,7 +276,7 @@ def class_calls(q: Any, k: Any, sinks: int, block: int, classes: Tensor) -> list
                 q_length=q.bits.shape[1], k_length=k.bits.shape[1], BLOCK=block, PADDED=padded,
                 KEYS=min(KEYS, padded), **sizes,
             ),
-            4,
+            8,
             1,
         )
     )  # fmt: skip

@@ -198,8 +198,20 @@ def test_bad_options():
     refused(ValueError, "scale is nan", scale=float("nan"))
     refused(ValueError, "softcap is 0", softcap=0.0)
     refused(TypeError, "deterministic", deterministic=1)
-    refused(ValueError, '"gluon" is not available in this version', backend="gluon")
-    refused(ValueError, "must be one of reference, cpu, triton", backend="flash")
+    refused(ValueError, "must be one of reference, cpu, triton, gluon", backend="flash")
+
+
+def test_gluon_says_what_it_needs():
+    refused(ValueError, 'backend "gluon" cannot run this: the Gluon kernel takes fp16 and bf16', backend="gluon")
+
+    def why_not(**options):
+        return op.why_not(
+            "gluon", torch.empty(1, 1, 16, options.pop("dim", 64), **{"dtype": torch.bfloat16, **options})
+        )
+
+    assert "runs on Hopper GPUs, not on cpu" in why_not()
+    assert "multiples of 8 up to 128, not 60" in why_not(dim=60)
+    assert "multiples of 8 up to 128, not 256" in why_not(dim=256)
 
 
 def test_a_named_backend_that_cannot_run_says_why(monkeypatch):

@@ -18,6 +18,7 @@ from bench.triton_versions import ROOT, VERSIONS
 HOPPER_PLAN = Configuration(90, part="plan")
 PARTS = {
     "attention": kernel_report.DOTS,
+    "gluon": (kernel_report.GLUON,),
     "plan": ("summary_kernel", "classify_kernel", "decide_kernel", "list_kernel q-major", "list_kernel k-major"),
 }
 USED = dict(registers=100, shared=1000, spills=0, wgmma=8, mma=0, tcgen=0, tma=0)
@@ -35,7 +36,9 @@ def check(version: str, configurations: list[Configuration]) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_hopper(version):
-    check(version, [HOPPER_PLAN, *(Configuration(90, head_dim, "bfloat16") for head_dim in (64, 128, 256))])
+    attention = [Configuration(90, head_dim, "bfloat16") for head_dim in (64, 128, 256)]
+    gluon = [Configuration(90, head_dim, "bfloat16", part="gluon") for head_dim in (64, 128)]
+    check(version, [HOPPER_PLAN, *attention, *gluon])
 
 
 @pytest.mark.slow
@@ -54,6 +57,9 @@ def test_problems_are_found():
         ({"wgmma": 0}, "no wgmma"),
     ):
         (problem,) = kernel_report.problems({where: {"forward_kernel": {**USED, **change}}})
+        assert problem.startswith(word)
+    for change, word in (({"wgmma": 0, "tma": 2}, "no wgmma"), ({}, "no UTMALDG")):
+        (problem,) = kernel_report.problems({where: {"gluon_forward_kernel": {**USED, **change}}})
         assert problem.startswith(word)
     assert not kernel_report.problems({where: {"sum_kernel": {**USED, "wgmma": 0}}})
     assert not kernel_report.problems({where._replace(dtype="float32"): {"forward_kernel": {**USED, "wgmma": 0}}})

@@ -26,7 +26,7 @@ from interlace.attention.plan import AttentionPlan
 from interlace.attention.reference import accumulate_dtype
 from interlace.masks import BitfieldMask
 
-BACKENDS = ("reference", "cpu", "triton")
+BACKENDS = ("reference", "cpu", "triton", "gluon")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -55,7 +55,8 @@ def bitfield_attention(
     deterministic: False allows a backend to trade repeatable bits for speed. "triton" then adds dq by atomics in its
     dk/dv kernel: 5 matrix products instead of 7. The others, and every forward, repeat their bits all the same; so does
     everything under torch.use_deterministic_algorithms(True).
-    backend: "reference" (dense, any device), "cpu", "triton"; None picks the fastest that supports the inputs.
+    backend: "reference" (dense, any device), "cpu", "triton"; None picks the fastest of these that supports the inputs.
+    "gluon" (Hopper, fp16 and bf16) is experimental and has to be named.
 
     Returns out [B, Hq, Tq, D] contiguous in q's dtype, or (out, lse). Raises TypeError or ValueError for tensors that
     do not fit each other or the mask, and for a named backend that cannot run them, with the reason.
@@ -79,8 +80,6 @@ def bitfield_attention(
     softcap = None if softcap is None else float(softcap)
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be a bool, got {type(deterministic).__name__}")
-    if backend == "gluon":
-        raise ValueError('backend "gluon" is not available in this version; use "triton", or None to choose')
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}, or None to choose")
     out, lse = _forward(
