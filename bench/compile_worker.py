@@ -19,7 +19,7 @@ import torch
 from interlace.attention import AttentionPlan
 from interlace.kernels.ahead_of_time import compile_call, resources
 from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
-from interlace.kernels.bitfield_launch import Call, backward_calls, forward_calls
+from interlace.kernels.bitfield_launch import Call, backward_calls, can_fuse, forward_calls
 from interlace.kernels.bitfield_plan import class_calls, list_calls
 from interlace.masks import BitfieldMask
 
@@ -62,7 +62,7 @@ def calls(configuration: Configuration) -> list[Call]:
     if part == "gluon":
         return gluon_forward_calls(q, k, v, plan, q, lse, 0.1, softcap)[:1]  # what it splits, merge_kernel merges too
     result = forward_calls(q, k, v, plan, q, lse, 0.1, softcap, architecture)
-    for fused in (False, True):
+    for fused in (False, True) if can_fuse(q, architecture) else (False,):
         dq = q.float() if fused else q
         result += backward_calls(q, lse, q, k, v, q, lse, plan, dq, k, v, 0.1, softcap, architecture, fused=fused)
     return result

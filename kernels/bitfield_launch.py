@@ -4,6 +4,12 @@ Each function returns the launches of one pass as `Call`s, in order. The attenti
 compiles the very same objects (made of meta tensors) for a named architecture without a GPU, so what the static gate
 checks is what runs.
 
+A work item is a program of its own, in the plan's longest-first order, heads varying fastest. That is list scheduling
+by decreasing length done by the hardware, which starts the next program wherever one ends. A persistent kernel would
+either stride over the list, which fixes beforehand what each SM gets and loses that balance, or take items from an
+atomic counter, which does what the hardware does at the cost of a counter to reset in every launch, and of registers
+that live across items. What it could gain is the overlap of one item's end with the next one's first loads.
+
 ``plan`` is anything with the tensors of ``interlace.attention.AttentionPlan``.
 """
 
@@ -20,7 +26,7 @@ from .bitfield_aggregate import merge_kernel, sum_kernel
 from .bitfield_backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bitfield_common import INTERPRETED
 from .bitfield_forward import forward_kernel
-from .bitfield_tiles import FORWARD, FUSED_GRADIENT, KEY_GRADIENT, QUERY_GRADIENT, choose
+from .bitfield_tiles import FORWARD, FUSED_GRADIENT, KEY_GRADIENT, QUERY_GRADIENT, choose, has_fused
 
 AGGREGATE_ROWS = 16
 DELTA_ROWS = 32
@@ -71,6 +77,11 @@ def block_d(head_dim: int, architecture: int) -> int:
     return max(1 << (head_dim - 1).bit_length(), 64 if architecture else 16)
 
 
+def can_fuse(q: Tensor, architecture: int) -> bool:
+    """Whether backward_calls(fused=True) is there for tensors like q."""
+    return has_fused(architecture, block_d(q.shape[3], architecture), float32=q.dtype == torch.float32)
+
+
 def forward_calls(
     q: Tensor, k: Tensor, v: Tensor, plan: Any, out: Tensor, lse: Tensor, scale: float, softcap: float | None,
     architecture: int,
@@ -116,7 +127,7 @@ def backward_calls(
 ) -> list[Call]:  # fmt: skip
     """dq, dk, dv (contiguous, shapes of q, k, v): delta, dQ and its sums, dK/dV and their sums.
 
-    fused: one kernel for the three gradients, which adds to dq with atomics; dq must then be fp32 and zero.
+    fused (if can_fuse): one kernel for the three gradients, which adds to dq by atomics; dq must be fp32 and zero.
     """
     heads, head_dim = q.shape[1], q.shape[3]
     padded = block_d(head_dim, architecture)

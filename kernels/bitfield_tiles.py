@@ -27,19 +27,18 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
         QUERY_GRADIENT: {64: Tile(64, 32, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
         KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
-        FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
     },
     90: {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
         QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
         KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 1)},
-        FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 1)},
+        FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2)},
     },
     100: {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
         QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
         KEY_GRADIENT: {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
-        FUSED_GRADIENT: {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
+        FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1)},
     },
 }
 # Exact fp32 products run on the plain cores, which hold their operands in registers: larger tiles spill.
@@ -47,12 +46,26 @@ FLOAT32 = {64: Tile(16, 16, 4, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8,
 INTERPRETED = Tile(32, 32, 1, 1)
 
 
+def has_fused(architecture: int, block_d: int, *, float32: bool) -> bool:
+    """Whether FUSED_GRADIENT has a tile.
+
+    Its atomics write 4 bytes per 10 * n products, n keys per tile: the small tiles of fp32 and of head dimension 256
+    would drown in them. Under sm_80, where operands of products live in registers, every tile spills.
+    """
+    if architecture == 0:
+        return True
+    return not float32 and max(block_d, 64) in TILES[_known(architecture)].get(FUSED_GRADIENT, {})
+
+
 def choose(kernel: str, architecture: int, block_d: int, block: int, *, float32: bool) -> Tile:
     """The tile of `kernel` for `architecture` (10 * major; 0 = the interpreter), cut to the plan's block."""
     if architecture == 0:
         tile = INTERPRETED
     else:
-        # Consumer Blackwell (120) has Ampere's instructions and 99 KiB of shared memory, in which the tiles of 80 fit.
-        known = 80 if architecture >= 120 else max((a for a in TILES if a <= architecture), default=80)
-        tile = (FLOAT32 if float32 else TILES[known][kernel])[max(block_d, 64)]
+        tile = (FLOAT32 if float32 else TILES[_known(architecture)][kernel])[max(block_d, 64)]
     return tile._replace(m=min(tile.m, block), n=min(tile.n, block))
+
+
+def _known(architecture: int) -> int:
+    # Consumer Blackwell (120) has Ampere's instructions and 99 KiB of shared memory, in which the tiles of 80 fit.
+    return 80 if architecture >= 120 else max((a for a in TILES if a <= architecture), default=80)

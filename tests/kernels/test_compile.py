@@ -30,7 +30,10 @@ def check(version: str, configurations: list[Configuration]) -> None:
     except triton_versions.Unavailable as reason:
         pytest.skip(str(reason))
     for configuration, kernels in report.items():
-        assert set(PARTS[configuration.part]) <= set(kernels), configuration
+        expected = set(PARTS[configuration.part])
+        if configuration.dtype == "float32" or configuration.head_dim > 128 or configuration.architecture == 80:
+            expected.discard("key_gradient_kernel fused")
+        assert expected <= set(kernels), configuration
     assert not kernel_report.problems(report)
 
 

@@ -85,7 +85,10 @@ def atomic_backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As backward; the last bits of dq change from run to run. Takes 4 bytes more per element of q."""
+    """As backward; the last bits of dq change from run to run. Takes 4 bytes more per element of q.
+
+    For fp32, for head dimensions above 128 and before Hopper it is `backward` (see bitfield_tiles.has_fused).
+    """
     return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, fused=True)
 
 
@@ -103,18 +106,20 @@ def _backward(
     *,
     fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from interlace.kernels.bitfield_launch import architecture_of, backward_calls, on_device
+    from interlace.kernels.bitfield_launch import architecture_of, backward_calls, can_fuse, on_device
 
     _check_block(plan.block)
     dout, q, k, v = _rows(dout), _rows(q), _rows(k), _rows(v)
     out, lse = out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    architecture = architecture_of(q.device)
+    fused = fused and can_fuse(q, architecture)
     if fused:
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     with on_device(q.device):
         for call in backward_calls(
-            dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture_of(q.device), fused=fused
+            dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture, fused=fused
         ):
             call.run()
     return dq.to(q.dtype), dk, dv
