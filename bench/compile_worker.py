@@ -23,8 +23,7 @@ from interlace.kernels.bitfield_launch import Call, backward_calls, can_fuse, fo
 from interlace.kernels.bitfield_plan import class_calls, list_calls
 from interlace.masks import BitfieldMask
 
-KEYS = 512
-RAGGED_KEYS = 203  # ends inside a block of 128
+LENGTHS = {"plain": (512, 512), "ragged": (500, 203), "capped": (500, 203)}  # queries and keys, in blocks of 128
 
 
 class Configuration(NamedTuple):
@@ -32,33 +31,35 @@ class Configuration(NamedTuple):
 
     part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), or "plan" (block lists: no
     head dimension, no dtype).
-    capped: with a softcap, and with keys that end inside a block.
+    variant: "plain" (lengths are multiples of the block), "ragged" (they are not) or "capped" (nor are they, and there
+    is a softcap).
     """
 
     architecture: int  # 10 * compute capability
     head_dim: int = 0
     dtype: str = ""
-    capped: bool = False
+    variant: str = "plain"
     part: str = "attention"
 
 
 def calls(configuration: Configuration) -> list[Call]:
     """All launches of the part, with split rows, on meta tensors."""
-    architecture, head_dim, dtype, capped, part = configuration
-    mask, keys = BitfieldMask.causal(1, KEYS), BitfieldMask.causal(1, RAGGED_KEYS if capped else KEYS)
+    architecture, head_dim, dtype, variant, part = configuration
+    q_length, k_length = LENGTHS[variant]
+    mask, keys = BitfieldMask.causal(1, q_length), BitfieldMask.causal(1, k_length)
     plan = AttentionPlan.build(mask, keys, cap=1).to("meta")
     if part == "plan":
         classes = torch.empty(plan.batch, plan.q_blocks, plan.k_blocks, dtype=torch.int8, device="meta")
         lists = plan.tensors()[:8]
         result = class_calls(plan.queries(), plan.keys(), plan.sinks, plan.block, classes)
         return result + list_calls(classes, lists[0::2], lists[1::2])
-    softcap = 5.0 if capped else None
+    softcap = 5.0 if variant == "capped" else None
 
     def tensor(heads: int, length: int) -> torch.Tensor:
         return torch.empty(1, heads, length, head_dim, dtype=getattr(torch, dtype), device="meta")
 
-    q, k, v = tensor(8, KEYS), tensor(2, plan.k_len), tensor(2, plan.k_len)
-    lse = torch.empty(1, 8, KEYS, device="meta")
+    q, k, v = tensor(8, q_length), tensor(2, k_length), tensor(2, k_length)
+    lse = torch.empty(1, 8, q_length, device="meta")
     if part == "gluon":
         return gluon_forward_calls(q, k, v, plan, q, lse, 0.1, softcap)[:1]  # what it splits, merge_kernel merges too
     result = forward_calls(q, k, v, plan, q, lse, 0.1, softcap, architecture)
@@ -69,13 +70,13 @@ def calls(configuration: Configuration) -> list[Call]:
 
 
 def answer(configuration: Configuration) -> dict[str, dict[str, int]]:
-    """{kernel: resources}. Of a capped configuration only what the softcap and ragged keys change."""
+    """{kernel: resources}. Of the variants only the kernels that they change."""
     report: dict[str, dict[str, int]] = {}
     for call in calls(configuration):
         name = call.name
         if name == "list_kernel":
             name += " q-major" if call.arguments["step_stride"] == 1 else " k-major"
-        if name not in report and (not configuration.capped or "SOFTCAP" in call.arguments):
+        if name not in report and (configuration.variant == "plain" or "SOFTCAP" in call.arguments):
             report[name] = resources(compile_call(call, configuration.architecture))._asdict()
     return report
 

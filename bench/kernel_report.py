@@ -44,17 +44,17 @@ def sweep(architectures: Iterable[int] = ARCHITECTURES, head_dims: Iterable[int]
         found.append(Configuration(architecture, part="plan"))
         for head_dim in head_dims:
             if architecture == 90 and head_dim <= GLUON_HEAD_DIM:
-                found.append(Configuration(architecture, head_dim, "bfloat16", part="gluon"))
-            if head_dim in PADDED_HEAD_DIMS:
-                found.append(Configuration(architecture, head_dim, "bfloat16"))
-                continue
-            found += [Configuration(architecture, head_dim, "bfloat16", capped) for capped in (False, True)]
-            found.append(Configuration(architecture, head_dim, "float32"))
+                found += [Configuration(90, head_dim, "bfloat16", v, "gluon") for v in _variants(head_dim)]
+            found += [Configuration(architecture, head_dim, "bfloat16", v) for v in _variants(head_dim)]
+            if head_dim not in PADDED_HEAD_DIMS:
+                found.append(Configuration(architecture, head_dim, "float32"))
             if head_dim == 128:
                 found.append(Configuration(architecture, head_dim, "float16"))
-            if head_dim == 128 and architecture == 90:
-                found.append(Configuration(architecture, head_dim, "bfloat16", capped=True, part="gluon"))
     return found
+
+
+def _variants(head_dim: int) -> tuple[str, ...]:
+    return ("plain",) if head_dim in PADDED_HEAD_DIMS else ("plain", "ragged", "capped")
 
 
 def compile_all(configurations: list[Configuration], version: str) -> Report:
@@ -101,7 +101,8 @@ def table(reports: dict[str, Report]) -> str:
         "Written by `python -m bench.kernel_report` from machine code compiled ahead of time; nothing was run, and",
         "none of it says how fast a kernel is. Each cell: registers per thread / spills / KiB of shared memory per",
         "program / tensor-core instructions (HMMA on sm_80, HGMMA on sm_90, UTCHMMA on sm_100; fp32 uses none, its",
-        "products are exact). *capped*: with a softcap, and keys that end inside a block.",
+        "products are exact). *ragged*: the last blocks of queries and keys are short; *capped*: so they are, and there",
+        "is a softcap.",
     ]
     for architecture in sorted({c.architecture for report in reports.values() for c in report}):
         lines += ["", f"## sm_{architecture}", ""]
@@ -111,10 +112,10 @@ def table(reports: dict[str, Report]) -> str:
         rows = [(name, c) for c, kernels in first.items() if c.architecture == architecture for name in kernels]
         order = list(dict.fromkeys(name for name, _ in rows))
         for name, c in sorted(
-            rows, key=lambda row: (order.index(row[0]), row[1].head_dim, row[1].dtype, row[1].capped)
+            rows, key=lambda row: (order.index(row[0]), row[1].head_dim, row[1].dtype, row[1].variant)
         ):
             cells = [cell(report[c][name], architecture) for report in reports.values()]
-            dtype = c.dtype + (", capped" if c.capped else "")
+            dtype = c.dtype + ("" if c.variant == "plain" else f", {c.variant}")
             lines.append(f"| {name} | {c.head_dim or ''} | {dtype} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

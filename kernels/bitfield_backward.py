@@ -10,8 +10,8 @@ dK/dV works on transposed scores from the start (K Q^T): transposing the cast re
 Hopper (flash-linear-attention #826). Only tiles that come straight from memory are transposed here; so FUSED computes
 dQ^T = K^T dS^T, which takes the transposed dS as it is, and it is the addresses of the atomics that are transposed.
 
-Work items, slots and longest-first order are as in the forward. A query that saw nothing has LSE -inf, read here as
-+inf: P is then exactly 0, and so are its gradients.
+Work items, slots and longest-first order are as in the forward. A query that saw nothing has LSE -inf, which the delta
+kernel turns into +inf: P is then exactly 0, and so are its gradients.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from .bitfield_common import LOG2E, allowed, cap, dot, key_terms, load_tile, que
 
 @triton.jit(do_not_specialize=["heads", "length"])
 def delta_kernel(
-    out, dout, lse, dlse, delta, dout_stride_b, dout_stride_h, dout_stride_t, heads, length,
+    out, dout, lse, dlse, delta, lse2, dout_stride_b, dout_stride_h, dout_stride_t, heads, length,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     ALIGN: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta[b, h, t] = sum_d(dout * out) - dlse; 0 where the row saw nothing, whatever dlse holds there."""
+    """delta[b, h, t] = sum_d(dout * out) - dlse; 0 where the row saw nothing, whatever dlse holds there.
+
+    lse2[b, h, t] = the LSE in base 2, but +inf where the row saw nothing, so that exp2(s - lse2) is the probability.
+    """
     tiles = tl.cdiv(length, BLOCK_M)
     rows = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     plane = tl.program_id(0) // tiles  # b * heads + h
@@ -45,15 +48,10 @@ def delta_kernel(
     value = tl.sum(o * do, 1)
     if HAS_DLSE:
         value -= tl.load(dlse + at + rows, mask=inside, other=0.0)
-    seen = tl.load(lse + at + rows, mask=inside, other=0.0) != float("-inf")
+    natural = tl.load(lse + at + rows, mask=inside, other=0.0)
+    seen = natural != float("-inf")
     tl.store(delta + at + rows, tl.where(seen, value, 0.0), mask=inside)
-
-
-@triton.jit
-def _load_lse(lse, rows, length):
-    """The LSE in base 2, +inf for rows that saw nothing or do not exist: exp2(s - inf) = 0."""
-    value = tl.load(lse + rows, mask=rows < length, other=float("-inf"))
-    return tl.where(value == float("-inf"), float("inf"), value * LOG2E)
+    tl.store(lse2 + at + rows, tl.where(seen, natural * LOG2E, float("inf")), mask=inside)
 
 
 @triton.jit
@@ -104,7 +102,7 @@ def _query_gradient(
 
 @triton.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "q_blocks", "sinks"])
 def query_gradient_kernel(
-    q, k, v, dout, lse, delta, dq, slot_dq,
+    q, k, v, dout, lse2, delta, dq, slot_dq,
     full_ptr, full_idx, part_ptr, part_idx,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
@@ -145,7 +143,7 @@ def query_gradient_kernel(
         HEAD_DIM, BLOCK_D, True,
     )  # fmt: skip
     at = (batch * heads + head) * q_length
-    lse2 = _load_lse(lse + at, rows, q_length)
+    row_lse2 = tl.load(lse2 + at + rows, mask=rows < q_length, other=float("inf"))
     row_delta = tl.load(delta + at + rows, mask=rows < q_length, other=0.0)
     k_base = k + (batch * k_stride_b + kv_head * k_stride_h) * ALIGN
     v_base = v + (batch * v_stride_b + kv_head * v_stride_h) * ALIGN
@@ -162,14 +160,14 @@ def query_gradient_kernel(
     full = tl.load(full_ptr + row + 1) - full_from
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc = _query_gradient(
-        acc, q_tile, do_tile, lse2, row_delta, attends, doc, span, last, before,
+        acc, q_tile, do_tile, row_lse2, row_delta, attends, doc, span, last, before,
         k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
         HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     acc = _query_gradient(
-        acc, q_tile, do_tile, lse2, row_delta, attends, doc, span, last, before,
+        acc, q_tile, do_tile, row_lse2, row_delta, attends, doc, span, last, before,
         k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
@@ -190,7 +188,7 @@ def query_gradient_kernel(
 @triton.jit
 def _key_gradients(
     dk, dv, k, v, keys, dq,
-    q_base, do_base, q_stride, do_stride, lse, delta,
+    q_base, do_base, q_stride, do_stride, lse2, delta,
     block_index, begin, end,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_length, k_length, sinks, scale, softcap,
@@ -215,15 +213,19 @@ def _key_gradients(
         first64 = first.to(tl.int64)
         q = load_tile(q_base + first64 * q_stride + q_tile, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
         do = load_tile(do_base + first64 * do_stride + do_tile, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
-        # Rows that do not exist read an LSE of +inf, so their p is 0 and no other test is needed.
-        lse2 = _load_lse(lse, rows, q_length)
-        row_delta = tl.load(delta + rows, mask=rows < q_length, other=0.0)
+        if BOUNDED:
+            # Rows that do not exist read an LSE of +inf, so their p is 0 and no other test is needed.
+            row_lse2 = tl.load(lse2 + rows, mask=rows < q_length, other=float("inf"))
+            row_delta = tl.load(delta + rows, mask=rows < q_length, other=0.0)
+        else:
+            row_lse2 = tl.load(lse2 + rows)
+            row_delta = tl.load(delta + rows)
         s = dot(k, tl.trans(q), PRECISION, UPCAST)  # transposed: [keys, queries]
         if SOFTCAP:
             s, tanh = cap(s * scale, softcap)
-            p = tl.exp2(s * LOG2E - lse2[None, :])
+            p = tl.exp2(s * LOG2E - row_lse2[None, :])
         else:
-            p = tl.exp2(s * (scale * LOG2E) - lse2[None, :])
+            p = tl.exp2(s * (scale * LOG2E) - row_lse2[None, :])
         if MASKED:
             attends, doc, span, last, before = query_terms(q_bits, q_doc, q_span, q_pos, q_window, rows, q_length)
             see = allowed(
@@ -250,7 +252,7 @@ def _key_gradients(
 
 @triton.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "k_blocks", "sinks"])
 def key_gradient_kernel(
-    q, k, v, dout, lse, delta, dq, dk, dv, slot_dk, slot_dv,
+    q, k, v, dout, lse2, delta, dq, dk, dv, slot_dk, slot_dv,
     full_ptr, full_idx, part_ptr, part_idx,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
@@ -310,7 +312,7 @@ def key_gradient_kernel(
         at = (batch * heads * group + head) * q_length
         acc_k, acc_v = _key_gradients(
             acc_k, acc_v, k_tile, v_tile, keys, dq + at * HEAD_DIM,
-            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
+            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse2 + at, delta + at,
             full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
             q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
@@ -318,7 +320,7 @@ def key_gradient_kernel(
         )  # fmt: skip
         acc_k, acc_v = _key_gradients(
             acc_k, acc_v, k_tile, v_tile, keys, dq + at * HEAD_DIM,
-            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
+            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse2 + at, delta + at,
             part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
             q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,

@@ -123,9 +123,9 @@ def _attend(
 
         if SOFTCAP:
             s, _tanh = cap(s * scale, softcap)
-            s = s * LOG2E
+            to_base_2 = LOG2E
         else:
-            s = s * (scale * LOG2E)
+            to_base_2 = scale * LOG2E
         if MASKED or RAGGED:
             keys = first_key + part * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
             if MASKED:
@@ -137,12 +137,12 @@ def _attend(
                 s = gl.where(see, s, float("-inf"))
             else:
                 s = gl.where(keys[None, :] < k_length, s, float("-inf"))
-        m_new = gl.maximum(m, gl.convert_layout(gl.max(s, 1), gl.SliceLayout(1, o_layout)))
+        m_new = gl.maximum(m, gl.convert_layout(gl.max(s, 1) * to_base_2, gl.SliceLayout(1, o_layout)))
         if MASKED or RAGGED:
             shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing: exp2(-inf - 0) = 0
         else:
             shift = m_new
-        p = gl.exp2(s - gl.convert_layout(shift, row)[:, None])
+        p = gl.exp2(s * to_base_2 - gl.convert_layout(shift, row)[:, None])
         decay = gl.exp2(m - shift)
         total = total * decay + gl.convert_layout(gl.sum(p, 1), gl.SliceLayout(1, o_layout))
         acc = acc * decay[:, None]

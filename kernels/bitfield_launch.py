@@ -82,11 +82,22 @@ def can_fuse(q: Tensor, architecture: int) -> bool:
     return has_fused(architecture, block_d(q.shape[3], architecture), float32=q.dtype == torch.float32)
 
 
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """(q, scale) with the same products and a scale above 0, so that the largest score is that of the largest product.
+    Forward kernels then need one fused multiply-add per score."""
+    if scale > 0:
+        return q, scale
+    return (q * (0.0 if scale == 0 else -1.0), -scale or 1.0)
+
+
 def forward_calls(
     q: Tensor, k: Tensor, v: Tensor, plan: Any, out: Tensor, lse: Tensor, scale: float, softcap: float | None,
     architecture: int,
 ) -> list[Call]:  # fmt: skip
-    """out [B, Hq, Tq, D] contiguous, lse fp32 [B, Hq, Tq] contiguous: attention, then the merge of split rows."""
+    """out [B, Hq, Tq, D] contiguous, lse fp32 [B, Hq, Tq] contiguous: attention, then the merge of split rows.
+
+    scale is above 0 (see positive_scale).
+    """
     heads, head_dim = q.shape[1], q.shape[3]
     padded = block_d(head_dim, architecture)
     tile = choose(FORWARD, architecture, padded, plan.block, float32=q.dtype == torch.float32)
@@ -131,10 +142,10 @@ def backward_calls(
     """
     heads, head_dim = q.shape[1], q.shape[3]
     padded = block_d(head_dim, architecture)
-    delta = torch.empty_like(lse)
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     strides, align = _strides(q=q, k=k, v=v, dout=dout)
     shared = dict(
-        q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, **token_arguments(plan), **strides,
+        q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta, **token_arguments(plan), **strides,
         scale=scale, softcap=softcap or 0.0,
         HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK=plan.block, ALIGN=align, SOFTCAP=softcap is not None,
         **_arithmetic(q),
@@ -144,7 +155,7 @@ def backward_calls(
             delta_kernel,
             q.shape[0] * heads * -(-q.shape[2] // DELTA_ROWS),
             dict(
-                out=out, dout=dout, lse=lse, dlse=lse if dlse is None else dlse, delta=delta,
+                out=out, dout=dout, lse=lse, dlse=lse if dlse is None else dlse, delta=delta, lse2=lse2,
                 **{name: value for name, value in strides.items() if name.startswith("dout")},
                 heads=heads, length=q.shape[2], HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK_M=DELTA_ROWS,
                 ALIGN=align, HAS_DLSE=dlse is not None,
@@ -194,7 +205,8 @@ def _key_gradient_calls(
 ) -> list[Call]:  # fmt: skip
     kv_heads, head_dim, padded = k.shape[1], k.shape[3], shared["BLOCK_D"]
     kernel = FUSED_GRADIENT if fused else KEY_GRADIENT
-    tile = choose(kernel, architecture, padded, plan.block, float32=q.dtype == torch.float32)
+    plain = not ragged and not shared["SOFTCAP"]
+    tile = choose(kernel, architecture, padded, plan.block, float32=q.dtype == torch.float32, plain=plain)
     slots = plan.slot_k_row.numel() if has_slots(plan.slot_k_row) else 0
     slot_dk = k.new_empty((slots, kv_heads, plan.block, head_dim), dtype=torch.float32)
     slot_dv = torch.empty_like(slot_dk)

@@ -44,7 +44,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse fp32 [B, Hq, Tq] (natural log; -inf = empty row)."""
     from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls, loadable
-    from interlace.kernels.bitfield_launch import on_device
+    from interlace.kernels.bitfield_launch import on_device, positive_scale
 
     if plan.block != BLOCK:
         raise ValueError(
@@ -52,6 +52,7 @@ def forward(
         )
     if min(q.shape[0], q.shape[2], k.shape[2]) == 0:  # a TMA descriptor cannot describe an empty tensor
         return _triton.forward(q, k, v, plan, scale, softcap)
+    q, scale = positive_scale(q, scale)
     q, k, v = loadable(q), loadable(k), loadable(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)

@@ -53,7 +53,7 @@ def bitfield_attention(
     return_lse: also return the log-sum-exp of each row's scores, natural log, [B, Hq, Tq], fp32 (fp64 for fp64),
     differentiable. A row that sees nothing yields 0, LSE -inf and zero gradients.
     deterministic: False allows a backend to trade repeatable bits for speed. "triton" then adds dq by atomics in its
-    dk/dv kernel: 5 matrix products instead of 7. The others, and every forward, repeat their bits all the same; so does
+    dk/dv kernel (16 bits, D <= 128, from Hopper on): 5 matrix products instead of 7. All else repeats its bits, as does
     everything under torch.use_deterministic_algorithms(True).
     backend: "reference" (dense, any device), "cpu", "triton"; None picks the fastest of these that supports the inputs.
     "gluon" (Hopper, fp16 and bf16) is experimental and has to be named.

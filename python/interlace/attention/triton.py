@@ -45,9 +45,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse fp32 [B, Hq, Tq] (natural log; -inf = empty row)."""
-    from interlace.kernels.bitfield_launch import architecture_of, forward_calls, on_device
+    from interlace.kernels.bitfield_launch import architecture_of, forward_calls, on_device, positive_scale
 
     _check_block(plan.block)
+    q, scale = positive_scale(q, scale)
     q, k, v = _rows(q), _rows(k), _rows(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
