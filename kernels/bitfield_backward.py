@@ -80,7 +80,7 @@ def _query_gradient(
         s = dot(q, tl.trans(k), PRECISION, UPCAST)
         dp = dot(do, tl.trans(v), PRECISION, UPCAST)
         if SOFTCAP:
-            s, tanh = cap(s * scale, softcap)
+            s, slope = cap(s * scale, softcap)
             p = tl.exp2(s * LOG2E - lse2[:, None])
         else:
             p = tl.exp2(s * (scale * LOG2E) - lse2[:, None])
@@ -95,7 +95,7 @@ def _query_gradient(
             p = tl.where(keys[None, :] < k_length, p, 0.0)
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
-            ds = ds * (1.0 - tanh * tanh)
+            ds = ds * slope
         dq += dot(ds.to(k.dtype), k, PRECISION, UPCAST)
     return dq
 
@@ -222,7 +222,7 @@ def _key_gradients(
             row_delta = tl.load(delta + rows)
         s = dot(k, tl.trans(q), PRECISION, UPCAST)  # transposed: [keys, queries]
         if SOFTCAP:
-            s, tanh = cap(s * scale, softcap)
+            s, slope = cap(s * scale, softcap)
             p = tl.exp2(s * LOG2E - row_lse2[None, :])
         else:
             p = tl.exp2(s * (scale * LOG2E) - row_lse2[None, :])
@@ -234,10 +234,10 @@ def _key_gradients(
             )  # fmt: skip
             p = tl.where(see, p, 0.0)
         dv += dot(p.to(do.dtype), do, PRECISION, UPCAST)
+        if SOFTCAP:
+            p = p * slope
         dp = dot(v, tl.trans(do), PRECISION, UPCAST)
         ds = p * (dp - row_delta[None, :])
-        if SOFTCAP:
-            ds = ds * (1.0 - tanh * tanh)
         ds = ds.to(q.dtype)
         dk += dot(ds, q, PRECISION, UPCAST)
         if FUSED:

@@ -108,6 +108,6 @@ def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def cap(scores, softcap):
-    """softcap * tanh(scores / softcap) and the tanh; by exp2, which saturates to +-1 without NaN."""
+    """softcap * tanh(scores / softcap) and its slope, 1 - tanh^2; by exp2, which saturates to +-1 without NaN."""
     tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E / softcap)))
-    return softcap * tanh, tanh
+    return softcap * tanh, 1.0 - tanh * tanh

@@ -122,7 +122,7 @@ def _attend(
             mbarrier.arrive(k_empty.index(stage), count=1)
 
         if SOFTCAP:
-            s, _tanh = cap(s * scale, softcap)
+            s, _slope = cap(s * scale, softcap)
             to_base_2 = LOG2E
         else:
             to_base_2 = scale * LOG2E

@@ -205,8 +205,8 @@ def _key_gradient_calls(
 ) -> list[Call]:  # fmt: skip
     kv_heads, head_dim, padded = k.shape[1], k.shape[3], shared["BLOCK_D"]
     kernel = FUSED_GRADIENT if fused else KEY_GRADIENT
-    plain = not ragged and not shared["SOFTCAP"]
-    tile = choose(kernel, architecture, padded, plan.block, float32=q.dtype == torch.float32, plain=plain)
+    float32, capped = q.dtype == torch.float32, shared["SOFTCAP"]
+    tile = choose(kernel, architecture, padded, plan.block, float32=float32, capped=capped, ragged=ragged)
     slots = plan.slot_k_row.numel() if has_slots(plan.slot_k_row) else 0
     slot_dk = k.new_empty((slots, kv_heads, plan.block, head_dim), dtype=torch.float32)
     slot_dv = torch.empty_like(slot_dk)

@@ -43,6 +43,8 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
 }
 # Where larger tiles are clean without a softcap and with lengths that are multiples of the block.
 PLAIN = {(90, KEY_GRADIENT, 128): Tile(32, 128, 8, 2)}
+# Where the tile of TILES spills once there is a softcap. 32 keys are too few for wgmma: it is HMMA, at half the rate.
+CAPPED = {(90, KEY_GRADIENT, 256): Tile(32, 32, 8, 1)}
 # Exact fp32 products run on the plain cores, which hold their operands in registers: larger tiles spill.
 FLOAT32 = {64: Tile(16, 16, 4, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
 INTERPRETED = Tile(32, 32, 1, 1)
@@ -59,18 +61,27 @@ def has_fused(architecture: int, block_d: int, *, float32: bool) -> bool:
     return not float32 and max(block_d, 64) in TILES[_known(architecture)].get(FUSED_GRADIENT, {})
 
 
-def choose(kernel: str, architecture: int, block_d: int, block: int, *, float32: bool, plain: bool = False) -> Tile:
+def choose(
+    kernel: str,
+    architecture: int,
+    block_d: int,
+    block: int,
+    *,
+    float32: bool,
+    capped: bool = False,
+    ragged: bool = True,
+) -> Tile:
     """The tile of `kernel` for `architecture` (10 * major; 0 = the interpreter), cut to the plan's block.
 
-    plain: no softcap, and no block that is looped over ends beyond the sequence.
+    capped: with a softcap. ragged: a block that is looped over may end beyond the sequence.
     """
     if architecture == 0:
         tile = INTERPRETED
     else:
         known, width = _known(architecture), max(block_d, 64)
         tile = (FLOAT32 if float32 else TILES[known][kernel])[width]
-        if plain and not float32:
-            tile = PLAIN.get((known, kernel, width), tile)
+        if not float32 and (capped or not ragged):
+            tile = (CAPPED if capped else PLAIN).get((known, kernel, width), tile)
     return tile._replace(m=min(tile.m, block), n=min(tile.n, block))
 
 
