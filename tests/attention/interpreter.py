@@ -226,6 +226,7 @@ CASES: dict[str, Callable[[], None]] = {
     "several tiles per block": partial(known, "packed", block=128),
     "several tiles per block, split": partial(known, "shuffled part", block=64, cap=1),
     "negative scale": partial(known, "blockwise", scale=-0.3),
+    "zero scale": partial(known, "1 x 50", scale=0.0),
     "random masks": random_masks,
     "no gradient of the LSE": without_gradient_of_lse,
     "strides": strides,
