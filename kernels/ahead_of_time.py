@@ -23,6 +23,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -37,6 +38,7 @@ class Resources(NamedTuple):
     wgmma: int  # HGMMA instructions (Hopper)
     mma: int  # HMMA instructions (Ampere and later)
     tcgen: int  # UTCHMMA instructions (Blackwell)
+    tma: int  # UTMALDG instructions: loads by the tensor memory accelerator (Hopper and later)
 
 
 def compile_call(call: Call, architecture: int) -> Any:
@@ -48,7 +50,9 @@ def compile_call(call: Call, architecture: int) -> Any:
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, parameter in enumerate(call.kernel.params):
         value = call.arguments[parameter.name]
-        if parameter.is_constexpr:
+        if hasattr(value, "block_shape"):  # a TMA descriptor
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+        elif parameter.is_constexpr:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
         elif isinstance(value, Tensor):
@@ -63,8 +67,16 @@ def compile_call(call: Call, architecture: int) -> Any:
             signature[parameter.name] = "i32"
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(call.kernel, signature, constants, attributes)
+    source = _source_class(call.kernel)(call.kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=call.options)
+
+
+def _source_class(kernel: Any) -> Any:
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def resources(compiled: Any) -> Resources:
@@ -78,7 +90,9 @@ def resources(compiled: Any) -> Resources:
         usage = _tool("cuobjdump", "-res-usage", str(cubin))
         code = _tool("nvdisasm", "-c", str(cubin))
     registers, stack = (int(_find(rf"{name}:(\d+)", usage)) for name in ("REG", "STACK"))
-    count = {name: len(re.findall(rf"\b{name}\b", code)) for name in ("STL", "LDL", "HGMMA", "HMMA", "UTCHMMA")}
+    count = {
+        name: len(re.findall(rf"\b{name}\b", code)) for name in ("STL", "LDL", "HGMMA", "HMMA", "UTCHMMA", "UTMALDG")
+    }
     return Resources(
         registers=registers,
         shared=compiled.metadata.shared,
@@ -86,6 +100,7 @@ def resources(compiled: Any) -> Resources:
         wgmma=count["HGMMA"],
         mma=count["HMMA"],
         tcgen=count["UTCHMMA"],
+        tma=count["UTMALDG"],
     )
 
 

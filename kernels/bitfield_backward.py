@@ -2,13 +2,16 @@
 
 With P = exp(S - LSE), D = rowsum(dO * O) - dLSE and dS = P * (dO V^T - D): dQ = scale dS K, dK = scale dS^T Q,
 dV = P^T dO. dQ and dK/dV are separate kernels that each own what they write, so there are no atomics and the bits
-repeat; the price is 7 matrix products instead of 5. The heads of a GQA group are looped over inside the dK/dV kernel.
+repeat; the price is 7 matrix products instead of 5. With FUSED the dK/dV kernel adds dQ by fp32 atomics as well, in
+whatever order its programs arrive: 5 products, one walk over the blocks, and bits that do not repeat. The heads of a
+GQA group are looped over inside the dK/dV kernel.
 
 dK/dV works on transposed scores from the start (K Q^T): transposing the cast result of a wgmma gave wrong gradients on
-Hopper (flash-linear-attention #826). Only tiles that come straight from memory are transposed here.
+Hopper (flash-linear-attention #826). Only tiles that come straight from memory are transposed here; so FUSED computes
+dQ^T = K^T dS^T, which takes the transposed dS as it is, and it is the addresses of the atomics that are transposed.
 
-Work items, slots and longest-first order are as in the forward. A query that saw nothing has LSE -inf, read here as
-+inf: P is then exactly 0, and so are its gradients.
+Work items, slots and longest-first order are as in the forward. A query that saw nothing has LSE -inf, which the delta
+kernel turns into +inf: P is then exactly 0, and so are its gradients.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ from .bitfield_common import LOG2E, allowed, cap, dot, key_terms, load_tile, que
 
 @triton.jit(do_not_specialize=["heads", "length"])
 def delta_kernel(
-    out, dout, lse, dlse, delta, dout_stride_b, dout_stride_h, dout_stride_t, heads, length,
+    out, dout, lse, dlse, delta, lse2, dout_stride_b, dout_stride_h, dout_stride_t, heads, length,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     ALIGN: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta[b, h, t] = sum_d(dout * out) - dlse; 0 where the row saw nothing, whatever dlse holds there."""
+    """delta[b, h, t] = sum_d(dout * out) - dlse; 0 where the row saw nothing, whatever dlse holds there.
+
+    lse2[b, h, t] = the LSE in base 2, but +inf where the row saw nothing, so that exp2(s - lse2) is the probability.
+    """
     tiles = tl.cdiv(length, BLOCK_M)
     rows = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     plane = tl.program_id(0) // tiles  # b * heads + h
@@ -42,15 +48,10 @@ def delta_kernel(
     value = tl.sum(o * do, 1)
     if HAS_DLSE:
         value -= tl.load(dlse + at + rows, mask=inside, other=0.0)
-    seen = tl.load(lse + at + rows, mask=inside, other=0.0) != float("-inf")
+    natural = tl.load(lse + at + rows, mask=inside, other=0.0)
+    seen = natural != float("-inf")
     tl.store(delta + at + rows, tl.where(seen, value, 0.0), mask=inside)
-
-
-@triton.jit
-def _load_lse(lse, rows, length):
-    """The LSE in base 2, +inf for rows that saw nothing or do not exist: exp2(s - inf) = 0."""
-    value = tl.load(lse + rows, mask=rows < length, other=float("-inf"))
-    return tl.where(value == float("-inf"), float("inf"), value * LOG2E)
+    tl.store(lse2 + at + rows, tl.where(seen, natural * LOG2E, float("inf")), mask=inside)
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def _query_gradient(
         s = dot(q, tl.trans(k), PRECISION, UPCAST)
         dp = dot(do, tl.trans(v), PRECISION, UPCAST)
         if SOFTCAP:
-            s, tanh = cap(s * scale, softcap)
+            s, slope = cap(s * scale, softcap)
             p = tl.exp2(s * LOG2E - lse2[:, None])
         else:
             p = tl.exp2(s * (scale * LOG2E) - lse2[:, None])
@@ -94,14 +95,14 @@ def _query_gradient(
             p = tl.where(keys[None, :] < k_length, p, 0.0)
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
-            ds = ds * (1.0 - tanh * tanh)
+            ds = ds * slope
         dq += dot(ds.to(k.dtype), k, PRECISION, UPCAST)
     return dq
 
 
 @triton.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "q_blocks", "sinks"])
 def query_gradient_kernel(
-    q, k, v, dout, lse, delta, dq, slot_dq,
+    q, k, v, dout, lse2, delta, dq, slot_dq,
     full_ptr, full_idx, part_ptr, part_idx,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
@@ -142,7 +143,7 @@ def query_gradient_kernel(
         HEAD_DIM, BLOCK_D, True,
     )  # fmt: skip
     at = (batch * heads + head) * q_length
-    lse2 = _load_lse(lse + at, rows, q_length)
+    row_lse2 = tl.load(lse2 + at + rows, mask=rows < q_length, other=float("inf"))
     row_delta = tl.load(delta + at + rows, mask=rows < q_length, other=0.0)
     k_base = k + (batch * k_stride_b + kv_head * k_stride_h) * ALIGN
     v_base = v + (batch * v_stride_b + kv_head * v_stride_h) * ALIGN
@@ -159,14 +160,14 @@ def query_gradient_kernel(
     full = tl.load(full_ptr + row + 1) - full_from
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc = _query_gradient(
-        acc, q_tile, do_tile, lse2, row_delta, attends, doc, span, last, before,
+        acc, q_tile, do_tile, row_lse2, row_delta, attends, doc, span, last, before,
         k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
         HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     acc = _query_gradient(
-        acc, q_tile, do_tile, lse2, row_delta, attends, doc, span, last, before,
+        acc, q_tile, do_tile, row_lse2, row_delta, attends, doc, span, last, before,
         k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
@@ -186,15 +187,19 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_gradients(
-    dk, dv, k, v, keys,
-    q_base, do_base, q_stride, do_stride, lse, delta,
+    dk, dv, k, v, keys, dq,
+    q_base, do_base, q_stride, do_stride, lse2, delta,
     block_index, begin, end,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_length, k_length, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
-    MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """(dk, dv) + the contribution of the query blocks block_index[begin:end] of one head (dk not yet times scale)."""
+    """(dk, dv) + the contribution of the query blocks block_index[begin:end] of one head (dk not yet times scale).
+
+    FUSED: dq, fp32 [T, HEAD_DIM] of this head, gets the contribution of these keys, already times scale.
+    """
     tiles: tl.constexpr = BLOCK // BLOCK_M
     BOUNDED: tl.constexpr = MASKED or RAGGED
     columns = tl.arange(0, BLOCK_D)
@@ -208,15 +213,19 @@ def _key_gradients(
         first64 = first.to(tl.int64)
         q = load_tile(q_base + first64 * q_stride + q_tile, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
         do = load_tile(do_base + first64 * do_stride + do_tile, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
-        # Rows that do not exist read an LSE of +inf, so their p is 0 and no other test is needed.
-        lse2 = _load_lse(lse, rows, q_length)
-        row_delta = tl.load(delta + rows, mask=rows < q_length, other=0.0)
+        if BOUNDED:
+            # Rows that do not exist read an LSE of +inf, so their p is 0 and no other test is needed.
+            row_lse2 = tl.load(lse2 + rows, mask=rows < q_length, other=float("inf"))
+            row_delta = tl.load(delta + rows, mask=rows < q_length, other=0.0)
+        else:
+            row_lse2 = tl.load(lse2 + rows)
+            row_delta = tl.load(delta + rows)
         s = dot(k, tl.trans(q), PRECISION, UPCAST)  # transposed: [keys, queries]
         if SOFTCAP:
-            s, tanh = cap(s * scale, softcap)
-            p = tl.exp2(s * LOG2E - lse2[None, :])
+            s, slope = cap(s * scale, softcap)
+            p = tl.exp2(s * LOG2E - row_lse2[None, :])
         else:
-            p = tl.exp2(s * (scale * LOG2E) - lse2[None, :])
+            p = tl.exp2(s * (scale * LOG2E) - row_lse2[None, :])
         if MASKED:
             attends, doc, span, last, before = query_terms(q_bits, q_doc, q_span, q_pos, q_window, rows, q_length)
             see = allowed(
@@ -225,17 +234,25 @@ def _key_gradients(
             )  # fmt: skip
             p = tl.where(see, p, 0.0)
         dv += dot(p.to(do.dtype), do, PRECISION, UPCAST)
+        if SOFTCAP:
+            p = p * slope
         dp = dot(v, tl.trans(do), PRECISION, UPCAST)
         ds = p * (dp - row_delta[None, :])
-        if SOFTCAP:
-            ds = ds * (1.0 - tanh * tanh)
-        dk += dot(ds.to(q.dtype), q, PRECISION, UPCAST)
+        ds = ds.to(q.dtype)
+        dk += dot(ds, q, PRECISION, UPCAST)
+        if FUSED:
+            dq_t = dot(tl.trans(k), ds, PRECISION, UPCAST) * scale
+            to = dq + first64 * HEAD_DIM + tl.arange(0, BLOCK_M)[None, :] * HEAD_DIM + columns[:, None]
+            inside = rows[None, :] < q_length
+            if HEAD_DIM != BLOCK_D:
+                inside = inside & (columns[:, None] < HEAD_DIM)
+            tl.atomic_add(to, dq_t, mask=inside, sem="relaxed")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["heads", "group", "q_length", "k_length", "k_blocks", "sinks"])
 def key_gradient_kernel(
-    q, k, v, dout, lse, delta, dk, dv, slot_dk, slot_dv,
+    q, k, v, dout, lse2, delta, dq, dk, dv, slot_dk, slot_dv,
     full_ptr, full_idx, part_ptr, part_idx,
     work_row, work_start, work_stop, work_slot,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
@@ -243,9 +260,13 @@ def key_gradient_kernel(
     dout_stride_b, dout_stride_h, dout_stride_t,
     heads, group, q_length, k_length, k_blocks, sinks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV: one program per (work item of the k-major list, part of a block of keys, key head); heads = Hkv."""
+    """dK and dV: one program per (work item of the k-major list, part of a block of keys, key head); heads = Hkv.
+
+    FUSED: also dQ, added to ``dq`` (fp32, zeroed by the caller); else ``dq`` is not touched.
+    """
     kv_head = tl.program_id(0) % heads
     item = tl.program_id(0) // heads
     parts: tl.constexpr = BLOCK // BLOCK_N
@@ -290,20 +311,20 @@ def key_gradient_kernel(
         do_base = dout + (batch * dout_stride_b + head * dout_stride_h) * ALIGN
         at = (batch * heads * group + head) * q_length
         acc_k, acc_v = _key_gradients(
-            acc_k, acc_v, k_tile, v_tile, keys,
-            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
+            acc_k, acc_v, k_tile, v_tile, keys, dq + at * HEAD_DIM,
+            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse2 + at, delta + at,
             full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
             q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
-            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
+            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, False, RAGGED, SOFTCAP, FUSED, PRECISION, UPCAST,
         )  # fmt: skip
         acc_k, acc_v = _key_gradients(
-            acc_k, acc_v, k_tile, v_tile, keys,
-            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse + at, delta + at,
+            acc_k, acc_v, k_tile, v_tile, keys, dq + at * HEAD_DIM,
+            q_base, do_base, q_stride_t * ALIGN, dout_stride_t * ALIGN, lse2 + at, delta + at,
             part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
             q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
-            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
+            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, True, RAGGED, SOFTCAP, FUSED, PRECISION, UPCAST,
         )  # fmt: skip
     acc_k *= scale
 

@@ -49,7 +49,7 @@ def key_terms(bits_ptr, doc_ptr, span_ptr, pos_ptr, rows, length, sinks):
     span = tl.load(span_ptr + rows, mask=inside, other=-2)
     pos = tl.load(pos_ptr + rows, mask=inside, other=0)
     own = (bits >> OWN_SHIFT) & 63
-    stream = tl.full(own.shape, 1, tl.int64) << own
+    stream = (own * 0 + 1) << own  # not tl.full, which in Gluon wants a layout
     # Padding (-1) must not meet the padding of the query side: on the key side it becomes -2.
     doc = tl.where(doc < 0, -2, doc)
     span = tl.where(span < 0, -2, span)
@@ -108,6 +108,6 @@ def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def cap(scores, softcap):
-    """softcap * tanh(scores / softcap) and the tanh; by exp2, which saturates to +-1 without NaN."""
+    """softcap * tanh(scores / softcap) and its slope, 1 - tanh^2; by exp2, which saturates to +-1 without NaN."""
     tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E / softcap)))
-    return softcap * tanh, tanh
+    return softcap * tanh, 1.0 - tanh * tanh

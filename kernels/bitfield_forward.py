@@ -45,9 +45,9 @@ def _attend(
         s = dot(q, tl.trans(k), PRECISION, UPCAST)
         if SOFTCAP:
             s, _ = cap(s * scale, softcap)
-            s = s * LOG2E
+            to_base_2 = LOG2E
         else:
-            s = s * (scale * LOG2E)
+            to_base_2 = scale * LOG2E
         if MASKED:
             stream, doc, span, pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
             see = allowed(
@@ -57,12 +57,12 @@ def _attend(
             s = tl.where(see, s, float("-inf"))
         elif RAGGED:
             s = tl.where(keys[None, :] < k_length, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
+        m_new = tl.maximum(m, tl.max(s, 1) * to_base_2)
         if BOUNDED:
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
         else:
             shift = m_new
-        p = tl.exp2(s - shift[:, None])
+        p = tl.exp2(s * to_base_2 - shift[:, None])
         decay = tl.exp2(m - shift)
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None] + dot(p.to(v.dtype), v, PRECISION, UPCAST)

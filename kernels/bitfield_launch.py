@@ -4,6 +4,12 @@ Each function returns the launches of one pass as `Call`s, in order. The attenti
 compiles the very same objects (made of meta tensors) for a named architecture without a GPU, so what the static gate
 checks is what runs.
 
+A work item is a program of its own, in the plan's longest-first order, heads varying fastest. That is list scheduling
+by decreasing length done by the hardware, which starts the next program wherever one ends. A persistent kernel would
+either stride over the list, which fixes beforehand what each SM gets and loses that balance, or take items from an
+atomic counter, which does what the hardware does at the cost of a counter to reset in every launch, and of registers
+that live across items. What it could gain is the overlap of one item's end with the next one's first loads.
+
 ``plan`` is anything with the tensors of ``interlace.attention.AttentionPlan``.
 """
 
@@ -20,7 +26,7 @@ from .bitfield_aggregate import merge_kernel, sum_kernel
 from .bitfield_backward import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .bitfield_common import INTERPRETED
 from .bitfield_forward import forward_kernel
-from .bitfield_tiles import FORWARD, KEY_GRADIENT, QUERY_GRADIENT, choose
+from .bitfield_tiles import FORWARD, FUSED_GRADIENT, KEY_GRADIENT, QUERY_GRADIENT, choose, has_fused
 
 AGGREGATE_ROWS = 16
 DELTA_ROWS = 32
@@ -38,6 +44,10 @@ class Call:
     stages: int
 
     @property
+    def name(self) -> str:
+        return self.kernel.__name__ + (" fused" if self.arguments.get("FUSED") else "")
+
+    @property
     def options(self) -> dict[str, Any]:
         """Compiler options. Fused multiply-add is asked for: Triton 3.10 will no longer have it by default."""
         return dict(num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True)
@@ -45,6 +55,11 @@ class Call:
     def run(self) -> None:
         if self.programs:
             self.kernel[(self.programs,)](**self.arguments, **self.options)
+
+
+def on_device(device: torch.device) -> torch.cuda.device:
+    """A context: Triton launches on the current device, which need not be the tensors' own."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def architecture_of(device: torch.device) -> int:
@@ -62,15 +77,31 @@ def block_d(head_dim: int, architecture: int) -> int:
     return max(1 << (head_dim - 1).bit_length(), 64 if architecture else 16)
 
 
+def can_fuse(q: Tensor, architecture: int) -> bool:
+    """Whether backward_calls(fused=True) is there for tensors like q."""
+    return has_fused(architecture, block_d(q.shape[3], architecture), float32=q.dtype == torch.float32)
+
+
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """(q, scale) with the same products and a scale above 0, so that the largest score is that of the largest product.
+    Forward kernels then need one fused multiply-add per score."""
+    if scale > 0:
+        return q, scale
+    return (q * (0.0 if scale == 0 else -1.0), -scale or 1.0)
+
+
 def forward_calls(
     q: Tensor, k: Tensor, v: Tensor, plan: Any, out: Tensor, lse: Tensor, scale: float, softcap: float | None,
     architecture: int,
 ) -> list[Call]:  # fmt: skip
-    """out [B, Hq, Tq, D] contiguous, lse fp32 [B, Hq, Tq] contiguous: attention, then the merge of split rows."""
+    """out [B, Hq, Tq, D] contiguous, lse fp32 [B, Hq, Tq] contiguous: attention, then the merge of split rows.
+
+    scale is above 0 (see positive_scale).
+    """
     heads, head_dim = q.shape[1], q.shape[3]
     padded = block_d(head_dim, architecture)
     tile = choose(FORWARD, architecture, padded, plan.block, float32=q.dtype == torch.float32)
-    slots = plan.slot_row.numel() if _has_slots(plan.slot_row) else 0
+    slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
     slot_out = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
     slot_lse = q.new_empty((slots, heads, plan.block), dtype=torch.float32)
     strides, align = _strides(q=q, k=k, v=v)
@@ -80,8 +111,8 @@ def forward_calls(
             plan.work_row.numel() * (plan.block // tile.m) * heads,
             dict(
                 q=q, k=k, v=v, out=out, lse=lse, slot_out=slot_out, slot_lse=slot_lse,
-                **_query_lists(plan), **_tokens(plan), **strides, **_sizes(q, k, plan),
-                q_blocks=_blocks(plan.q_bits, plan.block),
+                **query_lists(plan), **token_arguments(plan), **strides, **size_arguments(q, k, plan),
+                q_blocks=block_count(plan.q_bits, plan.block),
                 scale=scale, softcap=softcap or 0.0,
                 HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK=plan.block, BLOCK_M=tile.m, BLOCK_N=tile.n, ALIGN=align,
                 RAGGED=k.shape[2] % plan.block != 0, SOFTCAP=softcap is not None, **_arithmetic(q),
@@ -92,7 +123,7 @@ def forward_calls(
     ]  # fmt: skip
     if slots:
         calls.append(
-            _aggregate(
+            aggregate_call(
                 merge_kernel, plan.row_slots, plan.slot_row, plan, q, padded,
                 slot_out=slot_out, slot_lse=slot_lse, out=out, lse=lse,
             )
@@ -103,26 +134,28 @@ def forward_calls(
 def backward_calls(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Any,
     dq: Tensor, dk: Tensor, dv: Tensor, scale: float, softcap: float | None, architecture: int,
+    *, fused: bool = False,
 ) -> list[Call]:  # fmt: skip
-    """dq, dk, dv (contiguous, shapes of q, k, v): delta, dQ and its sums, dK/dV and their sums."""
+    """dq, dk, dv (contiguous, shapes of q, k, v): delta, dQ and its sums, dK/dV and their sums.
+
+    fused (if can_fuse): one kernel for the three gradients, which adds to dq by atomics; dq must be fp32 and zero.
+    """
     heads, head_dim = q.shape[1], q.shape[3]
-    float32 = q.dtype == torch.float32
     padded = block_d(head_dim, architecture)
-    delta = torch.empty_like(lse)
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     strides, align = _strides(q=q, k=k, v=v, dout=dout)
     shared = dict(
-        q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, **_tokens(plan), **strides,
+        q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta, **token_arguments(plan), **strides,
         scale=scale, softcap=softcap or 0.0,
         HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK=plan.block, ALIGN=align, SOFTCAP=softcap is not None,
         **_arithmetic(q),
     )  # fmt: skip
-    sizes = _sizes(q, k, plan)
     calls = [
         Call(
             delta_kernel,
             q.shape[0] * heads * -(-q.shape[2] // DELTA_ROWS),
             dict(
-                out=out, dout=dout, lse=lse, dlse=lse if dlse is None else dlse, delta=delta,
+                out=out, dout=dout, lse=lse, dlse=lse if dlse is None else dlse, delta=delta, lse2=lse2,
                 **{name: value for name, value in strides.items() if name.startswith("dout")},
                 heads=heads, length=q.shape[2], HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK_M=DELTA_ROWS,
                 ALIGN=align, HAS_DLSE=dlse is not None,
@@ -132,51 +165,75 @@ def backward_calls(
         )
     ]  # fmt: skip
 
-    tile = choose(QUERY_GRADIENT, architecture, padded, plan.block, float32=float32)
-    slots = plan.slot_row.numel() if _has_slots(plan.slot_row) else 0
+    shared.update(size_arguments(q, k, plan))
+    if not fused:
+        calls += _query_gradient_calls(q, plan, dq, shared, architecture, k.shape[2] % plan.block != 0)
+    return calls + _key_gradient_calls(
+        q, k, plan, dq, dk, dv, shared, architecture, q.shape[2] % plan.block != 0, fused
+    )
+
+
+def _query_gradient_calls(
+    q: Tensor, plan: Any, dq: Tensor, shared: dict[str, Any], architecture: int, ragged: bool
+) -> list[Call]:
+    heads, head_dim, padded = q.shape[1], q.shape[3], shared["BLOCK_D"]
+    tile = choose(QUERY_GRADIENT, architecture, padded, plan.block, float32=q.dtype == torch.float32)
+    slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
     slot_dq = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
-    calls.append(
+    calls = [
         Call(
             query_gradient_kernel,
             plan.work_row.numel() * (plan.block // tile.m) * heads,
             dict(
-                shared, dq=dq, slot_dq=slot_dq, **_query_lists(plan), **sizes,
-                q_blocks=_blocks(plan.q_bits, plan.block),
-                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=k.shape[2] % plan.block != 0,
+                shared, dq=dq, slot_dq=slot_dq, **query_lists(plan), q_blocks=block_count(plan.q_bits, plan.block),
+                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=ragged,
             ),
             tile.warps,
             tile.stages,
         )
-    )  # fmt: skip
+    ]  # fmt: skip
     if slots:
-        calls.append(_aggregate(sum_kernel, plan.row_slots, plan.slot_row, plan, q, padded, slot_grad=slot_dq, grad=dq))
+        calls.append(
+            aggregate_call(sum_kernel, plan.row_slots, plan.slot_row, plan, q, padded, slot_grad=slot_dq, grad=dq)
+        )
+    return calls
 
-    tile = choose(KEY_GRADIENT, architecture, padded, plan.block, float32=float32)
-    slots = plan.slot_k_row.numel() if _has_slots(plan.slot_k_row) else 0
-    slot_dk = k.new_empty((slots, k.shape[1], plan.block, head_dim), dtype=torch.float32)
+
+def _key_gradient_calls(
+    q: Tensor, k: Tensor, plan: Any, dq: Tensor, dk: Tensor, dv: Tensor, shared: dict[str, Any], architecture: int,
+    ragged: bool, fused: bool,
+) -> list[Call]:  # fmt: skip
+    kv_heads, head_dim, padded = k.shape[1], k.shape[3], shared["BLOCK_D"]
+    kernel = FUSED_GRADIENT if fused else KEY_GRADIENT
+    float32, capped = q.dtype == torch.float32, shared["SOFTCAP"]
+    tile = choose(kernel, architecture, padded, plan.block, float32=float32, capped=capped, ragged=ragged)
+    slots = plan.slot_k_row.numel() if has_slots(plan.slot_k_row) else 0
+    slot_dk = k.new_empty((slots, kv_heads, plan.block, head_dim), dtype=torch.float32)
     slot_dv = torch.empty_like(slot_dk)
-    calls.append(
+    calls = [
         Call(
             key_gradient_kernel,
-            plan.work_k_row.numel() * (plan.block // tile.n) * k.shape[1],
+            plan.work_k_row.numel() * (plan.block // tile.n) * kv_heads,
             dict(
-                shared, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan),
-                **(sizes | dict(heads=k.shape[1])), k_blocks=_blocks(plan.k_bits, plan.block),
-                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=q.shape[2] % plan.block != 0,
+                shared, dq=dq, dk=dk, dv=dv, slot_dk=slot_dk, slot_dv=slot_dv, **_key_lists(plan), heads=kv_heads,
+                k_blocks=block_count(plan.k_bits, plan.block),
+                BLOCK_M=tile.m, BLOCK_N=tile.n, RAGGED=ragged, FUSED=fused,
             ),
             tile.warps,
             tile.stages,
         )
-    )  # fmt: skip
+    ]  # fmt: skip
     if slots:
         for slot, grad in ((slot_dk, dk), (slot_dv, dv)):
             calls.append(
-                _aggregate(sum_kernel, plan.row_k_slots, plan.slot_k_row, plan, k, padded, slot_grad=slot, grad=grad)
+                aggregate_call(
+                    sum_kernel, plan.row_k_slots, plan.slot_k_row, plan, k, padded, slot_grad=slot, grad=grad
+                )
             )
     return calls
 
 
-def _aggregate(
+def aggregate_call(
     kernel: Any, row_slots: Tensor, slot_row: Tensor, plan: Any, like: Tensor, padded: int, **tensors: Tensor
 ) -> Call:
     """`like`: q or k, whose heads and length the rows have."""
@@ -194,12 +251,12 @@ def _aggregate(
     )  # fmt: skip
 
 
-def _has_slots(slot_row: Tensor) -> bool:
+def has_slots(slot_row: Tensor) -> bool:
     """Whether rows may be split. Only the padding of an empty list looks like two slots; a GPU is not asked which."""
     return slot_row.numel() > 2 or slot_row.device.type != "cpu" or int(slot_row[0]) >= 0
 
 
-def _query_lists(plan: Any) -> dict[str, Tensor]:
+def query_lists(plan: Any) -> dict[str, Tensor]:
     return dict(
         full_ptr=plan.full_q_ptr, full_idx=plan.full_q_idx, part_ptr=plan.part_q_ptr, part_idx=plan.part_q_idx,
         work_row=plan.work_row, work_start=plan.work_start, work_stop=plan.work_stop, work_slot=plan.work_slot,
@@ -213,18 +270,18 @@ def _key_lists(plan: Any) -> dict[str, Tensor]:
     )  # fmt: skip
 
 
-def _tokens(plan: Any) -> dict[str, Tensor]:
+def token_arguments(plan: Any) -> dict[str, Tensor]:
     names = ("q_bits", "q_doc", "q_span", "q_pos", "q_window", "k_bits", "k_doc", "k_span", "k_pos")
     return {name: getattr(plan, name) for name in names}
 
 
-def _sizes(q: Tensor, k: Tensor, plan: Any) -> dict[str, int]:
+def size_arguments(q: Tensor, k: Tensor, plan: Any) -> dict[str, int]:
     return dict(
         heads=q.shape[1], group=q.shape[1] // k.shape[1], q_length=q.shape[2], k_length=k.shape[2], sinks=plan.sinks
     )
 
 
-def _blocks(bits: Tensor, block: int) -> int:
+def block_count(bits: Tensor, block: int) -> int:
     return -(-bits.shape[1] // block)
 
 

@@ -19,6 +19,7 @@ class Tile(NamedTuple):
 
 
 FORWARD, QUERY_GRADIENT, KEY_GRADIENT = "forward", "query_gradient", "key_gradient"
+FUSED_GRADIENT = "fused_gradient"
 
 # 16-bit inputs. architecture -> kernel -> {head dimension, rounded up to a power of two: tile}; 64 serves all below it.
 TILES: dict[int, dict[str, dict[int, Tile]]] = {
@@ -31,24 +32,59 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
         QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
         KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 1)},
+        FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2)},
     },
     100: {
         FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
         QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
         KEY_GRADIENT: {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
+        FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1)},
     },
 }
+# Where larger tiles are clean without a softcap and with lengths that are multiples of the block.
+PLAIN = {(90, KEY_GRADIENT, 128): Tile(32, 128, 8, 2)}
+# Where the tile of TILES spills once there is a softcap. 32 keys are too few for wgmma: it is HMMA, at half the rate.
+CAPPED = {(90, KEY_GRADIENT, 256): Tile(32, 32, 8, 1)}
 # Exact fp32 products run on the plain cores, which hold their operands in registers: larger tiles spill.
 FLOAT32 = {64: Tile(16, 16, 4, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
 INTERPRETED = Tile(32, 32, 1, 1)
 
 
-def choose(kernel: str, architecture: int, block_d: int, block: int, *, float32: bool) -> Tile:
-    """The tile of `kernel` for `architecture` (10 * major; 0 = the interpreter), cut to the plan's block."""
+def has_fused(architecture: int, block_d: int, *, float32: bool) -> bool:
+    """Whether FUSED_GRADIENT has a tile.
+
+    Its atomics write 4 bytes per 10 * n products, n keys per tile: the small tiles of fp32 and of head dimension 256
+    would drown in them. Under sm_80, where operands of products live in registers, every tile spills.
+    """
+    if architecture == 0:
+        return True
+    return not float32 and max(block_d, 64) in TILES[_known(architecture)].get(FUSED_GRADIENT, {})
+
+
+def choose(
+    kernel: str,
+    architecture: int,
+    block_d: int,
+    block: int,
+    *,
+    float32: bool,
+    capped: bool = False,
+    ragged: bool = True,
+) -> Tile:
+    """The tile of `kernel` for `architecture` (10 * major; 0 = the interpreter), cut to the plan's block.
+
+    capped: with a softcap. ragged: a block that is looped over may end beyond the sequence.
+    """
     if architecture == 0:
         tile = INTERPRETED
     else:
-        # Consumer Blackwell (120) has Ampere's instructions and 99 KiB of shared memory, in which the tiles of 80 fit.
-        known = 80 if architecture >= 120 else max((a for a in TILES if a <= architecture), default=80)
-        tile = (FLOAT32 if float32 else TILES[known][kernel])[max(block_d, 64)]
+        known, width = _known(architecture), max(block_d, 64)
+        tile = (FLOAT32 if float32 else TILES[known][kernel])[width]
+        if not float32 and (capped or not ragged):
+            tile = (CAPPED if capped else PLAIN).get((known, kernel, width), tile)
     return tile._replace(m=min(tile.m, block), n=min(tile.n, block))
+
+
+def _known(architecture: int) -> int:
+    # Consumer Blackwell (120) has Ampere's instructions and 99 KiB of shared memory, in which the tiles of 80 fit.
+    return 80 if architecture >= 120 else max((a for a in TILES if a <= architecture), default=80)

@@ -36,15 +36,19 @@ def known(name: str, dtype: torch.dtype = torch.float32, **options) -> None:
 # Shrinking a failure would take the interpreter minutes; the settings of tests/conftest.py do not reach this process.
 @settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(
-    mask_pairs(longest=50), st.sampled_from([(2, 1), (2, 2)]), st.sampled_from([None, 3.0]), st.sampled_from([None, 1])
+    mask_pairs(longest=50),
+    st.sampled_from([(2, 1), (2, 2)]),
+    st.sampled_from([None, 3.0]),
+    st.sampled_from([None, 1]),
+    st.booleans(),
 )
-def random_masks(masks, heads, softcap, cap):
+def random_masks(masks, heads, softcap, cap, deterministic):
     """Blocks of 16, so that 50 tokens make full, partial and empty ones; cap 1 splits every row that it can."""
     small = dict(heads=heads[0], kv_heads=heads[1], block=16, dim=16)
     mask = masks[0]
     if mask.batch > 1:  # the interpreter's time goes by programs; one batch row more is enough to test strides
         masks = tuple(m if m is None else m._map(lambda tensor: tensor[:2]) for m in masks)
-    check(*masks, torch.float32, softcap=softcap, cap=cap, **small)
+    check(*masks, torch.float32, softcap=softcap, cap=cap, deterministic=deterministic, **small)
 
 
 def without_gradient_of_lse() -> None:
@@ -88,6 +92,83 @@ def same_bits() -> None:
     for whole, first, second in zip(*results):
         assert torch.equal(first, second)
         torch.testing.assert_close(whole, first, rtol=1e-4, atol=1e-5)
+
+
+def atomics() -> None:
+    """deterministic=False: dQ by atomics from every key block, for groups of heads and padded head dimensions; and
+    torch.use_deterministic_algorithms overrules it."""
+    from interlace.attention import triton
+
+    for name, dim in (("packed", 16), ("shuffled part", 24), ("empty rows", 5)):
+        known(name, dim=dim, cap=2, softcap=3.0 if dim == 24 else None, deterministic=False)
+    known("multimodal", torch.bfloat16, deterministic=False, dim=64)
+    calls = []
+    atomic_backward = triton.atomic_backward
+    triton.atomic_backward = lambda *arguments: calls.append(1) or atomic_backward(*arguments)
+    try:
+        known("1 x 50", deterministic=False)
+        assert len(calls) == 1
+        torch.use_deterministic_algorithms(True)
+        known("1 x 50", deterministic=False)
+        assert len(calls) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+        triton.atomic_backward = atomic_backward
+
+
+def same_lists(mask: BitfieldMask, keys: BitfieldMask | None, block: int) -> None:
+    """The lists built by kernels are those of AttentionPlan.build on the CPU, entry by entry."""
+    from interlace.kernels.bitfield_plan import block_lists
+
+    plan = AttentionPlan.build(mask, keys, block=block)
+    tokens = [m.tokens()(torch.Tensor.contiguous) for m in (mask, mask if keys is None else keys)]
+    lists = block_lists(*tokens, mask.sinks, block)
+    wanted = plan.tensors()[:8]
+    for got, right in zip(lists, wanted):
+        assert got.dtype == torch.int32
+        assert torch.equal(got, right[: got.numel()]) and (right[got.numel() :] == -1).all(), (got, right)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(mask_pairs(longest=40), st.sampled_from([1, 3, 4, 8]))
+def random_lists(masks, block):
+    same_lists(*masks, block)
+
+
+def known_lists() -> None:
+    for name in ("lambda", "blockwise", "shuffled part", "empty rows", "cross"):
+        same_lists(*cases.masks()[name], 32)
+    same_lists(BitfieldMask.full(2, 20), BitfieldMask.full(2, 0), 16)
+    same_lists(BitfieldMask.full(2, 0), BitfieldMask.full(2, 20), 16)
+    same_lists(
+        BitfieldMask.causal(1, 20).select([0, 19]), BitfieldMask.causal(1, 150), 1
+    )  # more key blocks than one program classifies or lists in a step
+
+
+def one_synchronisation() -> None:
+    """Building the lists reads from the device once."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from interlace.kernels.bitfield_plan import block_lists
+
+    reads = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "_local_scalar_dense" in str(function) or "nonzero" in str(function) or "masked_select" in str(function):
+                reads.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    tokens = BitfieldMask.causal(2, 40).tokens()(torch.Tensor.contiguous)
+    lists = []
+    tolist = torch.Tensor.tolist
+    torch.Tensor.tolist = lambda tensor: lists.append(tensor.numel()) or tolist(tensor)
+    try:
+        with Reads():
+            block_lists(tokens, tokens, 0, 16)
+    finally:
+        torch.Tensor.tolist = tolist
+    assert lists == [2] and not reads, (lists, reads)
 
 
 def nan_stays_in_its_row() -> None:
@@ -145,10 +226,15 @@ CASES: dict[str, Callable[[], None]] = {
     "several tiles per block": partial(known, "packed", block=128),
     "several tiles per block, split": partial(known, "shuffled part", block=64, cap=1),
     "negative scale": partial(known, "blockwise", scale=-0.3),
+    "zero scale": partial(known, "1 x 50", scale=0.0),
     "random masks": random_masks,
     "no gradient of the LSE": without_gradient_of_lse,
     "strides": strides,
     "same bits": same_bits,
+    "atomics": atomics,
+    "lists of known masks": known_lists,
+    "lists of random masks": random_lists,
+    "lists read the device once": one_synchronisation,
     "NaN": nan_stays_in_its_row,
     "no keys": no_keys,
     "refuses": refuses,

@@ -30,11 +30,14 @@ def close(got, wanted, tolerance, what):
     assert error <= tolerance * max(1.0, wanted.abs().max().item() if wanted.numel() else 0.0), (what, error)
 
 
-def compare(backend, mask, keys, dtype, heads=4, kv_heads=2, dim=8, softcap=None, scale=0.4, block=16, cap=None):
+def compare(
+    backend, mask, keys, dtype, heads=4, kv_heads=2, dim=8, softcap=None, scale=0.4, block=16, cap=None,
+    deterministic=True,
+):  # fmt: skip
     """Forward and backward of a loss that uses both outputs, against the oracle."""
     q, k, v = cases.tensors(mask, keys, heads, kv_heads, dim, dtype)
     plan = AttentionPlan.build(mask, keys, block=block, cap=cap)
-    options = dict(scale=scale, softcap=softcap, return_lse=True, backend=backend)
+    options = dict(scale=scale, softcap=softcap, return_lse=True, deterministic=deterministic, backend=backend)
     out, lse = bitfield_attention(q, k, v, plan, **options)
     assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     generator = torch.Generator().manual_seed(2)

@@ -31,14 +31,15 @@ def compiled():
 @pytest.mark.parametrize("backend", ["", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(backend, dtype):
-    arguments = (*inputs(dtype), PLAN.tensors(), PLAN.block, PLAN.sinks, 0.3, None, backend)
+    arguments = (*inputs(dtype), PLAN.tensors(), PLAN.block, PLAN.sinks, 0.3, None, True, backend)
     torch.library.opcheck(op._forward, arguments)
 
 
-def test_opcheck_of_the_backward():
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_opcheck_of_the_backward(deterministic):
     q, k, v = (x.detach() for x in inputs())
     out, lse = bitfield_attention(q, k, v, PLAN, return_lse=True)
-    rest = (PLAN.tensors(), PLAN.block, PLAN.sinks, 0.3, 2.0, "")
+    rest = (PLAN.tensors(), PLAN.block, PLAN.sinks, 0.3, 2.0, deterministic, "")
     for dlse in (None, torch.randn_like(lse)):
         torch.library.opcheck(op._backward, (torch.randn_like(out), dlse, q, k, v, out, lse, *rest))
 
@@ -197,8 +198,20 @@ def test_bad_options():
     refused(ValueError, "scale is nan", scale=float("nan"))
     refused(ValueError, "softcap is 0", softcap=0.0)
     refused(TypeError, "deterministic", deterministic=1)
-    refused(ValueError, '"gluon" is not available in this version', backend="gluon")
-    refused(ValueError, "must be one of reference, cpu, triton", backend="flash")
+    refused(ValueError, "must be one of reference, cpu, triton, gluon", backend="flash")
+
+
+def test_gluon_says_what_it_needs():
+    refused(ValueError, 'backend "gluon" cannot run this: the Gluon kernel takes fp16 and bf16', backend="gluon")
+
+    def why_not(**options):
+        return op.why_not(
+            "gluon", torch.empty(1, 1, 16, options.pop("dim", 64), **{"dtype": torch.bfloat16, **options})
+        )
+
+    assert "runs on Hopper GPUs, not on cpu" in why_not()
+    assert "multiples of 8 up to 128, not 60" in why_not(dim=60)
+    assert "multiples of 8 up to 128, not 256" in why_not(dim=256)
 
 
 def test_a_named_backend_that_cannot_run_says_why(monkeypatch):

@@ -2,75 +2,135 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
-DOTS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel")
-OTHERS = ("delta_kernel", "merge_kernel", "sum_kernel")
-TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen"}
-SHARED_MEMORY = {80: 101_376, 90: 232_448, 100: 232_448}  # bytes per program; 80: of 8.6, 8.9 and 12.0, the least
+from bench import kernel_report, triton_versions
+from bench.compile_worker import Configuration
+from bench.triton_versions import ROOT, VERSIONS
+
+HOPPER_PLAN = Configuration(90, part="plan")
+PARTS = {
+    "attention": kernel_report.DOTS,
+    "gluon": (kernel_report.GLUON,),
+    "plan": ("summary_kernel", "classify_kernel", "decide_kernel", "list_kernel q-major", "list_kernel k-major"),
+}
+USED = dict(registers=100, shared=1000, spills=0, wgmma=8, mma=0, tcgen=0, tma=0)
 
 
-def report(architecture: int, head_dim: int, dtype: str) -> dict[str, dict[str, int]]:
-    """What every kernel uses, as compiled by a process that does not interpret."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
-    arguments = [str(architecture), str(head_dim), dtype]
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_worker", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr[-4000:]
-    return json.loads(process.stdout)
+def check(version: str, configurations: list[Configuration]) -> None:
+    """Raises Unavailable when this Triton cannot be had."""
+    report = kernel_report.compile_all(configurations, version)
+    for configuration, kernels in report.items():
+        expected = set(PARTS[configuration.part])
+        if configuration.dtype == "float32" or configuration.head_dim > 128 or configuration.architecture == 80:
+            expected.discard("key_gradient_kernel fused")
+        assert expected <= set(kernels), configuration
+    assert not kernel_report.problems(report)
 
 
-def check(architecture: int, head_dim: int, dtype: str = "bfloat16") -> None:
-    kernels = report(architecture, head_dim, dtype)
-    assert set(kernels) == {*DOTS, *OTHERS, *(f"{name} with softcap" for name in DOTS)}
-    for name, used in kernels.items():
-        where = f"{name}, sm_{architecture}, head dimension {head_dim}, {dtype}: {used}"
-        assert used["spills"] == 0, where
-        assert used["shared"] <= SHARED_MEMORY[architecture], where
-        if name.startswith(DOTS) and dtype != "float32":
-            assert used[TENSOR_CORES[architecture]] > 0, where
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_hopper(head_dim):
-    check(90, head_dim)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [16, 64, 72, 96, 128, 256])
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_every_architecture(architecture, head_dim, dtype):
-    check(architecture, head_dim, dtype)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_hopper(version):
+    attention = [Configuration(90, head_dim, "bfloat16") for head_dim in (64, 128, 256)]
+    gluon = [Configuration(90, head_dim, "bfloat16", part="gluon") for head_dim in (64, 128)]
+    try:
+        check(version, [HOPPER_PLAN, *attention, *gluon])
+    except triton_versions.Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_float32(architecture, head_dim):
-    check(architecture, head_dim, "float32")
+@pytest.mark.timeout(2400)
+def test_every_configuration():
+    with ThreadPoolExecutor() as pool:  # a process each
+        checks = [pool.submit(check, version, kernel_report.tested()) for version in VERSIONS]
+    errors = [error for check_ in checks if (error := check_.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, triton_versions.Unavailable):
+            raise error
+    if errors:
+        pytest.skip(str(errors[0]))
+
+
+def test_problems_are_found():
+    where = Configuration(90, 128, "bfloat16")
+    assert not kernel_report.problems({where: {"forward_kernel": USED}})
+    for change, word in (
+        ({"spills": 4}, "spills"),
+        ({"shared": 232_449}, "more than 232448 bytes of shared memory"),
+        ({"wgmma": 0}, "no wgmma"),
+    ):
+        (problem,) = kernel_report.problems({where: {"forward_kernel": {**USED, **change}}})
+        assert problem.startswith(word)
+    for change, word in (({"wgmma": 0, "tma": 2}, "no wgmma"), ({}, "no UTMALDG")):
+        (problem,) = kernel_report.problems({where: {"gluon_forward_kernel": {**USED, **change}}})
+        assert problem.startswith(word)
+    assert not kernel_report.problems({where: {"sum_kernel": {**USED, "wgmma": 0}}})
+    assert not kernel_report.problems({where._replace(dtype="float32"): {"forward_kernel": {**USED, "wgmma": 0}}})
 
 
 def test_an_interpreting_process_refuses_to_compile():
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
-    }
     process = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_worker", "90", "64", "bfloat16"],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "bench.compile_worker"],
+        cwd=ROOT,
+        env={**triton_versions.environment(VERSIONS[0]), "TRITON_INTERPRET": "1"},
+        input='{"architecture": 90, "head_dim": 64, "dtype": "bfloat16"}\n',
+        capture_output=True,
+        text=True,
+    )
     assert process.returncode != 0 and "TRITON_INTERPRET" in process.stderr
+
+
+# ---------------------------------------------------------------------- other versions of Triton
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and a pip that installs a package of two files; the list of its runs."""
+    monkeypatch.setenv("INTERLACE_CACHE", str(tmp_path))
+    runs = []
+
+    def install(version, folder):
+        runs.append(version)
+        (folder / "triton").mkdir(parents=True)
+        (folder / f"triton-{version}.dist-info").mkdir()
+        (folder / "triton" / "__init__.py").write_text("x = 1\n")
+        record = "triton/__init__.py,sha256=0,6\n../../bin/proton,sha256=0,9\nRECORD,,\n"
+        (folder / f"triton-{version}.dist-info" / "RECORD").write_text(record)
+
+    monkeypatch.setattr(triton_versions, "_install", install)
+    return runs
+
+
+def test_a_version_is_fetched_once_however_many_ask(cache, tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(triton_versions.site, ["0.0.1"] * 8)) == {tmp_path / "triton-0.0.1"}
+    assert cache == ["0.0.1"]
+    path = triton_versions.environment("0.0.1")["PYTHONPATH"].split(os.pathsep)
+    assert path[0] == str(tmp_path / "triton-0.0.1")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["triton-0.0.1", "triton-0.0.1.lock"]
+
+
+def test_a_damaged_copy_is_fetched_again(cache):
+    folder = triton_versions.site("0.0.1")
+    (folder / "triton" / "__init__.py").write_text("x")
+    assert not triton_versions.is_complete(folder)
+    triton_versions.site("0.0.1")
+    assert triton_versions.is_complete(folder) and len(cache) == 2
+
+
+def test_an_interrupted_installation_leaves_nothing_behind(cache, monkeypatch, tmp_path):
+    def fail(version, folder):
+        folder.mkdir()
+        raise triton_versions.Unavailable("no index")
+
+    monkeypatch.setattr(triton_versions, "_install", fail)
+    with pytest.raises(triton_versions.Unavailable, match="no index"):
+        triton_versions.site("0.0.1")
+    assert [p.name for p in tmp_path.iterdir()] == ["triton-0.0.1.lock"]

@@ -1,8 +1,9 @@
 """The Triton backend: allocates results and runs the kernels of `interlace.kernels.bitfield_*`.
 
 Runs on NVIDIA GPUs of compute capability 8.0 and later, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1
-in the environment before triton is imported), which is how its arithmetic is tested without a GPU. Deterministic: the
-same inputs give the same bits, gradients included.
+in the environment before triton is imported), which is how its arithmetic is tested without a GPU. `forward` and
+`backward` are deterministic: the same inputs give the same bits. `atomic_backward`, which the op takes under
+deterministic=False, adds dQ by atomics in the dK/dV kernel: 5 matrix products instead of 7, and dQ in any order.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse fp32 [B, Hq, Tq] (natural log; -inf = empty row)."""
-    from interlace.kernels.bitfield_launch import architecture_of, forward_calls
+    from interlace.kernels.bitfield_launch import architecture_of, forward_calls, on_device, positive_scale
 
     _check_block(plan.block)
+    q, scale = positive_scale(q, scale)
     q, k, v = _rows(q), _rows(k), _rows(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    with _on(q.device):
+    with on_device(q.device):
         for call in forward_calls(q, k, v, plan, out, lse, scale, softcap, architecture_of(q.device)):
             call.run()
     return out, lse
@@ -69,7 +71,43 @@ def backward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse."""
-    from interlace.kernels.bitfield_launch import architecture_of, backward_calls
+    return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, fused=False)
+
+
+def atomic_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As backward; the last bits of dq change from run to run. Takes 4 bytes more per element of q.
+
+    For fp32, for head dimensions above 128 and before Hopper it is `backward` (see bitfield_tiles.has_fused).
+    """
+    return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, fused=True)
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float | None,
+    *,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from interlace.kernels.bitfield_launch import architecture_of, backward_calls, can_fuse, on_device
 
     _check_block(plan.block)
     dout, q, k, v = _rows(dout), _rows(q), _rows(k), _rows(v)
@@ -77,10 +115,15 @@ def backward(
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     architecture = architecture_of(q.device)
-    with _on(q.device):
-        for call in backward_calls(dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture):
+    fused = fused and can_fuse(q, architecture)
+    if fused:
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    with on_device(q.device):
+        for call in backward_calls(
+            dout, dlse, q, k, v, out, lse, plan, dq, dk, dv, scale, softcap, architecture, fused=fused
+        ):
             call.run()
-    return dq, dk, dv
+    return dq.to(q.dtype), dk, dv
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -94,11 +137,6 @@ def _check_block(block: int) -> None:
             f"the plan has blocks of {block} tokens; the Triton kernels need a power of two from 16 on: "
             "AttentionPlan.build(mask, block=128)"
         )
-
-
-def _on(device: torch.device) -> torch.cuda.device:
-    """Triton launches on the current device, which need not be the tensors' own."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 @cache

@@ -1,0 +1,90 @@
+"""Compile the attention kernels ahead of time, in a process of its own: one that must not interpret, and whose Triton
+may be another version than its parent's (the folder that comes first on PYTHONPATH).
+
+    echo '{"architecture": 90, "head_dim": 128, "dtype": "bfloat16"}' | python -m bench.compile_worker
+
+Reads configurations from standard input, one JSON object a line (fields of `Configuration`), and answers each with a
+line of JSON: {kernel: what it uses (`interlace.kernels.ahead_of_time.Resources`)}. `bench.kernel_report` and the tests
+start it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import NamedTuple
+
+import torch
+
+from interlace.attention import AttentionPlan
+from interlace.kernels.ahead_of_time import compile_call, resources
+from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
+from interlace.kernels.bitfield_launch import Call, backward_calls, can_fuse, forward_calls
+from interlace.kernels.bitfield_plan import class_calls, list_calls
+from interlace.masks import BitfieldMask
+
+LENGTHS = {"plain": (512, 512), "ragged": (500, 203), "capped": (500, 203)}  # queries and keys, in blocks of 128
+
+
+class Configuration(NamedTuple):
+    """What kernels are specialised for.
+
+    part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), or "plan" (block lists: no
+    head dimension, no dtype).
+    variant: "plain" (lengths are multiples of the block), "ragged" (they are not) or "capped" (nor are they, and there
+    is a softcap).
+    """
+
+    architecture: int  # 10 * compute capability
+    head_dim: int = 0
+    dtype: str = ""
+    variant: str = "plain"
+    part: str = "attention"
+
+
+def calls(configuration: Configuration) -> list[Call]:
+    """All launches of the part, with split rows, on meta tensors."""
+    architecture, head_dim, dtype, variant, part = configuration
+    q_length, k_length = LENGTHS[variant]
+    mask, keys = BitfieldMask.causal(1, q_length), BitfieldMask.causal(1, k_length)
+    plan = AttentionPlan.build(mask, keys, cap=1).to("meta")
+    if part == "plan":
+        classes = torch.empty(plan.batch, plan.q_blocks, plan.k_blocks, dtype=torch.int8, device="meta")
+        lists = plan.tensors()[:8]
+        result = class_calls(plan.queries(), plan.keys(), plan.sinks, plan.block, classes)
+        return result + list_calls(classes, lists[0::2], lists[1::2])
+    softcap = 5.0 if variant == "capped" else None
+
+    def tensor(heads: int, length: int) -> torch.Tensor:
+        return torch.empty(1, heads, length, head_dim, dtype=getattr(torch, dtype), device="meta")
+
+    q, k, v = tensor(8, q_length), tensor(2, k_length), tensor(2, k_length)
+    lse = torch.empty(1, 8, q_length, device="meta")
+    if part == "gluon":
+        return gluon_forward_calls(q, k, v, plan, q, lse, 0.1, softcap)[:1]  # what it splits, merge_kernel merges too
+    result = forward_calls(q, k, v, plan, q, lse, 0.1, softcap, architecture)
+    for fused in (False, True) if can_fuse(q, architecture) else (False,):
+        dq = q.float() if fused else q
+        result += backward_calls(q, lse, q, k, v, q, lse, plan, dq, k, v, 0.1, softcap, architecture, fused=fused)
+    return result
+
+
+def answer(configuration: Configuration) -> dict[str, dict[str, int]]:
+    """{kernel: resources}. Of the variants only the kernels that they change."""
+    report: dict[str, dict[str, int]] = {}
+    for call in calls(configuration):
+        name = call.name
+        if name == "list_kernel":
+            name += " q-major" if call.arguments["step_stride"] == 1 else " k-major"
+        if name not in report and (configuration.variant == "plain" or "SOFTCAP" in call.arguments):
+            report[name] = resources(compile_call(call, configuration.architecture))._asdict()
+    return report
+
+
+def main() -> None:
+    for line in sys.stdin:
+        print(json.dumps(answer(Configuration(**json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The Gluon backend: the forward of `interlace.kernels.bitfield_gluon_forward` (TMA, a producer warp, two consumer
+warpgroups) on Hopper, the Triton backend's backward. Same plan, same results up to rounding.
+
+Experimental and never chosen by itself: it is compiled ahead of time for sm_90 by the static gate, its pipeline is
+checked on a model, and it has not run on a GPU yet. Name it to try it: bitfield_attention(..., backend="gluon").
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from interlace.attention import triton as _triton
+from interlace.attention.plan import AttentionPlan
+
+DTYPES = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 128
+BLOCK = 128
+
+backward = _triton.backward
+atomic_backward = _triton.atomic_backward
+
+
+def why_not(q: Tensor) -> str | None:
+    """Why this backend cannot run tensors like `q` [B, H, T, D] on this machine; None when it can."""
+    if q.dtype not in DTYPES:
+        return f"the Gluon kernel takes fp16 and bf16, not {q.dtype}"
+    if q.shape[-1] > MAX_HEAD_DIM or q.shape[-1] % 8:
+        return f"the Gluon kernel takes head dimensions that are multiples of 8 up to {MAX_HEAD_DIM}, not {q.shape[-1]}"
+    if q.device.type != "cuda":
+        return f"the Gluon kernel runs on Hopper GPUs, not on {q.device.type}; Triton's interpreter cannot run it"
+    if (reason := _triton.why_not(q)) is not None:
+        return reason
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        major, minor = torch.cuda.get_device_capability(q.device)
+        return f'the GPU has compute capability {major}.{minor}; the Gluon kernel is for 9.0 (Hopper): use "triton"'
+    return _missing()
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse fp32 [B, Hq, Tq] (natural log; -inf = empty row)."""
+    from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls, loadable
+    from interlace.kernels.bitfield_launch import on_device, positive_scale
+
+    if plan.block != BLOCK:
+        raise ValueError(
+            f"the plan has blocks of {plan.block} tokens; the Gluon kernel needs {BLOCK}: AttentionPlan.build(mask)"
+        )
+    if min(q.shape[0], q.shape[2], k.shape[2]) == 0:  # a TMA descriptor cannot describe an empty tensor
+        return _triton.forward(q, k, v, plan, scale, softcap)
+    q, scale = positive_scale(q, scale)
+    q, k, v = loadable(q), loadable(k), loadable(v)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with on_device(q.device):
+        for call in gluon_forward_calls(q, k, v, plan, out, lse, scale, softcap):
+            call.run()
+    return out, lse
+
+
+@cache
+def _missing() -> str | None:
+    try:
+        from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma  # noqa: F401
+    except ImportError as error:
+        return f"this Triton has no Gluon for Hopper ({error}); it needs 3.6 or later"
+    return None
