@@ -6,8 +6,8 @@
     (torch)           counts per row and column, their running sums, and the one read of the two totals
     list_kernel       rows of the class matrix -> q-major lists, columns -> k-major lists, ascending
 
-Exact, like `interlace.attention._blocks.classify`, whose rules for summaries these are (the paper's implementation
-evaluates every element instead: Cornstarch 2025-11, section 6.1). Nothing of size T x T exists: the class matrix has
+Exact, by the rules for summaries of csrc/attention_cpu/block_lists.cpp (the paper's implementation evaluates every
+element instead: Cornstarch 2025-11, section 6.1). Nothing of size T x T exists: the class matrix has
 (T / block)^2 bytes, 67 MB at a million tokens, and the lists 4 bytes per listed block and direction.
 """
 

@@ -149,6 +149,32 @@ def test_a_second_derivative_raises():
         torch.autograd.grad(grad.sum(), q)
 
 
+def test_those_who_watch_see_the_op_and_its_bits_are_those_of_eager_mode():
+    seen = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def run(q, k, v):
+        out, lse = bitfield_attention(q, k, v, PLAN, return_lse=True)
+        return (out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v)))
+
+    eager = run(*inputs())
+    with Mode():
+        watched = run(*inputs())
+    assert {"interlace.bitfield_attention.default", "interlace.bitfield_attention_backward.default"} <= set(seen)
+    assert all(torch.equal(one, other) for one, other in zip(eager, watched))
+
+
+def test_vmap_goes_row_by_row():
+    q, k, v = (torch.stack([x.detach(), 2 * x.detach()]) for x in inputs())
+    mapped = torch.vmap(lambda q, k, v: bitfield_attention(q, k, v, PLAN))(q, k, v)
+    for row in range(2):
+        assert torch.equal(mapped[row], bitfield_attention(q[row], k[row], v[row], PLAN))
+
+
 def test_results_are_contiguous_as_the_fake_kernel_says():
     q, k, v = (torch.randn(2, 30, 2, 8).transpose(1, 2).requires_grad_() for _ in range(3))
     for backend in ("cpu", "reference"):

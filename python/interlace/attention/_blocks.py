@@ -1,12 +1,14 @@
 """The EMPTY / PARTIAL / FULL classification of a mask's blocks, as lists; AttentionPlan.build is its only caller.
 
-On the CPU in C++ (csrc/attention_cpu/block_lists.cpp), for other devices there too, with the lists copied back: bounds
-per block (document, position and span ranges, OR and AND of the bits) decide most pairs of blocks, groups of them at
-once, and only the rest are looked at token by token. The result is exact however weak the bounds are.
+On CUDA devices in Triton (kernels/bitfield_plan.py), elsewhere in C++ (csrc/attention_cpu/block_lists.cpp): bounds per
+block (document, position and span ranges, OR and AND of the bits) decide most pairs of blocks, and only the rest are
+looked at token by token. The result is exact however weak the bounds are.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -35,7 +37,16 @@ class BlockLists(NamedTuple):
 def block_lists(q: Tokens, k: Tokens, sinks: int, block: int) -> BlockLists:
     """Classify queries [B, Tq] against keys [B, Tk]; fields contiguous, on one device, where the lists go too."""
     device = q.bits.device
+    if device.type == "cuda" and _has_triton():
+        from interlace.kernels.bitfield_plan import block_lists as build
+
+        return BlockLists(*build(q, k, sinks, block))
     queries = [field.cpu().numpy() for field in q]
     keys = [field.cpu().numpy() for field in k[:4]]
     arrays = _core.attention_block_lists(queries, keys, sinks, block, torch.get_num_threads())
     return BlockLists(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

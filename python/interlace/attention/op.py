@@ -1,10 +1,16 @@
 """bitfield_attention: the op that users call, as a torch.library custom op around the backends.
 
     bitfield_attention(q, k, v, mask) ── checks shapes, builds the plan if given a mask
+      ├─ _Eager, where nobody watches (below)
       └─ interlace::bitfield_attention ── casts under autocast, picks the backend   (torch.compile sees one opaque node)
            └─ backend.forward
       └─ interlace::bitfield_attention_backward                                      (autograd formula, also opaque)
            └─ backend.backward
+
+torch.library needs a few hundred microseconds to take a plan apart and together, more than a small attention takes. So
+plain tensors in eager mode go through an autograd function, which computes the same by the same code; compilers,
+tracers, dispatch modes (fake tensors, flop counters, selective checkpointing), transforms, subclasses and autocast see
+the op.
 
 A custom op's schema takes tensors and numbers only, so the plan crosses it as a list of its tensors. Everything about
 a plan that may change from step to step is in those tensors, hence new masks do not compile again. Gradients flow into
@@ -84,9 +90,11 @@ def bitfield_attention(
         raise TypeError(f"deterministic must be a bool, got {type(deterministic).__name__}")
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}, or None to choose")
-    out, lse = _forward(
-        q, k, v, plan.tensors(), plan.block, plan.sinks, float(scale), softcap, deterministic, backend or ""
-    )
+    numbers = (float(scale), softcap, deterministic, backend or "")
+    if _nobody_watches(q, k, v):
+        out, lse = _Eager.apply(q, k, v, plan, *numbers)
+    else:
+        out, lse = _forward(q, k, v, plan.tensors(), plan.block, plan.sinks, *numbers)
     return (out, lse) if return_lse else out
 
 
@@ -159,6 +167,70 @@ def _warn_of_fallback(device_type: str, reason: str) -> None:
     )
 
 
+def _run_forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    _check_dtypes(q, k, v)
+    out, lse = _choose(backend, q).forward(q, k, v, plan, scale, softcap)
+    return out.contiguous(), lse.contiguous()
+
+
+def _run_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    plan: AttentionPlan, scale: float, softcap: float | None, deterministic: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    run = _choose(backend, q)
+    repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
+    backward = run.backward if repeatable else getattr(run, "atomic_backward", run.backward)
+    dq, dk, dv = (grad.contiguous() for grad in backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap))
+    return dq, dk, dv
+
+
+# ---------------------------------------------------------------------- eager mode
+
+
+def _nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nothing needs to see the op as a node of its own: then torch.library's machinery can be left out."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        and type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None  # vmap, grad, jvp, ...
+        and not torch.is_autocast_enabled(q.device.type)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class _Eager(torch.autograd.Function):
+    """The op and its gradients without torch.library; apply(q, k, v, plan, scale, softcap, deterministic, backend)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, plan, scale, softcap, deterministic, backend):  # type: ignore[no-untyped-def]
+        out, lse = _run_forward(q, k, v, plan, scale, softcap, backend)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.numbers = plan, (scale, softcap, deterministic, backend)
+        ctx.set_materialize_grads(False)  # an unused LSE then costs no zeros
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+        if dout is None and dlse is None:
+            return (None,) * 8
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        if torch.is_grad_enabled():  # create_graph: through the op, which refuses a second derivative by name
+            plan = (ctx.plan.tensors(), ctx.plan.block, ctx.plan.sinks)
+            grads = _backward(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
+        else:
+            grads = _run_backward(dout, dlse, q, k, v, out, lse, ctx.plan, *ctx.numbers)
+        return (*grads, *(None,) * 5)
+
+
 # ---------------------------------------------------------------------- the custom ops
 
 
@@ -175,10 +247,7 @@ def _forward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_dtypes(q, k, v)
-    run = _choose(backend, q)
-    out, lse = run.forward(q, k, v, AttentionPlan.from_tensors(plan, block, sinks), scale, softcap)
-    return out.contiguous(), lse.contiguous()
+    return _run_forward(q, k, v, AttentionPlan.from_tensors(plan, block, sinks), scale, softcap, backend)
 
 
 @_forward.register_fake
@@ -215,13 +284,8 @@ def _backward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = _choose(backend, q)
     whole = AttentionPlan.from_tensors(plan, block, sinks)
-    repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
-    backward = run.backward if repeatable else getattr(run, "atomic_backward", run.backward)
-    grads = backward(dout, dlse, q, k, v, out, lse, whole, scale, softcap)
-    dq, dk, dv = (grad.contiguous() for grad in grads)
-    return dq, dk, dv
+    return _run_backward(dout, dlse, q, k, v, out, lse, whole, scale, softcap, deterministic, backend)
 
 
 @_backward.register_fake
