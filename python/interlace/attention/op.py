@@ -326,6 +326,23 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
+def _row_by_row(function):  # type: ignore[no-untyped-def]
+    """A vmap rule: one call per row, all with the same plan."""
+
+    def rule(info, in_dims, *args):  # type: ignore[no-untyped-def]
+        rows = [
+            function(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(args, in_dims)))
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(outputs) for outputs in zip(*rows)), (0,) * len(rows[0])
+
+    return rule
+
+
+_forward.register_vmap(_row_by_row(_forward))
+_backward.register_vmap(_row_by_row(_backward))
+
+
 def _register_autocast(device_type: str, key: str) -> None:
     """Under autocast, cast q, k and v to autocast's own dtype, as scaled_dot_product_attention does.
 
