@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,8 +53,11 @@ def check_work(plan: AttentionPlan, side: str, cap: int | None) -> None:
     slot_row = getattr(plan, f"slot_{mark}row").tolist()
     lengths = getattr(plan, f"full_{side}_ptr").diff() + getattr(plan, f"part_{side}_ptr").diff()
     items = [item for item in items if item[0] >= 0]
+    full = getattr(plan, f"full_{side}_ptr").diff().tolist()
     sizes = [stop - start for _, start, stop, _ in items]
-    assert sizes == sorted(sizes, reverse=True)
+    masked = [max(0, stop - max(start, full[row])) for row, start, stop, _ in items]
+    costs = [size + 0.3 * part for size, part in zip(sizes, masked)]
+    assert all(one >= other - 1e-6 for one, other in itertools.pairwise(costs))
     assert cap is None or max(sizes, default=0) <= cap
     for r, length in enumerate(lengths.tolist()):
         mine = sorted(item for item in items if item[0] == r)

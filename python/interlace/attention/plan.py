@@ -98,12 +98,15 @@ class AttentionPlan:
         block: int = 128,
         device: torch.device | str | None = None,
         cap: int | None = None,
+        heads: int = 8,
     ) -> AttentionPlan:
         """Classify the blocks of `mask` (queries) against `kv_mask` (keys; default: the same mask).
 
         block: tokens per side of a block. device: where the plan goes (default: where the mask is; it is built there).
         cap: rows with more blocks than this are split into work items of at most `cap` blocks, in both directions;
-        None = chosen from the device (one core does not profit: never on a CPU).
+        None = chosen from the device (one core does not profit: never on a CPU), for `heads` heads that will share it:
+        many heads keep a GPU's multiprocessors evenly busy by themselves, few need their long rows split. Any number of
+        heads may use the plan.
 
         Raises TypeError for anything but masks, ValueError for masks that do not fit each other or a bad block or cap.
         """
@@ -112,6 +115,8 @@ class AttentionPlan:
                 raise TypeError(f"{name} must be a BitfieldMask, got {type(given).__name__}")
         if block < 1:
             raise ValueError(f"block is {block}; it must be at least 1 (the Triton kernels want 128)")
+        if heads < 1:
+            raise ValueError(f"heads is {heads}; it must be at least 1")
         if cap is not None and cap < 1:
             raise ValueError(f"cap is {cap}; it must be at least 1, or None to choose it")
         keys = mask if kv_mask is None else kv_mask
@@ -122,11 +127,9 @@ class AttentionPlan:
             )
         q, k = mask.tokens()(Tensor.contiguous), keys.tokens()(Tensor.contiguous)
         lists = block_lists(q, k, mask.sinks, block)
+        blocks = lists.full_q_idx.numel() + lists.part_q_idx.numel()
         if cap is None:
-            cap = _default_cap(
-                torch.device(device) if device is not None else mask.device,
-                lists.full_q_idx.numel() + lists.part_q_idx.numel(),
-            )
+            cap = _default_cap(torch.device(device) if device is not None else mask.device, blocks, heads)
         plan = cls(
             block,
             mask.sinks,
@@ -134,8 +137,8 @@ class AttentionPlan:
             lists.full_k_ptr, _room(lists.full_k_idx), lists.part_k_ptr, _room(lists.part_k_idx),
             q.bits, q.doc, q.span, q.pos, q.window,
             k.bits, k.doc, k.span, k.pos,
-            *_work(lists.full_q_ptr, lists.part_q_ptr, cap),
-            *_work(lists.full_k_ptr, lists.part_k_ptr, cap),
+            *_work(lists.full_q_ptr, lists.part_q_ptr, blocks, cap),
+            *_work(lists.full_k_ptr, lists.part_k_ptr, blocks, cap),
         )  # fmt: skip
         return plan if device is None else plan.to(device)
 
@@ -225,26 +228,53 @@ class AttentionPlan:
             raise ValueError(f"the mask or plan is on {self.device} but q is on {device}; use .to({str(device)!r})")
 
 
+# What a partial block costs beside a full one: an estimate until it is measured on a GPU. It only orders the items.
+PARTIAL_COST = 1.3
+
 TENSOR_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name not in ("block", "sinks"))
 torch.export.register_dataclass(AttentionPlan, serialized_type_name="interlace.attention.plan.AttentionPlan")
 
 
-def _work(full_ptr: Tensor, part_ptr: Tensor, cap: int | None) -> tuple[Tensor, ...]:
-    """Work items (row, start, stop, slot) longest first, then row_slots and slot_row; see the module docstring."""
+def _work(full_ptr: Tensor, part_ptr: Tensor, blocks: int, cap: int | None) -> tuple[Tensor, ...]:
+    """Work items (row, start, stop, slot) longest first, then row_slots and slot_row; see the module docstring.
+
+    blocks: all blocks of the lists, known to the host. Sizes follow from it and from `cap`, so no device is waited for.
+    """
     device = full_ptr.device
-    length = (full_ptr.diff() + part_ptr.diff()).long()
-    pieces = torch.ones_like(length) if cap is None else (-(-length // cap)).clamp(min=1)
-    row = torch.repeat_interleave(torch.arange(length.numel(), device=device), pieces)
-    piece = torch.arange(row.numel(), device=device) - (pieces.cumsum(0) - pieces)[row]
-    start, stop = piece * length[row] // pieces[row], (piece + 1) * length[row] // pieces[row]
-    slots = torch.where(pieces > 1, pieces, 0)
-    row_slots = torch.zeros(length.numel() + 1, dtype=torch.int32, device=device)
-    row_slots[1:] = slots.cumsum(0)
-    slot = torch.where(pieces[row] > 1, row_slots[row] + piece, -1)
-    order = torch.argsort(stop - start, descending=True, stable=True)
-    slot_row = torch.repeat_interleave(torch.arange(length.numel(), device=device), slots)
-    row, start, stop, slot = (_room(field[order]) for field in (row, start, stop, slot))
+    full = full_ptr.diff().long()
+    length = full + part_ptr.diff()
+    rows = full.numel()
+    row_slots = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+    if cap is None:
+        row, start, stop = torch.arange(rows, device=device), torch.zeros_like(length), length
+        slot = slot_row = torch.full_like(length, -1)
+        slot_row, used = slot_row[:0], torch.ones_like(length, dtype=torch.bool)
+    else:
+        most = blocks // cap  # splitting adds no more items than this
+        pieces = (-(-length // cap)).clamp(min=1)
+        row, piece, used = _expanded(pieces, rows + most)
+        start, stop = piece * length[row] // pieces[row], (piece + 1) * length[row] // pieces[row]
+        slots = torch.where(pieces > 1, pieces, 0)
+        row_slots[1:] = slots.cumsum(0)
+        slot = torch.where(pieces[row] > 1, row_slots[row] + piece, -1)
+        slot_row, _, slot_used = _expanded(slots, 2 * most)
+        slot_row = torch.where(slot_used, slot_row, -1)
+    # Full blocks come first in a row; what is unused goes last.
+    full_here = torch.minimum(stop, full[row]) - torch.minimum(start, full[row])
+    cost = full_here + PARTIAL_COST * (stop - start - full_here)
+    order = torch.argsort(torch.where(used, cost, -1.0), descending=True, stable=True)
+    row, start, stop, slot = (_room(torch.where(used, field, -1)[order]) for field in (row, start, stop, slot))
     return row, start, stop, slot, row_slots, _room(slot_row)
+
+
+def _expanded(counts: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Row r `counts[r]` times, its number among those, and whether the entry is used: `room` entries, at least all."""
+    ends = counts.cumsum(0)
+    entry = torch.arange(room if counts.numel() else 0, device=counts.device)
+    row = torch.searchsorted(ends, entry, right=True)
+    used = row < counts.numel()
+    row = row.clamp(max=max(counts.numel() - 1, 0))
+    return row, entry - (ends - counts)[row], used
 
 
 def _room(values: Tensor) -> Tensor:
@@ -253,8 +283,8 @@ def _room(values: Tensor) -> Tensor:
     return values if values.numel() >= 2 else torch.nn.functional.pad(values, (0, 2 - values.numel()), value=-1)
 
 
-def _default_cap(device: torch.device, blocks: int) -> int | None:
+def _default_cap(device: torch.device, blocks: int, heads: int) -> int | None:
     """Work items of about a quarter of one SM's share, but never below 8 blocks, where the merge would cost more."""
     if device.type != "cuda":
         return None
-    return max(8, blocks // (4 * torch.cuda.get_device_properties(device).multi_processor_count))
+    return max(8, blocks * heads // (4 * torch.cuda.get_device_properties(device).multi_processor_count))
