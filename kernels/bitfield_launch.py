@@ -29,6 +29,7 @@ from .bitfield_forward import forward_kernel
 from .bitfield_tiles import FORWARD, FUSED_GRADIENT, KEY_GRADIENT, QUERY_GRADIENT, choose, has_fused
 
 AGGREGATE_ROWS = 16
+AGGREGATE_WARPS = 8  # with 4, Triton 3.6 spills at padded head dimensions
 DELTA_ROWS = 32
 MAX_HEAD_DIM = 256
 
@@ -246,7 +247,7 @@ def aggregate_call(
             heads=like.shape[1], length=like.shape[2], blocks=-(-like.shape[2] // plan.block),
             HEAD_DIM=like.shape[3], BLOCK_D=padded, BLOCK=plan.block, BLOCK_M=rows,
         ),
-        4,
+        AGGREGATE_WARPS,
         1,
     )  # fmt: skip
 
