@@ -13,6 +13,7 @@ element instead: Cornstarch 2025-11, section 6.1). Nothing of size T x T exists:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -210,15 +211,19 @@ def list_kernel(
         part_at += tl.sum(part, 1)
 
 
-def block_lists(q: Any, k: Any, sinks: int, block: int) -> tuple[Tensor, ...]:
+def block_lists(
+    q: Any, k: Any, sinks: int, block: int, also: Callable[..., Tensor] | None = None
+) -> tuple[tuple[Tensor, ...], list[int]]:
     """The FULL and PARTIAL blocks of queries q against keys k, as AttentionPlan holds them (not yet padded).
 
     q, k: the fields bits int64, doc, span, pos, window int32, each [B, T] contiguous, on one device (as
     `interlace.masks.Tokens`; the keys' window plays no part). sinks: key positions below it pass every window.
     block: tokens per side of a block, any number.
 
-    Returns full_q_ptr [B * q_blocks + 1], full_q_idx, part_q_ptr, part_q_idx, then the same four k-major, all int32.
-    Waits for the device once, for the lengths of the lists.
+    also: numbers, int64 [n], that the caller wants to know of full_q_ptr, part_q_ptr, full_k_ptr, part_k_ptr.
+
+    Returns full_q_ptr [B * q_blocks + 1], full_q_idx, part_q_ptr, part_q_idx, then the same four k-major, all int32,
+    and the numbers of `also`. Waits for the device once, for the lengths of the lists and those numbers.
     """
     batch, q_length = q.bits.shape
     k_length = k.bits.shape[1]
@@ -228,11 +233,13 @@ def block_lists(q: Any, k: Any, sinks: int, block: int) -> tuple[Tensor, ...]:
         for call in class_calls(q, k, sinks, block, classes):
             call.run()
         pointers = [_pointers(classes == kind.value, axis) for axis in (2, 1) for kind in (FULL, PARTIAL)]
-        full, partial = torch.stack([pointers[0][-1], pointers[1][-1]]).tolist()  # the one synchronisation
+        sizes = torch.stack([pointers[0][-1], pointers[1][-1]])
+        asked = sizes if also is None else torch.cat([sizes, also(*pointers)])
+        full, partial, *numbers = asked.tolist()  # the one synchronisation
         indices = [classes.new_empty(count, dtype=torch.int32) for count in (full, partial) * 2]
         for call in list_calls(classes, pointers, indices):
             call.run()
-    return tuple(tensor for pair in zip(pointers, indices) for tensor in pair)
+    return tuple(tensor for pair in zip(pointers, indices) for tensor in pair), numbers
 
 
 def class_calls(q: Any, k: Any, sinks: int, block: int, classes: Tensor) -> list[Call]:

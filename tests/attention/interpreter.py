@@ -122,7 +122,9 @@ def same_lists(mask: BitfieldMask, keys: BitfieldMask | None, block: int) -> Non
 
     plan = AttentionPlan.build(mask, keys, block=block)
     tokens = [m.tokens()(torch.Tensor.contiguous) for m in (mask, mask if keys is None else keys)]
-    lists = block_lists(*tokens, mask.sinks, block)
+    ends = lambda *pointers: torch.stack([pointer[-1] for pointer in pointers])  # noqa: E731
+    lists, (*numbers,) = block_lists(*tokens, mask.sinks, block, ends)
+    assert numbers == [int(pointer[-1]) for pointer in lists[::2]]
     wanted = plan.tensors()[:8]
     for got, right in zip(lists, wanted):
         assert got.dtype == torch.int32

@@ -8,6 +8,7 @@ looked at token by token. The result is exact however weak the bounds are.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -34,17 +35,26 @@ class BlockLists(NamedTuple):
     part_k_idx: Tensor
 
 
-def block_lists(q: Tokens, k: Tokens, sinks: int, block: int) -> BlockLists:
-    """Classify queries [B, Tq] against keys [B, Tk]; fields contiguous, on one device, where the lists go too."""
+def block_lists(
+    q: Tokens, k: Tokens, sinks: int, block: int, also: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+) -> tuple[BlockLists, list[int]]:
+    """Classify queries [B, Tq] against keys [B, Tk]; fields contiguous, on one device, where the lists go too.
+
+    also: further numbers, int64 [n], of full_q_ptr, part_q_ptr, full_k_ptr and part_k_ptr; they come back as ints, read
+    together with the lengths of the lists: a GPU is waited for once.
+    """
     device = q.bits.device
     if device.type == "cuda" and _has_triton():
         from interlace.kernels.bitfield_plan import block_lists as build
 
-        return BlockLists(*build(q, k, sinks, block))
+        tensors, numbers = build(q, k, sinks, block, also)
+        return BlockLists(*tensors), numbers
     queries = [field.cpu().numpy() for field in q]
     keys = [field.cpu().numpy() for field in k[:4]]
     arrays = _core.attention_block_lists(queries, keys, sinks, block, torch.get_num_threads())
-    return BlockLists(*(torch.from_numpy(array).to(device) for array in arrays))
+    lists = BlockLists(*(torch.from_numpy(array) for array in arrays))
+    numbers = also(lists.full_q_ptr, lists.part_q_ptr, lists.full_k_ptr, lists.part_k_ptr).tolist()
+    return BlockLists(*(tensor.to(device) for tensor in lists)), numbers
 
 
 @cache

@@ -69,7 +69,7 @@ def bitfield_attention(
     """
     _check_shapes(q, k, v)
     if isinstance(mask, BitfieldMask):
-        plan = AttentionPlan.build(mask, kv_mask)
+        plan = AttentionPlan.build(mask, kv_mask, heads=q.shape[1], kv_heads=k.shape[1])
     elif isinstance(mask, AttentionPlan):
         if kv_mask is not None:
             raise ValueError("kv_mask is given beside an AttentionPlan, which already holds one: pass it to build()")

@@ -99,14 +99,15 @@ class AttentionPlan:
         device: torch.device | str | None = None,
         cap: int | None = None,
         heads: int = 8,
+        kv_heads: int | None = None,
     ) -> AttentionPlan:
         """Classify the blocks of `mask` (queries) against `kv_mask` (keys; default: the same mask).
 
         block: tokens per side of a block. device: where the plan goes (default: where the mask is; it is built there).
         cap: rows with more blocks than this are split into work items of at most `cap` blocks, in both directions;
-        None = chosen from the device (one core does not profit: never on a CPU), for `heads` heads that will share it:
-        many heads keep a GPU's multiprocessors evenly busy by themselves, few need their long rows split. Any number of
-        heads may use the plan.
+        None = chosen from the device (one core does not profit: never on a CPU) for `heads` query heads and `kv_heads`
+        key heads (default: as many): many heads keep a GPU's multiprocessors evenly busy by themselves, few need their
+        long rows split. Any number of heads may use the plan.
 
         Raises TypeError for anything but masks, ValueError for masks that do not fit each other or a bad block or cap.
         """
@@ -115,8 +116,8 @@ class AttentionPlan:
                 raise TypeError(f"{name} must be a BitfieldMask, got {type(given).__name__}")
         if block < 1:
             raise ValueError(f"block is {block}; it must be at least 1 (the Triton kernels want 128)")
-        if heads < 1:
-            raise ValueError(f"heads is {heads}; it must be at least 1")
+        if min(heads, heads if kv_heads is None else kv_heads) < 1:
+            raise ValueError(f"heads is {heads} and kv_heads {kv_heads}; they must be at least 1")
         if cap is not None and cap < 1:
             raise ValueError(f"cap is {cap}; it must be at least 1, or None to choose it")
         keys = mask if kv_mask is None else kv_mask
@@ -126,10 +127,10 @@ class AttentionPlan:
                 f"{mask.device}): they need the same batch and device"
             )
         q, k = mask.tokens()(Tensor.contiguous), keys.tokens()(Tensor.contiguous)
-        lists = block_lists(q, k, mask.sinks, block)
-        blocks = lists.full_q_idx.numel() + lists.part_q_idx.numel()
-        if cap is None:
-            cap = _default_cap(torch.device(device) if device is not None else mask.device, blocks, heads)
+        splitting = _Splitting(
+            cap, (heads, kv_heads or heads), torch.device(device) if device is not None else mask.device
+        )
+        lists, sizes = block_lists(q, k, mask.sinks, block, splitting.sizes)
         plan = cls(
             block,
             mask.sinks,
@@ -137,8 +138,8 @@ class AttentionPlan:
             lists.full_k_ptr, _room(lists.full_k_idx), lists.part_k_ptr, _room(lists.part_k_idx),
             q.bits, q.doc, q.span, q.pos, q.window,
             k.bits, k.doc, k.span, k.pos,
-            *_work(lists.full_q_ptr, lists.part_q_ptr, blocks, cap),
-            *_work(lists.full_k_ptr, lists.part_k_ptr, blocks, cap),
+            *splitting.work(lists.full_q_ptr, lists.part_q_ptr, heads, *sizes[:2]),
+            *splitting.work(lists.full_k_ptr, lists.part_k_ptr, kv_heads or heads, *sizes[2:]),
         )  # fmt: skip
         return plan if device is None else plan.to(device)
 
@@ -235,56 +236,66 @@ TENSOR_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.nam
 torch.export.register_dataclass(AttentionPlan, serialized_type_name="interlace.attention.plan.AttentionPlan")
 
 
-def _work(full_ptr: Tensor, part_ptr: Tensor, blocks: int, cap: int | None) -> tuple[Tensor, ...]:
-    """Work items (row, start, stop, slot) longest first, then row_slots and slot_row; see the module docstring.
+class _Splitting:
+    """How rows become work items, in steps that wait for no device."""
 
-    blocks: all blocks of the lists, known to the host. Sizes follow from it and from `cap`, so no device is waited for.
-    """
-    device = full_ptr.device
-    full = full_ptr.diff().long()
-    length = full + part_ptr.diff()
-    rows = full.numel()
-    row_slots = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-    if cap is None:
-        row, start, stop = torch.arange(rows, device=device), torch.zeros_like(length), length
-        slot = slot_row = torch.full_like(length, -1)
-        slot_row, used = slot_row[:0], torch.ones_like(length, dtype=torch.bool)
-    else:
-        most = blocks // cap  # splitting adds no more items than this
-        pieces = (-(-length // cap)).clamp(min=1)
-        row, piece, used = _expanded(pieces, rows + most)
-        start, stop = piece * length[row] // pieces[row], (piece + 1) * length[row] // pieces[row]
-        slots = torch.where(pieces > 1, pieces, 0)
-        row_slots[1:] = slots.cumsum(0)
-        slot = torch.where(pieces[row] > 1, row_slots[row] + piece, -1)
-        slot_row, _, slot_used = _expanded(slots, 2 * most)
-        slot_row = torch.where(slot_used, slot_row, -1)
-    # Full blocks come first in a row; what is unused goes last.
-    full_here = torch.minimum(stop, full[row]) - torch.minimum(start, full[row])
-    cost = full_here + PARTIAL_COST * (stop - start - full_here)
-    order = torch.argsort(torch.where(used, cost, -1.0), descending=True, stable=True)
-    row, start, stop, slot = (_room(torch.where(used, field, -1)[order]) for field in (row, start, stop, slot))
-    return row, start, stop, slot, row_slots, _room(slot_row)
+    def __init__(self, cap: int | None, heads: tuple[int, int], device: torch.device) -> None:
+        self.cap, self.heads = cap, heads
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+        self.never = cap is None and not multiprocessors
+        self.shares = 4 * multiprocessors
+
+    def pieces(self, length: Tensor, blocks: Tensor, heads: int) -> Tensor:
+        """Items of rows of `length` blocks, of `blocks` in all, when every item is run for `heads` heads.
+
+        The default cap is a quarter of one multiprocessor's share of the work, but never below 8 blocks, where merging
+        the pieces would cost more than they save.
+        """
+        if self.never:
+            return torch.ones_like(length)
+        cap = (blocks * heads // self.shares).clamp(min=8) if self.cap is None else self.cap
+        return (-(-length // cap)).clamp(min=1)
+
+    def sizes(self, full_q: Tensor, part_q: Tensor, full_k: Tensor, part_k: Tensor) -> Tensor:
+        """int64 [4]: items and partial results of query-block rows and of key-block rows, given each list's ptr."""
+        sizes = []
+        for full, part, heads in zip((full_q, full_k), (part_q, part_k), self.heads):
+            pieces = self.pieces((full.diff() + part.diff()).long(), (full[-1] + part[-1]).long(), heads)
+            sizes += [pieces.sum(), torch.where(pieces > 1, pieces, 0).sum()]
+        return torch.stack(sizes)
+
+    def work(self, full_ptr: Tensor, part_ptr: Tensor, heads: int, items: int, slots: int) -> tuple[Tensor, ...]:
+        """Items (row, start, stop, slot) longest first, then row_slots and slot_row; see the module docstring."""
+        full = full_ptr.diff().long()
+        length = full + part_ptr.diff()
+        row_slots = torch.zeros(length.numel() + 1, dtype=torch.int32, device=length.device)
+        if slots == 0:
+            row = torch.arange(items, device=length.device)
+            start, stop, slot = torch.zeros_like(length), length, torch.full_like(length, -1)
+            slot_row = row[:0]
+        else:
+            pieces = self.pieces(length, (full_ptr[-1] + part_ptr[-1]).long(), heads)
+            row, piece = _repeated(pieces, items)
+            start, stop = piece * length[row] // pieces[row], (piece + 1) * length[row] // pieces[row]
+            in_slots = torch.where(pieces > 1, pieces, 0)
+            row_slots[1:] = in_slots.cumsum(0)
+            slot = torch.where(pieces[row] > 1, row_slots[row] + piece, -1)
+            slot_row = _repeated(in_slots, slots)[0]
+            full = full[row]
+        full_here = torch.minimum(stop, full) - torch.minimum(start, full)  # full blocks come first in a row
+        cost = full_here + PARTIAL_COST * (stop - start - full_here)
+        order = torch.argsort(cost, descending=True, stable=True)
+        row, start, stop, slot = (_room(field[order]) for field in (row, start, stop, slot))
+        return row, start, stop, slot, row_slots, _room(slot_row)
 
 
-def _expanded(counts: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Row r `counts[r]` times, its number among those, and whether the entry is used: `room` entries, at least all."""
-    ends = counts.cumsum(0)
-    entry = torch.arange(room if counts.numel() else 0, device=counts.device)
-    row = torch.searchsorted(ends, entry, right=True)
-    used = row < counts.numel()
-    row = row.clamp(max=max(counts.numel() - 1, 0))
-    return row, entry - (ends - counts)[row], used
+def _repeated(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Row r `counts[r]` times, and which of its times it is; `total` is their sum, which a device need not be asked."""
+    row = torch.repeat_interleave(counts, output_size=total)
+    return row, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[row]
 
 
 def _room(values: Tensor) -> Tensor:
     """int32, padded with -1 to two entries: torch.compile specialises on lengths 0 and 1 and would compile again."""
     values = values.to(torch.int32)
     return values if values.numel() >= 2 else torch.nn.functional.pad(values, (0, 2 - values.numel()), value=-1)
-
-
-def _default_cap(device: torch.device, blocks: int, heads: int) -> int | None:
-    """Work items of about a quarter of one SM's share, but never below 8 blocks, where the merge would cost more."""
-    if device.type != "cuda":
-        return None
-    return max(8, blocks * heads // (4 * torch.cuda.get_device_properties(device).multi_processor_count))
