@@ -33,6 +33,15 @@ def known(name: str, dtype: torch.dtype = torch.float32, **options) -> None:
     check(*cases.masks()[name], dtype, **{"block": 32, "dim": 16, "heads": 2, "kv_heads": 1, **options})
 
 
+def benchmark(name: str, dtype: torch.dtype, part: slice | None = None) -> None:
+    """One of the benchmark's masks at 113 tokens, or `part` of its queries."""
+    from bench.attention_masks import MASKS
+
+    mask = MASKS[name](113)
+    pair = (mask, None) if part is None else (mask.select(part), mask)
+    check(*pair, dtype, block=32, dim=16, heads=2, kv_heads=1)
+
+
 # Shrinking a failure would take the interpreter minutes; the settings of tests/conftest.py do not reach this process.
 @settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(
@@ -243,6 +252,15 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
+# Masks of the benchmark x types and shapes, which take the interpreter minutes.
+LONG_CASES: dict[str, Callable[[], None]] = {
+    f"{name}, {dtype}, {'whole' if part is None else 'part'}": partial(benchmark, name, getattr(torch, dtype), part)
+    for name in ("packed_images", "sliding_window", "document_causal", "prefix_lm", "shared_question", "lambda",
+                 "causal_blockwise", "cornstarch_ep", "cornstarch_ee", "cornstarch_mp", "gemma3_images", "video")
+    for dtype, part in (("float32", None), ("bfloat16", slice(40, 97)), ("float16", slice(112, 113)))
+}  # fmt: skip
+
+
 class Worker:
     """The process that interprets; used as a context manager."""
 
@@ -289,7 +307,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a case prints must not be read as an answer
     for line in sys.stdin:
         try:
-            CASES[line.rstrip("\n")]()
+            (CASES | LONG_CASES)[line.rstrip("\n")]()
             problem = None
         except Exception:  # reported to the test that asked
             problem = traceback.format_exc()

@@ -8,6 +8,7 @@ import torch
 from bench.attention_masks import FORMULAS, MASKS, MULTIMODAL, cut
 from interlace.attention import AttentionPlan, bitfield_attention
 from tests.attention import cases
+from tests.attention.test_backends import compare
 
 
 def dense(name: str, length: int) -> torch.Tensor:
@@ -64,6 +65,19 @@ def test_attention_equals_the_dense_oracle(name):
     grads = torch.autograd.grad(out, (q, k, v), dout)
     for got, exact_grad in zip(grads, torch.autograd.grad(wanted, exact, dout.double())):
         torch.testing.assert_close(got.double(), exact_grad, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MASKS)
+def test_the_cpu_backend_on_every_mask_type_and_odd_shape(name, dtype):
+    """113 x 203, 1 x 500, two rows that differ; groups of heads; head dimensions that are no multiple of a vector."""
+    mask = MASKS[name](203)
+    compare("cpu", mask.select(slice(90, 203)), mask, dtype, dim=20, scale=0.2, block=64)
+    mask = MASKS[name](500)
+    compare("cpu", mask.select([499]), mask, dtype, dim=72, scale=0.1, block=128)
+    rows = torch.stack([torch.arange(0, 200, 2), torch.arange(499, 399, -1)])
+    both = MASKS[name](500)._map(lambda field: field.expand(2, -1).contiguous())
+    compare("cpu", both.select(rows), both, dtype, dim=20, scale=0.2, block=64)
 
 
 def test_pieces_sum_to_the_whole():

@@ -27,6 +27,13 @@ def test_interpreted(worker, name):
         pytest.fail(problem, pytrace=False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", interpreter.LONG_CASES)
+def test_masks_of_the_benchmark(worker, name):
+    if problem := worker.run(name):
+        pytest.fail(problem, pytrace=False)
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets")
 def test_a_cpu_tensor_without_the_interpreter_is_refused_with_the_remedy():
     q = torch.zeros(1, 1, 16, 16)
