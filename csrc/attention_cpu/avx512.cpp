@@ -1,10 +1,11 @@
 // The attention kernels for avx512: chosen at run time, so that the package itself stays portable.
-#if defined(__x86_64__)
+#include "attention_cpu/problem.h"
+
+#if defined(INTERLACE_WIDE_VECTORS)
 #include <cmath>
 #include <cstdint>
 #include <immintrin.h>
 
-#include "attention_cpu/problem.h"
 #include "attention_cpu/tiles.h"
 #include "attention_cpu/workspace.h"
 #include "common/parallel.h"

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <stdexcept>
@@ -85,7 +86,7 @@ Problem problem(const py::array &q, const py::array &k, const py::array &v, cons
     p.head_dim = q.shape(3);
     require(p.kv_heads >= 1 && p.head_dim >= 1 && p.q_heads % p.kv_heads == 0,
             "the heads of q must be a multiple of those of k");
-    p.block = block;
+    p.block = std::min(block, std::max<int64_t>({p.q_len, p.k_len, 1}));  // a larger one is one block too
     p.sinks = sinks;
     p.scale = scale;
     p.softcap = softcap;
@@ -166,7 +167,7 @@ py::tuple attention_block_lists(const std::vector<py::array> &queries, const std
     BlockLists lists;
     try {
         const py::gil_scoped_release release;
-        lists = block_lists(q, k, batch, sinks, block, threads);
+        lists = block_lists(q, k, batch, sinks, std::min(block, std::max<int64_t>({q.length, k.length, 1})), threads);
     } catch (const std::length_error &error) {
         throw py::value_error(error.what());
     }

@@ -191,7 +191,6 @@ BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch,
     std::vector<std::vector<int32_t>> full(portions), part(portions);
     parallel_for(portions, threads, [&](int64_t portion) {
         std::vector<uint64_t> words(static_cast<size_t>(PORTION * panels));
-        full[portion].reserve(static_cast<size_t>(ROWS * k_blocks));  // room, not memory: what is unused is not touched
         for (int64_t row = portion * ROWS; row < std::min((portion + 1) * ROWS, rows); ++row) {
             const int64_t b = row / q_blocks, i = row % q_blocks;
             const Summary q = q_side[row];

@@ -1,8 +1,14 @@
-// What the attention kernels are given: raw pointers, checked by bindings.cpp, and the table of functions that each
+// What the attention kernels are given: raw pointers, whose sizes bindings.cpp checks (the entries of the block lists are
+// trusted: AttentionPlan.build makes them), and the table of functions that each
 // instruction set provides. Nothing here depends on Python.
 #pragma once
 
 #include <cstdint>
+
+// Functions for other instruction sets than the one that is compiled for: by GCC's target pragma, which Clang lacks.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define INTERLACE_WIDE_VECTORS
+#endif
 
 namespace interlace {
 namespace attention {
@@ -79,7 +85,7 @@ struct Kernels {
 };
 
 extern const Kernels baseline_kernels;
-#if defined(__x86_64__)
+#if defined(INTERLACE_WIDE_VECTORS)
 extern const Kernels avx2_kernels, avx512_kernels;
 #endif
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -18,12 +20,19 @@ struct Loop {
     int64_t items;
     void (*body)(void *, int64_t);
     void *context;
+    std::atomic<bool> failed{false};
+    std::exception_ptr error;
 };
 
 void work(void *argument) {
     Loop &loop = *static_cast<Loop *>(argument);
-    for (int64_t item; (item = loop.next.fetch_add(1, std::memory_order_relaxed)) < loop.items;)
-        loop.body(loop.context, item);
+    try {
+        for (int64_t item; (item = loop.next.fetch_add(1, std::memory_order_relaxed)) < loop.items;)
+            loop.body(loop.context, item);
+    } catch (...) {
+        if (!loop.failed.exchange(true)) loop.error = std::current_exception();
+        loop.next = loop.items;
+    }
 }
 
 // The entry point of GNU OpenMP, which other runtimes offer too.
@@ -44,13 +53,21 @@ void parallel_for(int64_t items, int threads, void (*body)(void *, int64_t), voi
     loop.items = items;
     loop.body = body;
     loop.context = context;
-    const int workers = static_cast<int>(std::min<int64_t>(items, threads));
-    if (workers <= 1) return work(&loop);
-    if (const Parallel openmp = loaded_openmp()) return openmp(work, &loop, static_cast<unsigned>(workers), 0);
-    std::vector<std::thread> others;
-    for (int i = 1; i < workers; ++i) others.emplace_back(work, &loop);
-    work(&loop);
-    for (std::thread &other : others) other.join();
+    if (threads <= 1 || items <= 1) {
+        work(&loop);
+    } else if (const Parallel openmp = loaded_openmp()) {
+        // All threads, though some may find nothing to do: a smaller team would end those that it leaves out.
+        openmp(work, &loop, static_cast<unsigned>(threads), 0);
+    } else {
+        std::vector<std::thread> others;
+        try {
+            for (int64_t i = 1; i < std::min<int64_t>(items, threads); ++i) others.emplace_back(work, &loop);
+        } catch (const std::system_error &) {  // no more threads to be had: those that run will do
+        }
+        work(&loop);
+        for (std::thread &other : others) other.join();
+    }
+    if (loop.error) std::rethrow_exception(loop.error);
 }
 
 }  // namespace interlace

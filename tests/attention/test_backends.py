@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan, bitfield_attention, reference
-from interlace.masks import BitfieldMask
+from interlace.masks import BitfieldMask, word
 from tests.attention import cases
 from tests.mask_strategies import mask_pairs
 
@@ -268,3 +268,28 @@ def test_reference_agrees_with_its_own_probabilities():
     q, k, v = cases.tensors(mask, keys, 2, 2, 4, torch.float32)
     out, lse = reference.forward(q, k, torch.ones_like(v), AttentionPlan.build(mask), 0.5, None)
     torch.testing.assert_close(out[..., 0], (lse > -torch.inf).float())
+
+
+def test_more_partial_blocks_than_are_kept():
+    """Bits beyond 64 MiB are worked out again for each row: every other key is seen, in blocks too large to keep."""
+    batch, block = 5, 8192
+    keys = torch.randint(2, (batch, 2 * block), generator=torch.Generator().manual_seed(0))
+    kv_mask = BitfieldMask(keys << 56 | 1)
+    mask = BitfieldMask(torch.full((batch, 1), word(0, [0])))
+    compare("cpu", mask, kv_mask, torch.float64, heads=1, kv_heads=1, block=block)
+
+
+def test_blocks_longer_than_the_sequence():
+    compare("cpu", *cases.masks()["packed"], torch.float32, block=1 << 40)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_row_has_no_gradient_whatever_comes_in(backend):
+    mask, keys = cases.masks()["empty rows"]
+    q, k, v = cases.tensors(mask, keys, 2, 1, 8, torch.float32)
+    out, lse = bitfield_attention(q, k, v, AttentionPlan.build(mask, block=16), return_lse=True, backend=backend)
+    empty = lse == -torch.inf
+    assert empty.any()
+    dout = torch.where(empty[..., None], torch.inf, torch.ones_like(out))
+    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, torch.where(empty, torch.nan, 1.0)))
+    assert all(grad.isfinite().all() for grad in grads) and not grads[0][empty].any()

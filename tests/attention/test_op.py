@@ -175,6 +175,26 @@ def test_vmap_goes_row_by_row():
         assert torch.equal(mapped[row], bitfield_attention(q[row], k[row], v[row], PLAN))
 
 
+def test_backward_under_a_transform_of_what_ran_in_eager_mode():
+    q, k, v = inputs()
+    out = bitfield_attention(q, k, v, PLAN)
+    douts = torch.randn(3, *out.shape)
+    one_by_one = [torch.autograd.grad(out, q, dout, retain_graph=True)[0] for dout in douts]
+    mapped = torch.func.vmap(lambda dout: torch.autograd.grad(out, q, dout, retain_graph=True)[0])(douts)
+    for i, wanted in enumerate(one_by_one):
+        assert torch.equal(mapped[i], wanted)
+
+
+def test_default_devices_and_meta_tensors():
+    q, k, v = inputs()
+    with torch.device("meta"):
+        out = bitfield_attention(q, k, v, PLAN)
+        grad = torch.autograd.grad(out.square().sum(), q)[0]
+    assert out.device.type == grad.device.type == "cpu"
+    shapes = bitfield_attention(*(x.to("meta") for x in (q, k, v)), PLAN.to("meta"), return_lse=True)
+    assert [(x.device.type, tuple(x.shape)) for x in shapes] == [("meta", (2, 4, 30, 8)), ("meta", (2, 4, 30))]
+
+
 def test_results_are_contiguous_as_the_fake_kernel_says():
     q, k, v = (torch.randn(2, 30, 2, 8).transpose(1, 2).requires_grad_() for _ in range(3))
     for backend in ("cpu", "reference"):

@@ -41,7 +41,7 @@ def block_lists(
     """Classify queries [B, Tq] against keys [B, Tk]; fields contiguous, on one device, where the lists go too.
 
     also: further numbers, int64 [n], of full_q_ptr, part_q_ptr, full_k_ptr and part_k_ptr; they come back as ints, read
-    together with the lengths of the lists: a GPU is waited for once.
+    together with the lengths of the lists: a GPU is waited for once (without Triton, for every copy).
     """
     device = q.bits.device
     if device.type == "cuda" and _has_triton():

@@ -9,8 +9,9 @@ Results do not depend on timing; with another number of threads the last bits of
 bf16 and fp16 are computed in fp32. Vectors are AVX-512, AVX2 or 128 bits wide, as the processor has them
 (INTERLACE_CPU_ISA=avx2 or baseline asks for less).
 
-Memory beyond inputs and outputs: well below 1 MiB per thread, at most 64 MiB for the bits of partial blocks, and fp32
-sums of dk and dv for a few key heads where they cannot be summed in place (16-bit types, uneven head dimensions).
+Memory beyond inputs and outputs: tiles (below 1 MiB per thread up to head dimension 128 and blocks of 1,024), at most
+64 MiB for the bits of partial blocks, and, where dk and dv cannot be summed in place (16-bit types, head dimensions
+that are no multiple of a vector, fewer key heads than threads), 8 Tk D bytes of sums per thread.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse [B, Hq, Tq] (natural log; -inf = empty row)."""
-    out = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty(q.shape[:-1], dtype=accumulate_dtype(q.dtype))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=accumulate_dtype(q.dtype), device=q.device)
     _core.attention_forward(
         _rows(q),
         _rows(k),
@@ -64,7 +65,7 @@ def backward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     _core.attention_backward(
         _rows(dout),
         None if dlse is None else dlse.detach().contiguous().numpy(),

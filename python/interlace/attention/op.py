@@ -179,6 +179,8 @@ def _run_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     plan: AttentionPlan, scale: float, softcap: float | None, deterministic: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # an empty row has no gradient, though d f(-inf) may be infinite
     run = _choose(backend, q)
     repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
     backward = run.backward if repeatable else getattr(run, "atomic_backward", run.backward)
@@ -189,17 +191,19 @@ def _run_backward(
 # ---------------------------------------------------------------------- eager mode
 
 
-def _nobody_watches(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _nobody_watches(*tensors: Tensor) -> bool:
     """Whether nothing needs to see the op as a node of its own: then torch.library's machinery can be left out."""
+    device = tensors[0].device.type
     return (
-        not torch.compiler.is_compiling()
+        device in ("cpu", "cuda")
+        and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()  # type: ignore[no-untyped-call]
-        and type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
+        and all(type(x) in _PLAIN and not torch._C._functorch.is_legacy_batchedtensor(x) for x in tensors)
         and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
         and torch._C._functorch.peek_interpreter_stack() is None  # vmap, grad, jvp, ...
-        and not torch.is_autocast_enabled(q.device.type)
+        and torch.autograd.forward_ad._current_level < 0
+        and not torch.is_autocast_enabled(device)
     )
 
 
@@ -223,7 +227,8 @@ class _Eager(torch.autograd.Function):
             return (None,) * 8
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        if torch.is_grad_enabled():  # create_graph: through the op, which refuses a second derivative by name
+        watched = not _nobody_watches(q, k, v, *(grad for grad in (dout, dlse) if grad is not None))
+        if watched or torch.is_grad_enabled():  # create_graph wants a second derivative: the op says that it has none
             plan = (ctx.plan.tensors(), ctx.plan.block, ctx.plan.sinks)
             grads = _backward(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
         else:

@@ -52,6 +52,7 @@ def backward(
     grouped = scores.shape[:-1]
     p = _probabilities(scores, lse.reshape(grouped))
     do = dout.to(scores.dtype).reshape(*grouped, q.shape[-1])
+    do = do.masked_fill(lse.reshape(grouped).unsqueeze(-1) == -INF, 0.0)  # an empty row: 0 * inf would be NaN
     dp = do @ v.to(scores.dtype).unsqueeze(2).mT
     # d lse / d score is p as well, so its gradient joins the row's correction term.
     correction = (do * out.to(scores.dtype).reshape(do.shape)).sum(-1, keepdim=True)
