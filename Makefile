@@ -26,13 +26,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 train: $(CORE)
 	$(BIN)/interlace train $(CONFIG)
 
-# One OpenMP thread per process: many tests start several processes on few cores.
+# Two files at a time, one OpenMP thread per process: many tests start several processes on few cores.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 # `make test test-all` runs the fast tests once.
 test-all: test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(PYTEST_ARGS)
 
 lint: $(CORE)
 	$(BIN)/ruff check .
