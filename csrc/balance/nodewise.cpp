@@ -12,7 +12,7 @@ namespace interlace {
 namespace {
 
 constexpr int64_t most_candidates = 64;  // batches that an instance asks for in one step
-constexpr int most_sweeps = 30;
+constexpr int most_visits = 300;  // of instances, while smoothing
 
 class Placement {
 public:
@@ -63,7 +63,7 @@ public:
     // Lowers sum(sent^16), a smooth stand-in for the bottleneck, by exchanges that start from instances near it: this
     // makes room elsewhere, so that the bottleneck can fall further.
     void smooth() {
-        for (int sweep = 0; sweep < most_sweeps; ++sweep) {
+        for (int visits = 0; visits < most_visits;) {
             const double limit = bottleneck();
             if (limit == 0) return;
             std::vector<int64_t> near;
@@ -71,7 +71,10 @@ public:
                 if (outside_[row] > 0.93 * limit) near.push_back(row);
             std::stable_sort(near.begin(), near.end(), [&](int64_t a, int64_t b) { return outside_[a] > outside_[b]; });
             bool any = false;
-            for (const int64_t row : near) any |= improve_row(row, limit);
+            for (const int64_t row : near) {
+                any |= improve_row(row, limit);
+                if (++visits == most_visits) break;
+            }
             improve();
             if (!any) return;
         }

@@ -66,20 +66,29 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
         loads[bin_of[i]] += weights[i];
         total += weights[i];
     }
-    const double start = *std::max_element(loads.begin(), loads.end());
+    const double heaviest_before = *std::max_element(loads.begin(), loads.end());
     double bound = std::max(total / static_cast<double>(bins), weights[order[0]]);
     if (exactly_whole(weights)) bound = std::ceil(bound);
-    const double good_enough = bound * (1 + 1e-6);
-    if (start <= good_enough) return bin_of;
+    const double good_enough = bound * (1 + 1e-4);
+    if (heaviest_before <= good_enough) return bin_of;
 
     const int64_t row_length = static_cast<int64_t>(weights.size()) / groups;
-    std::vector<Items> lists(bins * groups);
-    {
-        std::vector<int32_t> counts(bins * groups, 0);
-        for (size_t i = 0; i < weights.size(); ++i) ++counts[bin_of[i] * groups + i / row_length];
-        for (size_t list = 0; list < lists.size(); ++list) lists[list].reserve(counts[list] + 1);
+    // Few bins of many are ever looked at: all get a chain through their items, lightest first, and those few a list.
+    std::vector<int32_t> last(bins, -1), previous(weights.size());
+    for (const int32_t item : order) {
+        previous[item] = last[bin_of[item]];
+        last[bin_of[item]] = item;
     }
-    for (const int32_t item : order) lists[bin_of[item] * groups + item / row_length].push_back({weights[item], item});
+    std::vector<Items> lists(bins * groups);
+    std::vector<char> listed(bins, 0);
+    const auto list = [&](int64_t bin) {
+        if (listed[bin]) return;
+        listed[bin] = 1;
+        const auto begin = lists.begin() + bin * groups;
+        for (int32_t item = last[bin]; item >= 0; item = previous[item])
+            begin[groups == 1 ? 0 : item / row_length].push_back({weights[item], item});
+        for (auto items = begin; items != begin + groups; ++items) std::reverse(items->begin(), items->end());
+    };
 
     Tournament heaviest(bins, 0.0), lightest(bins, 0.0);
     for (int64_t bin = 0; bin < bins; ++bin) {
@@ -98,6 +107,8 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
             const double difference = loads[from] - loads[to];
             if (lightest.key() == Tournament::out || !(difference > 0)) break;
             Exchange best;
+            list(from);
+            list(to);
             for (int64_t group = 0; group < groups; ++group) {
                 const Items &light = lists[to * groups + group];
                 const bool room = static_cast<int64_t>(light.size()) < capacity;
@@ -132,7 +143,14 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
         if (!improved) break;
     }
     // Running sums round differently from fresh ones: keep the input where that decides.
-    return makespan(weights, refined, bins) < start ? refined : bin_of;
+    double heaviest_after = 0.0;
+    for (int64_t bin = 0; bin < bins; ++bin) {
+        double load = listed[bin] ? 0.0 : loads[bin];
+        for (int64_t at = bin * groups; at < (bin + 1) * groups; ++at)
+            for (const Item &item : lists[at]) load += item.weight;
+        heaviest_after = std::max(heaviest_after, load);
+    }
+    return heaviest_after < heaviest_before ? refined : bin_of;
 }
 
 }  // namespace interlace

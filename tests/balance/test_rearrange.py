@@ -171,5 +171,5 @@ def test_bad_rearrangements_are_named():
         balance.rearrangement_volume([0], [0], [np.nan], 1)
     with pytest.raises(ValueError, match="differ in shape"):
         balance.rearrangement_volume([0], [0], [1.0, 2.0], 1)
-    with pytest.raises(ValueError, match="shapes"):
+    with pytest.raises(ValueError, match="must be"):
         balance.internode_volume(np.zeros((4, 4)), np.arange(4), 3)

@@ -73,8 +73,8 @@ def assign(
             counts differ by at most one. "exact" is `assign_exact` with its default budget. "contiguous" keeps the
             order of the items and cuts it where the heaviest bin is lightest. The others are blind to the weights, with
             counts that differ by at most one: "ring" cuts contiguous runs; "zigzag" cuts 2 * bins chunks of equal
-            counts, of which bin r takes chunks r and 2 * bins - 1 - r, the usual layout for causal context parallelism; "random"
-            deals a random permutation (Cornstarch 2025-03, section 5.3).
+            counts, of which bin r takes chunks r and 2 * bins - 1 - r, the usual layout for causal context parallelism;
+            "random" deals a random permutation (Cornstarch 2025-03, section 5.3).
         capacity: most items a bin may take (None: any number). `n // bins` gives equal counts where bins divides n,
             e.g. context-parallel ranks with equally many tokens.
         seed: for method "random", 0 .. 2^64 - 1; the same seed gives the same answer on every platform.
