@@ -98,7 +98,9 @@ double bound(const py::array &volume, int64_t per_node, int64_t iterations) {
     if (iterations < 0) throw py::value_error("iterations must not be negative, got " + std::to_string(iterations));
     const Volume entries = read_volume(volume, per_node);
     const py::gil_scoped_release release;
-    return nodewise_bound(entries, internode_volume(entries, nodewise_placement(entries)), iterations);
+    const std::vector<double> sent = internode_volume(entries, nodewise_placement(entries));
+    const double relaxed = nodewise_bound(entries, sent, iterations);
+    return nodewise_single_bound(entries, sent, relaxed, 20 * iterations);
 }
 
 std::vector<int32_t> read_ranks(const py::array &array, const std::string &name, int64_t ranks) {

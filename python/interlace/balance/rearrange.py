@@ -128,8 +128,9 @@ def nodewise_placement(volume: ArrayLike, ranks_per_node: int) -> NDArray[np.int
 def nodewise_bound(volume: ArrayLike, ranks_per_node: int, *, iterations: int = 1000) -> float:
     """What the bottleneck of `nodewise_placement` cannot go below, in the unit of volume.
 
-    The Lagrangian dual of Algorithm 3's linear relaxation, climbed by subgradient steps towards the relaxation's
-    optimum. Every step's value is a bound; more iterations (0 or more) make it tighter. Up to rounding.
+    The larger of two bounds: the Lagrangian dual of Algorithm 3's linear relaxation, climbed by subgradient steps, and
+    what the nodes that are worst off need in whole batches even if they choose first, by a tree search. Valid at any
+    number of iterations (0 or more), which set the steps and the size of the trees; more make it tighter.
     Arguments and errors as in `nodewise_placement`.
     """
     return _core.nodewise_bound(as_numpy(volume), operator.index(ranks_per_node), operator.index(iterations))
