@@ -35,6 +35,11 @@ int64_t checked_capacity(int64_t items, int64_t bins, std::optional<int64_t> cap
     return each;
 }
 
+// Bins beyond the number of items stay empty in every method that uses this: memory need not grow with them.
+int64_t useful(int64_t bins, const std::vector<double> &items) {
+    return std::min(bins, static_cast<int64_t>(items.size()));
+}
+
 // bin_of(items, weights, capacity) -> bin of each item, run without the GIL on checked arguments.
 template <typename Function>
 py::array_t<int32_t> assign(const py::array &weights, int64_t bins, std::optional<int64_t> capacity, Function bin_of) {
@@ -51,25 +56,27 @@ py::array_t<int32_t> assign(const py::array &weights, int64_t bins, std::optiona
 py::array_t<int32_t> assign_lpt(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
     return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
         const std::vector<int32_t> order = descending_order(values);
-        return refine(values, order, lpt(values, order, bins, each), bins, each);
+        const int64_t used = useful(bins, values);
+        return refine(values, order, lpt(values, order, used, each), used, each);
     });
 }
 
 py::array_t<int32_t> assign_lpt_greedy(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
     return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
-        return lpt(values, descending_order(values), bins, each);
+        return lpt(values, descending_order(values), useful(bins, values), each);
     });
 }
 
 py::array_t<int32_t> assign_karmarkar_karp(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
     return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
-        return karmarkar_karp(values, descending_order(values), bins, each < static_cast<int64_t>(values.size()));
+        const bool even = each < static_cast<int64_t>(values.size());
+        return karmarkar_karp(values, descending_order(values), useful(bins, values), even);
     });
 }
 
 py::array_t<int32_t> assign_multifit(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
     return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
-        return multifit(values, descending_order(values), bins, each);
+        return multifit(values, descending_order(values), useful(bins, values), each);
     });
 }
 
@@ -80,7 +87,7 @@ py::tuple assign_exact(const py::array &weights, int64_t bins, std::optional<int
     ExactAssignment best;
     {
         const py::gil_scoped_release release;
-        best = exact_assignment(values, bins, each, nodes);
+        best = exact_assignment(values, useful(bins, values), each, nodes);
     }
     return py::make_tuple(to_numpy(best.bin_of), best.makespan, best.bound, best.proven);
 }
@@ -126,7 +133,7 @@ py::array_t<int32_t> post_balance(const py::array &lengths, const py::array &att
     std::vector<int32_t> result;
     {
         const py::gil_scoped_release release;
-        result = batches(own, quadratic, bins);
+        result = batches(own, quadratic, useful(bins, own));
     }
     return to_numpy(result);
 }

@@ -124,8 +124,8 @@ std::vector<int32_t> read_ranks(const py::array &array, const std::string &name,
 }
 
 py::tuple exchange_orders(const py::array &source, const py::array &destination, int64_t ranks) {
-    if (ranks < 1 || ranks > INT32_MAX / 2)
-        throw py::value_error("ranks must lie between 1 and 2^30, got " + std::to_string(ranks));
+    if (ranks < 1 || ranks > 1 << 24)
+        throw py::value_error("ranks must lie between 1 and 2^24, got " + std::to_string(ranks));
     const std::vector<int32_t> from = read_ranks(source, "source", ranks);
     const std::vector<int32_t> to = read_ranks(destination, "destination", ranks);
     if (from.size() != to.size())

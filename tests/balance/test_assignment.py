@@ -301,3 +301,18 @@ def test_lpt_is_close_to_the_bound_at_scale():
         for capacity in (None, -(-items // bins)):
             loads = np.bincount(balance.assign(weights, bins, capacity=capacity), weights=weights)
             assert loads.max() <= 1.02 * balance.lower_bound(weights, bins, capacity=capacity)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_extreme_arguments_neither_crash_nor_take_memory(method):
+    for weights in ([1.0], [0.0, 0.0], [1e307, 1e307, 5e-324], np.full(300, 1e305)):
+        for bins in (1, 3, 2**30 - 1):
+            for capacity in (None, len(weights), 2**63 - 1):
+                bin_of = balance.assign(weights, bins, method=method, capacity=capacity)
+                assert 0 <= bin_of.min() and bin_of.max() < bins
+    for bins, capacity in ((-1, None), (2**63, None), (2**70, None), (-(2**70), None), (1, -(2**63)), (1, 2**70)):
+        with pytest.raises(ValueError):
+            balance.assign([1.0], bins, method=method, capacity=capacity)
+    for weights in ([2**70], [[1], [2, 3]], [None], np.array([1, 2], "m8[s]"), np.array(["x"]), 3.0):
+        with pytest.raises(ValueError):
+            balance.assign(weights, 1, method=method)

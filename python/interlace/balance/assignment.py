@@ -92,10 +92,10 @@ def assign(
     if method == "random":
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed must lie between 0 and 2^64 - 1, got {seed}")
-        return _core.assign_random(as_numpy(weights), _index(bins, "bins"), _optional_index(capacity), seed)
+        return _core.assign_random(as_numpy(weights), bounded_index(bins, "bins"), _optional_index(capacity), seed)
     if seed:
         raise ValueError(f"seed is for method 'random', not {method!r}: leave it out")
-    return METHODS[method](as_numpy(weights), _index(bins, "bins"), _optional_index(capacity))
+    return METHODS[method](as_numpy(weights), bounded_index(bins, "bins"), _optional_index(capacity))
 
 
 def assign_exact(
@@ -111,7 +111,7 @@ def assign_exact(
     2^53, otherwise up to rounding of the sums. Other arguments and errors as in `assign`.
     """
     found = _core.assign_exact(
-        as_numpy(weights), _index(bins, "bins"), _optional_index(capacity), _index(nodes, "nodes")
+        as_numpy(weights), bounded_index(bins, "bins"), _optional_index(capacity), bounded_index(nodes, "nodes")
     )
     return ExactAssignment(*found)
 
@@ -124,7 +124,7 @@ def lower_bound(weights: ArrayLike, bins: int, *, capacity: int | None = None) -
     capacity also the lightest items that must join these, since no bin can hold fewer than n - capacity * (bins - 1).
     Up to rounding of the sums. An assignment that reaches it is optimal. Arguments and errors as in `assign`.
     """
-    return _core.lower_bound(as_numpy(weights), _index(bins, "bins"), _optional_index(capacity))
+    return _core.lower_bound(as_numpy(weights), bounded_index(bins, "bins"), _optional_index(capacity))
 
 
 def as_numpy(values: ArrayLike) -> NDArray[Any]:
@@ -137,7 +137,8 @@ def as_numpy(values: ArrayLike) -> NDArray[Any]:
         raise ValueError(f"not an array of numbers: {error}") from error
 
 
-def _index(value: int, name: str) -> int:
+def bounded_index(value: int, name: str) -> int:
+    """A whole number that the extension can hold."""
     index = operator.index(value)
     if abs(index) >= 2**63:
         raise ValueError(f"{name} is out of range: {index}")
@@ -145,4 +146,4 @@ def _index(value: int, name: str) -> int:
 
 
 def _optional_index(value: int | None) -> int | None:
-    return None if value is None else min(_index(value, "capacity"), 2**62)
+    return None if value is None else bounded_index(value, "capacity")

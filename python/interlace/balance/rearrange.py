@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from interlace import _core
-from interlace.balance.assignment import as_numpy
+from interlace.balance.assignment import as_numpy, bounded_index
 
 # Packed batches of this few samples go through branch and bound, for at most some milliseconds.
 EXACT_SAMPLES = 24
@@ -60,7 +60,7 @@ def post_balance(
         raise ValueError(f"quadratic must be finite and not negative, got {quadratic}")
     if convolution and batching == "padded":
         raise ValueError("convolution describes packed batches whose attention pads: leave it out where all is padded")
-    ranks = operator.index(ranks)
+    ranks = bounded_index(ranks, "ranks")
     given = as_numpy(lengths)
     if given.dtype.kind not in "fiu" or given.ndim != 1 or not np.isfinite(given).all() or (given < 0).any():
         _core.lower_bound(given, 1, None)  # raises, with the offending index
@@ -122,7 +122,7 @@ def nodewise_placement(volume: ArrayLike, ranks_per_node: int) -> NDArray[np.int
         ValueError: volume is not square or the named entry is NaN, infinite or negative; ranks_per_node does not
             divide d.
     """
-    return _core.nodewise_placement(as_numpy(volume), operator.index(ranks_per_node))
+    return _core.nodewise_placement(as_numpy(volume), bounded_index(ranks_per_node, "ranks_per_node"))
 
 
 def nodewise_bound(volume: ArrayLike, ranks_per_node: int, *, iterations: int = 1000) -> float:
@@ -133,7 +133,9 @@ def nodewise_bound(volume: ArrayLike, ranks_per_node: int, *, iterations: int = 
     number of iterations (0 or more), which set the steps and the size of the trees; more make it tighter.
     Arguments and errors as in `nodewise_placement`.
     """
-    return _core.nodewise_bound(as_numpy(volume), operator.index(ranks_per_node), operator.index(iterations))
+    return _core.nodewise_bound(
+        as_numpy(volume), bounded_index(ranks_per_node, "ranks_per_node"), bounded_index(iterations, "iterations")
+    )
 
 
 def internode_volume(volume: ArrayLike, placement: ArrayLike, ranks_per_node: int) -> NDArray[np.float64]:
@@ -263,8 +265,8 @@ def _offsets(rank: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
 
 def _positive(value: int, name: str) -> int:
     value = operator.index(value)
-    if not 1 <= value <= 2**30:
-        raise ValueError(f"{name} must lie between 1 and 2^30, got {value}")
+    if not 1 <= value <= 2**24:
+        raise ValueError(f"{name} must lie between 1 and 2^24, got {value}")
     return value
 
 
