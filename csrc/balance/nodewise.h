@@ -23,8 +23,8 @@ std::vector<double> internode_volume(const Volume &volume, const std::vector<int
 // it.
 double nodewise_bound(const Volume &volume, const std::vector<double> &sent, int64_t iterations);
 
-// Raises a bound by what single nodes need in whole batches even if they choose first, found by a tree search of at most
-// `budget` tree nodes each. The relaxation above splits batches between nodes, which hides this.
+// Raises a bound by what single nodes need in whole batches even if they choose first, found by a tree search of at
+// most `budget` tree nodes each. The relaxation above splits batches between nodes, which hides this.
 double nodewise_single_bound(const Volume &volume, const std::vector<double> &sent, double bound, int64_t budget);
 
 }  // namespace interlace

@@ -8,10 +8,10 @@ namespace interlace {
 
 namespace {
 
-// Whether c batches can bring all instances of a node strictly below a limit, if the node may choose first. Depth-first:
-// the instance that has most to do, by what its best free batches could still do, must take one of its batches; a batch
-// that was tried is closed to the branches after it. Nodes of the tree are counted, so that the answer is the same
-// everywhere.
+// Whether c batches can bring all instances of a node strictly below a limit, if the node may choose first.
+// Depth-first: the instance that has most to do, by what its best free batches could still do, must take one of its
+// batches; a batch that was tried is closed to the branches after it. Nodes of the tree are counted, so that the answer
+// is the same everywhere.
 class NodeSearch {
 public:
     NodeSearch(const Volume &volume, int64_t node, int64_t budget) : c_(volume.per_node), budget_(budget) {
