@@ -1,4 +1,6 @@
 # The extension module that setup.py builds from csrc/. Arguments are checked there (ValueError).
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -6,6 +8,18 @@ def assign_lpt(weights: NDArray[np.generic], bins: int, capacity: int | None) ->
 def assign_contiguous(weights: NDArray[np.generic], bins: int, capacity: int | None) -> NDArray[np.int32]: ...
 def assign_zigzag(weights: NDArray[np.generic], bins: int, capacity: int | None) -> NDArray[np.int32]: ...
 def lower_bound(weights: NDArray[np.generic], bins: int, capacity: int | None) -> float: ...
+def simulate(
+    offsets: NDArray[np.generic],
+    op: NDArray[np.generic],
+    stage: NDArray[np.generic],
+    microbatch: NDArray[np.generic],
+    peer: NDArray[np.generic],
+    copies: NDArray[np.generic],
+    seconds: NDArray[np.generic],
+    transfer: NDArray[np.generic],
+    memory: NDArray[np.generic],
+    scratch: NDArray[np.generic],
+) -> dict[str, Any]: ...
 def partition(costs: NDArray[np.generic], stages: int) -> NDArray[np.int32]: ...
 def backward_needs(
     frozen: NDArray[np.generic], trainable_before: bool

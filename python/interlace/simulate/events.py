@@ -5,20 +5,23 @@ at once; its content travels for `transfer` seconds, and messages between the sa
 (one link per directed pair, no contention between pairs). A RECV lasts until its message has arrived. A
 REDUCE_GRAD starts when all copies of its stage have reached it.
 
-Since every list is fixed, no choice is ever open: each rank is played until it lacks a message, and the times do
-not depend on the order in which ranks are visited. Cost: about 1 microsecond per action.
+The actions are put into arrays here and played in C++ (`arrays`); `reference` is the same in Python, kept as its
+oracle. Cost: about half a microsecond per action, nearly all of it for making the arrays.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from interlace.schedule.actions import COMPUTE, Action, Op
-from interlace.schedule.check import ScheduleError, check
+from interlace.schedule.check import check
 from interlace.schedule.costs import Durations, duration_of
 from interlace.schedule.schedule import Schedule
+from interlace.simulate.arrays import ActionArrays, simulate_arrays
 from interlace.simulate.timeline import Timeline
 
 Transfer = float | Callable[[Action, int, int], float]
@@ -45,79 +48,54 @@ def simulate(
     Raises ValueError for an action without a cost and ScheduleError for a schedule that never finishes.
     """
     lists = schedule.actions
-    graph = schedule.graph
+    seconds_of = _seconds(durations, overhead, reduce_grad)
+    arrays = ActionArrays.of_schedule(schedule)
+    seconds = np.fromiter((seconds_of(a) for actions in lists for a in actions), np.float64, len(arrays))
+    if not callable(transfer):
+        travel = np.full(len(arrays), _non_negative("transfer", transfer), np.float64)
+    else:
+        travel = np.zeros(len(arrays))
+        place = 0
+        for rank, actions in enumerate(lists):
+            for action in actions:
+                if action.op is Op.SEND:
+                    travel[place] = _non_negative("transfer", transfer(action, rank, action.peer))
+                place += 1
+    try:
+        found = simulate_arrays(arrays, seconds, transfer=travel)
+    except ValueError:
+        check(schedule)  # often knows why, not only where
+        raise
+    return Timeline(lists, _per_rank(found.start, lists), _per_rank(found.finish, lists), schedule.name)
+
+
+def _seconds(
+    durations: Durations, overhead: float, reduce_grad: float | Callable[[str, int], float]
+) -> Callable[[Action], float]:
     cost = duration_of(durations)
-    travel = transfer if callable(transfer) else None
-    seconds = 0.0 if callable(transfer) else _non_negative("transfer", transfer)
-    _non_negative("overhead", overhead)
+    own = _non_negative("overhead", overhead)
 
-    at = [0] * len(lists)
-    clocks = [0.0] * len(lists)
-    starts: list[list[float]] = [[0.0] * len(actions) for actions in lists]
-    finishes: list[list[float]] = [[0.0] * len(actions) for actions in lists]
-    arrivals: list[dict[int, deque[float]]] = [{} for _ in lists]  # target -> source -> times of arrival
-    links: list[dict[int, float]] = [{} for _ in lists]  # source -> target -> time at which the link is free
-    waits_for = [-1] * len(lists)
-    barriers: dict[tuple[str, int, int], list[int]] = {}
+    def seconds(action: Action) -> float:
+        op = action.op
+        if op in COMPUTE:
+            return cost(op, action.module, action.stage, action.microbatch)
+        if op is Op.SEND or op is Op.RECV:
+            return own
+        if op is Op.REDUCE_GRAD:
+            time = reduce_grad(action.module, action.stage) if callable(reduce_grad) else reduce_grad
+            return _non_negative("reduce_grad", time)
+        return 0.0
 
-    todo = list(range(len(lists)))
-    while todo:
-        rank = todo.pop()
-        actions, start, finish, mail, link = lists[rank], starts[rank], finishes[rank], arrivals[rank], links[rank]
-        clock = clocks[rank]
-        i = at[rank]
-        while i < len(actions):
-            action = actions[i]
-            op = action.op
-            start[i] = clock
-            if op is Op.RECV:
-                box = mail.get(action.peer)
-                if not box:
-                    waits_for[rank] = action.peer
-                    break
-                arrival = box.popleft()
-                clock = (arrival if arrival > clock else clock) + overhead
-            elif op is Op.SEND:
-                clock += overhead
-                peer = action.peer
-                if travel is not None:
-                    seconds = _non_negative("transfer", travel(action, rank, peer))
-                free = link.get(peer, 0.0)
-                arrival = (free if free > clock else clock) + seconds
-                link[peer] = arrival
-                box = arrivals[peer].get(rank)
-                if box is None:
-                    box = arrivals[peer][rank] = deque()
-                box.append(arrival)
-                if waits_for[peer] == rank:
-                    waits_for[peer] = -1
-                    todo.append(peer)
-            elif op in COMPUTE:
-                clock += cost(op, action.module, action.stage, action.microbatch)
-            elif op is Op.REDUCE_GRAD:
-                key = (action.module, action.stage, action.microbatch)
-                ranks = graph.stages[graph.position[action.module, action.stage]].ranks
-                reached = barriers.setdefault(key, [])
-                reached.append(rank)
-                clocks[rank] = clock
-                at[rank] = i
-                if len(reached) < len(ranks):
-                    break
-                time = reduce_grad(action.module, action.stage) if callable(reduce_grad) else reduce_grad
-                clock = max(clocks[other] for other in reached) + _non_negative("reduce_grad", time)
-                for other in reached:
-                    if other != rank:
-                        finishes[other][at[other]] = clocks[other] = clock
-                        at[other] += 1
-                        todo.append(other)
-            finish[i] = clock
-            i += 1
-        at[rank] = i
-        clocks[rank] = clock
-    if any(i < len(actions) for i, actions in zip(at, lists)):
-        check(schedule)  # says which ranks wait for what
-        raise ScheduleError("the schedule never finishes")
-    return Timeline(lists, starts, finishes, schedule.name)
+    return seconds
+
+
+def _per_rank(times: NDArray[np.float64], lists: Sequence[Sequence[Action]]) -> list[list[float]]:
+    every = times.tolist()
+    out, place = [], 0
+    for actions in lists:
+        out.append(every[place : place + len(actions)])
+        place += len(actions)
+    return out
 
 
 def _non_negative(name: str, seconds: float) -> float:
