@@ -5,6 +5,7 @@
 namespace interlace {
 void bind_attention(pybind11::module_ &module);
 void bind_balance(pybind11::module_ &module);
+void bind_microbatch(pybind11::module_ &module);
 void bind_plan(pybind11::module_ &module);
 void bind_simulate(pybind11::module_ &module);
 }  // namespace interlace
@@ -13,6 +14,7 @@ PYBIND11_MODULE(_core, module) {
     module.doc() = "Compiled parts of interlace.attention, interlace.balance, interlace.plan and interlace.simulate.";
     interlace::bind_attention(module);
     interlace::bind_balance(module);
+    interlace::bind_microbatch(module);
     interlace::bind_plan(module);
     interlace::bind_simulate(module);
 }

@@ -4,5 +4,13 @@ numpy arrays in, numpy arrays out; the algorithms are in csrc/balance/ and relea
 """
 
 from interlace.balance.assignment import METHODS, assign, lower_bound
+from interlace.balance.microbatches import (
+    MicrobatchPlan,
+    assign_microbatches,
+    assign_replicas,
+    bottleneck_match,
+    subset_sum,
+)
 
 __all__ = ["METHODS", "assign", "lower_bound"]
+__all__ += ["MicrobatchPlan", "assign_microbatches", "assign_replicas", "bottleneck_match", "subset_sum"]
