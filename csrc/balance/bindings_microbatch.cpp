@@ -4,6 +4,7 @@
 
 #include "balance/bottleneck_match.h"
 #include "balance/microbatches.h"
+#include "balance/reorder.h"
 #include "balance/subset_sum.h"
 #include "common/arrays.h"
 
@@ -37,6 +38,25 @@ std::vector<double> read_allowed(const py::array &array, const std::string &name
         throw py::value_error(name + "[" + place + "] is " + format_number(values[i]) +
                               ": values must be numbers, or infinity for what is not allowed");
     }
+    return values;
+}
+
+// [microbatches, stages], finite and not negative.
+std::vector<double> read_table(const py::array &array, const std::string &name) {
+    check_real(array, name);
+    if (array.ndim() != 2 || array.size() == 0)
+        throw py::value_error(name + " must have shape (microbatches, stages), both at least 1, got " +
+                              shape_of(array));
+    const std::vector<double> values = as_doubles(array);
+    const int64_t columns = array.shape(1);
+    double total = 0.0;
+    for (size_t i = 0; i < values.size(); ++i) {
+        if (!std::isfinite(values[i]) || values[i] < 0)
+            throw py::value_error(name + "[" + std::to_string(i / columns) + ", " + std::to_string(i % columns) +
+                                  "] is " + format_number(values[i]) + ": values must be finite and not negative");
+        total += values[i];
+    }
+    if (!std::isfinite(total)) throw py::value_error("the sum of " + name + " overflows: use a larger unit");
     return values;
 }
 
@@ -138,6 +158,93 @@ py::array_t<double> bind_deferral_costs(const std::vector<py::array> &overloaded
     return matrix;
 }
 
+py::array_t<int32_t> bind_assign_ascending(const py::array &costs, int64_t groups, int64_t capacity) {
+    const std::vector<double> values = read_costs(costs, "costs");
+    const int64_t n = static_cast<int64_t>(values.size());
+    if (groups < 1 || groups > INT32_MAX / 2)
+        throw py::value_error("groups must lie between 1 and 2^30, got " + std::to_string(groups));
+    if (capacity < (n + groups - 1) / groups)
+        throw py::value_error(std::to_string(n) + " samples do not fit " + std::to_string(groups) + " groups of " +
+                              std::to_string(capacity));
+    std::vector<int32_t> group_of;
+    {
+        const py::gil_scoped_release release;
+        group_of = assign_ascending(values, groups, capacity);
+    }
+    return to_numpy(group_of);
+}
+
+// What a pipeline's costs are checked and held in while the GIL is released.
+struct Pipeline {
+    std::vector<double> forward, backward;
+    PipelineCosts costs;
+};
+
+Pipeline read_pipeline(const py::array &forward, const py::array &backward, int64_t ranks, double transfer) {
+    Pipeline result{read_table(forward, "forward"), read_table(backward, "backward"), {}};
+    if (backward.shape(0) != forward.shape(0) || backward.shape(1) != forward.shape(1))
+        throw py::value_error("backward has shape " + shape_of(backward) + ", forward has " + shape_of(forward) +
+                              ": both need one value per microbatch and stage");
+    const int64_t microbatches = forward.shape(0), stages = forward.shape(1);
+    check_not_negative(transfer, "transfer");
+    if (ranks < 1 || stages % ranks != 0)
+        throw py::value_error("ranks must divide the " + std::to_string(stages) + " stages, got " +
+                              std::to_string(ranks));
+    if (stages > ranks && microbatches % ranks != 0)
+        throw py::value_error("interleaved 1F1B needs a multiple of " + std::to_string(ranks) +
+                              " microbatches, one group per pass over the ranks; got " + std::to_string(microbatches));
+    if (microbatches * stages > INT32_MAX / 6)
+        throw py::value_error("forward has " + std::to_string(microbatches * stages) +
+                              " entries: more than int32 can index with their messages");
+    result.costs = {microbatches, stages, ranks, nullptr, nullptr, transfer};
+    return result;
+}
+
+py::dict bind_reorder_microbatches(const py::array &forward, const py::array &backward, int64_t ranks, double transfer,
+                                   int64_t evaluations) {
+    Pipeline pipeline = read_pipeline(forward, backward, ranks, transfer);
+    pipeline.costs.forward = pipeline.forward.data();
+    pipeline.costs.backward = pipeline.backward.data();
+    if (evaluations < 0)
+        throw py::value_error("evaluations must not be negative, got " + std::to_string(evaluations));
+    Reordered reordered;
+    {
+        const py::gil_scoped_release release;
+        reordered = reorder_microbatches(pipeline.costs, evaluations);
+    }
+    py::dict result;
+    result["order"] = to_numpy(reordered.order);
+    result["seconds"] = reordered.seconds;
+    result["printed_seconds"] = reordered.printed_seconds;
+    result["bound"] = reordered.bound;
+    result["evaluations"] = reordered.evaluations;
+    return result;
+}
+
+double bind_pipeline_makespan(const py::array &forward, const py::array &backward, int64_t ranks, double transfer,
+                              const py::array &order) {
+    Pipeline pipeline = read_pipeline(forward, backward, ranks, transfer);
+    pipeline.costs.forward = pipeline.forward.data();
+    pipeline.costs.backward = pipeline.backward.data();
+    const int64_t count = pipeline.costs.microbatches;
+    const char kind = order.dtype().kind();
+    if ((kind != 'i' && kind != 'u') || order.ndim() != 1 || order.size() != count)
+        throw py::value_error("order must be an integer array of shape (" + std::to_string(count) + ",)");
+    const py::array_t<int64_t, py::array::c_style | py::array::forcecast> wide(order);
+    std::vector<char> seen(count, 0);
+    std::vector<int32_t> places(count);
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t microbatch = wide.data()[i];
+        if (microbatch < 0 || microbatch >= count || seen[microbatch])
+            throw py::value_error("order[" + std::to_string(i) + "] is " + std::to_string(microbatch) +
+                                  ": an order names every microbatch once");
+        seen[microbatch] = 1;
+        places[i] = static_cast<int32_t>(microbatch);
+    }
+    const py::gil_scoped_release release;
+    return OneForwardOneBackward(pipeline.costs).makespan(places);
+}
+
 }  // namespace
 
 void bind_microbatch(py::module_ &module) {
@@ -148,6 +255,11 @@ void bind_microbatch(py::module_ &module) {
     module.def("assign_microbatches", &bind_assign_microbatches, py::arg("encoder_cost"), py::arg("llm_cost"),
                py::arg("microbatches"), py::arg("shrink"));
     module.def("deferral_costs", &bind_deferral_costs, py::arg("overloaded"), py::arg("underloaded"));
+    module.def("assign_ascending", &bind_assign_ascending, py::arg("costs"), py::arg("groups"), py::arg("capacity"));
+    module.def("reorder_microbatches", &bind_reorder_microbatches, py::arg("forward"), py::arg("backward"),
+               py::arg("ranks"), py::arg("transfer"), py::arg("evaluations"));
+    module.def("pipeline_makespan", &bind_pipeline_makespan, py::arg("forward"), py::arg("backward"), py::arg("ranks"),
+               py::arg("transfer"), py::arg("order"));
 }
 
 }  // namespace interlace

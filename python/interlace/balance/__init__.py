@@ -11,6 +11,8 @@ from interlace.balance.microbatches import (
     bottleneck_match,
     subset_sum,
 )
+from interlace.balance.reorder import MicrobatchOrder, SampleOrder, reorder_microbatches, reorder_samples
 
 __all__ = ["METHODS", "assign", "lower_bound"]
 __all__ += ["MicrobatchPlan", "assign_microbatches", "assign_replicas", "bottleneck_match", "subset_sum"]
+__all__ += ["MicrobatchOrder", "SampleOrder", "reorder_microbatches", "reorder_samples"]
