@@ -324,8 +324,8 @@ def test_many_plans_equal_a_transcription_and_the_best_deferral(case):
     check_plan(*case)
 
 
-def test_figure_4_8_is_balanced_by_deferral():
-    """18 units of encoder work and 36 of LLM work in 6 microbatches: 3 and 6 each, as the figure's text says."""
+def test_deferral_balances_the_totals_of_figure_4_8():
+    """18 units of encoder work and 36 of LLM work in 6 microbatches; its samples are not in the text."""
     encoder = [3, 3, 3, 2, 2, 2, 1, 1, 1]
     llm = [5, 4, 3, 6, 5, 7, 2, 2, 2]
     plan = balance.assign_microbatches(encoder, llm, 6)

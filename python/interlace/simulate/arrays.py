@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -53,33 +55,35 @@ class ActionArrays:
         """
         counts = [len(actions) for actions in lists]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        n = int(offsets[-1])
-        index: dict[tuple[str, int], int] = {}
+        every = list(chain.from_iterable(lists))
+        n = len(every)
 
-        def column(values: Any, dtype: Any) -> NDArray[Any]:
-            return np.fromiter(values, dtype, n)
+        def column(name: str, dtype: Any) -> NDArray[Any]:
+            return np.fromiter(map(attrgetter(name), every), dtype, n)
 
-        def every() -> Any:
-            return (action for actions in lists for action in actions)
-
-        op = column((_CODES[a.op] for a in every()), np.int8)
-        stage = column((index.setdefault((a.module, a.stage), len(index)) for a in every()), np.int32)
+        op = np.fromiter(map(_CODES.__getitem__, map(attrgetter("op"), every)), np.int8, n)
+        # No tuple per action: so many new objects would keep the garbage collector busy for longer than all the rest.
+        modules: dict[str, int] = {}
+        module = np.fromiter((modules.setdefault(a.module, len(modules)) for a in every), np.int64, n)
+        keys, stage = np.unique(module << 32 | column("stage", np.int64), return_inverse=True)
+        names = list(modules)
+        stages = tuple((names[key >> 32], key & 0xFFFFFFFF) for key in keys.tolist())
         if copies is None:
             rank = np.repeat(np.arange(len(lists)), counts)
             reducing = op == _CODES[Op.REDUCE_GRAD]
             pairs = np.unique(np.stack([stage[reducing], rank[reducing]], axis=1), axis=0)
-            found = np.maximum(np.bincount(pairs[:, 0], minlength=len(index)), 1)
+            found = np.maximum(np.bincount(pairs[:, 0], minlength=len(stages)), 1)
         else:
-            found = np.array([copies.get(name, 1) for name in index])
+            found = np.array([copies.get(name, 1) for name in stages])
         return cls(
             offsets,
             op,
-            stage,
-            column((a.microbatch for a in every()), np.int32),
-            column((a.part for a in every()), np.int32),
-            column((a.peer for a in every()), np.int32),
-            column((a.grad for a in every()), np.bool_),
-            tuple(index),
+            stage.reshape(-1).astype(np.int32),
+            column("microbatch", np.int32),
+            column("part", np.int32),
+            column("peer", np.int32),
+            column("grad", np.bool_),
+            stages,
             found.astype(np.int32),
         )
 
