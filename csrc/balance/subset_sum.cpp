@@ -95,7 +95,7 @@ SubsetSums::SubsetSums(const std::vector<int64_t> &counts, int64_t limit, bool t
 }
 
 int64_t SubsetSums::nearest(double target, double unit, bool prefer_larger) const {
-    const double place = std::floor(target / unit);
+    const double wanted = target / unit, place = std::floor(wanted);
     const int64_t start = place >= static_cast<double>(limit_) ? limit_ : static_cast<int64_t>(place);
     int64_t below = -1;
     for (int64_t word = start / 64; below < 0; --word) {  // ends at sum 0
@@ -110,7 +110,8 @@ int64_t SubsetSums::nearest(double target, double unit, bool prefer_larger) cons
         if (value != 0) above = word * 64 + lowest_bit(value);
     }
     if (above < 0) return below;
-    const double under = target - static_cast<double>(below) * unit, over = static_cast<double>(above) * unit - target;
+    // Differences alone: a product in them would be fused, and rounded, in another way on other platforms.
+    const double under = wanted - static_cast<double>(below), over = static_cast<double>(above) - wanted;
     return under < over || (under == over && !prefer_larger) ? below : above;
 }
 

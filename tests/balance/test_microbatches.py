@@ -204,6 +204,18 @@ def test_figure_4_10_has_one_matching():
     assert threshold == 6 and partner.tolist() == [1, -1, 0]
 
 
+def test_figure_4_10_from_its_samples():
+    """Loads 8, 6, 9 and 3, 4, 6, and the transfers that the figure's table implies.
+
+    MB6 can give 2 (to MB2) and 3 (to MB1), so 2 to MB5 makes 7 and 8: the printed 9 and 6 is not the least. The
+    matching does not change.
+    """
+    cost = _core.deferral_costs([np.array([2, 6]), np.array([6]), np.array([2, 3, 4])], np.array([3, 4, 6]))
+    assert cost.tolist() == [[6, 6, 8], [6, 6, 6], [6, 7, 8]]
+    threshold, partner = balance.bottleneck_match(cost, [8, 6, 9])
+    assert threshold == 6 and partner.tolist() == [1, -1, 0]
+
+
 @pytest.mark.parametrize(
     ("cost", "alone", "message"),
     [

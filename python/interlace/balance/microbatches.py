@@ -90,7 +90,7 @@ def assign_replicas(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MicrobatchPlan:
     """Which samples the encoder and the LLM take in each microbatch; microbatches are in the order of execution.
 

@@ -15,7 +15,7 @@ from interlace import _core
 from interlace.balance.assignment import assign
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SampleOrder:
     """Samples in order, cut into groups.
 
@@ -66,7 +66,7 @@ def _heaviest(cost: NDArray[np.generic], group_of: NDArray[np.int32], groups: in
     return float(np.bincount(group_of, weights=cost, minlength=groups).max())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MicrobatchOrder:
     """An order of microbatches and what it is worth.
 

@@ -27,7 +27,7 @@ _CODES = {op: code for code, op in enumerate(OPS)}
 _HOLDS, _FREES = _CODES[Op.FORWARD], (_CODES[Op.BACKWARD], _CODES[Op.BACKWARD_WEIGHT])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ActionArrays:
     """The lists of all ranks, one after the other.
 
@@ -131,7 +131,7 @@ class ActionArrays:
         return memory, np.where(forward & ~held, size, 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Simulated:
     """What `simulate_arrays` found.
 
