@@ -29,11 +29,12 @@ double sum(const std::vector<double> &values) { return std::accumulate(values.be
 // The sums that subsets of one overloaded microbatch can have, near the transfers that are asked for.
 class Transfers {
 public:
-    Transfers(const std::vector<double> &costs, double largest_target)
+    Transfers(const std::vector<double> &costs, const std::vector<double> &targets, bool chosen)
         : costs_(costs), units_(to_units(costs, 0.0, buckets)),
           usable_(units_.unit > 0.0 && units_.total > 0),
-          // Whole numbers need no trace to know what a sum weighs; it is made once the partner is known.
-          sums_(units_.counts, usable_ ? limit(largest_target) : 0, !units_.exact) {}
+          limit_(usable_ ? limit(*std::max_element(targets.begin(), targets.end())) : 0),
+          // Whole numbers need no trace to know what a sum weighs, only to choose items once the partner is known.
+          sums_(units_.counts, limit_, chosen || !units_.exact, ideals(targets)) {}
 
     double moved(double target) const {
         const int64_t units = nearest(target);
@@ -43,21 +44,29 @@ public:
         return weight;
     }
 
+    // Needs `chosen`.
     std::vector<int32_t> items(double target) const {
-        const int64_t units = nearest(target);
-        return units_.exact ? SubsetSums(units_.counts, units, true).items(units) : sums_.items(units);
+        return sums_.items(nearest(target));
     }
 
 private:
     const std::vector<double> &costs_;
     const Units units_;
     const bool usable_;
+    const int64_t limit_;
     const SubsetSums sums_;
 
     // Sums above twice the target are further from it than the empty set.
     int64_t limit(double target) const {
         const double most = std::floor(2.0 * (target / units_.unit)) + 1.0;
         return most < static_cast<double>(units_.total) ? static_cast<int64_t>(most) : units_.total;
+    }
+
+    std::vector<int64_t> ideals(const std::vector<double> &targets) const {
+        std::vector<int64_t> sums;
+        for (const double target : targets)
+            sums.push_back(usable_ ? SubsetSums::ideal(target, units_.unit, limit_) : 0);
+        return sums;
     }
 
     int64_t nearest(double target) const { return usable_ ? sums_.nearest(target, units_.unit) : 0; }
@@ -110,14 +119,15 @@ DeferralCosts deferral_costs(const std::vector<std::vector<double>> &overloaded,
     result.cost.reserve(pairs);
     result.moved.reserve(pairs);
     if (underloaded.empty()) return result;
-    const double lightest = *std::min_element(underloaded.begin(), underloaded.end());
+    std::vector<double> targets(underloaded.size());
     for (const std::vector<double> &costs : overloaded) {
         const double load = sum(costs);
-        const Transfers transfers(costs, half_difference(load, lightest));
-        for (const double other : underloaded) {
-            const double moved = transfers.moved(half_difference(load, other));
+        for (size_t j = 0; j < targets.size(); ++j) targets[j] = half_difference(load, underloaded[j]);
+        const Transfers transfers(costs, targets, false);
+        for (size_t j = 0; j < targets.size(); ++j) {
+            const double moved = transfers.moved(targets[j]);
             result.moved.push_back(moved);
-            result.cost.push_back(std::max(load - moved, other + moved));
+            result.cost.push_back(std::max(load - moved, underloaded[j] + moved));
         }
     }
     return result;
@@ -191,7 +201,7 @@ Deferral assign_microbatches(const std::vector<double> &encoder, const std::vect
         }
         place(order[over + partner]);
         const double target = half_difference(alone[i], loads[partner]);
-        for (const int32_t item : Transfers(costs[i], target).items(target))
+        for (const int32_t item : Transfers(costs[i], {target}, true).items(target))
             result.llm_of[members[order[i]][item]] = static_cast<int32_t>(sequence.size()) - 1;
     };
     // With an odd count one stays without a follower: the lightest of those that stay alone, at the end.

@@ -2,13 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 
 namespace interlace {
 
 namespace {
 
-constexpr int64_t most_bits = int64_t{1} << 26;   // 8 MB of bits, 256 MB when traced
+constexpr int64_t most_bits = int64_t{1} << 26;   // 8 MB
+constexpr int64_t most_kept = int64_t{1} << 15;   // words of snapshots, 256 KB: stays in the cache
 constexpr int64_t most_words = int64_t{1} << 30;  // steps of 64 sums: about half a second
 constexpr int64_t default_buckets = int64_t{1} << 16;
 
@@ -53,45 +55,54 @@ Units to_units(const std::vector<double> &weights, double resolution, int64_t bu
     return result;
 }
 
-SubsetSums::SubsetSums(const std::vector<int64_t> &counts, int64_t limit, bool traced)
+SubsetSums::SubsetSums(const std::vector<int64_t> &counts, int64_t limit, bool traced, std::vector<int64_t> wanted)
     : limit_(limit), counts_(counts), bits_(limit / 64 + 1, 0) {
-    if (traced) first_.assign(limit + 1, -1);
+    const int64_t n = static_cast<int64_t>(counts.size()), words = static_cast<int64_t>(bits_.size());
+    if (traced) stride_ = n * words / most_kept + 1;
+    std::vector<int32_t> order(counts.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(),
+              [&](int32_t a, int32_t b) { return counts[a] != counts[b] ? counts[a] < counts[b] : a < b; });
     bits_[0] = 1;
-    int64_t largest = 0;  // no sum above it so far
-    for (int64_t item = 0; item < static_cast<int64_t>(counts.size()); ++item) {
-        const int64_t count = counts[item];
-        if (count == 0 || count > limit) continue;
-        largest = std::min(limit, largest + count);
-        const int64_t words = count / 64, top = largest / 64;
-        const int shift = static_cast<int>(count % 64);
-        uint64_t *const bits = bits_.data();
-        // From the top downwards, so that every word is read before this item changes it.
-        const auto shifted = [&](int64_t word) {
-            uint64_t value = bits[word - words] << shift;
-            if (shift != 0 && word > words) value |= bits[word - words - 1] >> (64 - shift);
-            return value;
+    const bool may_end = !wanted.empty();
+    std::sort(wanted.begin(), wanted.end(), std::greater<int64_t>());
+    int64_t reach = 0;
+    for (const int32_t item : order) {
+        if (counts[item] == 0) continue;
+        if (counts[item] > limit) break;
+        // Decided: possible, or so small that what this item and the larger ones make is further away than nothing.
+        const auto decided = [&](int64_t sum) {
+            return (bits_[sum / 64] >> (sum % 64) & 1) || counts[item] > 2 * sum + 1;
         };
-        if (!traced) {
-            if (shift == 0) {
-                for (int64_t word = top; word >= words; --word) bits[word] |= bits[word - words];
-            } else {
-                for (int64_t word = top; word > words; --word)
-                    bits[word] |= bits[word - words] << shift | bits[word - words - 1] >> (64 - shift);
-                bits[words] |= bits[0] << shift;
-            }
-            continue;
-        }
-        for (int64_t word = top; word >= words; --word) {
-            uint64_t fresh = shifted(word) & ~bits[word];
-            bits[word] |= fresh;
-            for (; fresh != 0; fresh &= fresh - 1) {
-                const int64_t sum = word * 64 + lowest_bit(fresh);
-                if (sum <= limit) first_[sum] = static_cast<int32_t>(item);
-            }
-        }
+        while (!wanted.empty() && decided(wanted.back())) wanted.pop_back();
+        if (may_end && wanted.empty()) break;
+        if (traced && static_cast<int64_t>(used_.size()) % stride_ == 0)
+            snapshots_.insert(snapshots_.end(), bits_.begin(), bits_.end());
+        reach = std::min(limit, reach + counts[item]);
+        add(bits_.data(), counts[item], reach);
+        used_.push_back(item);
     }
-    const int used = static_cast<int>(limit % 64) + 1;
-    if (used < 64) bits_.back() &= (uint64_t{1} << used) - 1;
+    if (limit % 64 < 63) bits_.back() &= (uint64_t{2} << (limit % 64)) - 1;
+}
+
+void SubsetSums::add(uint64_t *bits, int64_t count, int64_t reach) {
+    const int64_t words = count / 64, top = reach / 64;
+    const int shift = static_cast<int>(count % 64);
+    // From the top downwards, so that every word is read before this item changes it.
+    if (shift == 0) {
+        for (int64_t word = top; word >= words; --word) bits[word] |= bits[word - words];
+    } else {
+        for (int64_t word = top; word > words; --word)
+            bits[word] |= bits[word - words] << shift | bits[word - words - 1] >> (64 - shift);
+        bits[words] |= bits[0] << shift;
+    }
+}
+
+int64_t SubsetSums::ideal(double target, double unit, int64_t limit, bool prefer_larger) {
+    const double wanted = target / unit, place = std::floor(wanted);
+    if (place >= static_cast<double>(limit)) return limit;
+    const double over = wanted - place;
+    return std::min(limit, static_cast<int64_t>(place) + (over > 0.5 || (over == 0.5 && prefer_larger)));
 }
 
 int64_t SubsetSums::nearest(double target, double unit, bool prefer_larger) const {
@@ -117,9 +128,29 @@ int64_t SubsetSums::nearest(double target, double unit, bool prefer_larger) cons
 
 std::vector<int32_t> SubsetSums::items(int64_t sum) const {
     std::vector<int32_t> chosen;
-    // The rest was possible before the item that first made the sum, so items only fall and none comes twice.
-    for (; sum > 0; sum -= counts_[chosen.back()]) chosen.push_back(first_[sum]);
-    std::reverse(chosen.begin(), chosen.end());
+    const int64_t words = static_cast<int64_t>(bits_.size()), used = static_cast<int64_t>(used_.size());
+    Bits states;  // before each item of one stretch between snapshots
+    for (int64_t stretch = (used + stride_ - 1) / stride_ - 1; stretch >= 0 && sum > 0; --stretch) {
+        const int64_t start = stretch * stride_, end = std::min(used, start + stride_);
+        const uint64_t *first = snapshots_.data() + stretch * words;
+        if (end - start > 1) {
+            states.resize((end - start) * words);
+            std::copy_n(first, words, states.begin());
+            for (int64_t i = start; i + 1 < end; ++i) {
+                uint64_t *const after = states.data() + (i + 1 - start) * words;
+                std::copy_n(after - words, words, after);
+                add(after, counts_[used_[i]], limit_);
+            }
+            first = states.data();
+        }
+        for (int64_t i = end - 1; i >= start && sum > 0; --i) {
+            const uint64_t *const before = first + (i - start) * words;
+            if (before[sum / 64] >> (sum % 64) & 1) continue;  // possible without this item
+            chosen.push_back(used_[i]);
+            sum -= counts_[used_[i]];
+        }
+    }
+    std::sort(chosen.begin(), chosen.end());
     return chosen;
 }
 
@@ -184,7 +215,8 @@ std::vector<int32_t> subset_sum(const std::vector<double> &weights, double targe
     if (units.unit > 0.0) {
         const double twice = std::floor(2.0 * (wanted / units.unit)) + 1.0;
         const int64_t limit = twice < static_cast<double>(units.total) ? static_cast<int64_t>(twice) : units.total;
-        const SubsetSums sums(units.counts, limit, true);
+        const int64_t ideal = SubsetSums::ideal(wanted, units.unit, limit, complement);
+        const SubsetSums sums(units.counts, limit, true, {ideal});
         for (const int32_t item : sums.items(sums.nearest(wanted, units.unit, complement))) taken[item] = !complement;
     }
     if (!units.exact) polish(weights, target, taken);
