@@ -129,6 +129,9 @@ int64_t SubsetSums::nearest(double target, double unit, bool prefer_larger) cons
 std::vector<int32_t> SubsetSums::items(int64_t sum) const {
     std::vector<int32_t> chosen;
     const int64_t words = static_cast<int64_t>(bits_.size()), used = static_cast<int64_t>(used_.size());
+    std::vector<int64_t> reach;  // after each item
+    for (int64_t i = 0; i < used; ++i)
+        reach.push_back(std::min(limit_, (i > 0 ? reach.back() : 0) + counts_[used_[i]]));
     Bits states;  // before each item of one stretch between snapshots
     for (int64_t stretch = (used + stride_ - 1) / stride_ - 1; stretch >= 0 && sum > 0; --stretch) {
         const int64_t start = stretch * stride_, end = std::min(used, start + stride_);
@@ -139,7 +142,7 @@ std::vector<int32_t> SubsetSums::items(int64_t sum) const {
             for (int64_t i = start; i + 1 < end; ++i) {
                 uint64_t *const after = states.data() + (i + 1 - start) * words;
                 std::copy_n(after - words, words, after);
-                add(after, counts_[used_[i]], limit_);
+                add(after, counts_[used_[i]], reach[i]);
             }
             first = states.data();
         }
