@@ -1,4 +1,6 @@
 # The extension module that setup.py builds from csrc/. Arguments are checked there (ValueError).
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +33,34 @@ def nodewise_bound(volume: NDArray[np.generic], ranks_per_node: int, iterations:
 def exchange_orders(
     source: NDArray[np.generic], destination: NDArray[np.generic], ranks: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+def subset_sum(weights: NDArray[np.generic], target: float, resolution: float | None) -> NDArray[np.int32]: ...
+def bottleneck_match(cost: NDArray[np.generic], alone: NDArray[np.generic]) -> tuple[float, NDArray[np.int32]]: ...
+def assign_replicas(
+    encoder_cost: NDArray[np.generic], llm_cost: NDArray[np.generic], replicas: int, equal_counts: bool
+) -> NDArray[np.int32]: ...
+def assign_microbatches(
+    encoder_cost: NDArray[np.generic], llm_cost: NDArray[np.generic], microbatches: int, shrink: bool
+) -> dict[str, Any]: ...
+def deferral_costs(overloaded: list[NDArray[np.generic]], underloaded: NDArray[np.generic]) -> NDArray[np.float64]: ...
+def assign_ascending(costs: NDArray[np.generic], groups: int, capacity: int) -> NDArray[np.int32]: ...
+def reorder_microbatches(
+    forward: NDArray[np.generic], backward: NDArray[np.generic], ranks: int, transfer: float, evaluations: int
+) -> dict[str, Any]: ...
+def pipeline_makespan(
+    forward: NDArray[np.generic], backward: NDArray[np.generic], ranks: int, transfer: float, order: NDArray[np.generic]
+) -> float: ...
+def simulate(
+    offsets: NDArray[np.generic],
+    op: NDArray[np.generic],
+    stage: NDArray[np.generic],
+    microbatch: NDArray[np.generic],
+    peer: NDArray[np.generic],
+    copies: NDArray[np.generic],
+    seconds: NDArray[np.generic],
+    transfer: NDArray[np.generic],
+    memory: NDArray[np.generic],
+    scratch: NDArray[np.generic],
+) -> dict[str, Any]: ...
 def partition(costs: NDArray[np.generic], stages: int) -> NDArray[np.int32]: ...
 def backward_needs(
     frozen: NDArray[np.generic], trainable_before: bool

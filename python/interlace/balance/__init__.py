@@ -9,6 +9,13 @@ numpy arrays in, numpy arrays out; the algorithms are in csrc/balance/ and relea
 """
 
 from interlace.balance.assignment import METHODS, ExactAssignment, assign, assign_exact, lower_bound
+from interlace.balance.microbatches import (
+    MicrobatchPlan,
+    assign_microbatches,
+    assign_replicas,
+    bottleneck_match,
+    subset_sum,
+)
 from interlace.balance.rearrange import (
     AllToAllPlan,
     all_to_all_plan,
@@ -19,6 +26,7 @@ from interlace.balance.rearrange import (
     post_balance,
     rearrangement_volume,
 )
+from interlace.balance.reorder import MicrobatchOrder, SampleOrder, reorder_microbatches, reorder_samples
 from interlace.balance.tokens import TokenShards, distribute_tokens
 
 __all__ = [
@@ -37,4 +45,13 @@ __all__ = [
     "compose",
     "all_to_all_plan",
     "AllToAllPlan",
+    "MicrobatchPlan",
+    "assign_microbatches",
+    "assign_replicas",
+    "bottleneck_match",
+    "subset_sum",
+    "MicrobatchOrder",
+    "SampleOrder",
+    "reorder_microbatches",
+    "reorder_samples",
 ]
