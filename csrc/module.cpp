@@ -6,6 +6,9 @@ namespace interlace {
 void bind_attention(pybind11::module_ &module);
 void bind_balance(pybind11::module_ &module);
 void bind_plan(pybind11::module_ &module);
+void bind_plan_oobleck(pybind11::module_ &module);
+void bind_plan_orchestrate(pybind11::module_ &module);
+void bind_plan_partition_limits(pybind11::module_ &module);
 }  // namespace interlace
 
 PYBIND11_MODULE(_core, module) {
@@ -13,4 +16,7 @@ PYBIND11_MODULE(_core, module) {
     interlace::bind_attention(module);
     interlace::bind_balance(module);
     interlace::bind_plan(module);
+    interlace::bind_plan_oobleck(module);
+    interlace::bind_plan_orchestrate(module);
+    interlace::bind_plan_partition_limits(module);
 }

@@ -1,10 +1,22 @@
 """Where a model is cut: what each layer costs, given what is frozen, which layers form a stage, and on which rank.
 
 cost.py (frozen-aware costs) · partitioning.py (the exact cut, in csrc/plan/) · profile.py (times single layers) ·
-profile_model.py (all layers of a model) · parallel_plan.py (ParallelSpec per module -> ParallelPlan).
+profile_model.py (all layers of a model) · parallel_plan.py (ParallelSpec per module -> ParallelPlan) ·
+oobleck.py (pipeline templates, their combinations, batch shares) · reconfiguration.py (new pipelines after failures) ·
+orchestration.py (GPUs and degrees for encoder, language model and generator).
 """
 
 from interlace.plan.cost import backward_needs, frozen_costs, trainable_before
+from interlace.plan.oobleck import (
+    Instantiation,
+    PipelineTemplate,
+    combinations,
+    instantiate,
+    node_counts,
+    pipeline_template,
+    split_batch,
+)
+from interlace.plan.orchestration import ModuleWork, Orchestration, orchestrate
 from interlace.plan.parallel_plan import (
     ModuleCosts,
     ParallelPlan,
@@ -16,19 +28,32 @@ from interlace.plan.parallel_plan import (
 from interlace.plan.partitioning import partition
 from interlace.plan.profile import LayerTimes, profile_layers
 from interlace.plan.profile_model import profile_model
+from interlace.plan.reconfiguration import Reconfigured, reconfigure
 
 __all__ = [
+    "Instantiation",
     "LayerTimes",
     "ModuleCosts",
+    "ModuleWork",
+    "Orchestration",
     "ParallelPlan",
     "ParallelSpec",
+    "PipelineTemplate",
+    "Reconfigured",
     "StagePlan",
     "analytic_costs",
     "backward_needs",
+    "combinations",
     "frozen_costs",
+    "instantiate",
     "layer_costs",
+    "node_counts",
+    "orchestrate",
     "partition",
+    "pipeline_template",
     "profile_layers",
     "profile_model",
+    "reconfigure",
+    "split_batch",
     "trainable_before",
 ]
