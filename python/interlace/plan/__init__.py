@@ -3,10 +3,12 @@
 cost.py (frozen-aware costs) · partitioning.py (the exact cut, in csrc/plan/) · profile.py (times single layers) ·
 profile_model.py (all layers of a model) · parallel_plan.py (ParallelSpec per module -> ParallelPlan) ·
 oobleck.py (pipeline templates, their combinations, batch shares) · reconfiguration.py (new pipelines after failures) ·
-orchestration.py (GPUs and degrees for encoder, language model and generator).
+orchestration.py (GPUs and degrees for encoder, language model and generator) ·
+cost_model.py (seconds from a few measurements) · stable_batch.py (how many samples a profile needs).
 """
 
 from interlace.plan.cost import backward_needs, frozen_costs, trainable_before
+from interlace.plan.cost_model import CostModel, LinkModel, fit_cost_model, fit_link
 from interlace.plan.oobleck import (
     Instantiation,
     PipelineTemplate,
@@ -29,10 +31,13 @@ from interlace.plan.partitioning import partition
 from interlace.plan.profile import LayerTimes, profile_layers
 from interlace.plan.profile_model import profile_model
 from interlace.plan.reconfiguration import Reconfigured, reconfigure
+from interlace.plan.stable_batch import StableBatch, bernoulli_trials, proportional_allocation, stable_batch_size
 
 __all__ = [
+    "CostModel",
     "Instantiation",
     "LayerTimes",
+    "LinkModel",
     "ModuleCosts",
     "ModuleWork",
     "Orchestration",
@@ -40,10 +45,14 @@ __all__ = [
     "ParallelSpec",
     "PipelineTemplate",
     "Reconfigured",
+    "StableBatch",
     "StagePlan",
     "analytic_costs",
     "backward_needs",
+    "bernoulli_trials",
     "combinations",
+    "fit_cost_model",
+    "fit_link",
     "frozen_costs",
     "instantiate",
     "layer_costs",
@@ -53,7 +62,9 @@ __all__ = [
     "pipeline_template",
     "profile_layers",
     "profile_model",
+    "proportional_allocation",
     "reconfigure",
     "split_batch",
+    "stable_batch_size",
     "trainable_before",
 ]
