@@ -37,7 +37,8 @@ py::tuple orchestrate(const py::array &forward, const py::array &layers, const p
         throw py::value_error("no degrees fit " + std::to_string(gpus) + " GPUs and their memory");
     std::vector<int64_t> flat;
     for (const ModuleDegrees &each : best.degrees) flat.insert(flat.end(), {each.tp, each.dp, each.pp});
-    return py::make_tuple(best.time, to_numpy(flat).reshape({static_cast<py::ssize_t>(modules.size()), py::ssize_t{3}}));
+    const py::ssize_t rows = static_cast<py::ssize_t>(modules.size());
+    return py::make_tuple(best.time, to_numpy(flat).reshape({rows, py::ssize_t{3}}));
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ inline Matrix read_matrix(const py::array &array, const std::string &name) {
     if (array.size() == 0) throw py::value_error(name + " is empty: at least one row and one column are needed");
     if (array.size() > INT32_MAX) throw py::value_error(name + " is larger than int32 can index");
     const py::array_t<double, py::array::c_style | py::array::forcecast> converted(array);
-    Matrix matrix{array.shape(0), array.shape(1), std::vector<double>(converted.data(), converted.data() + array.size())};
+    Matrix matrix{array.shape(0), array.shape(1), {converted.data(), converted.data() + array.size()}};
     double total = 0.0;
     for (int64_t i = 0; i < array.size(); ++i) {
         if (!std::isfinite(matrix.values[i]) || matrix.values[i] < 0)

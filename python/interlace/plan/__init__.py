@@ -4,7 +4,8 @@ cost.py (frozen-aware costs) · partitioning.py (the exact cut, in csrc/plan/) �
 profile_model.py (all layers of a model) · parallel_plan.py (ParallelSpec per module -> ParallelPlan) ·
 oobleck.py (pipeline templates, their combinations, batch shares) · reconfiguration.py (new pipelines after failures) ·
 orchestration.py (GPUs and degrees for encoder, language model and generator) ·
-cost_model.py (seconds from a few measurements) · stable_batch.py (how many samples a profile needs).
+cost_model.py (seconds from a few measurements) · stable_batch.py (how many samples a profile needs) ·
+search.py (degrees, placement and cuts of a whole model).
 """
 
 from interlace.plan.cost import backward_needs, frozen_costs, trainable_before
@@ -31,9 +32,11 @@ from interlace.plan.partitioning import partition
 from interlace.plan.profile import LayerTimes, profile_layers
 from interlace.plan.profile_model import profile_model
 from interlace.plan.reconfiguration import Reconfigured, reconfigure
+from interlace.plan.search import Configuration, SearchModule, in_flight, search_configuration
 from interlace.plan.stable_batch import StableBatch, bernoulli_trials, proportional_allocation, stable_batch_size
 
 __all__ = [
+    "Configuration",
     "CostModel",
     "Instantiation",
     "LayerTimes",
@@ -45,6 +48,7 @@ __all__ = [
     "ParallelSpec",
     "PipelineTemplate",
     "Reconfigured",
+    "SearchModule",
     "StableBatch",
     "StagePlan",
     "analytic_costs",
@@ -54,6 +58,7 @@ __all__ = [
     "fit_cost_model",
     "fit_link",
     "frozen_costs",
+    "in_flight",
     "instantiate",
     "layer_costs",
     "node_counts",
@@ -64,6 +69,7 @@ __all__ = [
     "profile_model",
     "proportional_allocation",
     "reconfigure",
+    "search_configuration",
     "split_batch",
     "stable_batch_size",
     "trainable_before",

@@ -50,7 +50,7 @@ def proportional_allocation(gpus: int, workloads: ArrayLike, *, unit: int = 1) -
             row[int(np.argmax(share - row))] += 1
         while row.sum() > total:  # the units that small modules were given come from those with most above their share
             row[int(np.argmax(np.where(row > 1, row - share, -np.inf)))] -= 1
-    return counts * unit
+    return np.asarray(counts * unit, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,6 @@ def stable_batch_size(
             return StableBatch(size, reference, trials)
         size *= 2
     raise ValueError(
-        f"no batch of up to {largest} samples gives one allocation of {gpus} GPUs: the mean workload lies on the border "
-        "between two; take either, or change the number of GPUs"
+        f"no batch of up to {largest} samples gives one allocation of {gpus} GPUs: the mean workload lies on the "
+        "border between two; take either, or change the number of GPUs"
     )
