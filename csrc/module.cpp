@@ -8,6 +8,9 @@ void bind_balance(pybind11::module_ &module);
 void bind_microbatch(pybind11::module_ &module);
 void bind_plan(pybind11::module_ &module);
 void bind_simulate(pybind11::module_ &module);
+void bind_plan_oobleck(pybind11::module_ &module);
+void bind_plan_orchestrate(pybind11::module_ &module);
+void bind_plan_partition_limits(pybind11::module_ &module);
 }  // namespace interlace
 
 PYBIND11_MODULE(_core, module) {
@@ -17,4 +20,7 @@ PYBIND11_MODULE(_core, module) {
     interlace::bind_microbatch(module);
     interlace::bind_plan(module);
     interlace::bind_simulate(module);
+    interlace::bind_plan_oobleck(module);
+    interlace::bind_plan_orchestrate(module);
+    interlace::bind_plan_partition_limits(module);
 }

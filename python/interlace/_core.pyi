@@ -73,6 +73,30 @@ def frozen_costs(
     trainable_before: bool,
     recompute: bool,
 ) -> NDArray[np.float64]: ...
+def pipeline_template(
+    costs: NDArray[np.generic], widths: NDArray[np.generic], nodes: int, gpus_per_node: int, microbatches_per_stage: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], float]: ...
+def instantiate(
+    node_counts: NDArray[np.generic], times: NDArray[np.generic], nodes: int, pipelines: int, microbatches: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], float]: ...
+def split_batch(times: NDArray[np.generic], microbatches: int, variance: bool) -> NDArray[np.int64]: ...
+def limited_partition(
+    costs: NDArray[np.generic],
+    memory: NDArray[np.generic],
+    memory_limits: NDArray[np.generic],
+    speeds: NDArray[np.generic],
+) -> NDArray[np.int32]: ...
+def orchestrate(
+    forward: NDArray[np.generic],
+    layers: NDArray[np.generic],
+    bytes: NDArray[np.generic],
+    backbone: int,
+    tp: NDArray[np.generic],
+    gpus: int,
+    batch: int,
+    vpp: int,
+    gpu_memory: float,
+) -> tuple[float, NDArray[np.int64]]: ...
 def attention_isa() -> str: ...
 def attention_block_lists(
     queries: list[NDArray[np.generic]], keys: list[NDArray[np.generic]], sinks: int, block: int, threads: int
