@@ -56,7 +56,7 @@ def agree(case) -> None:
         if rng.random() < 0.5
         else float(rng.random()),
         "overhead": float(rng.random() * (rng.random() < 0.5)),
-        "reduce_grad": (lambda module, stage: transfers[stage]) if rng.random() < 0.5 else 0.3,
+        "reduce_grad": (lambda action: transfers[action.stage + 8 * action.part]) if rng.random() < 0.5 else 0.3,
     }
     expected = outcome(simulate_in_python, schedule, seconds, **options)
     found = outcome(simulate, schedule, seconds, **options)
@@ -120,7 +120,7 @@ def test_a_deadlock_says_who_waits_for_whom():
     with pytest.raises(ScheduleError, match="lacks"):
         check(broken)
     # A reduction that one copy never reaches.
-    lone = ActionArrays.of([[Action(Op.REDUCE_GRAD, "a", 0)], []], {("a", 0): 2})
+    lone = ActionArrays.of([[Action(Op.REDUCE_GRAD, "a", 0)], []], {Action(Op.REDUCE_GRAD, "a", 0): 2})
     with pytest.raises(ScheduleError, match=r"rank 0: REDUCE_GRAD:a/0 \(action 0\) waits for the 2 ranks"):
         simulate_arrays(lone, [0.0])
 

@@ -4,6 +4,8 @@
 - tokens      token blocks to context-parallel ranks: `distribute_tokens` -> `TokenShards`
 - rearrange   samples to data-parallel ranks after they were drawn: `post_balance`, `nodewise_placement`, `compose`,
               `all_to_all_plan`
+- microbatches  samples to microbatches by encoder and LLM cost at once: `assign_microbatches`, `assign_replicas`
+- reorder     what runs when: `reorder_samples`, `reorder_microbatches`
 
 numpy arrays in, numpy arrays out; the algorithms are in csrc/balance/ and release the GIL.
 """

@@ -351,7 +351,7 @@ def _configuration(
     count = batch // (dp * microbatch)
     rank = 0
     stages: list[StagePlan] = []
-    specs, recompute, peaks, costs = {}, {}, {}, {}
+    specs, recompute, peaks = {}, {}, {}
     downstream = chosen[-1][1].pp
     for names, option in chosen:
         width = option.tp * option.cp
@@ -363,12 +363,9 @@ def _configuration(
             specs[name] = ParallelSpec(option.tp, option.cp, option.pp, dp)
             recompute[name] = option.recompute
             peaks[name] = option.peak(0 if name == language_model else downstream, count)
-            costs[name] = np.asarray(modules[name].forward[option.tp, option.cp]) + np.asarray(
-                modules[name].backward[option.tp, option.cp]
-            )
         rank += option.gpus
     time = best[0]
     order = {name: i for i, name in enumerate(modules)}
     stages.sort(key=lambda s: (s.module == language_model, order[s.module], s.index))
-    plan = ParallelPlan(tuple(stages), rank, placement, dp, costs)  # type: ignore[arg-type]
+    plan = ParallelPlan(tuple(stages), rank, placement, dp)  # type: ignore[arg-type]
     return Configuration(plan, specs, recompute, peaks, count, time, batch / time if time > 0 else float("inf"))
