@@ -1,7 +1,18 @@
 #include <algorithm>
+#include <optional>
+#include <utility>
 
+#include "balance/convolution.h"
+#include "balance/deal.h"
+#include "balance/exact.h"
+#include "balance/karmarkar_karp.h"
 #include "balance/lower_bound.h"
 #include "balance/lpt.h"
+#include "balance/multifit.h"
+#include "balance/order.h"
+#include "balance/packed.h"
+#include "balance/padded.h"
+#include "balance/refine.h"
 #include "balance/zigzag.h"
 #include "common/arrays.h"
 #include "plan/partition.h"
@@ -24,6 +35,11 @@ int64_t checked_capacity(int64_t items, int64_t bins, std::optional<int64_t> cap
     return each;
 }
 
+// Bins beyond the number of items stay empty in every method that uses this: memory need not grow with them.
+int64_t useful(int64_t bins, const std::vector<double> &items) {
+    return std::min(bins, static_cast<int64_t>(items.size()));
+}
+
 // bin_of(items, weights, capacity) -> bin of each item, run without the GIL on checked arguments.
 template <typename Function>
 py::array_t<int32_t> assign(const py::array &weights, int64_t bins, std::optional<int64_t> capacity, Function bin_of) {
@@ -38,8 +54,106 @@ py::array_t<int32_t> assign(const py::array &weights, int64_t bins, std::optiona
 }
 
 py::array_t<int32_t> assign_lpt(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
-    return assign(weights, bins, capacity,
-                  [&](const std::vector<double> &values, int64_t each) { return lpt(values, bins, each); });
+    return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
+        const std::vector<int32_t> order = descending_order(values);
+        const int64_t used = useful(bins, values);
+        return refine(values, order, lpt(values, order, used, each), used, each);
+    });
+}
+
+py::array_t<int32_t> assign_lpt_greedy(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
+    return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
+        return lpt(values, descending_order(values), useful(bins, values), each);
+    });
+}
+
+py::array_t<int32_t> assign_karmarkar_karp(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
+    return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
+        const bool even = each < static_cast<int64_t>(values.size());
+        return karmarkar_karp(values, descending_order(values), useful(bins, values), even);
+    });
+}
+
+py::array_t<int32_t> assign_multifit(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
+    return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
+        return multifit(values, descending_order(values), useful(bins, values), each);
+    });
+}
+
+py::tuple assign_exact(const py::array &weights, int64_t bins, std::optional<int64_t> capacity, int64_t nodes) {
+    const std::vector<double> values = read_costs(weights, "weights");
+    const int64_t each = checked_capacity(static_cast<int64_t>(values.size()), bins, capacity);
+    if (nodes < 0) throw py::value_error("nodes must not be negative, got " + std::to_string(nodes));
+    ExactAssignment best;
+    {
+        const py::gil_scoped_release release;
+        best = exact_assignment(values, useful(bins, values), each, nodes);
+    }
+    return py::make_tuple(to_numpy(best.bin_of), best.makespan, best.bound, best.proven);
+}
+
+py::array_t<int32_t> assign_ring(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
+    return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t) {
+        return deal_ring(static_cast<int64_t>(values.size()), bins);
+    });
+}
+
+py::array_t<int32_t> assign_random(const py::array &weights, int64_t bins, std::optional<int64_t> capacity,
+                                   uint64_t seed) {
+    return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t) {
+        return deal_random(static_cast<int64_t>(values.size()), bins, seed);
+    });
+}
+
+// Items in rows of equally many, of which every bin takes at most `capacity` from each row.
+py::array_t<int32_t> assign_rows(const py::array &weights, int64_t rows, int64_t bins, int64_t capacity, bool refined) {
+    const std::vector<double> values = read_costs(weights, "weights");
+    const int64_t items = static_cast<int64_t>(values.size());
+    if (rows < 1 || items % rows != 0)
+        throw py::value_error(std::to_string(items) + " items are not " + std::to_string(rows) +
+                              " rows of equal length");
+    const int64_t each = checked_capacity(items / rows, bins, capacity);
+    std::vector<int32_t> bin_of;
+    {
+        const py::gil_scoped_release release;
+        const std::vector<int32_t> order = descending_order(values);
+        bin_of = rows == 1 ? lpt(values, order, bins, each) : grouped_lpt(values, order, bins, each, rows);
+        if (refined) bin_of = refine(values, order, std::move(bin_of), bins, each, rows);
+    }
+    return to_numpy(bin_of);
+}
+
+// batches(lengths, attention, bins), on arrays of equal length.
+template <typename Function>
+py::array_t<int32_t> post_balance(const py::array &lengths, const py::array &attention, int64_t bins,
+                                  Function batches) {
+    const std::vector<double> own = read_costs(lengths, "lengths"), quadratic = read_costs(attention, "attention");
+    if (own.size() != quadratic.size()) throw py::value_error("lengths and attention must have equally many items");
+    checked_capacity(static_cast<int64_t>(own.size()), bins, std::nullopt);
+    std::vector<int32_t> result;
+    {
+        const py::gil_scoped_release release;
+        result = batches(own, quadratic, useful(bins, own));
+    }
+    return to_numpy(result);
+}
+
+py::array_t<int32_t> post_balance_packed(const py::array &lengths, const py::array &attention, int64_t bins) {
+    return post_balance(lengths, attention, bins, packed_batches);
+}
+
+py::array_t<int32_t> post_balance_padded(const py::array &lengths, const py::array &attention, int64_t bins) {
+    return post_balance(lengths, attention, bins,
+                        [](const std::vector<double> &own, const std::vector<double> &quadratic, int64_t ranks) {
+                            std::vector<double> padded(own.size());
+                            for (size_t i = 0; i < own.size(); ++i) padded[i] = own[i] + quadratic[i];
+                            const std::vector<double> nothing(own.size(), 0.0);
+                            return padded_batches(nothing, padded, descending_order(padded), ranks);
+                        });
+}
+
+py::array_t<int32_t> post_balance_convolution(const py::array &lengths, const py::array &attention, int64_t bins) {
+    return post_balance(lengths, attention, bins, convolution_batches);
 }
 
 py::array_t<int32_t> assign_contiguous(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
@@ -69,11 +183,33 @@ double lower_bound(const py::array &weights, int64_t bins, std::optional<int64_t
 
 }  // namespace
 
+void bind_rearrange(py::module_ &module);
+
 void bind_balance(py::module_ &module) {
-    module.def("assign_lpt", &assign_lpt, py::arg("weights"), py::arg("bins"), py::arg("capacity"));
-    module.def("assign_contiguous", &assign_contiguous, py::arg("weights"), py::arg("bins"), py::arg("capacity"));
-    module.def("assign_zigzag", &assign_zigzag, py::arg("weights"), py::arg("bins"), py::arg("capacity"));
-    module.def("lower_bound", &lower_bound, py::arg("weights"), py::arg("bins"), py::arg("capacity"));
+    const auto method = [&](const char *name, auto function) {
+        module.def(name, function, py::arg("weights"), py::arg("bins"), py::arg("capacity"));
+    };
+    method("assign_lpt", &assign_lpt);
+    method("assign_lpt_greedy", &assign_lpt_greedy);
+    method("assign_karmarkar_karp", &assign_karmarkar_karp);
+    method("assign_multifit", &assign_multifit);
+    method("assign_contiguous", &assign_contiguous);
+    method("assign_zigzag", &assign_zigzag);
+    method("assign_ring", &assign_ring);
+    method("lower_bound", &lower_bound);
+    module.def("assign_random", &assign_random, py::arg("weights"), py::arg("bins"), py::arg("capacity"),
+               py::arg("seed"));
+    module.def("assign_exact", &assign_exact, py::arg("weights"), py::arg("bins"), py::arg("capacity"),
+               py::arg("nodes"));
+    module.def("assign_rows", &assign_rows, py::arg("weights"), py::arg("rows"), py::arg("bins"), py::arg("capacity"),
+               py::arg("refined"));
+    const auto batching = [&](const char *name, auto function) {
+        module.def(name, function, py::arg("lengths"), py::arg("attention"), py::arg("bins"));
+    };
+    batching("post_balance_packed", &post_balance_packed);
+    batching("post_balance_padded", &post_balance_padded);
+    batching("post_balance_convolution", &post_balance_convolution);
+    bind_rearrange(module);
 }
 
 }  // namespace interlace

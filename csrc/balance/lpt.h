@@ -6,8 +6,15 @@
 namespace interlace {
 
 // Longest processing time first: items by falling weight (ties: lower index first), each to the lightest bin that has
-// room (ties: lower bin first). Without a cap the heaviest bin is at most 4/3 - 1/(3 bins) of the optimum (Graham 1969).
-// capacity: most items a bin may take; needs bins * capacity >= weights.size(). O(n log n) time, O(n + bins) memory.
-std::vector<int32_t> lpt(const std::vector<double> &weights, int64_t bins, int64_t capacity);
+// room (ties: lower bin first). Without a cap the heaviest bin is at most 4/3 - 1/(3 bins) of the optimum (Graham
+// 1969). order: descending_order(weights). capacity: most items a bin may take; needs bins * capacity >=
+// weights.size(). O(n log bins) time, O(n + bins) memory.
+std::vector<int32_t> lpt(const std::vector<double> &weights, const std::vector<int32_t> &order, int64_t bins,
+                         int64_t capacity);
+
+// The same for items in `groups` rows of equally many items, of which a bin takes at most `capacity` from each row,
+// while its load counts all rows. O(n bins).
+std::vector<int32_t> grouped_lpt(const std::vector<double> &weights, const std::vector<int32_t> &order, int64_t bins,
+                                 int64_t capacity, int64_t groups);
 
 }  // namespace interlace

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from interlace import balance
 
-METHODS = ("lpt", "contiguous", "zigzag")
+METHODS = tuple(balance.METHODS)
+BLIND = ("ring", "zigzag", "random")
 
 
 def makespan(weights, bin_of, bins):
@@ -52,11 +53,119 @@ def capped(draw):
 @settings(max_examples=300)
 @given(weight_lists, st.integers(1, 3))
 def test_lpt_keeps_grahams_bound(weights, bins):
-    bin_of = balance.assign(weights, bins)
-    assert bin_of.dtype == np.int32 and bin_of.shape == (len(weights),)
-    assert bin_of.min() >= 0 and bin_of.max() < bins
     best = best_assignment(weights, bins)
-    assert makespan(weights, bin_of, bins) <= (4 / 3 - 1 / (3 * bins)) * best * (1 + 1e-12)
+    for method in ("lpt", "lpt_greedy", "multifit"):
+        bin_of = balance.assign(weights, bins, method=method)
+        assert bin_of.dtype == np.int32 and bin_of.shape == (len(weights),)
+        assert bin_of.min() >= 0 and bin_of.max() < bins
+        assert makespan(weights, bin_of, bins) <= (4 / 3 - 1 / (3 * bins)) * best * (1 + 1e-12)
+
+
+@settings(max_examples=300)
+@given(weight_lists, st.integers(1, 3))
+def test_multifit_keeps_yues_bound(weights, bins):
+    best = best_assignment(weights, bins)
+    assert makespan(weights, balance.assign(weights, bins, method="multifit"), bins) <= 13 / 11 * best * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("shape", [(40, 4), (200, 7), (300, 64), (1000, 3)])
+@pytest.mark.parametrize("capped", [False, True])
+def test_refinement_is_never_worse_and_often_better(shape, capped):
+    items, bins = shape
+    rng = np.random.default_rng(items)
+    better = 0
+    for weights in (
+        rng.random(items),
+        rng.lognormal(2, 1, items),
+        rng.integers(0, 30, items),
+        rng.integers(1, 5, items),
+    ):
+        capacity = -(-items // bins) if capped else None
+        greedy, refined, multifit = (
+            makespan(weights, balance.assign(weights, bins, method=method, capacity=capacity), bins)
+            for method in ("lpt_greedy", "lpt", "multifit")
+        )
+        assert refined <= greedy * (1 + 1e-12) and multifit <= greedy * (1 + 1e-12)
+        better += refined < greedy
+    assert better >= (1 if items <= 100 * bins else 0)  # greedy is within the tolerance already
+
+
+@pytest.mark.parametrize(
+    ("weights", "bins", "greedy", "best"), [([3, 3, 2, 2, 2], 2, 7, 6), ([5, 5, 4, 4, 3, 3, 3], 3, 11, 9)]
+)
+def test_refinement_mends_grahams_worst_cases(weights, bins, greedy, best):
+    for method, heaviest in (("lpt_greedy", greedy), ("lpt", best), ("exact", best)):
+        assert makespan(weights, balance.assign(weights, bins, method=method), bins) == heaviest
+
+
+@given(weight_lists, st.integers(1, 5))
+def test_two_bins_and_differencing(weights, bins):
+    """For two bins, differencing ends with the number that a heap of differences ends with."""
+    bin_of = balance.assign(weights, bins, method="karmarkar_karp")
+    assert 0 <= bin_of.min() and bin_of.max() < bins
+    even = balance.assign(weights, bins, method="karmarkar_karp", capacity=max(1, math.ceil(len(weights) / bins)))
+    assert np.ptp(np.bincount(even, minlength=bins)) <= 1
+    if bins != 2:
+        return
+    left = sorted(weights)
+    while len(left) > 1:
+        first, second = left.pop(), left.pop()
+        left = sorted([*left, first - second])
+    loads = np.bincount(bin_of, weights, 2)
+    assert abs(loads[0] - loads[1]) == pytest.approx(left[0], rel=1e-9, abs=1e-6)
+
+
+def test_differencing_beats_greedy_on_its_textbook_case():
+    weights = [8, 7, 6, 5, 4]  # greedy 17, differencing 16, optimum 15
+    assert makespan(weights, balance.assign(weights, 2, method="lpt_greedy"), 2) == 17
+    assert makespan(weights, balance.assign(weights, 2, method="karmarkar_karp"), 2) == 16
+    assert makespan(weights, balance.assign(weights, 2, method="exact"), 2) == 15
+
+
+@given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 2**64 - 1))
+def test_blind_methods_deal_evenly(items, bins, seed):
+    for method in BLIND:
+        bin_of = balance.assign(np.ones(items), bins, method=method, seed=seed if method == "random" else 0)
+        assert np.ptp(np.bincount(bin_of, minlength=bins)) <= 1
+    ring = balance.assign(np.ones(items), bins, method="ring")
+    assert [part.tolist() for part in np.array_split(np.arange(items), bins)] == [
+        np.flatnonzero(ring == b).tolist() for b in range(bins)
+    ]
+
+
+def test_random_is_seeded_and_the_same_everywhere():
+    assert balance.assign(np.ones(12), 3, method="random").tolist() == [1, 1, 0, 1, 0, 2, 2, 2, 0, 0, 1, 2]
+    first, again, other = (balance.assign(np.ones(500), 7, method="random", seed=seed) for seed in (5, 5, 6))
+    assert (first == again).all() and (first != other).any()
+    # Every item sees every bin about equally often.
+    counts = np.zeros((6, 3))
+    for seed in range(600):
+        counts[np.arange(6), balance.assign(np.ones(6), 3, method="random", seed=seed)] += 1
+    assert (np.abs(counts - 200) < 60).all()
+    for seed in (-1, 2**64):
+        with pytest.raises(ValueError, match="seed must lie between"):
+            balance.assign([1.0], 1, method="random", seed=seed)
+    with pytest.raises(ValueError, match="seed is for method 'random'"):
+        balance.assign([1.0], 1, seed=3)
+
+
+@pytest.mark.parametrize("items", [255, 256, 1000])
+def test_order_of_every_kind_of_double(items):
+    """The radix sort against numpy's: subnormals, negative zero, huge values and ties in the upper halves."""
+    rng = np.random.default_rng(items)
+    kinds = [
+        rng.random(items),
+        1 + rng.integers(0, 5, items) * 2.0**-52,
+        np.ldexp(rng.random(items), rng.integers(-1074, 1000, items)),
+        np.where(rng.random(items) < 0.5, -0.0, 0.0),
+        rng.integers(0, 3, items) * 5e-324,
+    ]
+    for weights in kinds:
+        bin_of = balance.assign(weights, items, method="lpt_greedy")
+        # One item to a bin, heaviest first; items of weight 0 fall to the first bin that is still at 0.
+        order = np.lexsort((np.arange(items), -weights))
+        filled = int((weights > 0).sum())
+        assert bin_of[order[:filled]].tolist() == list(range(filled))
 
 
 @given(st.lists(whole | fractions, min_size=1, max_size=60), st.integers(1, 9), st.data())
@@ -68,7 +177,7 @@ def test_lpt_is_what_its_definition_says(weights, bins, data):
         loads[bin_] += weights[item]
         counts[bin_] += 1
         expected[item] = bin_
-    assert balance.assign(weights, bins, capacity=capacity).tolist() == expected
+    assert balance.assign(weights, bins, method="lpt_greedy", capacity=capacity).tolist() == expected
 
 
 @given(capped())
@@ -136,7 +245,8 @@ def test_zigzag_balances_causal_rows():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_same_input_same_answer_for_every_dtype(method):
-    weights = np.random.default_rng(0).integers(0, 9, 500)  # many ties
+    items = 40 if method == "exact" else 500
+    weights = np.random.default_rng(0).integers(0, 9, items)  # many ties
     first = balance.assign(weights, 7, method=method)
     for dtype in (np.int8, np.uint16, np.int64, np.float16, np.float32, np.float64):
         assert (balance.assign(weights.astype(dtype), 7, method=method) == first).all()
@@ -147,7 +257,7 @@ def test_same_input_same_answer_for_every_dtype(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_more_bins_than_items(method):
     bin_of = balance.assign([1.0, 2.0, 3.0], 10, method=method)
-    assert len(set(bin_of.tolist())) == 3
+    assert len(set(bin_of.tolist())) == 3 and 0 <= bin_of.min() and bin_of.max() < 10
     assert balance.lower_bound([1.0, 2.0, 3.0], 10) == 3.0
 
 
@@ -176,7 +286,7 @@ def test_bad_input_is_named(call, weights, bins, capacity, message):
 
 
 def test_unknown_method_lists_the_known():
-    with pytest.raises(ValueError, match=r"unknown method 'greedy'.*'lpt', 'contiguous', 'zigzag'"):
+    with pytest.raises(ValueError, match=r"unknown method 'greedy'.*'lpt', 'lpt_greedy'.*'zigzag'"):
         balance.assign([1.0], 1, method="greedy")
     with pytest.raises(TypeError):
         balance.assign([1.0], 1.5)
@@ -191,3 +301,18 @@ def test_lpt_is_close_to_the_bound_at_scale():
         for capacity in (None, -(-items // bins)):
             loads = np.bincount(balance.assign(weights, bins, capacity=capacity), weights=weights)
             assert loads.max() <= 1.02 * balance.lower_bound(weights, bins, capacity=capacity)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_extreme_arguments_neither_crash_nor_take_memory(method):
+    for weights in ([1.0], [0.0, 0.0], [1e307, 1e307, 5e-324], np.full(300, 1e305)):
+        for bins in (1, 3, 2**30 - 1):
+            for capacity in (None, len(weights), 2**63 - 1):
+                bin_of = balance.assign(weights, bins, method=method, capacity=capacity)
+                assert 0 <= bin_of.min() and bin_of.max() < bins
+    for bins, capacity in ((-1, None), (2**63, None), (2**70, None), (-(2**70), None), (1, -(2**63)), (1, 2**70)):
+        with pytest.raises(ValueError):
+            balance.assign([1.0], bins, method=method, capacity=capacity)
+    for weights in ([2**70], [[1], [2, 3]], [None], np.array([1, 2], "m8[s]"), np.array(["x"]), 3.0):
+        with pytest.raises(ValueError):
+            balance.assign(weights, 1, method=method)

@@ -1,10 +1,25 @@
 """Where a model is cut: what each layer costs, given what is frozen, which layers form a stage, and on which rank.
 
 cost.py (frozen-aware costs) · partitioning.py (the exact cut, in csrc/plan/) · profile.py (times single layers) ·
-profile_model.py (all layers of a model) · parallel_plan.py (ParallelSpec per module -> ParallelPlan).
+profile_model.py (all layers of a model) · parallel_plan.py (ParallelSpec per module -> ParallelPlan) ·
+oobleck.py (pipeline templates, their combinations, batch shares) · reconfiguration.py (new pipelines after failures) ·
+orchestration.py (GPUs and degrees for encoder, language model and generator) ·
+cost_model.py (seconds from a few measurements) · stable_batch.py (how many samples a profile needs) ·
+search.py (degrees, placement and cuts of a whole model).
 """
 
 from interlace.plan.cost import backward_needs, frozen_costs, trainable_before
+from interlace.plan.cost_model import CostModel, LinkModel, fit_cost_model, fit_link
+from interlace.plan.oobleck import (
+    Instantiation,
+    PipelineTemplate,
+    combinations,
+    instantiate,
+    node_counts,
+    pipeline_template,
+    split_batch,
+)
+from interlace.plan.orchestration import ModuleWork, Orchestration, orchestrate
 from interlace.plan.parallel_plan import (
     ModuleCosts,
     ParallelPlan,
@@ -16,19 +31,46 @@ from interlace.plan.parallel_plan import (
 from interlace.plan.partitioning import partition
 from interlace.plan.profile import LayerTimes, profile_layers
 from interlace.plan.profile_model import profile_model
+from interlace.plan.reconfiguration import Reconfigured, reconfigure
+from interlace.plan.search import Configuration, SearchModule, in_flight, search_configuration
+from interlace.plan.stable_batch import StableBatch, bernoulli_trials, proportional_allocation, stable_batch_size
 
 __all__ = [
+    "Configuration",
+    "CostModel",
+    "Instantiation",
     "LayerTimes",
+    "LinkModel",
     "ModuleCosts",
+    "ModuleWork",
+    "Orchestration",
     "ParallelPlan",
     "ParallelSpec",
+    "PipelineTemplate",
+    "Reconfigured",
+    "SearchModule",
+    "StableBatch",
     "StagePlan",
     "analytic_costs",
     "backward_needs",
+    "bernoulli_trials",
+    "combinations",
+    "fit_cost_model",
+    "fit_link",
     "frozen_costs",
+    "in_flight",
+    "instantiate",
     "layer_costs",
+    "node_counts",
+    "orchestrate",
     "partition",
+    "pipeline_template",
     "profile_layers",
     "profile_model",
+    "proportional_allocation",
+    "reconfigure",
+    "search_configuration",
+    "split_batch",
+    "stable_batch_size",
     "trainable_before",
 ]

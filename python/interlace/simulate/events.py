@@ -5,24 +5,31 @@ at once; its content travels for `transfer` seconds, and messages between the sa
 (one link per directed pair, no contention between pairs). A RECV lasts until its message has arrived. A
 REDUCE_GRAD starts when all ranks of this replica that sum with this one have reached it.
 
-Since every list is fixed, no choice is ever open: each rank is played until it lacks a message, and the times do
-not depend on the order in which ranks are visited. Cost: about 1 microsecond per action.
+The actions are put into arrays here and played in C++ (`arrays`); `reference` is the same in Python, kept as its
+oracle. Cost: about 0.7 microseconds per action, nearly all of it for making the arrays; 0.05 once they are made.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from interlace.schedule.actions import COMPUTE, Action, Op
-from interlace.schedule.check import ScheduleError, check
+from interlace.schedule.check import check
 from interlace.schedule.costs import Durations, duration_of
-from interlace.schedule.schedule import Schedule, reductions
+from interlace.schedule.schedule import Schedule
+from interlace.simulate.arrays import OPS, ActionArrays, simulate_arrays
 from interlace.simulate.timeline import Timeline
 
 Transfer = float | Callable[[Action, int, int], float]
 """Seconds that a message travels: one number, or a function of (its SEND, source rank, target rank)."""
+
+_WORK = [OPS.index(op) for op in COMPUTE]
+_MESSAGES = [OPS.index(Op.SEND), OPS.index(Op.RECV)]
 
 
 def simulate(
@@ -45,78 +52,37 @@ def simulate(
     Raises ValueError for an action without a cost and ScheduleError for a schedule that never finishes.
     """
     lists = schedule.actions
-    graph = schedule.graph
+    arrays = ActionArrays.of_schedule(schedule)
+    every = list(chain.from_iterable(lists))
+    seconds = np.zeros(len(every))
+    travel = np.full(len(every), 0.0 if callable(transfer) else _non_negative("transfer", transfer))
+    seconds[np.isin(arrays.op, _MESSAGES)] = _non_negative("overhead", overhead)
     cost = duration_of(durations)
-    travel = transfer if callable(transfer) else None
-    seconds = 0.0 if callable(transfer) else _non_negative("transfer", transfer)
-    _non_negative("overhead", overhead)
+    for i in np.flatnonzero(np.isin(arrays.op, _WORK)).tolist():
+        action = every[i]
+        seconds[i] = cost(action.op, action.module, action.stage, action.microbatch)
+    for i in np.flatnonzero(arrays.op == OPS.index(Op.REDUCE_GRAD)).tolist():
+        time = reduce_grad(every[i]) if callable(reduce_grad) else reduce_grad
+        seconds[i] = _non_negative("reduce_grad", time)
+    if callable(transfer):
+        rank_of = np.repeat(np.arange(len(lists)), np.diff(arrays.offsets))
+        for i in np.flatnonzero(arrays.op == OPS.index(Op.SEND)).tolist():
+            travel[i] = _non_negative("transfer", transfer(every[i], int(rank_of[i]), every[i].peer))
+    try:
+        found = simulate_arrays(arrays, seconds, transfer=travel)
+    except ValueError:
+        check(schedule)  # often knows why, not only where
+        raise
+    return Timeline(lists, _per_rank(found.start, lists), _per_rank(found.finish, lists), schedule.name)
 
-    at = [0] * len(lists)
-    clocks = [0.0] * len(lists)
-    starts: list[list[float]] = [[0.0] * len(actions) for actions in lists]
-    finishes: list[list[float]] = [[0.0] * len(actions) for actions in lists]
-    arrivals: list[dict[int, deque[float]]] = [{} for _ in lists]  # target -> source -> times of arrival
-    links: list[dict[int, float]] = [{} for _ in lists]  # source -> target -> time at which the link is free
-    waits_for = [-1] * len(lists)
-    barriers: dict[Action, list[int]] = {}
-    reduce_ranks = {reduction.action: reduction.ranks for reduction in reductions(graph, schedule.active)}
 
-    todo = list(range(len(lists)))
-    while todo:
-        rank = todo.pop()
-        actions, start, finish, mail, link = lists[rank], starts[rank], finishes[rank], arrivals[rank], links[rank]
-        clock = clocks[rank]
-        i = at[rank]
-        while i < len(actions):
-            action = actions[i]
-            op = action.op
-            start[i] = clock
-            if op is Op.RECV:
-                box = mail.get(action.peer)
-                if not box:
-                    waits_for[rank] = action.peer
-                    break
-                arrival = box.popleft()
-                clock = (arrival if arrival > clock else clock) + overhead
-            elif op is Op.SEND:
-                clock += overhead
-                peer = action.peer
-                if travel is not None:
-                    seconds = _non_negative("transfer", travel(action, rank, peer))
-                free = link.get(peer, 0.0)
-                arrival = (free if free > clock else clock) + seconds
-                link[peer] = arrival
-                box = arrivals[peer].get(rank)
-                if box is None:
-                    box = arrivals[peer][rank] = deque()
-                box.append(arrival)
-                if waits_for[peer] == rank:
-                    waits_for[peer] = -1
-                    todo.append(peer)
-            elif op in COMPUTE:
-                clock += cost(op, action.module, action.stage, action.microbatch)
-            elif op is Op.REDUCE_GRAD:
-                reached = barriers.setdefault(action, [])
-                reached.append(rank)
-                clocks[rank] = clock
-                at[rank] = i
-                if len(reached) < len(reduce_ranks.get(action, ())):
-                    break
-                time = reduce_grad(action) if callable(reduce_grad) else reduce_grad
-                clock = max(clocks[other] for other in reached) + _non_negative("reduce_grad", time)
-                for other in reached:
-                    if other != rank:
-                        finishes[other][at[other]] = clocks[other] = clock
-                        at[other] += 1
-                        todo.append(other)
-            finish[i] = clock
-            i += 1
-        at[rank] = i
-        clocks[rank] = clock
-    if any(i < len(actions) for i, actions in zip(at, lists)):
-        check(schedule)  # says which ranks wait for what
-        raise ScheduleError("the schedule never finishes")
-    return Timeline(lists, starts, finishes, schedule.name)
+def _per_rank(times: NDArray[np.float64], lists: Sequence[Sequence[Action]]) -> list[list[float]]:
+    every = times.tolist()
+    out, place = [], 0
+    for actions in lists:
+        out.append(every[place : place + len(actions)])
+        place += len(actions)
+    return out
 
 
 def _non_negative(name: str, seconds: float) -> float:

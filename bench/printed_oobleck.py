@@ -1,0 +1,47 @@
+"""Oobleck's planning procedures as the dissertation prints them (section 2.4), to compare with; not for use.
+
+The divide and conquer (eqs. 2.1-2.4) keeps, for each sub-problem, the one solution whose own T1 + T2 + T3 is least.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+
+def iteration_time(stages: list[float], microbatches: int) -> float:
+    """T1 + T2 + T3 of a pipeline with these 1F + 1B times per stage; k* is the first slowest stage."""
+    slow = max(range(len(stages)), key=lambda k: (stages[k], -k))
+    t1 = sum(stages)
+    t2 = (microbatches - len(stages) + slow - 1) * stages[slow]
+    return t1 + t2 + sum(stages[slow:])
+
+
+def divide_and_conquer(costs: Any, nodes: int, gpus_per_node: int) -> float:
+    """T1 + T2 + T3 of the template that eqs. 2.1-2.4 find, with N_b = 4 S'. costs [layers, gpus_per_node]."""
+    layers = len(costs)
+
+    @functools.cache
+    def solve(stages: int, u: int, v: int, nodes: int, gpus: int) -> tuple[float, tuple[float, ...]]:
+        best: tuple[float, tuple[float, ...]] = (math.inf, ())
+        if stages == 1:
+            if nodes > 1 or gpus > len(costs[0]):
+                return best
+            time = float(sum(costs[layer][gpus - 1] for layer in range(u, v)))
+            return 4 * time, (time,)
+        # Nodes are divided first, and GPUs within a node once there is one node only.
+        halves = [((n, gpus), (nodes - n, gpus)) for n in range(1, nodes)] if nodes > 1 else []
+        halves += [((1, m), (1, gpus - m)) for m in range(1, gpus)] if nodes == 1 else []
+        for left, right in halves:
+            for s in range(1, stages):
+                for k in range(u + s, v - (stages - s) + 1):
+                    first = solve(s, u, k, *left)[1]
+                    second = solve(stages - s, k, v, *right)[1] if first else ()
+                    if first and second:
+                        time = iteration_time([*first, *second], 4 * stages)
+                        if time < best[0]:
+                            best = (time, first + second)
+        return best
+
+    return min(solve(stages, 0, layers, nodes, gpus_per_node)[0] for stages in range(nodes, layers + 1))

@@ -1,0 +1,151 @@
+// Where batches go and what crosses the network for it: node-wise placement and all-to-all plans.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "balance/nodewise.h"
+#include "balance/rearrange.h"
+#include "balance/volume.h"
+#include "common/arrays.h"
+
+namespace interlace {
+
+namespace {
+
+std::string entry_name(int64_t i, int64_t j) {
+    return "volume[" + std::to_string(i) + ", " + std::to_string(j) + "]";
+}
+
+// The non-zero entries of a contiguous matrix, in one pass over memory.
+template <typename T>
+void read_rows(const T *values, Volume &volume) {
+    constexpr int64_t chunk = 8;
+    const int64_t d = volume.instances;
+    volume.row_start.push_back(0);
+    for (int64_t i = 0; i < d; ++i, values += d) {
+        double sum = 0.0;
+        for (int64_t j = 0; j < d;) {
+            if (j + chunk <= d) {
+                bool any = false;
+                for (int64_t k = 0; k < chunk; ++k) any |= values[j + k] != T(0);
+                if (!any) {
+                    j += chunk;
+                    continue;
+                }
+            }
+            for (const int64_t end = std::min(d, j + chunk); j < end; ++j) {
+                if (values[j] == T(0)) continue;
+                const double value = static_cast<double>(values[j]);
+                if (!std::isfinite(value) || value < 0)
+                    throw py::value_error(entry_name(i, j) + " is " + std::to_string(value) +
+                                          ": values must be finite and not negative");
+                volume.rows.push_back({static_cast<int32_t>(j), value});
+                sum += value;
+            }
+        }
+        if (!std::isfinite(sum))
+            throw py::value_error("the sum of volume[" + std::to_string(i) + "] overflows: use a larger unit");
+        volume.row_sum.push_back(sum);
+        volume.row_start.push_back(static_cast<int64_t>(volume.rows.size()));
+    }
+}
+
+template <typename T>
+bool read_as(const py::array &array, Volume &volume) {
+    if (!py::isinstance<py::array_t<T, py::array::c_style>>(array)) return false;
+    const T *values = static_cast<const T *>(array.data());
+    const py::gil_scoped_release release;
+    read_rows(values, volume);
+    return true;
+}
+
+Volume read_volume(const py::array &array, int64_t per_node) {
+    const char kind = array.dtype().kind();
+    if (kind != 'f' && kind != 'i' && kind != 'u')
+        throw py::value_error("volume must be an array of real numbers (float or int), got dtype " +
+                              py::str(array.dtype()).cast<std::string>());
+    if (array.ndim() != 2 || array.shape(0) != array.shape(1) || array.shape(0) == 0)
+        throw py::value_error("volume must have shape [d, d] with d >= 1, got " +
+                              py::str(array.attr("shape")).cast<std::string>());
+    Volume volume;
+    volume.instances = array.shape(0);
+    if (volume.instances > INT32_MAX / 2) throw py::value_error("volume has more instances than int32 can index");
+    if (per_node < 1 || volume.instances % per_node != 0)
+        throw py::value_error("ranks_per_node must divide the " + std::to_string(volume.instances) +
+                              " instances, got " + std::to_string(per_node));
+    volume.per_node = per_node;
+    if (!read_as<double>(array, volume) && !read_as<float>(array, volume) && !read_as<int64_t>(array, volume) &&
+        !read_as<int32_t>(array, volume)) {
+        const py::array_t<double, py::array::c_style | py::array::forcecast> converted(array);
+        const py::gil_scoped_release release;
+        read_rows(converted.data(), volume);
+    }
+    transpose(volume);
+    return volume;
+}
+
+py::array_t<int32_t> place(const py::array &volume, int64_t per_node) {
+    const Volume entries = read_volume(volume, per_node);
+    std::vector<int32_t> rank_of;
+    {
+        const py::gil_scoped_release release;
+        rank_of = nodewise_placement(entries);
+    }
+    return to_numpy(rank_of);
+}
+
+double bound(const py::array &volume, int64_t per_node, int64_t iterations) {
+    if (iterations < 0) throw py::value_error("iterations must not be negative, got " + std::to_string(iterations));
+    const Volume entries = read_volume(volume, per_node);
+    const py::gil_scoped_release release;
+    const std::vector<double> sent = internode_volume(entries, nodewise_placement(entries));
+    const double relaxed = nodewise_bound(entries, sent, iterations);
+    return nodewise_single_bound(entries, sent, relaxed, 20 * iterations);
+}
+
+std::vector<int32_t> read_ranks(const py::array &array, const std::string &name, int64_t ranks) {
+    const char kind = array.dtype().kind();
+    if (kind != 'i' && kind != 'u')
+        throw py::value_error(name + " must be an array of whole numbers, got dtype " +
+                              py::str(array.dtype()).cast<std::string>());
+    if (array.ndim() != 1)
+        throw py::value_error(name + " must have one dimension, got " + std::to_string(array.ndim()));
+    if (array.size() > INT32_MAX) throw py::value_error(name + " has more items than int32 can index");
+    const py::array_t<int64_t, py::array::c_style | py::array::forcecast> converted(array);
+    std::vector<int32_t> values(converted.size());
+    for (size_t i = 0; i < values.size(); ++i) {
+        const int64_t value = converted.data()[i];
+        if (value < 0 || value >= ranks)
+            throw py::value_error(name + "[" + std::to_string(i) + "] is " + std::to_string(value) +
+                                  ": it must lie between 0 and " + std::to_string(ranks - 1));
+        values[i] = static_cast<int32_t>(value);
+    }
+    return values;
+}
+
+py::tuple exchange_orders(const py::array &source, const py::array &destination, int64_t ranks) {
+    if (ranks < 1 || ranks > 1 << 24)
+        throw py::value_error("ranks must lie between 1 and 2^24, got " + std::to_string(ranks));
+    const std::vector<int32_t> from = read_ranks(source, "source", ranks);
+    const std::vector<int32_t> to = read_ranks(destination, "destination", ranks);
+    if (from.size() != to.size())
+        throw py::value_error("source has " + std::to_string(from.size()) + " items but destination has " +
+                              std::to_string(to.size()));
+    std::vector<int32_t> send, receive;
+    {
+        const py::gil_scoped_release release;
+        send = grouped_order(from, to, ranks);
+        receive = grouped_order(to, from, ranks);
+    }
+    return py::make_tuple(to_numpy(send), to_numpy(receive));
+}
+
+}  // namespace
+
+void bind_rearrange(py::module_ &module) {
+    module.def("nodewise_placement", &place, py::arg("volume"), py::arg("ranks_per_node"));
+    module.def("nodewise_bound", &bound, py::arg("volume"), py::arg("ranks_per_node"), py::arg("iterations"));
+    module.def("exchange_orders", &exchange_orders, py::arg("source"), py::arg("destination"), py::arg("ranks"));
+}
+
+}  // namespace interlace

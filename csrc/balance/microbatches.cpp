@@ -1,0 +1,224 @@
+#include "balance/microbatches.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+#include <tuple>
+#include <utility>
+
+#include "balance/bottleneck_match.h"
+#include "balance/subset_sum.h"
+
+namespace interlace {
+
+namespace {
+
+constexpr int64_t buckets = int64_t{1} << 14;  // of an overloaded microbatch whose costs are no whole numbers
+
+std::vector<int32_t> by_falling(const std::vector<double> &values) {
+    std::vector<int32_t> order(values.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(),
+              [&](int32_t a, int32_t b) { return values[a] != values[b] ? values[a] > values[b] : a < b; });
+    return order;
+}
+
+double sum(const std::vector<double> &values) { return std::accumulate(values.begin(), values.end(), 0.0); }
+
+// The sums that subsets of one overloaded microbatch can have, near the transfers that are asked for.
+class Transfers {
+public:
+    Transfers(const std::vector<double> &costs, const std::vector<double> &targets, bool chosen)
+        : costs_(costs), units_(to_units(costs, 0.0, buckets)),
+          usable_(units_.unit > 0.0 && units_.total > 0),
+          limit_(usable_ ? limit(*std::max_element(targets.begin(), targets.end())) : 0),
+          // Whole numbers need no trace to know what a sum weighs, only to choose items once the partner is known.
+          sums_(units_.counts, limit_, chosen || !units_.exact, ideals(targets)) {}
+
+    double moved(double target) const {
+        const int64_t units = nearest(target);
+        if (units_.exact) return static_cast<double>(units) * units_.unit;
+        double weight = 0.0;
+        for (const int32_t item : sums_.items(units)) weight += costs_[item];
+        return weight;
+    }
+
+    // Needs `chosen`.
+    std::vector<int32_t> items(double target) const {
+        return sums_.items(nearest(target));
+    }
+
+private:
+    const std::vector<double> &costs_;
+    const Units units_;
+    const bool usable_;
+    const int64_t limit_;
+    const SubsetSums sums_;
+
+    // Sums above twice the target are further from it than the empty set.
+    int64_t limit(double target) const {
+        const double most = std::floor(2.0 * (target / units_.unit)) + 1.0;
+        return most < static_cast<double>(units_.total) ? static_cast<int64_t>(most) : units_.total;
+    }
+
+    std::vector<int64_t> ideals(const std::vector<double> &targets) const {
+        std::vector<int64_t> sums;
+        for (const double target : targets)
+            sums.push_back(usable_ ? SubsetSums::ideal(target, units_.unit, limit_) : 0);
+        return sums;
+    }
+
+    int64_t nearest(double target) const { return usable_ ? sums_.nearest(target, units_.unit) : 0; }
+};
+
+double half_difference(double overloaded, double underloaded) { return std::max(0.0, overloaded - underloaded) / 2; }
+
+}  // namespace
+
+std::vector<int32_t> assign_replicas(const std::vector<double> &encoder, const std::vector<double> &llm,
+                                     int64_t replicas, bool equal_counts) {
+    const int64_t n = static_cast<int64_t>(encoder.size());
+    const int64_t share = n / replicas;
+    int64_t extra = n % replicas;  // replicas that may still take one more than their share
+    using Replica = std::pair<double, int32_t>;
+    const auto later = [](const Replica &a, const Replica &b) { return a > b; };
+    std::vector<Replica> heap(replicas);
+    for (int64_t r = 0; r < replicas; ++r) heap[r] = {0.0, static_cast<int32_t>(r)};
+    std::vector<int64_t> counts(replicas, 0);
+    std::vector<int32_t> replica_of(n);
+    for (const int32_t sample : by_falling(encoder)) {
+        // A replica that has its share stays in the heap as long as any may take one more.
+        while (equal_counts && counts[heap.front().second] >= share + (extra > 0)) {
+            std::pop_heap(heap.begin(), heap.end(), later);
+            heap.pop_back();
+        }
+        std::pop_heap(heap.begin(), heap.end(), later);
+        Replica &replica = heap.back();
+        replica_of[sample] = replica.second;
+        replica.first += llm[sample];
+        extra -= ++counts[replica.second] > share;
+        std::push_heap(heap.begin(), heap.end(), later);
+    }
+    return replica_of;
+}
+
+int64_t effective_microbatches(const std::vector<double> &encoder, int64_t microbatches) {
+    const int64_t count = std::min<int64_t>(microbatches, static_cast<int64_t>(encoder.size()));
+    const double largest = *std::max_element(encoder.begin(), encoder.end());
+    if (largest == 0.0) return count;
+    // The margin keeps six samples of 0.1 from counting as 5.999.. of them.
+    const double fit = std::floor(sum(encoder) / largest * (1.0 + 1e-12));
+    return fit < static_cast<double>(count) ? std::max<int64_t>(1, static_cast<int64_t>(fit)) : count;
+}
+
+DeferralCosts deferral_costs(const std::vector<std::vector<double>> &overloaded,
+                             const std::vector<double> &underloaded) {
+    DeferralCosts result;
+    const size_t pairs = overloaded.size() * underloaded.size();
+    result.cost.reserve(pairs);
+    result.moved.reserve(pairs);
+    if (underloaded.empty()) return result;
+    std::vector<double> targets(underloaded.size());
+    for (const std::vector<double> &costs : overloaded) {
+        const double load = sum(costs);
+        for (size_t j = 0; j < targets.size(); ++j) targets[j] = half_difference(load, underloaded[j]);
+        const Transfers transfers(costs, targets, false);
+        for (size_t j = 0; j < targets.size(); ++j) {
+            const double moved = transfers.moved(targets[j]);
+            result.moved.push_back(moved);
+            result.cost.push_back(std::max(load - moved, underloaded[j] + moved));
+        }
+    }
+    return result;
+}
+
+Deferral assign_microbatches(const std::vector<double> &encoder, const std::vector<double> &llm, int64_t count) {
+    const int64_t n = static_cast<int64_t>(encoder.size());
+
+    // Coarse samples before fine ones, each by falling encoder cost, to the lightest encoder microbatch.
+    const std::vector<int32_t> by_llm = by_falling(llm);
+    std::vector<char> fine(n, 0);
+    for (int64_t i = (n + 1) / 2; i < n; ++i) fine[by_llm[i]] = 1;
+    const std::vector<int32_t> by_encoder = by_falling(encoder);
+    std::vector<std::vector<int32_t>> members(count);
+    std::vector<double> encoder_loads(count, 0.0), llm_loads(count, 0.0);
+    using Key = std::tuple<double, double, int32_t>;
+    for (const char pass : {0, 1}) {
+        for (const bool priced : {true, false}) {  // zero costs come last in each order anyway
+            std::vector<Key> heap;
+            for (int64_t m = 0; m < count; ++m)
+                heap.emplace_back(priced ? encoder_loads[m] : 0.0, llm_loads[m], static_cast<int32_t>(m));
+            std::make_heap(heap.begin(), heap.end(), std::greater<Key>());
+            for (const int32_t sample : by_encoder) {
+                if (fine[sample] != pass || (encoder[sample] > 0.0) != priced) continue;
+                std::pop_heap(heap.begin(), heap.end(), std::greater<Key>());
+                const int32_t m = std::get<2>(heap.back());
+                members[m].push_back(sample);
+                encoder_loads[m] += encoder[sample];
+                llm_loads[m] += llm[sample];
+                heap.back() = {priced ? encoder_loads[m] : 0.0, llm_loads[m], m};
+                std::push_heap(heap.begin(), heap.end(), std::greater<Key>());
+            }
+        }
+    }
+
+    const std::vector<int32_t> order = by_falling(llm_loads);
+    const int64_t over = (count + 1) / 2, under = count - over;
+    std::vector<std::vector<double>> costs(over);
+    std::vector<double> alone(over), loads(under);
+    for (int64_t i = 0; i < over; ++i) {
+        for (const int32_t sample : members[order[i]]) costs[i].push_back(llm[sample]);
+        alone[i] = llm_loads[order[i]];
+    }
+    for (int64_t j = 0; j < under; ++j) loads[j] = llm_loads[order[over + j]];
+    const DeferralCosts pairs = deferral_costs(costs, loads);
+    const BottleneckMatch match = bottleneck_match(pairs.cost, alone, under);
+
+    // (ol_0, ul_0, ol_1, ul_1, ...): a deferred sample waits for one microbatch only. Overloaded microbatches that keep
+    // the threshold alone are followed by what is left; the last one may have nobody.
+    Deferral result;
+    result.count = count;
+    result.threshold = match.threshold;
+    result.encoder_of.resize(n);
+    result.llm_of.resize(n);
+    std::vector<char> taken(under, 0);
+    for (const int32_t partner : match.partner)
+        if (partner >= 0) taken[partner] = 1;
+    int64_t rest = 0;
+    std::vector<int32_t> sequence;
+    const auto place = [&](int32_t m) {
+        for (const int32_t sample : members[m])
+            result.encoder_of[sample] = result.llm_of[sample] = static_cast<int32_t>(sequence.size());
+        sequence.push_back(m);
+    };
+    const auto place_overloaded = [&](int64_t i, int32_t partner) {
+        place(order[i]);
+        if (partner < 0) {
+            while (rest < under && taken[rest]) ++rest;
+            if (rest < under) place(order[over + rest++]);
+            return;
+        }
+        place(order[over + partner]);
+        const double target = half_difference(alone[i], loads[partner]);
+        for (const int32_t item : Transfers(costs[i], {target}, true).items(target))
+            result.llm_of[members[order[i]][item]] = static_cast<int32_t>(sequence.size()) - 1;
+    };
+    // With an odd count one stays without a follower: the lightest of those that stay alone, at the end.
+    int64_t last = -1;
+    for (int64_t i = over - 1; i >= 0 && over > under && last < 0; --i)
+        if (match.partner[i] < 0) last = i;
+    for (int64_t i = 0; i < over; ++i)
+        if (i != last) place_overloaded(i, match.partner[i]);
+    if (last >= 0) place_overloaded(last, -1);
+
+    result.encoder_loads.assign(count, 0.0);
+    result.llm_loads.assign(count, 0.0);
+    for (int64_t sample = 0; sample < n; ++sample) {
+        result.encoder_loads[result.encoder_of[sample]] += encoder[sample];
+        result.llm_loads[result.llm_of[sample]] += llm[sample];
+    }
+    return result;
+}
+
+}  // namespace interlace

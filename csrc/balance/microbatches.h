@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace interlace {
+
+// Entrain 4.3: samples by falling encoder cost (ties: lower index), each to the replica with the least LLM cost so far
+// (ties: lower index). equal_counts: every replica takes n / replicas samples, n % replicas of them one more.
+// O(n log n + n log replicas).
+std::vector<int32_t> assign_replicas(const std::vector<double> &encoder, const std::vector<double> &llm,
+                                     int64_t replicas, bool equal_counts);
+
+struct Deferral {
+    int64_t count;                      // K_eff
+    std::vector<int32_t> encoder_of;    // per sample: microbatch, in the order of execution
+    std::vector<int32_t> llm_of;        // per sample: the same or the one after it
+    std::vector<double> encoder_loads;  // per microbatch
+    std::vector<double> llm_loads;
+    double threshold;                   // of the bottleneck matching: the heaviest LLM microbatch
+};
+
+// min(microbatches, floor(sum / max)) of the encoder costs, at least 1 and at most the number of samples.
+int64_t effective_microbatches(const std::vector<double> &encoder, int64_t microbatches);
+
+// Entrain algorithm 4, lines 3 to 16, for the samples of one replica and `count` microbatches. Three points that the
+// print leaves open or gets wrong:
+// - S_c is the half of the samples with the larger LLM cost.
+// - A sample without encoder cost (text alone) would always go to one and the same lightest encoder microbatch; it goes
+//   to the one with the least LLM cost. Equal encoder loads are told apart by their LLM load as well, then by index.
+// - With an odd number of microbatches the middle one counts as overloaded. It may then stay alone; as an underloaded
+//   one it could be left without a partner while it is above the threshold.
+Deferral assign_microbatches(const std::vector<double> &encoder, const std::vector<double> &llm, int64_t count);
+
+struct DeferralCosts {
+    std::vector<double> cost;     // [overloaded, underloaded]: the heavier of both after the transfer (equation 4.3)
+    std::vector<double> moved;    // [overloaded, underloaded]: what is transferred
+};
+
+// For every pair of an overloaded microbatch (its samples' LLM costs) and an underloaded one (its load): the subset
+// whose move comes nearest to half the difference. One table of subset sums per overloaded microbatch serves all its
+// partners.
+DeferralCosts deferral_costs(const std::vector<std::vector<double>> &overloaded,
+                             const std::vector<double> &underloaded);
+
+}  // namespace interlace

@@ -1,0 +1,136 @@
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "balance/nodewise.h"
+
+namespace interlace {
+
+namespace {
+
+// Whether c batches can bring all instances of a node strictly below a limit, if the node may choose first.
+// Depth-first: the instance that has most to do, by what its best free batches could still do, must take one of its
+// batches; a batch that was tried is closed to the branches after it. Nodes of the tree are counted, so that the answer
+// is the same everywhere.
+class NodeSearch {
+public:
+    NodeSearch(const Volume &volume, int64_t node, int64_t budget) : c_(volume.per_node), budget_(budget) {
+        std::vector<int64_t> known(volume.instances, -1);
+        for (int64_t row = 0; row < c_; ++row) {
+            const int64_t instance = node * c_ + row;
+            sums_.push_back(volume.row_sum[instance]);
+            for (int64_t at = volume.row_start[instance]; at < volume.row_start[instance + 1]; ++at) {
+                const auto [batch, value] = volume.rows[at];
+                if (known[batch] < 0) {
+                    known[batch] = static_cast<int64_t>(held_.size());
+                    held_.emplace_back(c_, 0.0);
+                }
+                held_[known[batch]][row] = value;
+            }
+        }
+        closed_.assign(held_.size(), 0);
+    }
+
+    enum class Answer { possible, impossible, unknown };
+
+    Answer below(double limit) {
+        std::vector<double> excess(c_);
+        for (int64_t row = 0; row < c_; ++row) excess[row] = sums_[row] - limit * (1 - 1e-9);
+        return search(excess, c_);
+    }
+
+private:
+    // The sum of the `count` largest of what the open batches do, value by value.
+    template <typename Value>
+    double most(int64_t count, Value value) {
+        scratch_.clear();
+        for (size_t batch = 0; batch < held_.size(); ++batch)
+            if (!closed_[batch]) scratch_.push_back(value(held_[batch]));
+        const int64_t taken = std::min<int64_t>(count, scratch_.size());
+        std::partial_sort(scratch_.begin(), scratch_.begin() + taken, scratch_.end(), std::greater<double>());
+        double sum = 0.0;
+        for (int64_t i = 0; i < taken; ++i) sum += scratch_[i];
+        return sum;
+    }
+
+    Answer search(const std::vector<double> &excess, int64_t places) {
+        if (*std::max_element(excess.begin(), excess.end()) <= 0) return Answer::possible;
+        if (places == 0) return Answer::impossible;
+        if (--budget_ < 0) return Answer::unknown;
+        int64_t tightest = -1;
+        double tightness = 0.0, total = 0.0;
+        for (int64_t row = 0; row < c_; ++row) {
+            if (excess[row] <= 0) continue;
+            total += excess[row];
+            const double reach = most(places, [&](const std::vector<double> &held) { return held[row]; });
+            if (reach < excess[row]) return Answer::impossible;
+            if (excess[row] / reach > tightness) {
+                tightness = excess[row] / reach;
+                tightest = row;
+            }
+        }
+        const auto useful = [&](const std::vector<double> &held) {
+            double sum = 0.0;
+            for (int64_t row = 0; row < c_; ++row) sum += std::max(0.0, std::min(held[row], excess[row]));
+            return sum;
+        };
+        if (most(places, useful) < total * (1 - 1e-9)) return Answer::impossible;
+
+        std::vector<size_t> choices;
+        for (size_t batch = 0; batch < held_.size(); ++batch)
+            if (!closed_[batch] && held_[batch][tightest] > 0) choices.push_back(batch);
+        std::stable_sort(choices.begin(), choices.end(),
+                         [&](size_t a, size_t b) { return held_[a][tightest] > held_[b][tightest]; });
+        Answer answer = Answer::impossible;
+        size_t tried = 0;
+        for (; tried < choices.size() && answer == Answer::impossible; ++tried) {
+            std::vector<double> left = excess;
+            for (int64_t row = 0; row < c_; ++row) left[row] -= held_[choices[tried]][row];
+            closed_[choices[tried]] = 1;
+            answer = search(left, places - 1);
+        }
+        while (tried > 0) closed_[choices[--tried]] = 0;
+        return answer;
+    }
+
+    const int64_t c_;
+    int64_t budget_;
+    std::vector<double> sums_;
+    std::vector<std::vector<double>> held_;  // by batch, by instance of the node
+    std::vector<char> closed_;
+    std::vector<double> scratch_;
+};
+
+}  // namespace
+
+double nodewise_single_bound(const Volume &volume, const std::vector<double> &sent, double bound, int64_t budget) {
+    const double reached = *std::max_element(sent.begin(), sent.end());
+    if (bound >= reached || budget == 0) return bound;
+    // Nodes whose instances send most first: one of them usually holds the placement's bottleneck for good.
+    std::vector<int64_t> nodes;
+    std::vector<double> heaviest(volume.nodes(), 0.0);
+    for (int64_t i = 0; i < volume.instances; ++i)
+        heaviest[i / volume.per_node] = std::max(heaviest[i / volume.per_node], sent[i]);
+    for (int64_t node = 0; node < volume.nodes(); ++node)
+        if (heaviest[node] > bound) nodes.push_back(node);
+    std::stable_sort(nodes.begin(), nodes.end(), [&](int64_t a, int64_t b) { return heaviest[a] > heaviest[b]; });
+    if (nodes.size() > 16) nodes.resize(16);
+    for (const int64_t node : nodes) {
+        const auto out_of_reach = [&](double limit) {
+            return NodeSearch(volume, node, budget).below(limit) == NodeSearch::Answer::impossible;
+        };
+        double low = bound, high = heaviest[node];
+        if (out_of_reach(high)) low = high * (1 - 1e-9);
+        while (low < high * (1 - 1e-6)) {
+            const double limit = low + (high - low) / 2;
+            if (out_of_reach(limit))
+                low = limit * (1 - 1e-9);
+            else
+                high = limit;
+        }
+        bound = std::max(bound, low);
+    }
+    return std::min(bound, reached);
+}
+
+}  // namespace interlace

@@ -1,0 +1,71 @@
+#include "balance/order.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+namespace interlace {
+
+std::vector<int32_t> descending_order(const std::vector<double> &weights) {
+    const size_t n = weights.size();
+    std::vector<int32_t> order(n);
+    const auto heavier = [&](int32_t a, int32_t b) {
+        return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
+    };
+    if (n < 256) {
+        std::iota(order.begin(), order.end(), 0);
+        std::sort(order.begin(), order.end(), heavier);
+        return order;
+    }
+
+    constexpr int passes = 3;
+    constexpr std::array<int, passes> shift = {32, 42, 52};  // 10 + 10 + 11 bits: the sign bit is never set
+    constexpr std::array<int, passes> buckets = {1024, 1024, 2048};
+    std::vector<uint64_t> keys(n), moved(n);
+    std::array<std::vector<uint32_t>, passes> starts;
+    for (int pass = 0; pass < passes; ++pass) starts[pass].assign(buckets[pass], 0);
+    uint64_t lower = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const double weight = weights[i] + 0.0;  // -0.0 sorts as 0.0
+        uint64_t bits;
+        std::memcpy(&bits, &weight, sizeof bits);
+        lower |= bits & UINT32_MAX;
+        keys[i] = ((0x7FFFFFFFu - (bits >> 32)) << 32) | i;  // complement: the heaviest comes first
+        for (int pass = 0; pass < passes; ++pass) ++starts[pass][(keys[i] >> shift[pass]) & (buckets[pass] - 1)];
+    }
+    for (int pass = 0; pass < passes; ++pass) {
+        uint32_t *start = starts[pass].data();
+        const uint64_t mask = buckets[pass] - 1;
+        if (start[(keys[0] >> shift[pass]) & mask] == n) continue;  // one bucket holds all
+        uint32_t sum = 0;
+        for (int b = 0; b < buckets[pass]; ++b) {
+            const uint32_t count = start[b];
+            start[b] = sum;
+            sum += count;
+        }
+        for (const uint64_t key : keys) moved[start[(key >> shift[pass]) & mask]++] = key;
+        keys.swap(moved);
+    }
+    for (size_t i = 0; i < n; ++i) order[i] = static_cast<int32_t>(keys[i] & UINT32_MAX);
+    if (lower == 0) return order;
+
+    for (size_t begin = 0, end; begin < n; begin = end) {
+        for (end = begin + 1; end < n && keys[end] >> 32 == keys[begin] >> 32;) ++end;
+        if (end - begin > 1) std::sort(order.begin() + begin, order.begin() + end, heavier);
+    }
+    return order;
+}
+
+bool exactly_whole(const std::vector<double> &weights) {
+    constexpr double exact_integers = 9007199254740992.0;  // 2^53
+    double total = 0.0;
+    for (const double weight : weights) {
+        if (weight != std::floor(weight)) return false;
+        total += weight;
+    }
+    return total < exact_integers;
+}
+
+}  // namespace interlace

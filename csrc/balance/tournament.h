@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace interlace {
+
+// The least of a fixed number of keys (no NaN), of which one changes at a time: a flat binary tree in which every node
+// holds the lesser of its two children (ties: the lower index). A change replays one path to the root without a branch
+// that depends on data, which beats a heap's pop and push several times over.
+class Tournament {
+public:
+    static constexpr double out = std::numeric_limits<double>::infinity();  // the key of an entry that left
+
+    Tournament(int64_t entries, double key) {
+        while (leaves_ < entries) leaves_ *= 2;
+        nodes_.resize(2 * leaves_);
+        const uint64_t first = ordered(key), none = ordered(out);
+        for (int64_t i = 0; i < leaves_; ++i) nodes_[leaves_ + i] = {i < entries ? first : none, i};
+        for (int64_t node = leaves_ - 1; node >= 1; --node) {
+            const Node &left = nodes_[2 * node], &right = nodes_[2 * node + 1];
+            nodes_[node] = left.key <= right.key ? left : right;
+        }
+    }
+
+    int32_t index() const { return static_cast<int32_t>(nodes_[1].index); }
+    double key() const { return number(nodes_[1].key); }
+    double key(int64_t entry) const { return number(nodes_[leaves_ + entry].key); }
+
+    void set(int64_t entry, double key) {
+        int64_t node = leaves_ + entry;
+        uint64_t least = ordered(key);
+        int64_t index = entry;
+        nodes_[node] = {least, index};
+        for (; node > 1; node /= 2) {
+            const Node sibling = nodes_[node ^ 1];
+            // The left child has the lower indices and wins a tie.
+            const bool lost = sibling.key < least + (node & 1);
+            least = lost ? sibling.key : least;
+            index = lost ? sibling.index : index;
+            nodes_[node / 2] = {least, index};
+        }
+    }
+
+private:
+    struct Node {
+        uint64_t key;
+        int64_t index;
+    };
+
+    // Doubles as whole numbers of the same order: comparing those compiles to conditional moves.
+    static uint64_t ordered(double key) {
+        key += 0.0;  // -0.0 equals 0.0
+        uint64_t bits;
+        std::memcpy(&bits, &key, sizeof bits);
+        return bits >> 63 ? ~bits : bits | uint64_t{1} << 63;
+    }
+
+    static double number(uint64_t bits) {
+        bits = bits >> 63 ? bits & ~(uint64_t{1} << 63) : ~bits;
+        double key;
+        std::memcpy(&key, &bits, sizeof key);
+        return key;
+    }
+
+    int64_t leaves_ = 1;
+    std::vector<Node> nodes_;
+};
+
+}  // namespace interlace

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace interlace {
+
+// The non-zero entries of what instance i holds of batch j, by instance and by batch. Instances c * g .. c * (g + 1) -
+// 1 share node g.
+struct Volume {
+    struct Entry {
+        int32_t other;  // the batch of an instance's entry, the instance of a batch's
+        double value;
+    };
+
+    int64_t instances = 0, per_node = 1;
+    std::vector<int64_t> row_start, column_start;
+    std::vector<Entry> rows, columns;  // by rising number within each row and column
+    std::vector<double> row_sum;
+
+    int64_t nodes() const { return instances / per_node; }
+};
+
+// Fills in columns from rows.
+void transpose(Volume &volume);
+
+}  // namespace interlace

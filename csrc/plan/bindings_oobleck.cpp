@@ -1,0 +1,104 @@
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "plan/instantiate.h"
+#include "plan/pipeline_template.h"
+#include "plan/read_arrays.h"
+#include "plan/split_batch.h"
+
+namespace interlace {
+
+namespace {
+
+constexpr int64_t kMost = 1 << 30;  // products of two such counts fit int64
+
+void check_distinct(const std::vector<int64_t> &values, const std::string &name) {
+    std::set<int64_t> seen;
+    for (size_t i = 0; i < values.size(); ++i)
+        if (!seen.insert(values[i]).second)
+            throw py::value_error(name + "[" + std::to_string(i) + "] repeats " + std::to_string(values[i]));
+}
+
+py::tuple pipeline_template(const py::array &costs, const py::array &widths, int64_t nodes, int64_t gpus,
+                            int64_t per_stage) {
+    const Matrix matrix = read_matrix(costs, "costs");
+    checked_count(nodes, "nodes", 1, 1 << 20);
+    checked_count(gpus, "gpus_per_node", 1, 1 << 10);
+    checked_count(per_stage, "microbatches_per_stage", 1, kMost);
+    const std::vector<int64_t> each = read_integers(widths, "widths", 1, gpus);
+    check_distinct(each, "widths");
+    if (static_cast<int64_t>(each.size()) != matrix.columns)
+        throw py::value_error("costs has " + std::to_string(matrix.columns) + " columns, but there are " +
+                              std::to_string(each.size()) + " widths: one column is needed for each");
+    if (nodes > matrix.rows)
+        throw py::value_error("cannot spread " + std::to_string(matrix.rows) + " layers over " + std::to_string(nodes) +
+                              " nodes: a stage lies within one node, so use at most " + std::to_string(matrix.rows));
+    PipelineTemplate best;
+    {
+        const py::gil_scoped_release release;
+        best = best_pipeline_template(matrix.values, matrix.rows, each, nodes, gpus, per_stage);
+    }
+    if (best.cuts.empty())
+        throw py::value_error("no stages use all " + std::to_string(gpus) + " GPUs of each of " +
+                              std::to_string(nodes) + " nodes with " + std::to_string(matrix.rows) +
+                              " layers: allow other widths or use fewer nodes");
+    return py::make_tuple(to_numpy(best.cuts), to_numpy(best.widths), best.time);
+}
+
+py::tuple instantiate(const py::array &node_counts, const py::array &times, int64_t nodes, int64_t pipelines,
+                      int64_t microbatches) {
+    checked_count(nodes, "nodes", 1, 1 << 20);
+    checked_count(microbatches, "microbatches", 1, kMost);
+    checked_count(pipelines, "pipelines", 1, kMost);
+    const std::vector<int64_t> sizes = read_integers(node_counts, "node_counts", 1, kMost);
+    check_distinct(sizes, "node_counts");
+    const std::vector<double> each = read_positive(times, "times");
+    if (each.size() != sizes.size())
+        throw py::value_error("times has " + std::to_string(each.size()) + " templates, node_counts has " +
+                              std::to_string(sizes.size()));
+    if (nodes * std::min(pipelines, nodes) > int64_t{1} << 28)
+        throw py::value_error("nodes times pipelines is " + std::to_string(nodes * std::min(pipelines, nodes)) +
+                              ": more than 2^28 states");
+    Instantiation best;
+    const int64_t smallest = *std::min_element(sizes.begin(), sizes.end());
+    if (smallest <= nodes && pipelines <= nodes / smallest) {
+        const py::gil_scoped_release release;
+        best = best_instantiation(sizes, each, nodes, pipelines, microbatches);
+    }
+    if (best.counts.empty())
+        throw py::value_error("no combination of these templates uses all " + std::to_string(nodes) + " nodes in " +
+                              std::to_string(pipelines) + " to " + std::to_string(microbatches) +
+                              " pipelines (each needs a microbatch)");
+    return py::make_tuple(to_numpy(best.counts), to_numpy(best.microbatches), best.time);
+}
+
+py::array_t<int64_t> split_batch(const py::array &times, int64_t microbatches, bool variance) {
+    const std::vector<double> each = read_positive(times, "times");
+    checked_count(microbatches, "microbatches", 1, kMost);
+    if (microbatches < static_cast<int64_t>(each.size()))
+        throw py::value_error("cannot split " + std::to_string(microbatches) + " microbatches over " +
+                              std::to_string(each.size()) + " pipelines: each needs one, so use a batch of at least " +
+                              std::to_string(each.size()));
+    const double longest = *std::max_element(each.begin(), each.end()) * static_cast<double>(microbatches);
+    if (!std::isfinite(4.0 * longest * longest * static_cast<double>(each.size())))
+        throw py::value_error("times are too large to square: use a larger unit");
+    std::vector<int64_t> counts;
+    {
+        const py::gil_scoped_release release;
+        counts = variance ? split_least_variance(each, microbatches) : split_min_max(each, microbatches);
+    }
+    return to_numpy(counts);
+}
+
+}  // namespace
+
+void bind_plan_oobleck(py::module_ &module) {
+    module.def("pipeline_template", &pipeline_template, py::arg("costs"), py::arg("widths"), py::arg("nodes"),
+               py::arg("gpus_per_node"), py::arg("microbatches_per_stage"));
+    module.def("instantiate", &instantiate, py::arg("node_counts"), py::arg("times"), py::arg("nodes"),
+               py::arg("pipelines"), py::arg("microbatches"));
+    module.def("split_batch", &split_batch, py::arg("times"), py::arg("microbatches"), py::arg("variance"));
+}
+
+}  // namespace interlace

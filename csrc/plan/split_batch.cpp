@@ -1,0 +1,191 @@
+#include "plan/split_batch.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <queue>
+#include <utility>
+
+namespace interlace {
+
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Adds or removes units one by one until the counts sum to `total`: the cheapest next unit comes, the dearest goes.
+// price(i, m) is what the m-th unit of pipeline i costs, and grows with m. No count falls below 1.
+void settle(std::vector<int64_t> &counts, int64_t total, const std::function<double(size_t, int64_t)> &price) {
+    int64_t sum = 0;
+    for (const int64_t count : counts) sum += count;
+    using Entry = std::pair<double, size_t>;
+    if (sum < total) {
+        std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> next;
+        for (size_t i = 0; i < counts.size(); ++i) next.push({price(i, counts[i] + 1), i});
+        for (; sum < total; ++sum) {
+            const size_t i = next.top().second;
+            next.pop();
+            ++counts[i];
+            next.push({price(i, counts[i] + 1), i});
+        }
+    } else if (sum > total) {
+        std::priority_queue<Entry> last;
+        for (size_t i = 0; i < counts.size(); ++i)
+            if (counts[i] > 1) last.push({price(i, counts[i]), i});
+        for (; sum > total; --sum) {
+            const size_t i = last.top().second;
+            last.pop();
+            --counts[i];
+            if (counts[i] > 1) last.push({price(i, counts[i]), i});
+        }
+    }
+}
+
+// The value of `count(x)`'s argument at which a sum of counts that grows with x reaches `total`, nearly.
+double level(double low, double high, int64_t total, const std::function<int64_t(double)> &count) {
+    for (int step = 0; step < 100; ++step) {
+        const double middle = low + (high - low) / 2;
+        if (!(middle > low && middle < high)) break;
+        (count(middle) < total ? low : high) = middle;
+    }
+    return low;
+}
+
+class LeastVariance {
+public:
+    LeastVariance(const std::vector<double> &times, int64_t total) : times_(times), total_(total) {}
+
+    std::vector<int64_t> solve() {
+        double speed = 0.0;
+        for (const double time : times_) speed += 1.0 / time;
+        const double even = static_cast<double>(total_) / speed;
+        counts_ = around(even);
+        keep();
+        // Times mu + e_i with sum e = 0 and counts that sum to the total give
+        // mu = even - sum(e_i / T_i) / sum(1 / T_i), and by Cauchy-Schwarz the last fraction is at most sqrt(sum e^2) times the spread of 1 / T_i.
+        double spread = 0.0;
+        const double mean = speed / static_cast<double>(times_.size());
+        for (const double time : times_) spread += (1.0 / time - mean) * (1.0 / time - mean);
+        const double reach = (std::sqrt(best_) * std::sqrt(spread) / speed) * (1 + 1e-9) + even * 1e-12;
+        counts_ = around(std::max(0.0, even - reach));
+        keep();
+        for (double centre = std::max(0.0, even - reach); exchange(centre, even + reach);) keep();
+        return best_counts_;
+    }
+
+private:
+    // What the m-th unit of pipeline i adds to sum (N_i T_i - mu)^2.
+    double price(size_t i, int64_t m, double mu) const {
+        return times_[i] * (times_[i] * static_cast<double>(2 * m - 1) - 2.0 * mu);
+    }
+
+    // An optimum of sum (N_i T_i - mu)^2.
+    std::vector<int64_t> around(double mu) const {
+        // Units with price <= p: m <= ((p / T + 2 mu) / T + 1) / 2.
+        const auto units = [&](size_t i, double p) {
+            const double m = ((p / times_[i] + 2.0 * mu) / times_[i] + 1.0) / 2.0;
+            return static_cast<int64_t>(std::clamp(std::floor(m), 1.0, static_cast<double>(total_)));
+        };
+        const auto count = [&](double p) {
+            int64_t sum = 0;
+            for (size_t i = 0; i < times_.size(); ++i) sum += units(i, p);
+            return sum;
+        };
+        double low = 0.0, high = 0.0;
+        for (size_t i = 0; i < times_.size(); ++i) {
+            low = std::min(low, price(i, 1, mu));
+            high = std::max(high, price(i, total_ + 1, mu));
+        }
+        const double p = level(low, high, total_, count);
+        std::vector<int64_t> counts(times_.size());
+        for (size_t i = 0; i < times_.size(); ++i) counts[i] = units(i, p);
+        settle(counts, total_, [&](size_t i, int64_t m) { return price(i, m, mu); });
+        return counts;
+    }
+
+    void keep() {
+        double mean = 0.0, sum = 0.0;
+        for (size_t i = 0; i < times_.size(); ++i) mean += static_cast<double>(counts_[i]) * times_[i];
+        mean /= static_cast<double>(times_.size());
+        for (size_t i = 0; i < times_.size(); ++i) {
+            const double off = static_cast<double>(counts_[i]) * times_[i] - mean;
+            sum += off * off;
+        }
+        if (sum < best_) {
+            best_ = sum;
+            best_counts_ = counts_;
+        }
+    }
+
+    // Moves one unit where the optimum changes next as mu grows from `centre`, unless that is after `stop`. A unit goes
+    // to a pipeline with a longer time, so the walk ends. The gap, dearest last unit minus cheapest next unit, is a
+    // maximum of lines in mu: from the right, the zero of the steepest line found leads to its first zero.
+    bool exchange(double &centre, double stop) {
+        double right = stop;
+        size_t giver = 0, taker = 0;
+        bool found = false;
+        while (true) {
+            double dearest = -kInfinity, cheapest = kInfinity;
+            size_t from = 0, to = 0;
+            for (size_t i = 0; i < times_.size(); ++i) {
+                const double last = counts_[i] > 1 ? price(i, counts_[i], right) : -kInfinity;
+                const double next = price(i, counts_[i] + 1, right);
+                if (last > dearest) dearest = last, from = i;
+                if (next < cheapest) cheapest = next, to = i;
+            }
+            if (!(dearest > cheapest) || !(times_[to] > times_[from])) break;
+            const double a = times_[to], b = times_[from];
+            const double cross = (a * a * static_cast<double>(2 * counts_[to] + 1) -
+                                  b * b * static_cast<double>(2 * counts_[from] - 1)) / (2.0 * (a - b));
+            giver = from;
+            taker = to;
+            found = true;
+            if (!(cross < right)) break;
+            right = cross;
+            if (right <= centre) break;
+        }
+        if (!found) return false;
+        centre = std::max(centre, right);
+        --counts_[giver];
+        ++counts_[taker];
+        return true;
+    }
+
+    const std::vector<double> &times_;
+    int64_t total_;
+    double best_ = kInfinity;
+    std::vector<int64_t> counts_, best_counts_;
+};
+
+}  // namespace
+
+int64_t microbatches_within(double limit, double time, int64_t most) {
+    int64_t m = static_cast<int64_t>(std::min(std::floor(limit / time), static_cast<double>(most)));
+    while (m > 0 && static_cast<double>(m) * time > limit) --m;
+    while (m < most && static_cast<double>(m + 1) * time <= limit) ++m;
+    return m;
+}
+
+std::vector<int64_t> split_min_max(const std::vector<double> &times, int64_t microbatches) {
+    const auto counts_at = [&](double limit) {
+        std::vector<int64_t> counts(times.size());
+        for (size_t i = 0; i < times.size(); ++i)
+            counts[i] = std::max<int64_t>(1, microbatches_within(limit, times[i], microbatches));
+        return counts;
+    };
+    const auto count = [&](double limit) {
+        int64_t sum = 0;
+        for (const int64_t each : counts_at(limit)) sum += each;
+        return sum;
+    };
+    const double high = *std::max_element(times.begin(), times.end()) * static_cast<double>(microbatches);
+    std::vector<int64_t> counts = counts_at(level(0.0, high, microbatches, count));
+    settle(counts, microbatches, [&](size_t i, int64_t m) { return static_cast<double>(m) * times[i]; });
+    return counts;
+}
+
+std::vector<int64_t> split_least_variance(const std::vector<double> &times, int64_t microbatches) {
+    return LeastVariance(times, microbatches).solve();
+}
+
+}  // namespace interlace

@@ -1,0 +1,179 @@
+"""Samples to microbatches so that encoder and language model are balanced at once (Entrain, dissertation chapter 4).
+
+Encoder and LLM costs of a sample vary independently, so no single assignment balances both. Encoder microbatches are
+balanced first; then overloaded LLM microbatches defer samples to the microbatch after them.
+
+- `subset_sum`: the subset whose sum is nearest to a target; exact for whole numbers
+- `bottleneck_match`: pairs (or singles) whose costliest is as cheap as can be; exact
+- `assign_replicas`: samples to data-parallel replicas (section 4.3); a heuristic with equal counts
+- `assign_microbatches`: samples of a replica to microbatches (section 4.5, algorithm 4); the encoder within 2 - 1/K of
+  its optimum, the deferral optimal among all pairings and all choices of samples
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from interlace import _core
+
+
+def subset_sum(weights: ArrayLike, target: float, *, resolution: float | None = None) -> NDArray[np.int32]:
+    """The items whose weights have the sum nearest to target; of two equally near sums the smaller one.
+
+    A table with one bit per possible sum, O(n min(total, 2 target, 2 (total - target)) / 64) steps (section 4.5.2).
+    Exact for whole numbers whose total, divided by their greatest common divisor, is at most 2^26 (and n times that at
+    most 2^36). All else is rounded to multiples of a unit first, so that the result can be off by up to n units; single
+    items are then moved in or out as long as that brings the sum nearer.
+
+    Args:
+        weights: real numbers [n], finite and not negative, in any unit; at least one.
+        target: the sum wanted, in the same unit; finite and not negative.
+        resolution: the unit to round to, at least total / 2^26. None: exact for whole numbers, else total / 2^16.
+
+    Returns:
+        int32 [m], rising indices of the chosen items; items that weigh nothing are left out.
+
+    Raises:
+        ValueError: the named weight, the target or the resolution is out of range.
+    """
+    return _core.subset_sum(np.asarray(weights), float(target), None if resolution is None else float(resolution))
+
+
+def bottleneck_match(cost: ArrayLike, alone: ArrayLike) -> tuple[float, NDArray[np.int32]]:
+    """Pairs rows with columns, one to one, so that the costliest row is as cheap as can be; rows may stay alone.
+
+    Row i costs cost[i, j] with column j and alone[i] without one. Entrain's BOTTLENECKMATCH (section 4.5.2): rows are
+    overloaded microbatches and columns underloaded ones, so the graph is bipartite. Exact: the costs are searched by
+    halving, each probe a Hopcroft-Karp matching over bitsets that begins with what the last infeasible probe had.
+    O(log(mk) (mk + p mk / 64)) for [m, k] costs and p phases, at most about sqrt(m).
+
+    Args:
+        cost: real numbers [m, k]; infinity forbids a pair. k may be 0.
+        alone: real numbers [m]; infinity forbids being alone.
+
+    Returns:
+        (threshold, partner): the smallest value that all rows can keep at once, and int32 [m], the column of each row
+        or -1 for those that keep it alone (they are not matched).
+
+    Raises:
+        ValueError: shapes disagree, the named entry is NaN or minus infinity, or infinite entries leave no matching.
+    """
+    return _core.bottleneck_match(np.asarray(cost), np.asarray(alone))
+
+
+def assign_replicas(
+    encoder_cost: ArrayLike, llm_cost: ArrayLike, replicas: int, *, equal_counts: bool = True
+) -> NDArray[np.int32]:
+    """The data-parallel replica of each sample (section 4.3), O(n log n).
+
+    By falling encoder cost, each to the replica with the least LLM cost so far; ties go to the lower index.
+
+    Args:
+        encoder_cost, llm_cost: real numbers [n], finite and not negative, in any units.
+        replicas: number of replicas.
+        equal_counts: each takes n // replicas samples, n % replicas of them one more, as the paper's minibatches of
+            B / DP samples. False: any number.
+
+    Returns:
+        int32 [n].
+
+    Raises:
+        ValueError: costs are empty, of different length, or the named one is NaN, infinite or negative.
+    """
+    return _core.assign_replicas(
+        np.asarray(encoder_cost), np.asarray(llm_cost), operator.index(replicas), bool(equal_counts)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class MicrobatchPlan:
+    """Which samples the encoder and the LLM take in each microbatch; microbatches are in the order of execution.
+
+    encoder_of, llm_of: int32 [n], the microbatch of each sample, 0 .. microbatches - 1. llm_of is encoder_of, or
+        encoder_of + 1 for deferred samples.
+    encoder_loads, llm_loads: float64 [microbatches], in the units of the costs.
+    llm_bottleneck: the largest LLM load. It is the least that pairwise deferral between the heavier and the lighter
+        half of these encoder microbatches can reach: no other pairing, no other choice of samples gets below it. Proven
+        for whole costs (as `subset_sum` has it); else up to the rounding of costs to 1/16384 of their microbatch.
+    llm_bound, encoder_bound: what no assignment to as many microbatches gets below, deferral or not.
+    """
+
+    microbatches: int
+    encoder_of: NDArray[np.int32]
+    llm_of: NDArray[np.int32]
+    encoder_loads: NDArray[np.float64]
+    llm_loads: NDArray[np.float64]
+    llm_bottleneck: float
+    llm_bound: float
+    encoder_bound: float
+
+    @cached_property
+    def encoder_microbatches(self) -> tuple[NDArray[np.int64], ...]:
+        """Per microbatch, the samples that the encoder takes, rising."""
+        return _members(self.encoder_of, self.microbatches)
+
+    @cached_property
+    def llm_microbatches(self) -> tuple[NDArray[np.int64], ...]:
+        """Per microbatch, the samples that the LLM takes, rising."""
+        return _members(self.llm_of, self.microbatches)
+
+    @cached_property
+    def deferred(self) -> dict[int, int]:
+        """Deferred sample -> the LLM microbatch that consumes it, by rising sample."""
+        return {int(i): int(self.llm_of[i]) for i in np.flatnonzero(self.llm_of != self.encoder_of)}
+
+    @property
+    def encoder_bottleneck(self) -> float:
+        """The largest encoder load."""
+        return float(self.encoder_loads.max())
+
+
+def assign_microbatches(
+    encoder_cost: ArrayLike, llm_cost: ArrayLike, microbatches: int, *, shrink: bool = True
+) -> MicrobatchPlan:
+    """Hierarchical microbatch assignment with pairwise deferral (algorithm 4) of one replica's samples.
+
+    1. K_eff = min(microbatches, floor(sum / max of encoder costs)), so that one large sample does not dwarf the others.
+    2. Samples with the larger LLM costs (half of them) before the others, both by falling encoder cost, each to the
+       lightest encoder microbatch: every microbatch has light samples to defer.
+    3. For each pair of a heavier (by LLM cost) and a lighter microbatch the subset to defer: `subset_sum` with half the
+       difference as target; one table per heavier microbatch serves all its partners.
+    4. `bottleneck_match` over these pairs; each heavier microbatch is executed right before its partner.
+
+    Where the print is silent or fails: samples without encoder cost go to the microbatch with the least LLM cost (the
+    print piles all of them on one), equal encoder loads are told apart by LLM load, and with an odd count the middle
+    microbatch belongs to the heavier half, which may stay alone.
+
+    Args:
+        encoder_cost: real numbers [n], finite and not negative, in any unit; 0 for a sample without media. Several
+            encoders count as one: add their costs (section 4.5).
+        llm_cost: real numbers [n], in any unit. Whole numbers make deferral exact.
+        microbatches: at most how many; also at most one per sample.
+        shrink: apply step 1. False keeps the number, for instance where the encoder is negligible beside the LLM.
+
+    Raises:
+        ValueError: costs are empty, of different length, or the named one is NaN, infinite or negative.
+    """
+    encoder, llm = np.asarray(encoder_cost), np.asarray(llm_cost)
+    found = _core.assign_microbatches(encoder, llm, operator.index(microbatches), bool(shrink))
+    count = found["count"]
+    return MicrobatchPlan(
+        count,
+        found["encoder_of"],
+        found["llm_of"],
+        found["encoder_loads"],
+        found["llm_loads"],
+        float(found["llm_loads"].max()),
+        _core.lower_bound(llm, count, None),
+        _core.lower_bound(encoder, count, None),
+    )
+
+
+def _members(microbatch_of: NDArray[np.int32], count: int) -> tuple[NDArray[np.int64], ...]:
+    order = np.argsort(microbatch_of, kind="stable")
+    return tuple(np.split(order, np.cumsum(np.bincount(microbatch_of, minlength=count))[:-1]))

@@ -1,0 +1,284 @@
+"""Samples to data-parallel ranks after they were drawn, and what crosses the network for it (OrchMLLM sections 5-6).
+
+A phase (an encoder, the language model) has its own rearrangement of the step's samples: `post_balance` says which
+batch each sample joins, `nodewise_placement` which rank takes which batch so that little crosses nodes, `compose` turns
+"back to where the samples came from, then on to the next phase" into one exchange, `all_to_all_plan` gives its splits.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from interlace import _core
+from interlace.balance.assignment import as_numpy, bounded_index
+
+# Packed batches of this few samples go through branch and bound, for at most some milliseconds.
+EXACT_SAMPLES = 24
+EXACT_NODES = 20_000
+
+
+def post_balance(
+    lengths: ArrayLike, ranks: int, *, batching: str = "packed", quadratic: float = 0.0, convolution: bool = False
+) -> NDArray[np.int32]:
+    """Deals the samples of one step to data-parallel ranks so that the costliest batch is cheap.
+
+    With b members of lengths l in a batch and lambda = `quadratic`, a batch costs
+
+    | batching | convolution | cost                               | OrchMLLM   | answer                          |
+    |----------|-------------|------------------------------------|------------|---------------------------------|
+    | packed   | False       | sum(l) + lambda * sum(l^2)         | Algs. 1, 4 | LPT on this cost, then exchanges |
+    | packed   | True        | sum(l) + lambda * b * max(l)^2     | Alg. 5     | best of five, then exchanges     |
+    | padded   | False       | b * max(l) + lambda * b * max(l)^2 | Alg. 2     | optimal                          |
+
+    and the answer is never above what the printed algorithm reaches (Algorithm 4 at tolerance 0 or unlimited; in
+    between its comparison is not transitive). Up to 24 packed samples go through a short branch and bound too. Where
+    the print is wrong: Algorithm 2 takes its upper bound from the shortest sequence and returns the last probe,
+    feasible or not; Algorithm 5 opens one batch too many.
+
+    Args:
+        lengths: tokens of each sample [n], finite and not negative.
+        ranks: data-parallel ranks; with fewer samples some get none.
+        batching: "packed" (no padding) or "padded" (to the longest of the batch).
+        quadratic: cost of attention, per token squared, over the linear cost per token (beta / alpha in the paper).
+        convolution: packed batches whose attention is computed padded, as in a ConvTransformer.
+
+    Returns:
+        int32 [n], the rank of each sample. O(n log n), and local search for packed batches.
+
+    Raises:
+        ValueError: as `assign` for lengths and ranks; unknown batching; quadratic negative, not finite or so large that
+            costs overflow; convolution with padded batches.
+    """
+    if batching not in ("packed", "padded"):
+        raise ValueError(f"unknown batching {batching!r}: use 'packed' or 'padded'")
+    if not (np.isfinite(quadratic) and quadratic >= 0):
+        raise ValueError(f"quadratic must be finite and not negative, got {quadratic}")
+    if convolution and batching == "padded":
+        raise ValueError("convolution describes packed batches whose attention pads: leave it out where all is padded")
+    ranks = bounded_index(ranks, "ranks")
+    given = as_numpy(lengths)
+    if given.dtype.kind not in "fiu" or given.ndim != 1 or not np.isfinite(given).all() or (given < 0).any():
+        _core.lower_bound(given, 1, None)  # raises, with the offending index
+    # Products here and not in the extension: a compiler may fuse them with a sum, which changes ties by platform.
+    with np.errstate(over="ignore"):
+        values = given.astype(np.float64)
+        attention = quadratic * (values * values) if quadratic else np.zeros_like(values)
+        if not np.isfinite(attention.sum() * len(values)):
+            raise ValueError("quadratic times a squared length overflows: use a larger unit")
+    if convolution:
+        return _core.post_balance_convolution(values, attention, ranks)
+    if batching == "padded":
+        return _core.post_balance_padded(values, attention, ranks)
+    balanced = _core.post_balance_packed(values, attention, ranks)
+    if 1 < ranks < len(values) <= EXACT_SAMPLES:
+        costs = values + attention
+        exact, makespan, _, _ = _core.assign_exact(costs, ranks, None, EXACT_NODES)
+        if makespan < np.bincount(balanced, costs).max():
+            return exact
+    return balanced
+
+
+def rearrangement_volume(
+    source: ArrayLike, destination: ArrayLike, sizes: ArrayLike, ranks: int
+) -> NDArray[np.float64]:
+    """float64 [ranks, ranks]: entry [i, j] is the size of all items that rank i holds and batch j takes.
+
+    Args:
+        source, destination: whole numbers [n] in 0 .. ranks - 1.
+        sizes: real numbers [n], finite and not negative (tokens, bytes).
+    """
+    ranks = _positive(ranks, "ranks")
+    from_, to = _ranks(source, "source", ranks), _ranks(destination, "destination", ranks)
+    size = as_numpy(sizes).astype(np.float64)
+    if not (from_.shape == to.shape == size.shape):
+        raise ValueError(f"source, destination and sizes differ in shape: {from_.shape}, {to.shape}, {size.shape}")
+    wrong = np.flatnonzero(~(np.isfinite(size) & (size >= 0)))
+    if wrong.size:
+        raise ValueError(f"sizes[{wrong[0]}] is {size[wrong[0]]}: it must be finite and not negative")
+    volume = np.bincount(from_ * ranks + to, size, ranks * ranks)
+    return volume.astype(np.float64, copy=False).reshape(ranks, ranks)
+
+
+def nodewise_placement(volume: ArrayLike, ranks_per_node: int) -> NDArray[np.int32]:
+    """Which rank takes which new batch, so that the rank that sends most to other nodes sends little (Algorithm 3).
+
+    Args:
+        volume: real numbers [d, d], finite and not negative: entry [i, j] is what rank i holds of batch j
+            (`rearrangement_volume`). float64, float32, int64 and int32 in C order are read without a copy.
+        ranks_per_node: ranks i with equal i // ranks_per_node share a node; divides d.
+
+    Returns:
+        int32 [d], a permutation: the rank of batch j. ``placement[post_balance(...)]`` is the rank of each sample.
+
+    A heuristic (greedy assignment, then exchanges that lower the bottleneck); `nodewise_bound` says how good. One pass
+    over the matrix, then work in proportion to its non-zero entries.
+
+    Raises:
+        ValueError: volume is not square or the named entry is NaN, infinite or negative; ranks_per_node does not
+            divide d.
+    """
+    return _core.nodewise_placement(as_numpy(volume), bounded_index(ranks_per_node, "ranks_per_node"))
+
+
+def nodewise_bound(volume: ArrayLike, ranks_per_node: int, *, iterations: int = 1000) -> float:
+    """What the bottleneck of `nodewise_placement` cannot go below, in the unit of volume.
+
+    The larger of two bounds: the Lagrangian dual of Algorithm 3's linear relaxation, climbed by subgradient steps, and
+    what the nodes that are worst off need in whole batches even if they choose first, by a tree search. Valid at any
+    number of iterations (0 or more), which set the steps and the size of the trees; more make it tighter.
+    Arguments and errors as in `nodewise_placement`.
+    """
+    return _core.nodewise_bound(
+        as_numpy(volume), bounded_index(ranks_per_node, "ranks_per_node"), bounded_index(iterations, "iterations")
+    )
+
+
+def internode_volume(volume: ArrayLike, placement: ArrayLike, ranks_per_node: int) -> NDArray[np.float64]:
+    """float64 [d]: what each rank sends to other nodes under a placement; its maximum is Algorithm 3's objective."""
+    matrix = as_numpy(volume)
+    d = len(matrix)
+    per_node = _positive(ranks_per_node, "ranks_per_node")
+    ranks = _ranks(placement, "placement", d)
+    if matrix.shape != (d, d) or ranks.shape != (d,) or d % per_node:
+        raise ValueError(
+            f"volume {matrix.shape} and placement {ranks.shape} must be [d, d] and [d], ranks_per_node divide d"
+        )
+    away = (np.arange(d) // per_node)[:, None] != (ranks // per_node)[None]
+    sent: NDArray[np.float64] = np.where(away, matrix, 0).sum(axis=1, dtype=np.float64)
+    return sent
+
+
+def compose(first_inverse: ArrayLike, second: ArrayLike) -> NDArray[np.int64]:
+    """One rearrangement in place of two (OrchMLLM section 6): ``x[compose(a, b)] == x[a][b]``.
+
+    Args:
+        first_inverse: whole numbers [m]: where each sample lies in the layout that the data is in now, e.g. the inverse
+            of an encoder's rearrangement.
+        second: whole numbers [k] in 0 .. m - 1: the samples in the order that the next phase wants. It may leave
+            samples out or repeat them.
+
+    Returns:
+        int64 [k]: for each place of the next phase's layout, the place in the present layout to take it from.
+    """
+    first, then = as_numpy(first_inverse), as_numpy(second)
+    for name, array in (("first_inverse", first), ("second", then)):
+        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+            raise ValueError(f"{name} must be whole numbers [n], got {array.dtype} {list(array.shape)}")
+    if not then.size:
+        return np.zeros(0, np.int64)
+    return first.astype(np.int64)[_ranks(then, "second", len(first))]
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAllPlan:
+    """Who sends what to whom. A rank packs by destination, then item number; arrivals stand by source, then number."""
+
+    ranks: int
+    source: NDArray[np.int64]  # [n], the rank that holds each item
+    destination: NDArray[np.int64]  # [n], the rank that needs it
+    sizes: NDArray[np.int64]  # [n], units that each item takes (tokens, rows)
+    send_order: NDArray[np.int32]  # [n], items by source rank, in the order in which each rank packs them
+    send_offsets: NDArray[np.int64]  # [ranks + 1], where each rank's part of send_order begins
+    receive_order: NDArray[np.int32]  # [n], items by destination rank, in the order in which they arrive there
+    receive_offsets: NDArray[np.int64]  # [ranks + 1]
+
+    def sends(self, rank: int) -> NDArray[np.int32]:
+        """The items that a rank packs, in order."""
+        return self.send_order[self._part(self.send_offsets, rank)]
+
+    def receives(self, rank: int) -> NDArray[np.int32]:
+        """The items that arrive at a rank, in order."""
+        return self.receive_order[self._part(self.receive_offsets, rank)]
+
+    def send_splits(self, rank: int) -> NDArray[np.int64]:
+        """int64 [ranks]: units that a rank sends to each rank, as torch.distributed.all_to_all_single wants them."""
+        items = self.sends(rank)
+        return np.bincount(self.destination[items], self.sizes[items], self.ranks).astype(np.int64)
+
+    def receive_splits(self, rank: int) -> NDArray[np.int64]:
+        """int64 [ranks]: units that a rank gets from each rank."""
+        items = self.receives(rank)
+        return np.bincount(self.source[items], self.sizes[items], self.ranks).astype(np.int64)
+
+    @cached_property
+    def moved(self) -> int:
+        """Units that change ranks, over all ranks."""
+        return int(self.sizes[self.source != self.destination].sum())
+
+    def _part(self, offsets: NDArray[np.int64], rank: int) -> slice:
+        rank = operator.index(rank)
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must lie between 0 and {self.ranks - 1}, got {rank}")
+        return slice(int(offsets[rank]), int(offsets[rank + 1]))
+
+
+def all_to_all_plan(
+    source: ArrayLike, destination: ArrayLike, ranks: int, *, sizes: ArrayLike | None = None
+) -> AllToAllPlan:
+    """The exchange that brings every item from the rank that holds it to the one that needs it (OrchMLLM 5.2.1).
+
+    Args:
+        source, destination: whole numbers [n] in 0 .. ranks - 1.
+        ranks: ranks that take part.
+        sizes: units of each item, whole numbers [n] that are not negative, 2^53 in all at most (default: 1 each).
+
+    Returns:
+        AllToAllPlan; the splits of all ranks agree: what r expects from s is what s sends to r. O(n + ranks).
+
+    Raises:
+        ValueError: shapes differ, the named value is out of range.
+    """
+    from_, to = as_numpy(source), as_numpy(destination)
+    ranks = _positive(ranks, "ranks")
+    send_order, receive_order = _core.exchange_orders(_whole(from_), _whole(to), ranks)
+    n = len(send_order)
+    size = np.ones(n, np.int64) if sizes is None else as_numpy(sizes)
+    if size.shape != (n,) or size.dtype.kind not in "iu":
+        if n or size.size:
+            raise ValueError(f"sizes must be whole numbers [{n}], got {size.dtype} {list(size.shape)}")
+        size = np.zeros(0, np.int64)
+    wrong = np.flatnonzero((size < 0) | (size > 2**53))
+    if wrong.size or size.sum(dtype=np.float64) > 2**53:
+        at = int(wrong[0]) if wrong.size else int(np.argmax(size))
+        raise ValueError(f"sizes[{at}] is {size[at]}: sizes must not be negative and sum to at most 2^53")
+    held, wanted = from_.astype(np.int64), to.astype(np.int64)
+    return AllToAllPlan(
+        ranks=ranks,
+        source=held,
+        destination=wanted,
+        sizes=size.astype(np.int64),
+        send_order=send_order,
+        send_offsets=_offsets(held, ranks),
+        receive_order=receive_order,
+        receive_offsets=_offsets(wanted, ranks),
+    )
+
+
+def _offsets(rank: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(np.bincount(rank, minlength=ranks))]).astype(np.int64)
+
+
+def _positive(value: int, name: str) -> int:
+    value = operator.index(value)
+    if not 1 <= value <= 2**24:
+        raise ValueError(f"{name} must lie between 1 and 2^24, got {value}")
+    return value
+
+
+def _whole(values: NDArray[np.generic]) -> NDArray[np.generic]:
+    return values.astype(np.int64) if values.size == 0 else values
+
+
+def _ranks(values: ArrayLike, name: str, ranks: int) -> NDArray[np.int64]:
+    array = as_numpy(values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"{name} must be whole numbers [n], got {array.dtype} {list(array.shape)}")
+    wrong = np.flatnonzero((array < 0) | (array >= ranks))
+    if wrong.size:
+        raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: it must lie between 0 and {ranks - 1}")
+    return array.astype(np.int64)

@@ -1,0 +1,175 @@
+"""Token blocks to context-parallel ranks (dissertation 3.3.2.1, cornstarch-2025-11 section 5.1, Algorithm 2).
+
+The papers' algorithm gives every rank about the same attention work and whatever number of tokens follows from that.
+Here every rank also gets the same number of tokens of every sequence, so that shards stack into tensors of one shape,
+all-gathers are regular, and the work that is linear in tokens is balanced by construction.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from interlace import _core
+from interlace.balance.assignment import METHODS, as_numpy, assign, lower_bound
+
+
+@dataclass(frozen=True, eq=False)
+class TokenShards:
+    """Which rank holds which tokens of a batch of B sequences. Made once per microbatch.
+
+    The n query blocks of every sequence are extended by padding blocks to a multiple of `ranks`, so that every rank
+    holds `tokens_per_rank` tokens of every sequence, in rising order of position. Give `x` of shape [B, T, ...] padding
+    to `padded_length` tokens (for a mask: doc = -1); then rank r holds ``x[b, order[b]]`` at r * tokens_per_rank ..
+    (r + 1) * tokens_per_rank, and the rank-major gather ``y`` of all shards is put back by ``y[b, inverse[b]]``, of
+    which the first T tokens are the caller's.
+    """
+
+    ranks: int
+    block: int  # tokens per block
+    lengths: NDArray[np.int64]  # [B], tokens of each sequence that are not padding
+    rank_of_block: NDArray[np.int32]  # [B, blocks], blocks = n rounded up to a multiple of ranks
+    block_order: NDArray[np.int64]  # [B, blocks], a permutation per row: blocks of rank 0, of rank 1, ...
+    counts: NDArray[np.int64]  # [B, ranks], tokens that are not padding
+    loads: NDArray[np.float64]  # [ranks], work in the unit of row_blocks
+    bound: float  # no rank's load can be made lower than this with equal token counts
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens of a sequence with its padding: ranks * tokens_per_rank."""
+        return int(self.block_order.shape[1]) * self.block
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of each sequence that every rank holds, padding included."""
+        return self.padded_length // self.ranks
+
+    @property
+    def gap(self) -> float:
+        """How far the heaviest rank is above the bound: 0.001 is 0.1 %."""
+        return float(self.loads.max() / self.bound - 1) if self.bound > 0 else 0.0
+
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """[B, padded_length]: the token at each place of the rank-major layout; padding is >= the sequence's length."""
+        tokens = self.block_order[:, :, None] * self.block + np.arange(self.block)
+        return tokens.reshape(len(self.block_order), -1)
+
+    @cached_property
+    def inverse(self) -> NDArray[np.int64]:
+        """[B, padded_length]: the place of each token in the rank-major layout."""
+        blocks = np.argsort(self.block_order, axis=1)
+        places = blocks[:, :, None] * self.block + np.arange(self.block)
+        return places.reshape(len(self.block_order), -1)
+
+    def tokens(self, rank: int) -> NDArray[np.int64]:
+        """[B, tokens_per_rank]: the tokens that one rank holds, rising; those >= the sequence's length are padding."""
+        rank = operator.index(rank)
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must lie between 0 and {self.ranks - 1}, got {rank}")
+        return self.order[:, rank * self.tokens_per_rank : (rank + 1) * self.tokens_per_rank]
+
+
+def distribute_tokens(
+    row_blocks: ArrayLike,
+    ranks: int,
+    *,
+    block: int = 128,
+    linear: float = 0.0,
+    lengths: ArrayLike | None = None,
+    method: str = "lpt",
+) -> TokenShards:
+    """Deals the query blocks of a batch of sequences to context-parallel ranks: equal tokens, nearly equal work.
+
+    Args:
+        row_blocks: whole numbers [B, n] or [n] (one sequence), >= 0: attention work of each query block, as
+            `AttentionPlan.row_blocks()` gives it; a numpy array or a torch tensor.
+        ranks: context-parallel ranks. Every rank takes ceil(n / ranks) blocks of every sequence; at most ranks - 1
+            blocks of padding are added, so choose a smaller block for short sequences.
+        block: tokens per block.
+        linear: work of one token outside attention, in the unit of row_blocks (the work of one attention block).
+        lengths: tokens of each sequence that are not padding, an int or [B], 0 .. n * block (default: all). What lies
+            behind is padding and has no linear work.
+        method: any of `assign`. "lpt" and "lpt_greedy" balance the sum over all sequences of the batch, since a rank
+            computes them together; the others deal each sequence by itself.
+
+    Returns:
+        TokenShards. `TokenShards.gap` says how far the heaviest rank can be from the best possible.
+        O(N log N) for N blocks in all, O(N ranks) where B > 1.
+
+    Raises:
+        ValueError: wrong shape or dtype, a named value is negative or out of range, an unknown method.
+    """
+    work = as_numpy(row_blocks)
+    if work.dtype.kind not in "iu":
+        raise ValueError(f"row_blocks must hold whole numbers, got dtype {work.dtype}")
+    if work.ndim == 1:
+        work = work[None]
+    if work.ndim != 2 or work.size == 0:
+        raise ValueError(f"row_blocks must have shape [B, n] with at least one block, got {list(work.shape)}")
+    if work.min() < 0:
+        row, column = (int(i) for i in np.argwhere(work < 0)[0])
+        raise ValueError(f"row_blocks[{row}, {column}] is {work[row, column]}: it must not be negative")
+    ranks, block = operator.index(ranks), operator.index(block)
+    if not 1 <= ranks <= 2**20:
+        raise ValueError(f"ranks must lie between 1 and 2^20, got {ranks}")
+    if not 1 <= block <= 2**31 - 1:
+        raise ValueError(f"block must lie between 1 and 2^31 - 1, got {block}")
+    if not (np.isfinite(linear) and linear >= 0):
+        raise ValueError(f"linear must be finite and not negative, got {linear}")
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: use one of {', '.join(map(repr, METHODS))}")
+
+    batch, n = work.shape
+    blocks = -(-n // ranks) * ranks
+    if batch * blocks > 2**31 - 1:
+        raise ValueError(f"{batch} x {blocks} blocks are more than int32 can number: use a larger block")
+    real = _real_lengths(lengths, batch, n * block)
+    tokens = np.zeros((batch, blocks), np.int64)
+    tokens[:, :n] = np.clip(real[:, None] - np.arange(n) * block, 0, block)
+    weights = np.zeros((batch, blocks))
+    weights[:, :n] = work
+    with np.errstate(over="ignore"):
+        weights += linear * tokens
+        total = weights.sum()
+    if not np.isfinite(total):
+        raise ValueError("the sum of all work overflows: use a smaller linear")
+
+    each = blocks // ranks
+    if method in ("lpt", "lpt_greedy"):
+        bins = _core.assign_rows(weights.reshape(-1), batch, ranks, each, method == "lpt").reshape(batch, blocks)
+    else:
+        bins = np.stack([assign(row, ranks, method=method, capacity=each) for row in weights])
+    flat = bins.reshape(-1)
+    rows = np.arange(batch)[:, None] * ranks + bins
+    counts = np.bincount(rows.reshape(-1), tokens.reshape(-1), batch * ranks).astype(np.int64)
+    return TokenShards(
+        ranks=ranks,
+        block=block,
+        lengths=real,
+        rank_of_block=bins,
+        block_order=np.argsort(bins, axis=1, kind="stable"),
+        counts=counts.reshape(batch, ranks),
+        loads=np.bincount(flat, weights.reshape(-1), ranks).astype(np.float64, copy=False),
+        # Counts are equal per sequence; for several of them, equal counts overall is what the bound keeps.
+        bound=lower_bound(weights.reshape(-1), ranks, capacity=batch * each),
+    )
+
+
+def _real_lengths(lengths: ArrayLike | None, batch: int, longest: int) -> NDArray[np.int64]:
+    if lengths is None:
+        return np.full(batch, longest, np.int64)
+    given = as_numpy(lengths)
+    if given.dtype.kind not in "iu" or given.shape not in ((), (batch,)):
+        raise ValueError(f"lengths must be a whole number or {batch} of them, got {given.dtype} {list(given.shape)}")
+    wrong = np.flatnonzero(np.atleast_1d((given < 0) | (given > longest)))
+    if wrong.size:
+        value = np.atleast_1d(given)[wrong[0]]
+        raise ValueError(
+            f"lengths[{wrong[0]}] is {value}: it must lie between 0 and {longest} (row_blocks times block)"
+        )
+    return np.broadcast_to(given.astype(np.int64), batch).copy()

@@ -1,0 +1,195 @@
+"""Pipelines that outlive failures: which sizes to prepare, how to cut each, which to run, who gets how much.
+
+Dissertation chapter 2 (Oobleck). `node_counts` says how many nodes the pipeline templates have, `pipeline_template`
+cuts the model for one of them, `instantiate` picks the templates that use all nodes best, `split_batch` shares the
+batch among unequal pipelines; `interlace.plan.reconfiguration` repairs the set after failures. Everything here is exact
+where the paper's own procedure is not: see each function.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from interlace import _core
+
+
+def node_counts(nodes: int, faults: int, min_nodes: int) -> NDArray[np.int32]:
+    """Nodes per pipeline template (dissertation 2.4.1.1): min_nodes, min_nodes + 1, ..., nodes - faults * min_nodes.
+
+    Every number of nodes from (faults + 1) * min_nodes to `nodes` is then a sum of at least faults + 1 of them: all but
+    one pipeline of the smallest size, and one of the rest. So the cover holds without the condition p > n_0 - 1 of
+    theorem 1, which asks for more. (Eq. A.2 as printed lacks a factor n_0 on its first term.)
+
+    Args:
+        nodes: nodes at the start, N.
+        faults: simultaneous failures to survive, f >= 0; f + 1 replicas of the model are kept.
+        min_nodes: fewest nodes whose memory holds the model, n_0 >= 1.
+
+    Returns:
+        int32 [p], ascending and consecutive.
+
+    Raises:
+        ValueError: an argument is out of range, or N < (f + 1) n_0.
+    """
+    nodes, faults, min_nodes = operator.index(nodes), operator.index(faults), operator.index(min_nodes)
+    if faults < 0 or min_nodes < 1:
+        raise ValueError(f"faults must be at least 0 and min_nodes at least 1, got {faults} and {min_nodes}")
+    if nodes < (faults + 1) * min_nodes:
+        raise ValueError(
+            f"{nodes} nodes cannot hold {faults + 1} pipelines of {min_nodes} nodes: "
+            f"use at least {(faults + 1) * min_nodes} nodes or tolerate fewer faults"
+        )
+    return np.arange(min_nodes, nodes - faults * min_nodes + 1, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class PipelineTemplate:
+    """How a pipeline of `nodes` nodes is cut.
+
+    boundaries: int32 [stages + 1]; stage s is layers boundaries[s] .. boundaries[s + 1] - 1.
+    gpus: int32 [stages], GPUs of each stage, all in one node; nodes are filled one after the other.
+    iteration_time: T1 + T2 + T3, in the unit of the costs.
+    """
+
+    nodes: int
+    boundaries: NDArray[np.int32]
+    gpus: NDArray[np.int32]
+    iteration_time: float
+
+
+def pipeline_template(
+    costs: ArrayLike,
+    nodes: int,
+    gpus_per_node: int,
+    *,
+    widths: Sequence[int] | None = None,
+    microbatches_per_stage: int = 4,
+) -> PipelineTemplate:
+    """The fastest pipeline over all GPUs of `nodes` nodes (dissertation 2.4.1.2), truly optimal.
+
+    Minimises the paper's T1 + T2 + T3 over the number of stages S, the cuts between layers and the GPUs of each stage.
+    With t_k = forward + backward of stage k and k* (from 0) the first slowest stage, that is
+
+        sum_k t_k  +  (N_b - S + k* - 1) t_k*  +  sum_{k >= k*} t_k,        N_b = microbatches_per_stage * S.
+
+    The paper's divide and conquer (up to 3,298 s) can miss the optimum, since it fixes sub-problems by an objective
+    that depends on their own k* and S'. This is a bisection over t_k* with a shortest path over (layer, GPU) as lower
+    bound; about 50 passes of O(layers * nodes * gpus * stage sizes).
+
+    Args:
+        costs: real numbers [layers, widths], not negative: forward + backward of one layer for one microbatch on
+            widths[j] GPUs of a node.
+        nodes: nodes of the pipeline, at most the number of layers.
+        gpus_per_node: GPUs of each node. All are used; no stage spans two nodes.
+        widths: tensor-parallel degrees that a stage may have, distinct (default 1, 2, ... for each column of costs).
+        microbatches_per_stage: the paper's 4.
+
+    Returns:
+        PipelineTemplate; among optima always the same one.
+
+    Raises:
+        ValueError: bad costs or widths, fewer layers than nodes, or widths that cannot fill a node.
+    """
+    table = np.asarray(costs)
+    degrees = np.arange(1, table.shape[1] + 1) if widths is None and table.ndim == 2 else np.asarray(widths or [1])
+    boundaries, gpus, time = _core.pipeline_template(
+        table, degrees, operator.index(nodes), operator.index(gpus_per_node), operator.index(microbatches_per_stage)
+    )
+    return PipelineTemplate(operator.index(nodes), boundaries, gpus, time)
+
+
+def combinations(node_counts: Sequence[int], nodes: int, pipelines: int = 1) -> Iterator[tuple[int, ...]]:
+    """Every number of pipelines per template that uses all nodes with at least `pipelines` pipelines (eq. 2.5).
+
+    Yields tuples [p] in descending lexicographic order. There are exponentially many: for looking at small cases;
+    `instantiate` does not list them.
+    """
+
+    def rest(index: int, left: int, needed: int) -> Iterator[tuple[int, ...]]:
+        if index == len(node_counts) - 1:
+            count, over = divmod(left, node_counts[index])
+            if not over and count >= needed:
+                yield (count,)
+            return
+        for count in range(left // node_counts[index], -1, -1):
+            for tail in rest(index + 1, left - count * node_counts[index], needed - count):
+                yield (count, *tail)
+
+    return rest(0, nodes, pipelines) if len(node_counts) else iter(())
+
+
+@dataclass(frozen=True)
+class Instantiation:
+    """Which pipelines run, and how the batch is shared.
+
+    counts: int32 [p], pipelines made from each template.
+    microbatches: int64 [sum(counts)], per pipeline; pipelines in the order of their templates.
+    time: seconds of the slowest pipeline, N_b,i * T_i (the unit of `times`).
+    """
+
+    counts: NDArray[np.int32]
+    microbatches: NDArray[np.int64]
+    time: float
+
+
+def instantiate(
+    node_counts: ArrayLike, times: ArrayLike, nodes: int, *, faults: int, microbatches: int
+) -> Instantiation:
+    """The combination of templates with the best throughput (dissertation 2.4.2), exact.
+
+    All nodes are used, there are at least faults + 1 pipelines, every pipeline has a microbatch, and the time of the
+    slowest pipeline is the least over all combinations and all splits of the batch. The paper lists the combinations
+    (their number is exponential) and solves a nonlinear integer program for each; this searches the time with one
+    unbounded knapsack over nodes per probe, about 25 * O(nodes * templates * faults). If there are fewer microbatches
+    than possible pipelines, `microbatches` takes the place of `faults` in that.
+
+    Args:
+        node_counts: distinct integers [p], nodes per template.
+        times: positive numbers [p], time per microbatch of a template's pipeline (the paper's T_i).
+        nodes: nodes to use, all of them.
+        faults: failures to survive, f.
+        microbatches: microbatches of the global batch, B / b.
+
+    Raises:
+        ValueError: bad input (the message names the index), or no combination is feasible.
+    """
+    counts, split, time = _core.instantiate(
+        np.asarray(node_counts),
+        np.asarray(times),
+        operator.index(nodes),
+        operator.index(faults) + 1,
+        operator.index(microbatches),
+    )
+    return Instantiation(counts, split, time)
+
+
+def split_batch(
+    times: ArrayLike, microbatches: int, *, objective: Literal["min_max", "variance"] = "min_max"
+) -> NDArray[np.int64]:
+    """Microbatches per pipeline, at least one each (dissertation 2.4.2.2 and 2.5.2), exact for both objectives.
+
+    "min_max" makes the slowest pipeline as fast as possible, then the second slowest, and so on: what decides the
+    iteration time. "variance" is eq. 2.6, the least sum of squared differences from the pipelines' mean time, which
+    the paper gives to a nonlinear integer solver; it can prefer even pipelines to a fast slowest one.
+
+    Args:
+        times: positive numbers [n], time per microbatch of each pipeline.
+        microbatches: how many to share out, at least n.
+        objective: "min_max", O(n log n), or "variance", O(n) per exchange near the optimum (about n^2 of them).
+
+    Returns:
+        int64 [n] with sum `microbatches`. Ties go to the lower index.
+
+    Raises:
+        ValueError: bad times, an unknown objective, or fewer microbatches than pipelines (the message names the least
+            batch that can be split).
+    """
+    if objective not in ("min_max", "variance"):
+        raise ValueError(f"unknown objective {objective!r}: use 'min_max' or 'variance'")
+    return _core.split_batch(np.asarray(times), operator.index(microbatches), objective == "variance")

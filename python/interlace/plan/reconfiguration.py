@@ -1,0 +1,104 @@
+"""Which nodes form which pipelines after failures: pure functions over node sets (dissertation 2.5.1, appendix A.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+Node = TypeVar("Node", bound=Hashable)
+Change = Literal["kept", "shrunk", "borrowed", "lent", "merged"]
+
+
+@dataclass(frozen=True)
+class Reconfigured(Generic[Node]):
+    """One pipeline after a reconfiguration.
+
+    nodes: its nodes; those that stay come first, in their old order.
+    sources: indices of the old pipelines that any of its nodes come from or that it replaces, its own first.
+    change: "kept" as it was; "shrunk" to its survivors (Figure 2.8a); "borrowed" nodes (2.8b); "lent" nodes to
+        another; "merged" from several pipelines (2.8c). All but "kept" are instantiated anew.
+    """
+
+    nodes: tuple[Node, ...]
+    sources: tuple[int, ...]
+    change: Change
+
+
+def reconfigure(
+    pipelines: Sequence[Sequence[Node]], failed: Collection[Node], node_counts: Sequence[int], *, faults: int = 0
+) -> list[Reconfigured[Node]]:
+    """Pipelines that use every surviving node, changed as little as the paper's three steps allow.
+
+    1. A pipeline with at least the smallest template's nodes left runs on with them.
+    2. One with fewer borrows from the pipeline that can spare most (ties: lower index), its last node first.
+    3. If none can spare any, pipelines merge: the broken ones together, then with the smallest sound ones, until the
+       smallest template fits (theorem 2: a template of that size exists).
+
+    A pipeline without any survivor is dropped if faults + 1 others remain, since nothing of it is left to run on;
+    otherwise it borrows all its nodes. O(nodes * pipelines).
+
+    Args:
+        pipelines: nodes of each pipeline, no node twice. Nodes may be any hashable values, such as ranks.
+        failed: nodes that are gone. Names that no pipeline has are ignored.
+        node_counts: sizes of the pipeline templates, consecutive (see `interlace.plan.node_counts`).
+        faults: failures that must still be survivable: at least faults + 1 pipelines remain.
+
+    Returns:
+        The new pipelines in the order of their first source.
+
+    Raises:
+        ValueError: a node is in two pipelines, sizes are not consecutive, or the survivors are too few.
+    """
+    sizes = sorted(node_counts)
+    if not sizes or sizes[0] < 1 or sizes != list(range(sizes[0], sizes[-1] + 1)):
+        raise ValueError(f"node_counts must be consecutive positive integers, got {list(node_counts)}")
+    least, largest = sizes[0], sizes[-1]
+    home: dict[Node, int] = {}
+    for index, pipeline in enumerate(pipelines):
+        for node in pipeline:
+            if node in home:
+                raise ValueError(f"pipelines[{index}] repeats node {node!r}: a node runs in one pipeline")
+            home[node] = index
+    gone = set(failed)
+    left = [[node for node in pipeline if node not in gone] for pipeline in pipelines]
+    total = sum(map(len, left))
+    if total < max(1, (faults + 1) * least):
+        raise ValueError(
+            f"{total} nodes are left, but {faults + 1} pipelines of at least {least} nodes are needed: restart from a "
+            "checkpoint with fewer faults to survive, or wait for nodes"
+        )
+    for index, nodes in enumerate(left):
+        if len(nodes) > largest:
+            raise ValueError(f"pipelines[{index}] keeps {len(nodes)} nodes, but the largest template has {largest}")
+
+    change: list[Change] = [
+        "kept" if len(now) == len(old) else "shrunk" for now, old in zip(left, pipelines, strict=True)
+    ]
+    sources = [[index] for index in range(len(left))]
+    alive = [index for index in range(len(left)) if left[index]]
+    # Empty pipelines come back only as far as the threshold demands.
+    empty = [index for index in range(len(left)) if not left[index]]
+    alive = sorted(alive + empty[: max(0, faults + 1 - len(alive))])
+
+    while broken := [index for index in alive if len(left[index]) < least]:
+        # The one that lacks least borrows first, so that what can be spared mends as many pipelines as possible. A
+        # merger lacks less than its parts, so it may borrow where they could not.
+        index = min(broken, key=lambda i: (least - len(left[i]), i))
+        if sum(max(0, len(left[i]) - least) for i in alive) >= least - len(left[index]):
+            while len(left[index]) < least:
+                lender = max((i for i in alive if len(left[i]) > least), key=lambda i: (len(left[i]), -i))
+                node = left[lender].pop()
+                left[index].append(node)
+                change[lender] = "lent" if change[lender] == "kept" else change[lender]
+                sources[index] += [home[node]] if home[node] not in sources[index] else []
+            change[index] = "borrowed" if change[index] != "merged" else "merged"
+            continue
+        others = [i for i in alive if i != index]
+        other = min(others, key=lambda i: (len(left[i]) >= least, len(left[i]), i))
+        keeper, joined = sorted((index, other))
+        left[keeper] += left[joined]
+        sources[keeper] += [source for source in sources[joined] if source not in sources[keeper]]
+        change[keeper] = "merged"
+        alive.remove(joined)
+    return [Reconfigured(tuple(left[index]), tuple(sources[index]), change[index]) for index in alive]

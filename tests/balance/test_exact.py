@@ -1,0 +1,100 @@
+"""balance.assign_exact against all assignments, a dynamic programme and a MILP solver."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interlace import balance
+from tests.balance.test_assignment import best_assignment, capped, makespan
+
+
+def check(case):
+    weights, bins, capacity = case
+    for cap in (None, capacity):
+        found = balance.assign_exact(weights, bins, capacity=cap)
+        best = best_assignment(weights, bins, cap)
+        assert found.proven
+        assert found.makespan == pytest.approx(best, rel=1e-12, abs=1e-300)
+        assert found.bound == found.makespan
+        assert makespan(weights, found.bins, bins) == pytest.approx(found.makespan, rel=1e-12, abs=1e-300)
+        assert np.bincount(found.bins, minlength=bins).max() <= (cap or len(weights))
+
+
+@given(capped())
+def test_exact_is_optimal(case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(capped())
+def test_exact_is_optimal_on_many(case):
+    check(case)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 30), min_size=9, max_size=12), st.integers(2, 3), st.data())
+def test_exact_keeps_its_word_beyond_enumeration(weights, bins, data):
+    capacity = data.draw(st.none() | st.integers(math.ceil(len(weights) / bins), len(weights)))
+    found = balance.assign_exact(weights, bins, capacity=capacity)
+    assert found.proven
+    assert found.makespan == reachable_optimum(weights, bins, capacity or len(weights))
+
+
+def reachable_optimum(weights, bins, capacity):
+    """Over the sets of sorted (load, items) vectors that some assignment of a prefix reaches."""
+    states = {((0, 0),) * bins}
+    for weight in weights:
+        states = {
+            tuple(sorted([*state[:b], (state[b][0] + weight, state[b][1] + 1), *state[b + 1 :]]))
+            for state in states
+            for b in range(bins)
+            if state[b][1] < capacity
+        }
+    return min(max(load for load, _ in state) for state in states)
+
+
+def test_the_budget_is_kept_and_the_bound_holds():
+    rng = np.random.default_rng(3)
+    weights = rng.integers(10**8, 10**9, 48)
+    few = balance.assign_exact(weights, 9, nodes=1000)
+    assert not few.proven and few.bound < few.makespan
+    assert few.bound == balance.lower_bound(weights, 9)
+    more = balance.assign_exact(weights, 9, nodes=100_000)
+    assert more.makespan <= few.makespan
+    for method in ("lpt", "multifit", "karmarkar_karp"):
+        assert few.makespan <= makespan(weights, balance.assign(weights, 9, method=method), 9)
+    again = balance.assign_exact(weights, 9, nodes=100_000)
+    assert (again.bins == more.bins).all()
+    assert not balance.assign_exact(weights, 9, nodes=0).proven
+    with pytest.raises(ValueError, match="nodes must not be negative"):
+        balance.assign_exact(weights, 9, nodes=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_exact_agrees_with_a_milp_solver(seed):
+    scipy = pytest.importorskip("scipy.optimize")
+    rng = np.random.default_rng(seed)
+    n, bins = int(rng.integers(10, 22)), int(rng.integers(2, 5))
+    weights = rng.integers(1, 100, n)
+    capacity = int(rng.integers(-(-n // bins), n + 1))
+    # x[i, b], then the makespan.
+    each = np.hstack([np.kron(np.eye(n), np.ones(bins)), np.zeros((n, 1))])
+    load = np.hstack([np.kron(weights[None], np.eye(bins)), -np.ones((bins, 1))])
+    count = np.hstack([np.kron(np.ones((1, n)), np.eye(bins)), np.zeros((bins, 1))])
+    solved = scipy.milp(
+        np.eye(n * bins + 1)[-1],
+        constraints=[
+            scipy.LinearConstraint(each, 1, 1),
+            scipy.LinearConstraint(load, -np.inf, 0),
+            scipy.LinearConstraint(count, 0, capacity),
+        ],
+        integrality=np.ones(n * bins + 1),
+        bounds=scipy.Bounds(0, np.append(np.ones(n * bins), np.inf)),
+    )
+    found = balance.assign_exact(weights, bins, capacity=capacity)
+    assert found.proven and found.makespan == pytest.approx(solved.fun, abs=1e-4)

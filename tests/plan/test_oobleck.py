@@ -1,0 +1,232 @@
+"""Pipeline templates, their combinations and batch shares against enumeration and the dissertation's own figures."""
+
+import functools
+import itertools
+import math
+import operator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.printed_oobleck import divide_and_conquer, iteration_time
+from interlace import plan
+
+
+def stage_widths(nodes, gpus, widths):
+    """Every sequence of stage widths that fills the nodes one after the other."""
+
+    def fill(left):
+        if left == 0:
+            yield ()
+        for width in widths:
+            if width <= left:
+                for rest in fill(left - width):
+                    yield (width, *rest)
+
+    for parts in itertools.product(list(fill(gpus)), repeat=nodes):
+        yield tuple(itertools.chain(*parts))
+
+
+def every_template(costs, nodes, gpus, widths, per_stage):
+    layers, best = len(costs), math.inf
+    for sequence in stage_widths(nodes, gpus, widths):
+        for inner in itertools.combinations(range(1, layers), len(sequence) - 1):
+            cuts = (0, *inner, layers)
+            stages = [
+                sum(costs[layer][widths.index(w)] for layer in range(cuts[s], cuts[s + 1]))
+                for s, w in enumerate(sequence)
+            ]
+            best = min(best, iteration_time(stages, per_stage * len(stages)))
+    return best
+
+
+@st.composite
+def templates(draw):
+    gpus = draw(st.integers(1, 3))
+    nodes = draw(st.integers(1, 3 if gpus < 3 else 2))
+    layers = draw(st.integers(nodes, 6))
+    widths = sorted(draw(st.sets(st.integers(1, gpus), min_size=1)))
+    row = st.lists(st.integers(0, 20), min_size=len(widths), max_size=len(widths))
+    return draw(st.lists(row, min_size=layers, max_size=layers)), nodes, gpus, widths, draw(st.integers(1, 5))
+
+
+def check_template(case):
+    costs, nodes, gpus, widths, per_stage = case
+    best = every_template(costs, nodes, gpus, widths, per_stage)
+    if best == math.inf:
+        with pytest.raises(ValueError, match="no stages use all"):
+            plan.pipeline_template(costs, nodes, gpus, widths=widths, microbatches_per_stage=per_stage)
+        return
+    found = plan.pipeline_template(costs, nodes, gpus, widths=widths, microbatches_per_stage=per_stage)
+    assert found.iteration_time == best
+    assert found.boundaries[0] == 0 and found.boundaries[-1] == len(costs) and (np.diff(found.boundaries) > 0).all()
+    assert tuple(found.gpus) in set(stage_widths(nodes, gpus, widths))
+    table = np.array(costs)
+    stages = [
+        float(table[a:b, widths.index(w)].sum())
+        for a, b, w in zip(found.boundaries, found.boundaries[1:], found.gpus, strict=False)
+    ]
+    assert iteration_time(stages, per_stage * len(stages)) == best
+
+
+@given(templates())
+def test_template_is_the_best_of_all(case):
+    check_template(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(templates())
+def test_template_is_the_best_of_all_in_many_cases(case):
+    check_template(case)
+
+
+def test_template_beats_divide_and_conquer_somewhere_and_never_loses():
+    rng = np.random.default_rng(3)
+    beaten = 0
+    for _ in range(150):
+        layers, nodes = int(rng.integers(6, 12)), int(rng.integers(3, 6))
+        costs = rng.integers(1, 30, (layers, 1))
+        ours, theirs = plan.pipeline_template(costs, nodes, 1).iteration_time, divide_and_conquer(costs, nodes, 1)
+        assert ours <= theirs
+        beaten += ours < theirs
+    assert beaten > 0
+
+
+def test_large_template_is_sound_and_repeatable():
+    rng = np.random.default_rng(0)
+    costs = rng.lognormal(0, 0.3, (96, 1)) / np.arange(1, 9) ** 0.8
+    first, second = (plan.pipeline_template(costs, 24, 8) for _ in range(2))
+    assert first.iteration_time == second.iteration_time and (first.boundaries == second.boundaries).all()
+    assert first.gpus.sum() == 24 * 8
+    stages = [costs[a:b, w - 1].sum() for a, b, w in zip(first.boundaries, first.boundaries[1:], first.gpus)]
+    assert iteration_time(stages, 4 * len(stages)) == pytest.approx(first.iteration_time, rel=1e-12)
+
+
+def test_node_counts_cover_every_number_of_nodes_up_to_500():
+    """Theorem 1: whatever (f + 1) n_0 .. N nodes are left, at least f + 1 pipelines use them all."""
+    for nodes in range(1, 501):
+        for faults, least in {(0, 1), (1, 1), (1, 3), (2, 4), (3, 7), (1, nodes // 2), (0, nodes)}:
+            if least < 1 or nodes < (faults + 1) * least:
+                continue
+            sizes = plan.node_counts(nodes, faults, least)
+            assert sizes[0] == least and sizes[-1] == nodes - faults * least and (np.diff(sizes) == 1).all()
+            if nodes > 60:  # by the construction that the docstring names; below, by enumerating sums
+                rest = np.arange((faults + 1) * least, nodes + 1) - faults * least
+                assert np.isin(rest, sizes).all()
+                continue
+            reach = 1  # bit r: that many nodes are the sum of as many pipelines as the loop has counted
+            for _ in range(faults + 1):
+                reach = functools.reduce(operator.or_, (reach << int(size) for size in sizes))
+            assert all(reach >> left & 1 for left in range((faults + 1) * least, nodes + 1))
+
+
+def test_figure_2_7():
+    assert set(plan.combinations([2, 3, 4], 7)) == {(2, 1, 0), (0, 1, 1)}
+    assert list(plan.combinations([2, 3, 4], 7, 3)) == [(2, 1, 0)]
+    found = plan.instantiate([2, 3, 4], [6.0, 4.0, 3.0], 7, faults=2, microbatches=12)
+    assert tuple(found.counts) == (2, 1, 0) and found.microbatches.sum() == 12
+
+
+def every_split(times, microbatches, objective):
+    best = math.inf
+    for cuts in itertools.combinations(range(1, microbatches), len(times) - 1):
+        counts = np.diff([0, *cuts, microbatches])
+        best = min(best, objective(counts * np.asarray(times)))
+    return best
+
+
+def spread(loads):
+    return float(((loads - loads.mean()) ** 2).sum())
+
+
+@st.composite
+def splits(draw):
+    time = draw(st.sampled_from([st.integers(1, 9), st.integers(1, 1000), st.floats(0.01, 10)]))
+    times = draw(st.lists(time, min_size=1, max_size=4))
+    return times, draw(st.integers(len(times), 16))
+
+
+def check_split(case):
+    times, microbatches = case
+    for objective, measure in (("min_max", np.max), ("variance", spread)):
+        counts = plan.split_batch(times, microbatches, objective=objective)
+        assert counts.sum() == microbatches and counts.min() >= 1
+        found, best = measure(counts * np.asarray(times)), every_split(times, microbatches, measure)
+        assert found == best if objective == "min_max" else found <= best * (1 + 1e-9) + 1e-12
+
+
+@given(splits())
+def test_split_is_the_best_of_all(case):
+    check_split(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(splits())
+def test_split_is_the_best_of_all_in_many_cases(case):
+    check_split(case)
+
+
+@st.composite
+def instances(draw):
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4, unique=True))
+    times = draw(st.lists(st.integers(1, 12), min_size=len(sizes), max_size=len(sizes)))
+    return sizes, times, draw(st.integers(1, 9)), draw(st.integers(0, 3)), draw(st.integers(1, 12))
+
+
+def check_instantiate(case):
+    sizes, times, nodes, faults, microbatches = case
+    best = math.inf
+    for counts in plan.combinations(sizes, nodes, faults + 1):
+        each = np.repeat(times, counts)
+        if 0 < len(each) <= microbatches:
+            best = min(best, (plan.split_batch(each, microbatches) * each).max())
+    if best == math.inf:
+        with pytest.raises(ValueError, match="no combination"):
+            plan.instantiate(sizes, times, nodes, faults=faults, microbatches=microbatches)
+        return
+    found = plan.instantiate(sizes, times, nodes, faults=faults, microbatches=microbatches)
+    assert found.time == best and found.counts @ np.array(sizes) == nodes and found.counts.sum() > faults
+    assert found.microbatches.sum() == microbatches and found.microbatches.min() >= 1
+    assert (found.microbatches * np.repeat(times, found.counts)).max() == best
+
+
+@given(instances())
+def test_instantiation_is_the_best_of_all(case):
+    check_instantiate(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(instances())
+def test_instantiation_is_the_best_of_all_in_many_cases(case):
+    check_instantiate(case)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan.node_counts(5, 2, 2), "at least 6 nodes"),
+        (lambda: plan.node_counts(5, -1, 2), "faults must be at least 0"),
+        (lambda: plan.pipeline_template([[1.0, math.nan]], 1, 2), r"costs\[0, 1\] is nan"),
+        (lambda: plan.pipeline_template([[1.0]], 2, 1), "at most 1"),
+        (lambda: plan.pipeline_template([[1.0]], 1, 2, widths=[3]), r"widths\[0\] is 3"),
+        (lambda: plan.pipeline_template([1.0], 1, 1), "two dimensions"),
+        (lambda: plan.pipeline_template([[1.0, 1.0]], 1, 2, widths=[1, 1]), r"widths\[1\] repeats 1"),
+        (lambda: plan.pipeline_template([[1.0]], 1, 1, microbatches_per_stage=0), "microbatches_per_stage"),
+        (lambda: plan.split_batch([1.0, 0.0], 4), r"times\[1\] is 0"),
+        (lambda: plan.split_batch([1.0, 2.0], 1), "batch of at least 2"),
+        (lambda: plan.split_batch([1e200], 4), "too large to square"),
+        (lambda: plan.split_batch([1.0], 4, objective="max"), "unknown objective"),
+        (lambda: plan.instantiate([2, 2], [1, 1], 4, faults=0, microbatches=4), r"node_counts\[1\] repeats 2"),
+        (lambda: plan.instantiate([2, 0], [1, 1], 4, faults=0, microbatches=4), r"node_counts\[1\] is 0"),
+        (lambda: plan.instantiate([2], [1, 1], 4, faults=0, microbatches=4), "times has 2 templates"),
+        (lambda: plan.instantiate([2], [1], 5, faults=0, microbatches=4), "no combination"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,95 @@
+"""plan.reconfigure: the paper's three cases, and that no sequence of failures above the threshold breaks it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interlace import plan
+
+
+def summary(result):
+    return [(pipeline.nodes, pipeline.sources, pipeline.change) for pipeline in result]
+
+
+def test_figure_2_8():
+    assert summary(plan.reconfigure([[0, 1, 2, 3], [4, 5]], {2}, [2, 3, 4])) == [
+        ((0, 1, 3), (0,), "shrunk"),
+        ((4, 5), (1,), "kept"),
+    ]
+    assert summary(plan.reconfigure([[0, 1], [2, 3, 4]], {1}, [2, 3, 4])) == [
+        ((0, 4), (0, 1), "borrowed"),
+        ((2, 3), (1,), "lent"),
+    ]
+    assert summary(plan.reconfigure([[0, 1], [2, 3], [4, 5]], {3}, [2, 3, 4])) == [
+        ((0, 1, 2), (0, 1), "merged"),
+        ((4, 5), (2,), "kept"),
+    ]
+
+
+def test_a_merger_that_is_still_too_small_borrows():
+    result = plan.reconfigure([[0, 8, 9], [1, 10, 11], [2, 3, 4, 5]], {8, 9, 10, 11}, [3, 4, 5, 6], faults=1)
+    assert summary(result) == [((0, 1, 5), (0, 1, 2), "merged"), ((2, 3, 4), (2,), "lent")]
+
+
+def test_a_lost_pipeline_is_dropped_unless_it_is_needed():
+    assert [p.sources for p in plan.reconfigure([[0, 1], [2, 3, 4, 5]], {0, 1}, [2, 3, 4])] == [(1,)]
+    assert summary(plan.reconfigure([[0, 1], [2, 3, 4, 5]], {0, 1}, [2, 3, 4], faults=1)) == [
+        ((5, 4), (0, 1), "borrowed"),
+        ((2, 3), (1,), "lent"),
+    ]
+
+
+def check_storm(data):
+    faults, least = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 4))
+    nodes = data.draw(st.integers((faults + 1) * least, (faults + 1) * least + 12))
+    sizes = plan.node_counts(nodes, faults, least).tolist()
+    counts = data.draw(st.sampled_from(list(plan.combinations(sizes, nodes, faults + 1))[:50]))
+    names = iter(range(nodes))
+    pipelines = [[next(names) for _ in range(n)] for n, count in zip(sizes, counts) for _ in range(count)]
+    alive = set(range(nodes))
+    while True:
+        failed = data.draw(st.sets(st.sampled_from(sorted(alive)), max_size=4))
+        alive -= failed
+        if len(alive) < (faults + 1) * least:
+            with pytest.raises(ValueError, match="nodes are left"):
+                plan.reconfigure(pipelines, failed, sizes, faults=faults)
+            return
+        before = [list(p) for p in pipelines]
+        result = plan.reconfigure(pipelines, failed, sizes, faults=faults)
+        assert [list(p) for p in pipelines] == before  # pure
+        assert sorted(node for p in result for node in p.nodes) == sorted(alive)
+        assert len(result) > faults and all(len(p.nodes) in sizes for p in result)
+        for pipeline in result:
+            if pipeline.change == "kept":
+                assert list(pipeline.nodes) == list(pipelines[pipeline.sources[0]])
+            homes = {i for i, old in enumerate(pipelines) for node in pipeline.nodes if node in old}
+            assert homes <= set(pipeline.sources)
+        pipelines = [p.nodes for p in result]
+        if not failed:
+            return
+
+
+@given(st.data())
+def test_storms_of_failures(data):
+    check_storm(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(st.data())
+def test_many_storms_of_failures(data):
+    check_storm(data)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan.reconfigure([[0, 1], [1]], [], [1, 2]), r"pipelines\[1\] repeats node 1"),
+        (lambda: plan.reconfigure([[0, 1]], [], [2, 4]), "consecutive"),
+        (lambda: plan.reconfigure([[0, 1]], [0, 1], [1, 2]), "0 nodes are left"),
+        (lambda: plan.reconfigure([[0, 1, 2]], [], [1, 2]), "largest template has 2"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
