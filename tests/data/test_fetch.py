@@ -20,7 +20,7 @@ from tests.data.package import LANGUAGES, TOKENS
 APT_GET = """
 echo "apt-get $*" >> "$FAKE/calls"
 case "$*" in
-  *" update") [ -z "$UPDATE_FAILS" ] || { echo "E: Temporary failure resolving 'deb.debian.org'" >&2; exit 100; } ;;
+  *" update") [ -z "$UPDATE_FAILS" ] || { echo "E: Temporary failure resolving 'mirror.invalid'" >&2; exit 100; } ;;
   *" download "*) sleep ${SLOW:-0}
     [ -z "$NO_PACKAGE" ] || { echo "E: Unable to locate package tuxpaint-stamps-default" >&2; exit 100; }
     cp "$FAKE/package.deb" ./tuxpaint-stamps-default_1%3a2.0_all.deb ;;
