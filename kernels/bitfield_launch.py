@@ -31,6 +31,7 @@ from .bitfield_tiles import FORWARD, FUSED_GRADIENT, KEY_GRADIENT, QUERY_GRADIEN
 AGGREGATE_ROWS = 16
 AGGREGATE_WARPS = 8  # with 4, Triton 3.6 spills at padded head dimensions
 DELTA_ROWS = 32
+DELTA_WARPS = 8  # the same, at head dimension 256
 MAX_HEAD_DIM = 256
 
 
@@ -161,7 +162,7 @@ def backward_calls(
                 heads=heads, length=q.shape[2], HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK_M=DELTA_ROWS,
                 ALIGN=align, HAS_DLSE=dlse is not None,
             ),
-            4,
+            DELTA_WARPS,
             1,
         )
     ]  # fmt: skip
@@ -178,7 +179,10 @@ def _query_gradient_calls(
     q: Tensor, plan: Any, dq: Tensor, shared: dict[str, Any], architecture: int, ragged: bool
 ) -> list[Call]:
     heads, head_dim, padded = q.shape[1], q.shape[3], shared["BLOCK_D"]
-    tile = choose(QUERY_GRADIENT, architecture, padded, plan.block, float32=q.dtype == torch.float32)
+    tile = choose(
+        QUERY_GRADIENT, architecture, padded, plan.block,
+        float32=q.dtype == torch.float32, capped=shared["SOFTCAP"], ragged=ragged,
+    )  # fmt: skip
     slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
     slot_dq = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
     calls = [

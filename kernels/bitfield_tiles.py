@@ -35,18 +35,18 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
         FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2)},
     },
     100: {
-        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-        QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
-        KEY_GRADIENT: {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
+        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+        QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
+        KEY_GRADIENT: {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
         FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1)},
     },
 }
 # Where larger tiles are clean without a softcap and with lengths that are multiples of the block.
 PLAIN = {(90, KEY_GRADIENT, 128): Tile(32, 128, 8, 2)}
 # Where the tile of TILES spills once there is a softcap. 32 keys are too few for wgmma: it is HMMA, at half the rate.
-CAPPED = {(90, KEY_GRADIENT, 256): Tile(32, 32, 8, 1)}
+CAPPED = {(90, KEY_GRADIENT, 256): Tile(32, 32, 8, 1), (100, QUERY_GRADIENT, 128): Tile(64, 32, 8, 2)}
 # Exact fp32 products run on the plain cores, which hold their operands in registers: larger tiles spill.
-FLOAT32 = {64: Tile(16, 16, 4, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
+FLOAT32 = {64: Tile(16, 16, 8, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
 INTERPRETED = Tile(32, 32, 1, 1)
 
 
