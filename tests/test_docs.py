@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import warnings
 from functools import partial
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from bench.scheduling_report import readme_table
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = sorted((ROOT / "docs").glob("attention-in-*.md"))
@@ -45,6 +48,14 @@ def test_examples_run_from_top_to_bottom(page, monkeypatch):
         for example in examples:
             above = text.count("\n", 0, example.start(1))
             exec(compile("\n" * above + example.group(1), str(page), "exec"), names)
+
+
+def test_scheduling_figures_of_the_readme_are_those_of_the_report():
+    report = json.loads((ROOT / "bench" / "results" / "scheduling.json").read_text())
+    assert readme_table(report) in (ROOT / "README.md").read_text(), "python -m bench.scheduling_report prints it"
+    assert not report["settings"]["quick"] and not report["missing_peers"]
+    missed = [row["problem"] for row in report["rows"] if not all(row["met"].values())]
+    assert missed == [], "the README says that every target is met"
 
 
 def test_the_first_example_of_the_readme_runs():
