@@ -33,7 +33,7 @@ PARTS: dict[str, Callable[[bool, float], Iterator[Row]]] = {
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark, print the table as it grows, write the JSON; returns what was written."""
+    """Run the benchmark, print the table as it grows, write the JSON; returns the report."""
     options = parse(argv)
     rows: list[Record] = []
     for part in options.only:
@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print("\n" + "\n".join(summary(rows)))
     if report["missing_peers"]:
         print(f"not installed: {', '.join(report['missing_peers'])}; pip install -e '.[peers]'")
-    write_json(options.out, report)
+    if options.out is not None:
+        write_json(options.out, report)
     return report
 
 
@@ -63,10 +64,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=15, help="measured calls of each solver at most; medians count")
     parser.add_argument("--seconds", type=float, default=1.0, help="of measured calls per solver and row")
     parser.add_argument("--limit", type=float, default=10.0, help="seconds that an exact peer may take per instance")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/scheduling.json"))
+    parser.add_argument("--out", type=Path, help="JSON; default bench/results/scheduling.json for a whole run")
     options = parser.parse_args(argv)
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
+    if options.out is None and not options.quick and options.only == list(PARTS):
+        options.out = Path("bench/results/scheduling.json")
     if options.quick:
         options.repeats, options.seconds, options.limit = min(options.repeats, 3), 0.1, 1.0
     return options

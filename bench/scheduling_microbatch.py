@@ -180,7 +180,7 @@ def simulations(quick: bool) -> Iterator[Row]:
     seconds = np.array([durations.get(op, 0.0) for op in Op])[arrays.op]
     solvers = [
         Solver("interlace", partial(simulate_arrays, arrays, seconds)),
-        Solver("interlace, from Action objects", partial(simulate, schedule, durations), ours="equal"),
+        Solver("simulate() of Action objects", partial(simulate, schedule, durations), ours="equal"),
         Solver("the same in Python", partial(simulate_in_python, schedule, durations), ours="equal"),
     ]
     yield Row(

@@ -19,6 +19,7 @@ import atexit
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -37,13 +38,15 @@ def _apart() -> ProcessPoolExecutor:
 def apart(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
     """A call of the function in the process that has HiGHS's package, which adds about 0.2 ms to it.
 
-    It is made once at once, so that starting the process and importing the peer are in no measurement.
+    It is made once at once, so that starting the process and importing the peer are in no measurement; what it raises
+    it will raise again when it is measured, and be reported.
     """
 
     def call() -> Any:
         return _apart().submit(function, *arguments).result()
 
-    call()
+    with suppress(Exception):
+        call()
     return call
 
 

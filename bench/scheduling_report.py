@@ -58,8 +58,8 @@ def lines(record: Record) -> list[str]:
 
 
 def percent(gap: float) -> str:
-    """A gap without the minus sign of a rounding error."""
-    return f"{round(gap, 7) + 0.0:.3%}"
+    """ "0" for an answer that reaches its bound up to rounding, so is optimal; else at least 0.001%."""
+    return "0" if gap <= 1e-8 else f"{gap:.3%}" if gap >= 1e-5 else "< 0.001%"
 
 
 def verdict(record: Record) -> str:

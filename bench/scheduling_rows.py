@@ -164,6 +164,11 @@ def _record(row: Row, solver: Solver, times: list[float], answer: Any) -> Record
         record["value"] = float(value(answer))
     if solver.proves is not None:
         record["proved_bound"] = float(solver.proves(answer))
+    for name in ("value", "proved_bound"):  # a peer that was stopped may have found or proved nothing
+        if not math.isfinite(record.get(name, 0.0)):
+            if solver is row.solvers[0]:
+                raise ValueError(f"{row.problem}: our {name} is {record[name]}")
+            del record[name]
     if row.properties:
         record["properties"] = {name: bool(holds(answer)) for name, holds in row.properties.items()}
     return record

@@ -85,6 +85,7 @@ def test_verdicts():
         Solver("heuristic", lambda: 12.0, ours="at most", proves=lambda answer: 8.0),
         Solver("missing", lambda: 0.0, ours="equal", needs="no_such_package"),
         Solver("broken", lambda: 1 / 0, ours="equal"),
+        Solver("found nothing", lambda: math.inf, proves=lambda answer: -math.inf, ours="at most"),
     ]
     row = Row(
         "p",
@@ -94,21 +95,22 @@ def test_verdicts():
         bound=7.0,
         target_ms=1e4,
         target_gap=0.1,
-        properties={"even": lambda answer: answer == 10.0},
+        properties={"ten": lambda answer: answer == 10.0},
         quoted_ms={"paper": 500.0},
     )
     record = measure(row, repeats=3, seconds=1.0)
     assert record["bound"] == 8.0 and "missing" not in record["solvers"]
     assert record["solvers"]["broken"] == {"failed": "ZeroDivisionError: division by zero"}
+    assert not {"value", "proved_bound", "gap"} & set(record["solvers"]["found nothing"])
     ours, exact = record["solvers"]["ours"], record["solvers"]["exact"]
-    assert ours["gap"] == pytest.approx(0.25) and ours["runs"] == 3 and ours["properties"] == {"even": True}
-    assert exact["ratio"] == exact["ms"] / ours["ms"] and exact["properties"] == {"even": False}
+    assert ours["gap"] == pytest.approx(0.25) and ours["runs"] == 3 and ours["properties"] == {"ten": True}
+    assert exact["ratio"] == exact["ms"] / ours["ms"] and exact["properties"] == {"ten": False}
     assert record["quoted"]["paper"]["ratio"] == 500.0 / ours["ms"]
     assert record["met"] == {
         "time": True,
         "not below the bound": True,
         "gap": False,
-        "even": True,
+        "ten": True,
         "equal exact": True,
         "at most better than ours": False,
         "at most heuristic": True,
@@ -137,6 +139,8 @@ def test_slow_solvers_are_not_asked_again_and_ours_must_not_fail():
     assert record["solvers"]["ours"]["runs"] == 4 and record["bound"] is None and record["met"] == {}
     with pytest.raises(ZeroDivisionError):
         measure(Row("p", [Solver("ours", lambda: 1 / 0)]), 1, 1.0)
+    with pytest.raises(ValueError, match="our value is nan"):
+        measure(Row("p", [Solver("ours", lambda: math.nan)], value=float), 1, 1.0)
 
 
 @pytest.mark.parametrize("argv", [["--only", "balance,nonsense"], ["--repeats", "0"], ["--nonsense"]])
@@ -148,6 +152,11 @@ def test_bad_arguments_are_refused(argv, capsys):
 
 def test_parts_are_chosen():
     assert scheduling.parse(["--only", "plan,balance"]).only == ["plan", "balance"]
+
+
+def test_only_a_whole_run_replaces_the_report():
+    assert scheduling.parse([]).out.name == "scheduling.json"
+    assert scheduling.parse(["--quick"]).out is None and scheduling.parse(["--only", "plan"]).out is None
 
 
 # Bounds, against enumeration
