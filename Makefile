@@ -1,12 +1,13 @@
 # make train      set up, then train configs/stamps.toml (a vision-audio-language model on real data)
 # make test       set up, lint, and the tests that are not marked slow
-# make test-all   what `make test` does, then the tests that are (long sweeps, real installs)
+# make test-all   what `make test` does, then the tests that are (long sweeps, real installs), then `make test-asan`
+# make test-asan  the tests of csrc/ on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint       ruff (rules and format) and mypy
 # make bench      every benchmark under pytest-benchmark; each also runs alone: python -m bench.NAME
 # make clean      remove the environment and everything that was built
 #
-# Two stamps in .venv make a second call start at once: `deps` is renewed when pyproject.toml changes, `core` when
-# setup.py or a file of csrc/ does.
+# Stamps make a second call start at once: .venv's `deps` is renewed when pyproject.toml changes, `core` and that of
+# build/asan when setup.py or a file of csrc/ does.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -17,10 +18,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEPS := $(VENV)/.deps-stamp
 CORE := $(VENV)/.core-stamp
+ASAN := build/asan/.stamp
 CSRC := $(shell find csrc -type f)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-all lint bench clean setup
+.PHONY: train test test-all test-asan lint bench clean setup
 .DELETE_ON_ERROR:
 
 train: $(CORE)
@@ -33,6 +35,21 @@ test: lint
 # `make test test-all` runs the fast tests once.
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(PYTEST_ARGS)
+	$(MAKE) test-asan
+
+# build/asan holds the instrumented interlace._core and links to the rest of the package, and comes first on the path.
+# Python itself is not instrumented, so the runtime libraries are loaded ahead of it: those that the module was linked
+# to. Leaks are not looked for: Python and its modules keep memory until the process ends, and say nothing of it. An
+# allocation of 4 GiB fails the run.
+ASAN_TESTS := tests/test_sanitizers.py tests/test_core.py tests/balance tests/plan tests/simulate \
+    tests/attention/test_plan.py tests/attention/test_backends.py
+test-asan: $(ASAN)
+	find build/asan/interlace -type l -delete
+	ln -s $(filter-out %.so %/__pycache__,$(wildcard $(CURDIR)/python/interlace/*)) build/asan/interlace
+	INTERLACE_SANITIZE=1 OMP_NUM_THREADS=1 PYTHONPATH=build/asan:. \
+	LD_PRELOAD="$$(ldd build/asan/interlace/_core*.so | awk '/lib(asan|ubsan|stdc\+\+)\./ {print $$3}' | xargs)" \
+	ASAN_OPTIONS=detect_leaks=0:max_allocation_size_mb=4096 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(BIN)/python -m pytest -n 2 --dist loadfile -o pythonpath="build/asan ." $(ASAN_TESTS) $(PYTEST_ARGS)
 
 lint: $(CORE)
 	$(BIN)/ruff check .
@@ -68,6 +85,13 @@ $(DEPS): pyproject.toml
 # Nothing to compile right after the installation above: the extension is then newer than its sources.
 $(CORE): $(DEPS) setup.py $(CSRC)
 	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+$(ASAN): $(DEPS) setup.py $(CSRC)
+	@mkdir -p $(@D)
+	@echo 'int main() {}' | $${CXX:-g++} -fsanitize=address,undefined -x c++ -o $(@D)/probe - && ldd $(@D)/probe | grep -q libasan || { \
+	    echo "error: no shared libasan and libubsan for $${CXX:-g++}; GCC has them, on Debian: apt-get install g++" >&2; exit 1; }
+	INTERLACE_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext --build-lib $(@D) --build-temp $(@D)/objects
 	touch $@
 
 clean:

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 
 #include "attention_cpu/block_lists.h"
@@ -13,7 +14,7 @@ namespace {
 
 using namespace attention;
 
-std::string shape_of(const py::array &array) { return py::str(array.attr("shape")).cast<std::string>(); }
+constexpr int MOST_THREADS = 1024;  // GNU OpenMP ends the process where it cannot start one
 
 // Messages are put together only when they are needed: these checks run in every call of every layer.
 void require(bool holds, const char *what) {
@@ -25,9 +26,9 @@ Dtype dtype_of(const py::array &array, const char *name) {
     if (py::isinstance<py::array_t<float>>(array)) return Dtype::f32;
     if (py::isinstance<py::array_t<int16_t>>(array)) return Dtype::bf16;
     if (py::isinstance<py::array_t<double>>(array)) return Dtype::f64;
-    if (array.dtype().kind() == 'f' && array.itemsize() == 2) return Dtype::f16;
+    if (array.dtype().kind() == 'f' && array.itemsize() == 2 && array.dtype().byteorder() == '=') return Dtype::f16;
     throw py::value_error(std::string(name) + " must be float16, float32, float64 or int16 (the bits of bfloat16), got " +
-                          py::str(array.dtype()).cast<std::string>());
+                          dtype_name(array));
 }
 
 Matrix matrix(const py::array &array, const char *name, Dtype dtype, std::array<int64_t, 4> shape) {
@@ -35,6 +36,7 @@ Matrix matrix(const py::array &array, const char *name, Dtype dtype, std::array<
     bool fits = array.ndim() == 4;
     for (int axis = 0; fits && axis < 4; ++axis) fits = array.shape(axis) == shape[axis];
     if (!fits) throw py::value_error(std::string(name) + " has an unexpected shape " + shape_of(array));
+    if (!is_aligned(array)) throw py::value_error(std::string(name) + " is not aligned: copy it");
     const int64_t size = array.itemsize();
     if (array.size() > 0 && array.shape(3) > 1 && array.strides(3) != size)
         throw py::value_error(std::string(name) + " must be contiguous along its last dimension");
@@ -44,39 +46,65 @@ Matrix matrix(const py::array &array, const char *name, Dtype dtype, std::array<
 // A C-contiguous array of T with exactly these sizes.
 template <typename T>
 const T *contiguous(const py::array &array, const char *name, std::initializer_list<int64_t> shape) {
-    bool fits = py::isinstance<py::array_t<T>>(array) && (array.flags() & py::array::c_style) &&
+    bool fits = py::isinstance<py::array_t<T>>(array) && (array.flags() & py::array::c_style) && is_aligned(array) &&
                 array.ndim() == static_cast<py::ssize_t>(shape.size());
     for (size_t axis = 0; fits && axis < shape.size(); ++axis) fits = array.shape(axis) == shape.begin()[axis];
     if (!fits)
         throw py::value_error(std::string(name) + " must be a contiguous array of " +
                               py::str(py::dtype::of<T>()).cast<std::string>() + " with the shape of its mask, got " +
-                              py::str(array.dtype()).cast<std::string>() + " of shape " + shape_of(array));
+                              dtype_name(array) + " of shape " + shape_of(array));
     return static_cast<const T *>(array.data());
+}
+
+// Positions, and windows: the mask rule subtracts these.
+void check_not_negative(const int32_t *values, int64_t count, const char *name) {
+    int32_t least = 0;
+    for (int64_t i = 0; i < count; ++i) least = std::min(least, values[i]);
+    if (least < 0)
+        throw py::value_error(std::string(name) + " holds " + std::to_string(least) + ": it must not be negative");
 }
 
 // Five fields (queries) or four (keys, which have no window).
 Tokens tokens(const py::array *fields, bool queries, int64_t batch, int64_t length) {
-    return {contiguous<int64_t>(fields[0], queries ? "q_bits" : "k_bits", {batch, length}),
-            contiguous<int32_t>(fields[1], queries ? "q_doc" : "k_doc", {batch, length}),
-            contiguous<int32_t>(fields[2], queries ? "q_span" : "k_span", {batch, length}),
-            contiguous<int32_t>(fields[3], queries ? "q_pos" : "k_pos", {batch, length}),
-            queries ? contiguous<int32_t>(fields[4], "q_window", {batch, length}) : nullptr,
-            length};
+    const Tokens found{
+        contiguous<int64_t>(fields[0], queries ? "q_bits" : "k_bits", {batch, length}),
+        contiguous<int32_t>(fields[1], queries ? "q_doc" : "k_doc", {batch, length}),
+        contiguous<int32_t>(fields[2], queries ? "q_span" : "k_span", {batch, length}),
+        contiguous<int32_t>(fields[3], queries ? "q_pos" : "k_pos", {batch, length}),
+        queries ? contiguous<int32_t>(fields[4], "q_window", {batch, length}) : nullptr,
+        length,
+    };
+    check_not_negative(found.pos, batch * length, queries ? "q_pos" : "k_pos");
+    if (queries) check_not_negative(found.window, batch * length, "q_window");
+    return found;
 }
 
-void list(const py::array *arrays, const char *ptr_name, const char *idx_name, int64_t rows, const int32_t *&ptr,
-          const int32_t *&idx) {
+// Compressed rows of key blocks, checked entry by entry: a wrong one would be read from other memory.
+void list(const py::array *arrays, const char *ptr_name, const char *idx_name, int64_t rows, int64_t k_blocks,
+          const int32_t *&ptr, const int32_t *&idx) {
     ptr = contiguous<int32_t>(arrays[0], ptr_name, {rows + 1});
     idx = contiguous<int32_t>(arrays[1], idx_name, {arrays[1].size()});
-    if (ptr[0] != 0 || ptr[rows] > arrays[1].size())
-        throw py::value_error(std::string(ptr_name) + " does not fit " + idx_name);
+    bool fits = ptr[0] == 0 && ptr[rows] <= arrays[1].size();
+    for (int64_t row = 0; row < rows && fits; ++row) fits = ptr[row] <= ptr[row + 1];
+    if (!fits) throw py::value_error(std::string(ptr_name) + " does not fit " + idx_name);
+    for (int64_t row = 0; row < rows; ++row) {
+        int64_t before = -1;
+        for (int64_t at = ptr[row]; at < ptr[row + 1]; before = idx[at++])
+            if (idx[at] <= before || idx[at] >= k_blocks)
+                throw py::value_error(std::string(idx_name) + "[" + std::to_string(at) + "] is " +
+                                      std::to_string(idx[at]) + ": the entries of a row must rise and lie below " +
+                                      std::to_string(k_blocks));
+    }
 }
 
 Problem problem(const py::array &q, const py::array &k, const py::array &v, const std::vector<py::array> &mask,
                 int64_t block, int64_t sinks, double scale, double softcap, int threads) {
     require(q.ndim() == 4 && k.ndim() == 4, "q and k must have four dimensions");
     require(mask.size() == 13, "the mask must be 13 arrays: nine of tokens, four of block lists");
-    require(block >= 1 && threads >= 1 && softcap >= 0, "block and threads must be at least 1, softcap at least 0");
+    require(block >= 1, "block must be at least 1");
+    require(threads >= 1 && threads <= MOST_THREADS, "threads must lie between 1 and 1024");
+    require(std::abs(scale) <= 1e30, "scale must be finite, at most 1e30");
+    require(softcap == 0 || (softcap >= 1e-30 && softcap <= 1e30), "softcap must lie between 1e-30 and 1e30, or be 0");
     Problem p{};
     p.batch = q.shape(0);
     p.q_heads = q.shape(1);
@@ -87,6 +115,7 @@ Problem problem(const py::array &q, const py::array &k, const py::array &v, cons
     require(p.kv_heads >= 1 && p.head_dim >= 1 && p.q_heads % p.kv_heads == 0,
             "the heads of q must be a multiple of those of k");
     p.block = std::min(block, std::max<int64_t>({p.q_len, p.k_len, 1}));  // a larger one is one block too
+    require(p.block <= 1 << 15, "blocks of more than 32768 tokens need gigabytes for the bits of one: use smaller ones");
     p.sinks = sinks;
     p.scale = scale;
     p.softcap = softcap;
@@ -98,28 +127,35 @@ Problem problem(const py::array &q, const py::array &k, const py::array &v, cons
     p.queries = tokens(&mask[0], true, p.batch, p.q_len);
     p.keys = tokens(&mask[5], false, p.batch, p.k_len);
     const int64_t rows = p.batch * p.q_blocks();
-    list(&mask[9], "full_q_ptr", "full_q_idx", rows, p.full_ptr, p.full_idx);
-    list(&mask[11], "part_q_ptr", "part_q_idx", rows, p.part_ptr, p.part_idx);
+    const int64_t k_blocks = (p.k_len + p.block - 1) / p.block;
+    list(&mask[9], "full_q_ptr", "full_q_idx", rows, k_blocks, p.full_ptr, p.full_idx);
+    list(&mask[11], "part_q_ptr", "part_q_idx", rows, k_blocks, p.part_ptr, p.part_idx);
     return p;
 }
 
-// Where a result goes: a contiguous, writable array.
-void *result(py::array &array, const char *name, int64_t items, int64_t itemsize) {
-    if (array.size() != items || array.itemsize() != itemsize || !(array.flags() & py::array::c_style) ||
-        !array.writeable())
-        throw py::value_error(std::string(name) + " has the wrong size or is not contiguous");
+void check_layout(const py::array &array, const char *name, int64_t items, Dtype dtype) {
+    if (array.size() != items || dtype_of(array, name) != dtype || !(array.flags() & py::array::c_style) ||
+        !is_aligned(array))
+        throw py::value_error(std::string(name) + " has the wrong size or dtype, or is not contiguous: got " +
+                              dtype_name(array) + " of shape " + shape_of(array));
+}
+
+// Where a result goes.
+void *result(py::array &array, const char *name, int64_t items, Dtype dtype) {
+    check_layout(array, name, items, dtype);
+    if (!array.writeable()) throw py::value_error(std::string(name) + " is read-only");
     return array.mutable_data();
 }
 
-int64_t computing_size(Dtype dtype) { return dtype == Dtype::f64 ? 8 : 4; }
+Dtype computing(Dtype dtype) { return dtype == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
 
 void attention_forward(const py::array &q, const py::array &k, const py::array &v, const std::vector<py::array> &mask,
                        int64_t block, int64_t sinks, double scale, double softcap, int threads, py::array out,
                        py::array lse) {
     const Problem p = problem(q, k, v, mask, block, sinks, scale, softcap, threads);
-    const int64_t rows = p.batch * p.q_heads * p.q_len;
-    const ForwardResult to{result(out, "out", rows * p.head_dim, q.itemsize()),
-                           result(lse, "lse", rows, computing_size(p.dtype))};
+    const ForwardResult to{result(out, "out", q.size(), p.dtype),
+                           result(lse, "lse", q.size() / p.head_dim, computing(p.dtype))};
+    if (q.size() == 0) return;  // other sizes may then be anything
     const py::gil_scoped_release release;
     kernels().forward(p, to);
 }
@@ -129,22 +165,24 @@ void attention_backward(const py::array &dout, const std::optional<py::array> &d
                         const std::vector<py::array> &mask, int64_t block, int64_t sinks, double scale, double softcap,
                         int threads, py::array dq, py::array dk, py::array dv) {
     const Problem p = problem(q, k, v, mask, block, sinks, scale, softcap, threads);
-    const int64_t rows = p.batch * p.q_heads * p.q_len, k_items = p.batch * p.kv_heads * p.k_len * p.head_dim;
     const std::array<int64_t, 4> shape{p.batch, p.q_heads, p.q_len, p.head_dim};
-    const auto per_row = [&](const py::array &array) {
-        require(array.size() == rows && array.itemsize() == computing_size(p.dtype) &&
-                    (array.flags() & py::array::c_style),
-                "lse and dlse must be contiguous, one number per query and head");
+    const auto per_row = [&](const py::array &array, const char *name) {
+        check_layout(array, name, q.size() / p.head_dim, computing(p.dtype));
         return array.data();
     };
     BackwardInput in{};
     in.dout = matrix(dout, "dout", p.dtype, shape);
     in.out = matrix(out, "out", p.dtype, shape);
-    in.lse = per_row(lse);
-    in.dlse = dlse ? per_row(*dlse) : nullptr;
-    in.dq = result(dq, "dq", rows * p.head_dim, q.itemsize());
-    in.dk = result(dk, "dk", k_items, q.itemsize());
-    in.dv = result(dv, "dv", k_items, q.itemsize());
+    in.lse = per_row(lse, "lse");
+    in.dlse = dlse ? per_row(*dlse, "dlse") : nullptr;
+    in.dq = result(dq, "dq", q.size(), p.dtype);
+    in.dk = result(dk, "dk", k.size(), p.dtype);
+    in.dv = result(dv, "dv", k.size(), p.dtype);
+    if (q.size() == 0) {
+        std::memset(in.dk, 0, static_cast<size_t>(dk.nbytes()));
+        std::memset(in.dv, 0, static_cast<size_t>(dv.nbytes()));
+        return;
+    }
     const py::gil_scoped_release release;
     kernels().backward(p, in);
 }
@@ -160,7 +198,8 @@ py::tuple attention_block_lists(const std::vector<py::array> &queries, const std
                                 int64_t sinks, int64_t block, int threads) {
     require(queries.size() == 5 && keys.size() == 4, "queries are five arrays (bits, doc, span, pos, window), keys four");
     require(queries[0].ndim() == 2 && keys[0].ndim() == 2, "bits must have shape [batch, length]");
-    require(block >= 1 && threads >= 1, "block and threads must be at least 1");
+    require(block >= 1, "block must be at least 1");
+    require(threads >= 1 && threads <= MOST_THREADS, "threads must lie between 1 and 1024");
     const int64_t batch = queries[0].shape(0);
     const Tokens q = tokens(queries.data(), true, batch, queries[0].shape(1));
     const Tokens k = tokens(keys.data(), false, batch, keys[0].shape(1));

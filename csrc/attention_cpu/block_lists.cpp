@@ -177,11 +177,11 @@ BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch,
     constexpr int64_t GROUP = 16;
     const int64_t k_groups = (k_blocks + GROUP - 1) / GROUP;
     std::vector<Summary> groups(batch * k_groups);
-    for (int64_t b = 0; b < batch; ++b)
-        for (int64_t j = 0; j < k_blocks; ++j) {
-            Summary &group = groups[b * k_groups + j / GROUP];
-            group = j % GROUP ? group | k_side[b * k_blocks + j] : k_side[b * k_blocks + j];
-        }
+    for (int64_t at = 0; at < batch * k_blocks; ++at) {
+        const int64_t b = at / k_blocks, j = at % k_blocks;
+        Summary &group = groups[b * k_groups + j / GROUP];
+        group = j % GROUP ? group | k_side[at] : k_side[at];
+    }
 
     BlockLists lists;
     lists.full_q.ptr.assign(static_cast<size_t>(rows + 1), 0);

@@ -1,6 +1,5 @@
-// What the attention kernels are given: raw pointers, whose sizes bindings.cpp checks (the entries of the block lists are
-// trusted: AttentionPlan.build makes them), and the table of functions that each
-// instruction set provides. Nothing here depends on Python.
+// What the attention kernels are given: raw pointers, whose sizes and block lists bindings.cpp checks, and the table of
+// functions that each instruction set provides. Nothing here depends on Python.
 #pragma once
 
 #include <cstdint>

@@ -23,8 +23,7 @@ namespace {
 
 // A missing capacity is n: more never fits anyway.
 int64_t checked_capacity(int64_t items, int64_t bins, std::optional<int64_t> capacity) {
-    if (bins < 1 || bins > INT32_MAX / 2)
-        throw py::value_error("bins must lie between 1 and 2^30, got " + std::to_string(bins));
+    checked_count(bins, "bins", 1, 1 << 30);
     if (!capacity) return items;
     if (*capacity < 1) throw py::value_error("capacity must be at least 1, got " + std::to_string(*capacity));
     const int64_t each = std::min(*capacity, items);
@@ -33,11 +32,6 @@ int64_t checked_capacity(int64_t items, int64_t bins, std::optional<int64_t> cap
                               std::to_string(*capacity) + ": capacity must be at least " +
                               std::to_string((items + bins - 1) / bins));
     return each;
-}
-
-// Bins beyond the number of items stay empty in every method that uses this: memory need not grow with them.
-int64_t useful(int64_t bins, const std::vector<double> &items) {
-    return std::min(bins, static_cast<int64_t>(items.size()));
 }
 
 // bin_of(items, weights, capacity) -> bin of each item, run without the GIL on checked arguments.
@@ -112,13 +106,16 @@ py::array_t<int32_t> assign_rows(const py::array &weights, int64_t rows, int64_t
     if (rows < 1 || items % rows != 0)
         throw py::value_error(std::to_string(items) + " items are not " + std::to_string(rows) +
                               " rows of equal length");
-    const int64_t each = checked_capacity(items / rows, bins, capacity);
+    const int64_t each = checked_capacity(items / rows, bins, capacity), used = useful(bins, values);
+    if (rows * used > 1 << 26)
+        throw py::value_error(std::to_string(rows) + " rows times " + std::to_string(used) +
+                              " bins are more than 2^26 lists: assign fewer rows in one call");
     std::vector<int32_t> bin_of;
     {
         const py::gil_scoped_release release;
         const std::vector<int32_t> order = descending_order(values);
-        bin_of = rows == 1 ? lpt(values, order, bins, each) : grouped_lpt(values, order, bins, each, rows);
-        if (refined) bin_of = refine(values, order, std::move(bin_of), bins, each, rows);
+        bin_of = rows == 1 ? lpt(values, order, used, each) : grouped_lpt(values, order, used, each, rows);
+        if (refined) bin_of = refine(values, order, std::move(bin_of), used, each, rows);
     }
     return to_numpy(bin_of);
 }
@@ -130,6 +127,11 @@ py::array_t<int32_t> post_balance(const py::array &lengths, const py::array &att
     const std::vector<double> own = read_costs(lengths, "lengths"), quadratic = read_costs(attention, "attention");
     if (own.size() != quadratic.size()) throw py::value_error("lengths and attention must have equally many items");
     checked_capacity(static_cast<int64_t>(own.size()), bins, std::nullopt);
+    double total = 0.0;
+    for (size_t i = 0; i < own.size(); ++i) total += own[i] + quadratic[i];
+    if (overflows(total * static_cast<double>(own.size())))  // a padded batch costs its size times its longest item
+        throw py::value_error("the costs of batches of " + std::to_string(own.size()) +
+                              " items overflow: use a larger unit");
     std::vector<int32_t> result;
     {
         const py::gil_scoped_release release;

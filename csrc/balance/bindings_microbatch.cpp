@@ -12,24 +12,9 @@ namespace interlace {
 
 namespace {
 
-void check_real(const py::array &array, const std::string &name) {
-    const char kind = array.dtype().kind();
-    if (kind != 'f' && kind != 'i' && kind != 'u')
-        throw py::value_error(name + " must be an array of real numbers (float or int), got dtype " +
-                              py::str(array.dtype()).cast<std::string>());
-}
-
-std::string shape_of(const py::array &array) { return py::str(array.attr("shape")).cast<std::string>(); }
-
-std::vector<double> as_doubles(const py::array &array) {
-    const py::array_t<double, py::array::c_style | py::array::forcecast> converted(array);
-    return std::vector<double>(converted.data(), converted.data() + converted.size());
-}
-
 // Costs where infinity says "not allowed"; negative values are as good as others.
 std::vector<double> read_allowed(const py::array &array, const std::string &name) {
-    check_real(array, name);
-    const std::vector<double> values = as_doubles(array);
+    const std::vector<double> values = read_real(array, name);
     const int64_t columns = array.ndim() == 2 ? array.shape(1) : 0;
     for (size_t i = 0; i < values.size(); ++i) {
         if (!std::isnan(values[i]) && values[i] != -std::numeric_limits<double>::infinity()) continue;
@@ -47,16 +32,8 @@ std::vector<double> read_table(const py::array &array, const std::string &name) 
     if (array.ndim() != 2 || array.size() == 0)
         throw py::value_error(name + " must have shape (microbatches, stages), both at least 1, got " +
                               shape_of(array));
-    const std::vector<double> values = as_doubles(array);
-    const int64_t columns = array.shape(1);
-    double total = 0.0;
-    for (size_t i = 0; i < values.size(); ++i) {
-        if (!std::isfinite(values[i]) || values[i] < 0)
-            throw py::value_error(name + "[" + std::to_string(i / columns) + ", " + std::to_string(i % columns) +
-                                  "] is " + format_number(values[i]) + ": values must be finite and not negative");
-        total += values[i];
-    }
-    if (!std::isfinite(total)) throw py::value_error("the sum of " + name + " overflows: use a larger unit");
+    std::vector<double> values = read_real(array, name);
+    check_costs(values, name, array.shape(1));
     return values;
 }
 
@@ -111,12 +88,11 @@ py::array_t<int32_t> bind_assign_replicas(const py::array &encoder_cost, const p
                                           bool equal_counts) {
     std::vector<double> encoder, llm;
     read_both(encoder_cost, llm_cost, encoder, llm);
-    if (replicas < 1 || replicas > INT32_MAX / 2)
-        throw py::value_error("replicas must lie between 1 and 2^30, got " + std::to_string(replicas));
+    checked_count(replicas, "replicas", 1, 1 << 30);
     std::vector<int32_t> replica_of;
     {
         const py::gil_scoped_release release;
-        replica_of = assign_replicas(encoder, llm, replicas, equal_counts);
+        replica_of = assign_replicas(encoder, llm, useful(replicas, encoder), equal_counts);
     }
     return to_numpy(replica_of);
 }
@@ -161,15 +137,14 @@ py::array_t<double> bind_deferral_costs(const std::vector<py::array> &overloaded
 py::array_t<int32_t> bind_assign_ascending(const py::array &costs, int64_t groups, int64_t capacity) {
     const std::vector<double> values = read_costs(costs, "costs");
     const int64_t n = static_cast<int64_t>(values.size());
-    if (groups < 1 || groups > INT32_MAX / 2)
-        throw py::value_error("groups must lie between 1 and 2^30, got " + std::to_string(groups));
+    checked_count(groups, "groups", 1, 1 << 30);
     if (capacity < (n + groups - 1) / groups)
         throw py::value_error(std::to_string(n) + " samples do not fit " + std::to_string(groups) + " groups of " +
                               std::to_string(capacity));
     std::vector<int32_t> group_of;
     {
         const py::gil_scoped_release release;
-        group_of = assign_ascending(values, groups, capacity);
+        group_of = assign_ascending(values, useful(groups, values), capacity);
     }
     return to_numpy(group_of);
 }
@@ -196,6 +171,12 @@ Pipeline read_pipeline(const py::array &forward, const py::array &backward, int6
     if (microbatches * stages > INT32_MAX / 6)
         throw py::value_error("forward has " + std::to_string(microbatches * stages) +
                               " entries: more than int32 can index with their messages");
+    // No time is above that of everything one after the other.
+    double total = transfer * 2.0 * static_cast<double>(microbatches * stages);
+    for (const std::vector<double> *costs : {&result.forward, &result.backward})
+        for (const double cost : *costs) total += cost;
+    if (overflows(total))
+        throw py::value_error("forward, backward and transfer add up to more than a double can hold: use a larger unit");
     result.costs = {microbatches, stages, ranks, nullptr, nullptr, transfer};
     return result;
 }
@@ -205,8 +186,7 @@ py::dict bind_reorder_microbatches(const py::array &forward, const py::array &ba
     Pipeline pipeline = read_pipeline(forward, backward, ranks, transfer);
     pipeline.costs.forward = pipeline.forward.data();
     pipeline.costs.backward = pipeline.backward.data();
-    if (evaluations < 0)
-        throw py::value_error("evaluations must not be negative, got " + std::to_string(evaluations));
+    checked_count(evaluations, "evaluations", 0, int64_t{1} << 40);
     Reordered reordered;
     {
         const py::gil_scoped_release release;
@@ -227,20 +207,17 @@ double bind_pipeline_makespan(const py::array &forward, const py::array &backwar
     pipeline.costs.forward = pipeline.forward.data();
     pipeline.costs.backward = pipeline.backward.data();
     const int64_t count = pipeline.costs.microbatches;
-    const char kind = order.dtype().kind();
-    if ((kind != 'i' && kind != 'u') || order.ndim() != 1 || order.size() != count)
-        throw py::value_error("order must be an integer array of shape (" + std::to_string(count) + ",)");
-    const py::array_t<int64_t, py::array::c_style | py::array::forcecast> wide(order);
+    const std::vector<int64_t> microbatches = read_integers(order, "order", 0, count - 1);
+    if (static_cast<int64_t>(microbatches.size()) != count)
+        throw py::value_error("order must have shape (" + std::to_string(count) + ",), got " + shape_of(order));
     std::vector<char> seen(count, 0);
-    std::vector<int32_t> places(count);
     for (int64_t i = 0; i < count; ++i) {
-        const int64_t microbatch = wide.data()[i];
-        if (microbatch < 0 || microbatch >= count || seen[microbatch])
-            throw py::value_error("order[" + std::to_string(i) + "] is " + std::to_string(microbatch) +
+        if (seen[microbatches[i]])
+            throw py::value_error("order[" + std::to_string(i) + "] repeats " + std::to_string(microbatches[i]) +
                                   ": an order names every microbatch once");
-        seen[microbatch] = 1;
-        places[i] = static_cast<int32_t>(microbatch);
+        seen[microbatches[i]] = 1;
     }
+    const std::vector<int32_t> places(microbatches.begin(), microbatches.end());
     const py::gil_scoped_release release;
     return OneForwardOneBackward(pipeline.costs).makespan(places);
 }

@@ -43,7 +43,7 @@ void read_rows(const T *values, Volume &volume) {
                 sum += value;
             }
         }
-        if (!std::isfinite(sum))
+        if (overflows(sum))
             throw py::value_error("the sum of volume[" + std::to_string(i) + "] overflows: use a larger unit");
         volume.row_sum.push_back(sum);
         volume.row_start.push_back(static_cast<int64_t>(volume.rows.size()));
@@ -52,7 +52,7 @@ void read_rows(const T *values, Volume &volume) {
 
 template <typename T>
 bool read_as(const py::array &array, Volume &volume) {
-    if (!py::isinstance<py::array_t<T, py::array::c_style>>(array)) return false;
+    if (!py::isinstance<py::array_t<T, py::array::c_style>>(array) || !is_aligned(array)) return false;
     const T *values = static_cast<const T *>(array.data());
     const py::gil_scoped_release release;
     read_rows(values, volume);
@@ -60,13 +60,9 @@ bool read_as(const py::array &array, Volume &volume) {
 }
 
 Volume read_volume(const py::array &array, int64_t per_node) {
-    const char kind = array.dtype().kind();
-    if (kind != 'f' && kind != 'i' && kind != 'u')
-        throw py::value_error("volume must be an array of real numbers (float or int), got dtype " +
-                              py::str(array.dtype()).cast<std::string>());
+    check_real(array, "volume");
     if (array.ndim() != 2 || array.shape(0) != array.shape(1) || array.shape(0) == 0)
-        throw py::value_error("volume must have shape [d, d] with d >= 1, got " +
-                              py::str(array.attr("shape")).cast<std::string>());
+        throw py::value_error("volume must have shape [d, d] with d >= 1, got " + shape_of(array));
     Volume volume;
     volume.instances = array.shape(0);
     if (volume.instances > INT32_MAX / 2) throw py::value_error("volume has more instances than int32 can index");
@@ -76,7 +72,10 @@ Volume read_volume(const py::array &array, int64_t per_node) {
     volume.per_node = per_node;
     if (!read_as<double>(array, volume) && !read_as<float>(array, volume) && !read_as<int64_t>(array, volume) &&
         !read_as<int32_t>(array, volume)) {
-        const py::array_t<double, py::array::c_style | py::array::forcecast> converted(array);
+        if (array.size() > int64_t{1} << 32)
+            throw py::value_error("volume of " + std::to_string(volume.instances) + " instances is too large to be " +
+                                  "copied: give it as a contiguous array of float64, float32, int64 or int32");
+        const Contiguous<double> converted(array);
         const py::gil_scoped_release release;
         read_rows(converted.data(), volume);
     }
@@ -95,37 +94,22 @@ py::array_t<int32_t> place(const py::array &volume, int64_t per_node) {
 }
 
 double bound(const py::array &volume, int64_t per_node, int64_t iterations) {
-    if (iterations < 0) throw py::value_error("iterations must not be negative, got " + std::to_string(iterations));
-    const Volume entries = read_volume(volume, per_node);
+    checked_count(iterations, "iterations", 0, 1 << 30);
+    Volume entries = read_volume(volume, per_node);
     const py::gil_scoped_release release;
+    const int exponent = normalise(entries);  // the dual squares volumes
     const std::vector<double> sent = internode_volume(entries, nodewise_placement(entries));
     const double relaxed = nodewise_bound(entries, sent, iterations);
-    return nodewise_single_bound(entries, sent, relaxed, 20 * iterations);
+    return std::ldexp(nodewise_single_bound(entries, sent, relaxed, 20 * iterations), exponent);
 }
 
 std::vector<int32_t> read_ranks(const py::array &array, const std::string &name, int64_t ranks) {
-    const char kind = array.dtype().kind();
-    if (kind != 'i' && kind != 'u')
-        throw py::value_error(name + " must be an array of whole numbers, got dtype " +
-                              py::str(array.dtype()).cast<std::string>());
-    if (array.ndim() != 1)
-        throw py::value_error(name + " must have one dimension, got " + std::to_string(array.ndim()));
-    if (array.size() > INT32_MAX) throw py::value_error(name + " has more items than int32 can index");
-    const py::array_t<int64_t, py::array::c_style | py::array::forcecast> converted(array);
-    std::vector<int32_t> values(converted.size());
-    for (size_t i = 0; i < values.size(); ++i) {
-        const int64_t value = converted.data()[i];
-        if (value < 0 || value >= ranks)
-            throw py::value_error(name + "[" + std::to_string(i) + "] is " + std::to_string(value) +
-                                  ": it must lie between 0 and " + std::to_string(ranks - 1));
-        values[i] = static_cast<int32_t>(value);
-    }
-    return values;
+    const std::vector<int64_t> values = read_integers(array, name, 0, ranks - 1);
+    return std::vector<int32_t>(values.begin(), values.end());
 }
 
 py::tuple exchange_orders(const py::array &source, const py::array &destination, int64_t ranks) {
-    if (ranks < 1 || ranks > 1 << 24)
-        throw py::value_error("ranks must lie between 1 and 2^24, got " + std::to_string(ranks));
+    checked_count(ranks, "ranks", 1, 1 << 24);
     const std::vector<int32_t> from = read_ranks(source, "source", ranks);
     const std::vector<int32_t> to = read_ranks(destination, "destination", ranks);
     if (from.size() != to.size())

@@ -19,7 +19,11 @@ namespace {
 class Dual {
 public:
     explicit Dual(const Volume &volume)
-        : volume_(volume), score_(volume.instances, 0.0), rows_(volume.instances), columns_(volume.instances) {}
+        : volume_(volume),
+          score_(volume.instances, 0.0),
+          rows_(volume.instances),
+          columns_(volume.instances),
+          is_touched_(volume.instances, 0) {}
 
     // D, and its subgradient left in rows() and columns().
     double evaluate(const std::vector<double> &lambda, const std::vector<double> &price) {
@@ -37,7 +41,8 @@ public:
                 value += lambda[i] * volume_.row_sum[i];
                 for (int64_t at = volume_.row_start[i]; at < volume_.row_start[i + 1]; ++at) {
                     const auto [batch, held] = volume_.rows[at];
-                    if (score_[batch] == 0) touched_.push_back(batch);
+                    if (!is_touched_[batch]) touched_.push_back(batch);  // the score may still be 0: products underflow
+                    is_touched_[batch] = 1;
                     score_[batch] += lambda[i] * held;
                 }
             }
@@ -57,7 +62,10 @@ public:
                                            [](const Volume::Entry &entry, int64_t row) { return entry.other < row; });
                 for (; at != end && at->other < (node + 1) * c; ++at) rows_[at->other] -= at->value;
             }
-            for (const int32_t batch : touched_) score_[batch] = 0.0;
+            for (const int32_t batch : touched_) {
+                score_[batch] = 0.0;
+                is_touched_[batch] = 0;
+            }
         }
         return value;
     }
@@ -68,7 +76,8 @@ public:
 private:
     const Volume &volume_;
     std::vector<double> score_, rows_, columns_;
-    std::vector<int32_t> touched_;
+    std::vector<int32_t> touched_;  // batches of which the node's instances hold some
+    std::vector<char> is_touched_;
 };
 
 // The nearest point of {x >= 0, sum x = 1}.

@@ -266,7 +266,8 @@ Reordered reorder_microbatches(const PipelineCosts &costs, int64_t evaluations) 
 
     // All permutations where the evaluations suffice: then the result is the optimum.
     int64_t permutations = 1;
-    for (int64_t k = 2; k <= count && permutations <= evaluations; ++k) permutations *= k;
+    for (int64_t k = 2; k <= count && permutations <= evaluations; ++k)
+        permutations = k > evaluations / permutations ? evaluations + 1 : permutations * k;
     if (done()) return best;
     if (permutations <= evaluations - best.evaluations) {
         std::iota(order.begin(), order.end(), 0);

@@ -1,5 +1,8 @@
 #include "balance/volume.h"
 
+#include <algorithm>
+#include <cmath>
+
 namespace interlace {
 
 void transpose(Volume &volume) {
@@ -12,6 +15,15 @@ void transpose(Volume &volume) {
     for (int64_t i = 0; i < d; ++i)
         for (int64_t at = volume.row_start[i]; at < volume.row_start[i + 1]; ++at)
             volume.columns[next[volume.rows[at].other]++] = {static_cast<int32_t>(i), volume.rows[at].value};
+}
+
+int normalise(Volume &volume) {
+    int exponent = 0;
+    std::frexp(*std::max_element(volume.row_sum.begin(), volume.row_sum.end()), &exponent);
+    for (double &sum : volume.row_sum) sum = std::ldexp(sum, -exponent);
+    for (std::vector<Volume::Entry> *entries : {&volume.rows, &volume.columns})
+        for (Volume::Entry &entry : *entries) entry.value = std::ldexp(entry.value, -exponent);
+    return exponent;
 }
 
 }  // namespace interlace

@@ -24,4 +24,8 @@ struct Volume {
 // Fills in columns from rows.
 void transpose(Volume &volume);
 
+// Divides all values by the power of two above the largest sum of a row and returns the exponent: exact, but for values
+// so far below the largest that they count nothing.
+int normalise(Volume &volume);
+
 }  // namespace interlace

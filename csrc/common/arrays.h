@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -16,43 +17,117 @@ namespace interlace {
 
 namespace py = pybind11;
 
-inline std::string format_number(double value) { return py::str(py::float_(value)).cast<std::string>(); }
+inline bool is_aligned(const py::array &array) {
+    return (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;
+}
 
-// A one-dimensional array of real numbers (float or int, not bool) that are finite and >= 0. Integers above 2^53 are
-// rounded. Throws ValueError that names the array and the first offending index.
-inline std::vector<double> read_costs(const py::array &array, const std::string &name) {
+// A C-contiguous array of T whose elements lie where the processor expects them: a copy, unless the array is one already.
+template <typename T>
+using Contiguous =
+    py::array_t<T, py::array::c_style | py::array::forcecast | py::detail::npy_api::NPY_ARRAY_ALIGNED_>;
+
+inline std::string format_number(double value) { return py::str(py::float_(value)).cast<std::string>(); }
+inline std::string shape_of(const py::array &array) { return py::str(array.attr("shape")).cast<std::string>(); }
+inline std::string dtype_name(const py::array &array) { return py::str(array.dtype()).cast<std::string>(); }
+
+// Whether sums that are taken in another order, or bounds a little above them, could be infinite.
+inline bool overflows(double total) { return !std::isfinite(total * 1.001); }
+
+// Before any copy: a broadcast array can name terabytes that nobody has.
+inline void check_items(const py::array &array, const std::string &name) {
+    if (array.size() > INT32_MAX)
+        throw py::value_error(name + " has " + std::to_string(array.size()) + " items: more than int32 can index");
+}
+
+inline void check_real(const py::array &array, const std::string &name) {
     const char kind = array.dtype().kind();
     if (kind != 'f' && kind != 'i' && kind != 'u')
-        throw py::value_error(name + " must be an array of real numbers (float or int), got dtype " +
-                              py::str(array.dtype()).cast<std::string>());
+        throw py::value_error(name + " must be an array of real numbers (float or int), got dtype " + dtype_name(array));
+}
+
+// The items of a real array in C order. Integers above 2^53 are rounded.
+inline std::vector<double> read_real(const py::array &array, const std::string &name) {
+    check_real(array, name);
+    check_items(array, name);
+    const Contiguous<double> converted(array);
+    return std::vector<double>(converted.data(), converted.data() + converted.size());
+}
+
+// Throws unless values, which are those of an array with so many columns (0: one dimension), are finite and >= 0 and
+// have a sum.
+inline void check_costs(const std::vector<double> &values, const std::string &name, int64_t columns) {
+    double total = 0.0;
+    for (size_t i = 0; i < values.size(); ++i) {
+        total += values[i];
+        if (std::isfinite(values[i]) && values[i] >= 0) continue;
+        const std::string place = columns == 0 ? std::to_string(i)
+                                               : std::to_string(i / columns) + ", " + std::to_string(i % columns);
+        throw py::value_error(name + "[" + place + "] is " + format_number(values[i]) +
+                              ": values must be finite and not negative");
+    }
+    if (overflows(total)) throw py::value_error("the sum of " + name + " overflows: use a larger unit");
+}
+
+// A one-dimensional array of real numbers (float or int, not bool) that are finite and >= 0. Throws ValueError that
+// names the array and the first offending index.
+inline std::vector<double> read_costs(const py::array &array, const std::string &name) {
+    check_real(array, name);
     if (array.ndim() != 1)
         throw py::value_error(name + " must have one dimension, got " + std::to_string(array.ndim()));
     if (array.size() == 0) throw py::value_error(name + " is empty: at least one item is needed");
-    if (array.size() > INT32_MAX)
-        throw py::value_error(name + " has " + std::to_string(array.size()) + " items: more than int32 can index");
-    // Bound to a variable: the cast makes a new array unless it is contiguous float64 already.
-    const py::array_t<double, py::array::c_style | py::array::forcecast> converted(array);
-    std::vector<double> values(converted.data(), converted.data() + converted.size());
-    double total = 0.0;
-    for (size_t i = 0; i < values.size(); ++i) {
-        if (!std::isfinite(values[i]) || values[i] < 0)
-            throw py::value_error(name + "[" + std::to_string(i) + "] is " + format_number(values[i]) +
-                                  ": values must be finite and not negative");
-        total += values[i];
-    }
-    if (!std::isfinite(total)) throw py::value_error("the sum of " + name + " overflows: use a larger unit");
+    std::vector<double> values = read_real(array, name);
+    check_costs(values, name, 0);
     return values;
+}
+
+// A one-dimensional array of integers as int64.
+inline Contiguous<int64_t> read_whole(const py::array &array, const std::string &name) {
+    const char kind = array.dtype().kind();
+    if (kind != 'i' && kind != 'u')
+        throw py::value_error(name + " must be an array of integers, got dtype " + dtype_name(array));
+    if (array.ndim() != 1)
+        throw py::value_error(name + " must have one dimension, got " + std::to_string(array.ndim()));
+    check_items(array, name);
+    if (kind == 'u' && array.itemsize() == 8) {  // the cast would make large ones negative
+        const Contiguous<uint64_t> values(array);
+        for (py::ssize_t i = 0; i < values.size(); ++i)
+            if (values.data()[i] > INT64_MAX)
+                throw py::value_error(name + "[" + std::to_string(i) + "] is " + std::to_string(values.data()[i]) +
+                                      ": more than int64 can hold");
+    }
+    return Contiguous<int64_t>(array);
+}
+
+// The same in low .. high.
+inline std::vector<int64_t> read_integers(const py::array &array, const std::string &name, int64_t low, int64_t high) {
+    const Contiguous<int64_t> values = read_whole(array, name);
+    for (py::ssize_t i = 0; i < values.size(); ++i)
+        if (values.data()[i] < low || values.data()[i] > high)
+            throw py::value_error(name + "[" + std::to_string(i) + "] is " + std::to_string(values.data()[i]) +
+                                  ": values must lie between " + std::to_string(low) + " and " + std::to_string(high));
+    return std::vector<int64_t>(values.data(), values.data() + values.size());
+}
+
+inline int64_t checked_count(int64_t value, const std::string &name, int64_t low, int64_t high) {
+    if (value < low || value > high)
+        throw py::value_error(name + " must lie between " + std::to_string(low) + " and " + std::to_string(high) +
+                              ", got " + std::to_string(value));
+    return value;
+}
+
+// Bins beyond the number of items stay empty in every method that uses this: memory need not grow with them.
+inline int64_t useful(int64_t bins, const std::vector<double> &items) {
+    return std::min(bins, static_cast<int64_t>(items.size()));
 }
 
 // A one-dimensional bool array of the given length.
 inline std::vector<char> read_flags(const py::array &array, const std::string &name, size_t length) {
     if (array.dtype().kind() != 'b')
-        throw py::value_error(name + " must be an array of bool, got dtype " +
-                              py::str(array.dtype()).cast<std::string>());
+        throw py::value_error(name + " must be an array of bool, got dtype " + dtype_name(array));
     if (array.ndim() != 1 || static_cast<size_t>(array.size()) != length)
-        throw py::value_error(name + " must have shape (" + std::to_string(length) + ",), got " +
-                              py::str(array.attr("shape")).cast<std::string>());
-    const py::array_t<bool, py::array::c_style | py::array::forcecast> converted(array);
+        throw py::value_error(name + " must have shape (" + std::to_string(length) + ",), got " + shape_of(array));
+    check_items(array, name);
+    const Contiguous<bool> converted(array);
     return std::vector<char>(converted.data(), converted.data() + length);
 }
 

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "common/arrays.h"
 #include "plan/frozen_costs.h"
@@ -44,6 +45,9 @@ py::array_t<double> bind_frozen_costs(const py::array &forward, const py::array 
         const py::gil_scoped_release release;
         costs = frozen_costs(f, d, w, flags, trainable_before, recompute);
     }
+    for (size_t i = 0; i < costs.size(); ++i)
+        if (!std::isfinite(costs[i]))
+            throw py::value_error("the costs of layer " + std::to_string(i) + " overflow: use a larger unit");
     return to_numpy(costs);
 }
 

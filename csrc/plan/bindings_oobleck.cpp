@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <set>
 
 #include "plan/instantiate.h"
@@ -11,7 +12,8 @@ namespace interlace {
 
 namespace {
 
-constexpr int64_t kMost = 1 << 30;  // products of two such counts fit int64
+constexpr int64_t kMost = 1 << 30;        // products of two such counts fit int64
+constexpr int64_t kMostStates = 1 << 26;  // of 16 bytes
 
 void check_distinct(const std::vector<int64_t> &values, const std::string &name) {
     std::set<int64_t> seen;
@@ -26,7 +28,7 @@ py::tuple pipeline_template(const py::array &costs, const py::array &widths, int
     checked_count(nodes, "nodes", 1, 1 << 20);
     checked_count(gpus, "gpus_per_node", 1, 1 << 10);
     checked_count(per_stage, "microbatches_per_stage", 1, kMost);
-    const std::vector<int64_t> each = read_integers(widths, "widths", 1, gpus);
+    const std::vector<int64_t> each = read_some_integers(widths, "widths", 1, gpus);
     check_distinct(each, "widths");
     if (static_cast<int64_t>(each.size()) != matrix.columns)
         throw py::value_error("costs has " + std::to_string(matrix.columns) + " columns, but there are " +
@@ -34,6 +36,14 @@ py::tuple pipeline_template(const py::array &costs, const py::array &widths, int
     if (nodes > matrix.rows)
         throw py::value_error("cannot spread " + std::to_string(matrix.rows) + " layers over " + std::to_string(nodes) +
                               " nodes: a stage lies within one node, so use at most " + std::to_string(matrix.rows));
+    // Of the tables: layers placed by GPUs used, and the costs that stages can have.
+    const int64_t states = (nodes * gpus + 1) * (matrix.rows + 1);
+    if (states > kMostStates || matrix.rows * matrix.columns > kMostStates / (matrix.rows - nodes + 1))
+        throw py::value_error(std::to_string(matrix.rows) + " layers on " + std::to_string(nodes * gpus) +
+                              " GPUs are more than 2^26 states: merge layers");
+    const double total = std::accumulate(matrix.values.begin(), matrix.values.end(), 0.0);
+    if (overflows(total * 4.0 * static_cast<double>(matrix.rows) * static_cast<double>(per_stage)))
+        throw py::value_error("the time of the whole pipeline overflows: use a larger unit");
     PipelineTemplate best;
     {
         const py::gil_scoped_release release;
@@ -51,18 +61,21 @@ py::tuple instantiate(const py::array &node_counts, const py::array &times, int6
     checked_count(nodes, "nodes", 1, 1 << 20);
     checked_count(microbatches, "microbatches", 1, kMost);
     checked_count(pipelines, "pipelines", 1, kMost);
-    const std::vector<int64_t> sizes = read_integers(node_counts, "node_counts", 1, kMost);
+    const std::vector<int64_t> sizes = read_some_integers(node_counts, "node_counts", 1, kMost);
     check_distinct(sizes, "node_counts");
     const std::vector<double> each = read_positive(times, "times");
     if (each.size() != sizes.size())
         throw py::value_error("times has " + std::to_string(each.size()) + " templates, node_counts has " +
                               std::to_string(sizes.size()));
-    if (nodes * std::min(pipelines, nodes) > int64_t{1} << 28)
-        throw py::value_error("nodes times pipelines is " + std::to_string(nodes * std::min(pipelines, nodes)) +
-                              ": more than 2^28 states");
+    if (overflows(*std::max_element(each.begin(), each.end()) * static_cast<double>(microbatches)))
+        throw py::value_error("the times of all microbatches overflow: use a larger unit");
     Instantiation best;
-    const int64_t smallest = *std::min_element(sizes.begin(), sizes.end());
-    if (smallest <= nodes && pipelines <= nodes / smallest) {
+    const int64_t most = nodes / *std::min_element(sizes.begin(), sizes.end());
+    if (pipelines <= std::min(most, microbatches)) {
+        if (instantiation_states(nodes, most, pipelines, microbatches) > kMostStates)
+            throw py::value_error(std::to_string(nodes) + " nodes, " + std::to_string(pipelines) + " pipelines and " +
+                                  std::to_string(microbatches) +
+                                  " microbatches are more than 2^26 states: count in groups of nodes");
         const py::gil_scoped_release release;
         best = best_instantiation(sizes, each, nodes, pipelines, microbatches);
     }

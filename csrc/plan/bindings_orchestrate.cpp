@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include "plan/orchestrate.h"
@@ -14,8 +15,8 @@ py::tuple orchestrate(const py::array &forward, const py::array &layers, const p
     checked_count(gpus, "gpus", 1, 1 << 24);
     checked_count(batch, "batch", 1, 1 << 30);
     checked_count(vpp, "vpp", 1, 1 << 10);
-    const std::vector<int64_t> sizes = read_integers(tp, "tp", 1, 1 << 10);
-    const std::vector<int64_t> depth = read_integers(layers, "layers", 0, 1 << 20);
+    const std::vector<int64_t> sizes = read_some_integers(tp, "tp", 1, 1 << 10);
+    const std::vector<int64_t> depth = read_some_integers(layers, "layers", 0, 1 << 20);
     if (static_cast<int64_t>(depth.size()) != times.rows || memory.rows != times.rows || memory.columns != 3)
         throw py::value_error("layers and bytes need one row per module");
     if (static_cast<int64_t>(sizes.size()) != times.columns)
@@ -23,6 +24,10 @@ py::tuple orchestrate(const py::array &forward, const py::array &layers, const p
                               std::to_string(sizes.size()) + " tensor-parallel sizes: one column is needed for each");
     checked_count(backbone, "backbone", 0, times.rows - 1);
     if (!(gpu_memory > 0)) throw py::value_error("gpu_memory must be positive, got " + format_number(gpu_memory));
+    const double largest = *std::max_element(times.values.begin(), times.values.end());
+    if (overflows(largest * static_cast<double>(times.rows) * std::pow(static_cast<double>(batch), 2) * (1 << 24)))
+        throw py::value_error("the time of a batch overflows: use a larger unit than for forward times of " +
+                              format_number(largest));
     std::vector<OrchestratedModule> modules;
     for (int64_t m = 0; m < times.rows; ++m) {
         const double *row = &times.values[m * times.columns], *size = &memory.values[m * 3];

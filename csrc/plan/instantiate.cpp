@@ -9,16 +9,18 @@ namespace interlace {
 
 namespace {
 
+// With more pipelines possible than microbatches, each count of pipelines is a state of its own; otherwise only "how many
+// of the wanted ones" matters, and the last state stands for any number from there on.
+bool counts_each(int64_t most, int64_t microbatches) { return most > microbatches; }
+
 class Search {
 public:
     Search(const std::vector<int64_t> &sizes, const std::vector<double> &times, int64_t nodes, int64_t pipelines,
            int64_t microbatches)
         : sizes_(sizes), times_(times), nodes_(nodes), pipelines_(pipelines), microbatches_(microbatches) {
         const int64_t most = nodes / *std::min_element(sizes.begin(), sizes.end());
-        // With more pipelines possible than microbatches, each count of pipelines is a state of its own; otherwise
-        // only "how many of the wanted ones" matters, and the last state stands for any number from there on.
-        exact_ = most > microbatches;
-        states_ = (exact_ ? microbatches : pipelines) + 1;
+        exact_ = counts_each(most, microbatches);
+        states_ = instantiation_states(nodes, most, pipelines, microbatches) / (nodes + 1);
     }
 
     Instantiation solve() {
@@ -126,9 +128,12 @@ private:
 
 }  // namespace
 
+int64_t instantiation_states(int64_t nodes, int64_t most, int64_t pipelines, int64_t microbatches) {
+    return (nodes + 1) * ((counts_each(most, microbatches) ? microbatches : pipelines) + 1);
+}
+
 Instantiation best_instantiation(const std::vector<int64_t> &sizes, const std::vector<double> &times, int64_t nodes,
                                  int64_t pipelines, int64_t microbatches) {
-    if (pipelines > microbatches) return {{}, {}, std::numeric_limits<double>::infinity()};
     return Search(sizes, times, nodes, pipelines, microbatches).solve();
 }
 

@@ -18,7 +18,11 @@ struct Instantiation {
 // them all. About 25 knapsacks of O(nodes * templates that no smaller ones replace * pipelines).
 //
 // sizes: nodes per template, distinct; times: seconds per microbatch of its pipeline, positive.
+// pipelines <= microbatches.
 Instantiation best_instantiation(const std::vector<int64_t> &sizes, const std::vector<double> &times, int64_t nodes,
                                  int64_t pipelines, int64_t microbatches);
+
+// Entries of the knapsack's table where at most `most` pipelines fit the nodes.
+int64_t instantiation_states(int64_t nodes, int64_t most, int64_t pipelines, int64_t microbatches);
 
 }  // namespace interlace

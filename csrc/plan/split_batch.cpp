@@ -43,7 +43,7 @@ void settle(std::vector<int64_t> &counts, int64_t total, const std::function<dou
 
 // The value of `count(x)`'s argument at which a sum of counts that grows with x reaches `total`, nearly.
 double level(double low, double high, int64_t total, const std::function<int64_t(double)> &count) {
-    for (int step = 0; step < 100; ++step) {
+    while (true) {
         const double middle = low + (high - low) / 2;
         if (!(middle > low && middle < high)) break;
         (count(middle) < total ? low : high) = middle;

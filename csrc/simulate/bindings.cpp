@@ -8,38 +8,31 @@ namespace interlace {
 
 namespace {
 
-// A one-dimensional integer array of the given length, as a contiguous array of T whose every value lies in low..high.
-template <typename T>
-py::array_t<T> read_integers(const py::array &array, const std::string &name, int64_t length, int64_t low,
-                             int64_t high) {
-    const char kind = array.dtype().kind();
-    if (kind != 'i' && kind != 'u')
-        throw py::value_error(name + " must be an array of integers, got dtype " +
-                              py::str(array.dtype()).cast<std::string>());
-    if (array.ndim() != 1 || (length >= 0 && array.size() != length))
-        throw py::value_error(name + " must have shape (" + (length >= 0 ? std::to_string(length) : "n") + ",), got " +
-                              py::str(array.attr("shape")).cast<std::string>());
-    const py::array_t<int64_t, py::array::c_style | py::array::forcecast> wide(array);
-    for (py::ssize_t i = 0; i < wide.size(); ++i)
-        if (wide.data()[i] < low || wide.data()[i] > high)
-            throw py::value_error(name + "[" + std::to_string(i) + "] is " + std::to_string(wide.data()[i]) +
-                                  ": values must lie between " + std::to_string(low) + " and " + std::to_string(high));
-    return py::array_t<T, py::array::c_style | py::array::forcecast>(array);
+void check_length(const py::array &array, const std::string &name, int64_t length) {
+    if (array.ndim() != 1 || array.size() != length)
+        throw py::value_error(name + " must have shape (" + std::to_string(length) + ",), got " + shape_of(array));
 }
 
-py::array_t<double> read_numbers(const py::array &array, const std::string &name, int64_t length, bool signed_values) {
-    const char kind = array.dtype().kind();
-    if (kind != 'f' && kind != 'i' && kind != 'u')
-        throw py::value_error(name + " must be an array of real numbers (float or int), got dtype " +
-                              py::str(array.dtype()).cast<std::string>());
-    if (array.ndim() != 1 || array.size() != length)
-        throw py::value_error(name + " must have shape (" + std::to_string(length) + ",), got " +
-                              py::str(array.attr("shape")).cast<std::string>());
-    const py::array_t<double, py::array::c_style | py::array::forcecast> values(array);
-    for (py::ssize_t i = 0; i < values.size(); ++i)
-        if (!std::isfinite(values.data()[i]) || (!signed_values && values.data()[i] < 0))
-            throw py::value_error(name + "[" + std::to_string(i) + "] is " + format_number(values.data()[i]) +
+// A one-dimensional integer array of the given length, every value in low..high.
+template <typename T>
+std::vector<T> read_as(const py::array &array, const std::string &name, int64_t length, int64_t low, int64_t high) {
+    check_length(array, name, length);
+    const std::vector<int64_t> values = read_integers(array, name, low, high);
+    return std::vector<T>(values.begin(), values.end());
+}
+
+// Real numbers whose sum of sizes is finite, so that no sum of some of them overflows.
+std::vector<double> read_numbers(const py::array &array, const std::string &name, int64_t length, bool signed_values) {
+    check_length(array, name, length);
+    std::vector<double> values = read_real(array, name);
+    double total = 0.0;
+    for (size_t i = 0; i < values.size(); ++i) {
+        total += std::abs(values[i]);
+        if (!std::isfinite(values[i]) || (!signed_values && values[i] < 0))
+            throw py::value_error(name + "[" + std::to_string(i) + "] is " + format_number(values[i]) +
                                   ": values must be finite" + (signed_values ? "" : " and not negative"));
+    }
+    if (overflows(4 * total)) throw py::value_error("the sum of " + name + " overflows: use a larger unit");
     return values;
 }
 
@@ -49,22 +42,23 @@ py::dict simulate(const py::array &offsets, const py::array &op, const py::array
     constexpr int32_t most = std::numeric_limits<int32_t>::max();
     const int64_t n = op.size();
     if (n > most) throw py::value_error("op has " + std::to_string(n) + " actions: more than int32 can index");
-    const auto offsets_ = read_integers<int64_t>(offsets, "offsets", -1, 0, n);
-    if (offsets_.size() < 2 || offsets_.data()[0] != 0 || offsets_.data()[offsets_.size() - 1] != n)
+    const std::vector<int64_t> offsets_ = read_integers(offsets, "offsets", 0, n);
+    if (offsets_.size() < 2 || offsets_.front() != 0 || offsets_.back() != n)
         throw py::value_error("offsets must run from 0 to the number of actions, " + std::to_string(n) +
                               ", with one entry per rank and one more");
-    for (py::ssize_t i = 1; i < offsets_.size(); ++i)
-        if (offsets_.data()[i] < offsets_.data()[i - 1])
+    for (size_t i = 1; i < offsets_.size(); ++i)
+        if (offsets_[i] < offsets_[i - 1])
             throw py::value_error("offsets[" + std::to_string(i) + "] is below the entry before it");
-    const int64_t ranks = offsets_.size() - 1;
-    const auto op_ = read_integers<int8_t>(op, "op", n, 0, static_cast<int64_t>(Op::count) - 1);
-    const auto copies_ = read_integers<int32_t>(copies, "copies", -1, 1, ranks);
-    const auto stage_ = read_integers<int32_t>(stage, "stage", n, 0, copies_.size() - 1);
-    const auto microbatch_ = read_integers<int32_t>(microbatch, "microbatch", n, 0, most);
-    const auto peer_ = read_integers<int32_t>(peer, "peer", n, -1, ranks - 1);
+    const int64_t ranks = static_cast<int64_t>(offsets_.size()) - 1;
+    const auto op_ = read_as<int8_t>(op, "op", n, 0, static_cast<int64_t>(Op::count) - 1);
+    const auto copies_ = read_as<int32_t>(copies, "copies", copies.size(), 1, ranks);
+    const int64_t stages = static_cast<int64_t>(copies_.size());
+    const auto stage_ = read_as<int32_t>(stage, "stage", n, 0, stages - 1);
+    const auto microbatch_ = read_as<int32_t>(microbatch, "microbatch", n, 0, most);
+    const auto peer_ = read_as<int32_t>(peer, "peer", n, -1, ranks - 1);
     for (int64_t i = 0; i < n; ++i) {
-        const Op code = static_cast<Op>(op_.data()[i]);
-        if ((code == Op::send || code == Op::recv) && peer_.data()[i] < 0)
+        const Op code = static_cast<Op>(op_[i]);
+        if ((code == Op::send || code == Op::recv) && peer_[i] < 0)
             throw py::value_error("peer[" + std::to_string(i) + "] is -1, but the action is a SEND or RECV");
     }
     const auto seconds_ = read_numbers(seconds, "seconds", n, false);
@@ -95,13 +89,13 @@ py::dict simulate(const py::array &offsets, const py::array &op, const py::array
         reached = simulator.reached();
         for (int64_t rank = 0; rank < ranks; ++rank) {
             double held = 0.0;
-            for (int64_t i = offsets_.data()[rank]; i < offsets_.data()[rank + 1]; ++i) {
-                if (is_compute(static_cast<Op>(op_.data()[i]))) {
-                    rank_busy[rank] += seconds_.data()[i];
-                    stage_busy[stage_.data()[i]] += seconds_.data()[i];
+            for (int64_t i = offsets_[rank]; i < offsets_[rank + 1]; ++i) {
+                if (is_compute(static_cast<Op>(op_[i]))) {
+                    rank_busy[rank] += seconds_[i];
+                    stage_busy[stage_[i]] += seconds_[i];
                 }
-                held += memory_.data()[i];
-                peak[rank] = std::max(peak[rank], held + scratch_.data()[i]);
+                held += memory_[i];
+                peak[rank] = std::max(peak[rank], held + scratch_[i]);
             }
         }
     }

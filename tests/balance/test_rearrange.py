@@ -79,6 +79,15 @@ def test_placement_is_near_its_bound(d, each, per_node, gap):
     assert balance.nodewise_bound(volume, per_node, iterations=0) <= bound
 
 
+@pytest.mark.parametrize("exponent", [-1000, -600, 600, 900])
+def test_placement_and_bound_do_not_depend_on_the_unit(exponent):
+    volume = rearranged(16, 16, 0)
+    scaled = np.ldexp(volume, exponent)
+    assert (balance.nodewise_placement(scaled, 4) == balance.nodewise_placement(volume, 4)).all()
+    bound = balance.nodewise_bound(volume, 4)
+    assert bound > 0 and balance.nodewise_bound(scaled, 4) == np.ldexp(bound, exponent)
+
+
 def test_batches_go_back_to_where_they_lie():
     """A rearrangement that only renumbers the batches costs nothing, also within nodes."""
     rng = np.random.default_rng(1)

@@ -184,7 +184,7 @@ def test_random_integers_never_crash(data):
     try:
         found = _core.simulate(offsets, *arguments, seconds, seconds, seconds, seconds)
     except ValueError as error:
-        assert "peer" in str(error)
+        assert "peer" in str(error) or ("overflows" in str(error) and max(seconds) > 1)
         return
     assert (found["reached"] <= np.diff(offsets)).all()
     assert found["complete"] == (found["reached"].sum() == n)

@@ -1,0 +1,35 @@
+"""`make test-asan` runs an instrumented module, and what a sanitizer finds ends the process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from interlace import _core
+
+pytestmark = pytest.mark.skipif("INTERLACE_SANITIZE" not in os.environ, reason="for `make test-asan`")
+
+# Reads 16 bytes of 8: the runtime library watches memcpy, whoever calls it.
+OVERREAD = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.memcpy(*map(ctypes.c_void_p, (libc.malloc(16), libc.malloc(8))), 16)
+"""
+
+
+def test_the_module_is_instrumented_and_its_runtime_libraries_are_loaded():
+    module = Path(_core.__file__)
+    code, mapped = module.read_bytes(), Path("/proc/self/maps").read_text()
+    # Each kind of check calls its handler by name; those that end in _abort do not come back.
+    for handler in (b"asan_report_load8", b"ubsan_handle_add_overflow_abort", b"ubsan_handle_float_cast_overflow_abort"):
+        assert b"__" + handler in code, f"{handler} is missing in {module}"
+    for library in ("libasan", "libubsan", str(module)):
+        assert library in mapped
+
+
+def test_a_report_ends_the_process():
+    found = subprocess.run([sys.executable, "-c", OVERREAD], capture_output=True, text=True, timeout=60)
+    assert found.returncode != 0 and "heap-buffer-overflow" in found.stderr
