@@ -1,0 +1,31 @@
+"""Collectives that leave the multiprocessors to the matrix products, and what is overlapped with them.
+
+`transports` move bytes, `group` finds the transport of a process group, `collectives` are torch's with sums in a fixed
+order, `trace` records what overlapped what.
+"""
+
+from interlace.comm.collectives import (
+    Work,
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all_single,
+    reduce_scatter_tensor,
+)
+from interlace.comm.group import disconnect, resolve
+from interlace.comm.trace import Trace, traced
+from interlace.comm.transports import CommError, Transport, run_local
+
+__all__ = [
+    "CommError",
+    "Trace",
+    "Transport",
+    "Work",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "disconnect",
+    "reduce_scatter_tensor",
+    "resolve",
+    "run_local",
+    "traced",
+]

@@ -1,0 +1,294 @@
+"""all_gather_into_tensor, reduce_scatter_tensor, all_reduce, all_to_all_single: names and shapes of torch.distributed.
+
+What differs: any transport moves the bytes, copy engines where there are (they cannot add, so what is reduced is moved
+first and added by its receiver); sums are made in float32 (float64 for float64, integers as they are) in the order of
+the ranks, so that their bits repeat and are the same on every rank; and the operations are differentiable: where
+`input` requires a gradient, `output` is made part of the graph, in place.
+
+With `async_op` the call returns a `Work`; input and output must be left alone until its `wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interlace.comm.group import Group, resolve
+from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+
+SUM = dist.ReduceOp.SUM
+_NAMES = {
+    dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",
+}  # fmt: skip
+ONE_ROUND = 64 << 10  # bytes up to which all_reduce sends everything to everybody: one latency instead of two
+
+
+class Work:
+    """An operation under way. `wait` may be called more than once."""
+
+    def __init__(self, tickets: Sequence[Ticket], deliver: tuple[Tensor, Tensor] | None = None) -> None:
+        self._tickets = list(tickets)
+        self._deliver = deliver  # (to, from): what is left to do for an output that is not contiguous
+
+    def is_completed(self) -> bool:
+        return all(ticket.done() for ticket in self._tickets)
+
+    def wait(self) -> None:
+        """Returns when the output may be used (on CUDA: in the current stream). Raises CommError."""
+        for ticket in self._tickets:
+            ticket.wait()
+        self._tickets = []
+        if self._deliver is not None:
+            to, source = self._deliver
+            self._deliver = None
+            with torch.no_grad():
+                to.copy_(source)
+
+
+def all_gather_into_tensor(output: Tensor, input: Tensor, group: Group = None, async_op: bool = False) -> Work | None:
+    """output = the inputs of all ranks, rank by rank.
+
+    Args:
+        output: as many elements as `world` inputs: [world * n, ...] or [world, n, ...] for an input [n, ...].
+        input: the same shape and dtype on every rank. Its gradient is the sum of all ranks' gradients of their slice.
+        group: a Transport, ProcessGroup, DeviceMesh or None (see `interlace.comm.group`).
+        async_op: return a Work instead of waiting.
+
+    Raises:
+        ValueError: sizes, dtypes or devices do not fit. CommError: a peer is lost, late, or passes something else.
+    """
+    transport = resolve(group, input.device)
+    _check(transport, "all_gather_into_tensor", output, input, transport.world * input.numel(), transport.world)
+    return _run(_gather, "all_gather_into_tensor", transport, output, input, async_op, None)
+
+
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """output = this rank's piece of the sum (or AVG, MAX, MIN) of all ranks' inputs.
+
+    Args:
+        output: this rank's piece: [n, ...].
+        input: the pieces for all ranks, in their order: [world * n, ...] or [world, n, ...].
+        op: differentiable for SUM and AVG.
+
+    Other arguments and errors as for `all_gather_into_tensor`.
+    """
+    transport = resolve(group, input.device)
+    _check(transport, "reduce_scatter_tensor", input, output, transport.world * output.numel(), transport.world)
+    return _run(_scatter, "reduce_scatter_tensor", transport, output, input, async_op, _name(op))
+
+
+def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> Work | None:
+    """tensor = the sum (or AVG, MAX, MIN) of all ranks' tensors, in place, with the same bits on every rank.
+
+    Arguments and errors as for `reduce_scatter_tensor`.
+    """
+    transport = resolve(group, tensor.device)
+    _check(transport, "all_reduce", tensor, tensor, tensor.numel(), 1)
+    return _run(_reduce, "all_reduce", transport, tensor, tensor, async_op, _name(op))
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Sends the r-th piece of input's first dimension to rank r; output = what came, in the order of the ranks.
+
+    Args:
+        output: [sum(output_split_sizes), ...], input: [sum(input_split_sizes), ...].
+        output_split_sizes, input_split_sizes: rows from and to each rank, 0 allowed; None: equal pieces.
+
+    Other arguments and errors as for `all_gather_into_tensor`.
+    """
+    transport = resolve(group, input.device)
+    name = "all_to_all_single"
+    for what, tensor in (("output", output), ("input", input)):
+        if tensor.dim() == 0:
+            raise ValueError(f"{name}: {what} has no dimension to split")
+    if output.shape[1:] != input.shape[1:]:
+        raise ValueError(f"{name}: rows of output {list(output.shape)} and of input {list(input.shape)} differ")
+    _check_pair(name, output, input)
+    takes = _splits(name, "output", output, output_split_sizes, transport.world)
+    gives = _splits(name, "input", input, input_split_sizes, transport.world)
+    if takes[transport.rank] != gives[transport.rank]:
+        raise ValueError(
+            f"{name}: rank {transport.rank} gives itself {gives[transport.rank]} rows but takes {takes[transport.rank]}"
+        )
+    return _run(_exchange, name, transport, output, input, async_op, (takes, gives))
+
+
+# ---------------------------------------------------------------------- the four, on contiguous tensors
+
+
+def _gather(transport: Transport, output: Tensor, input: Tensor, label: str, _: None) -> list[Ticket]:
+    pieces = list(output.view(transport.world, -1).unbind(0))
+    pieces[transport.rank].copy_(input.view(-1))
+    return [gather_pieces(transport, input, pieces, label)]
+
+
+def _scatter(transport: Transport, output: Tensor, input: Tensor, label: str, op: str) -> list[Ticket]:
+    pieces = list(input.view(transport.world, -1).unbind(0))
+    return [reduce_pieces(transport, pieces, output.view(-1), label, op)]
+
+
+def _reduce(transport: Transport, tensor: Tensor, _: Tensor, label: str, op: str) -> list[Ticket]:
+    flat = tensor.view(-1)
+    if flat.numel() * flat.element_size() <= ONE_ROUND:
+        return [reduce_pieces(transport, [flat] * transport.world, flat, label, op)]
+    pieces = list(flat.tensor_split(transport.world))
+    mine = pieces[transport.rank]
+    first = reduce_pieces(transport, pieces, mine, f"{label}, reduce", op)
+    return [first, gather_pieces(transport, mine, pieces, f"{label}, gather")]
+
+
+def _exchange(
+    transport: Transport, output: Tensor, input: Tensor, label: str, splits: tuple[list[int], list[int]]
+) -> list[Ticket]:
+    takes, gives = splits
+    to, source = output.split(takes), input.split(gives)
+    to[transport.rank].copy_(source[transport.rank])
+    peers = peers_of(transport.rank, transport.world)
+    outgoing = [Copy(peer, source[peer]) for peer in peers]
+    return [transport.copy_batch(outgoing, [Copy(peer, to[peer]) for peer in peers], label)]
+
+
+def gather_pieces(transport: Transport, source: Tensor, pieces: Sequence[Tensor], label: str) -> Ticket:
+    """Starts filling pieces[r] with the source of every other rank r; contiguous, pieces[own rank] is left alone."""
+    peers = peers_of(transport.rank, transport.world)
+    outgoing = [Copy(peer, source) for peer in peers]
+    return transport.copy_batch(outgoing, [Copy(peer, pieces[peer]) for peer in peers], label)
+
+
+def reduce_pieces(
+    transport: Transport, pieces: Sequence[Tensor], output: Tensor, label: str, op: str = "sum"
+) -> Ticket:
+    """Starts output = the reduction over ranks of the piece that each has for this rank; contiguous.
+
+    `output` may be one of the pieces: it is written when all have been sent.
+    """
+    peers = peers_of(transport.rank, transport.world)
+    arrived = {peer: torch.empty_like(output) for peer in peers}
+    arrived[transport.rank] = pieces[transport.rank].view_as(output)
+    outgoing = [Copy(peer, pieces[peer]) for peer in peers]
+    return transport.copy_batch(
+        outgoing,
+        [Copy(peer, arrived[peer]) for peer in peers],
+        label,
+        lambda: reduce_in_order([arrived[rank] for rank in range(transport.world)], output, op),
+    )
+
+
+def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") -> None:
+    """output = parts[0] op parts[1] op ..., in that order, in float32 (float64 and integers as they are)."""
+    wide = torch.promote_types(output.dtype, torch.float32) if output.is_floating_point() else output.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        if op in ("sum", "mean"):
+            total += part
+        else:
+            (torch.maximum if op == "max" else torch.minimum)(total, part.to(wide), out=total)
+    if op == "mean":
+        total = total / len(parts) if output.is_floating_point() else total // len(parts)
+    output.copy_(total)
+
+
+# ---------------------------------------------------------------------- checks, strides, gradients
+
+
+def _run(
+    body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, async_op: bool, options: Any
+) -> Work | None:
+    if torch.is_grad_enabled() and input.requires_grad:
+        if options in ("max", "min"):
+            raise ValueError(f"{name}: {options} has no gradient: detach the tensor, or use SUM or AVG")
+        works: list[Work] = []
+        _Differentiable.apply(output, input, body, name, transport, options, works)
+        work = works[0]
+    else:
+        work = _start(body, name, transport, output, input, options)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _start(body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, options: Any) -> Work:
+    label = f"{name} {list(input.shape)} {str(input.dtype).removeprefix('torch.')}" if body is not _exchange else name
+    with torch.no_grad():
+        to = output if output.is_contiguous() else output.contiguous()
+        source = to if input is output else input.contiguous()
+        tickets = body(transport, to, source, label, options)
+        return Work(tickets, None if to is output else (output, to))
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, input: Tensor, body: Any, name: str, transport: Transport, options: Any,
+        works: list[Work],
+    ) -> Tensor:  # fmt: skip
+        ctx.mark_dirty(output)
+        ctx.saved = body, transport, options, input.shape, input is output
+        works.append(_start(body, name, transport, output, output if input is output else input, options))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        body, transport, options, shape, in_place = ctx.saved
+        grad = grads[0]
+        result = grad.new_empty(shape)
+        if body is _gather:
+            work = _start(_scatter, "backward of all_gather", transport, result, grad, "sum")
+        elif body is _scatter:
+            work = _start(_gather, "backward of reduce_scatter", transport, result, grad, None)
+        elif body is _reduce:
+            result = grad.clone(memory_format=torch.contiguous_format)
+            work = _start(_reduce, "backward of all_reduce", transport, result, result, "sum")
+        else:
+            takes, gives = options
+            work = _start(_exchange, "backward of all_to_all", transport, result, grad, (gives, takes))
+        work.wait()
+        if options == "mean":
+            result = result / transport.world
+        return (result if in_place else None, None if in_place else result, None, None, None, None, None)
+
+
+def _name(op: Any) -> str:
+    if op not in _NAMES:
+        raise ValueError(f"op {op} is not supported: use ReduceOp.SUM, AVG, MAX or MIN")
+    return _NAMES[op]
+
+
+def _check_pair(name: str, a: Tensor, b: Tensor) -> None:
+    if a.dtype != b.dtype or a.device != b.device:
+        raise ValueError(f"{name}: one tensor is {a.dtype} on {a.device}, the other {b.dtype} on {b.device}")
+
+
+def _check(transport: Transport, name: str, whole: Tensor, piece: Tensor, elements: int, world: int) -> None:
+    _check_pair(name, whole, piece)
+    if whole.numel() != elements:
+        raise ValueError(
+            f"{name}: the larger tensor {list(whole.shape)} must have {world} times the elements of {list(piece.shape)}"
+        )
+
+
+def _splits(name: str, what: str, tensor: Tensor, sizes: Sequence[int] | None, world: int) -> list[int]:
+    rows = tensor.shape[0]
+    if sizes is None:
+        if rows % world:
+            raise ValueError(f"{name}: {rows} rows of {what} do not divide into {world}: pass {what}_split_sizes")
+        return [rows // world] * world
+    if len(sizes) != world or min(sizes) < 0 or sum(sizes) != rows:
+        raise ValueError(
+            f"{name}: {what}_split_sizes {list(sizes)} must be {world} numbers, none negative, of sum {rows}"
+        )
+    return [int(size) for size in sizes]
