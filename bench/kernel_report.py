@@ -33,8 +33,6 @@ GLUON_HEAD_DIM = 128
 DOTS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "key_gradient_kernel fused")
 GLUON = "gluon_forward_kernel"
 
-# Known and open: exact fp32 products on sm_80 spill a little under Triton 3.6 (kernel, architecture, head dim, dtype).
-KNOWN_SPILLS = {("key_gradient_kernel", 80, 128, "float32")}
 HMMA_ON_HOPPER = {("key_gradient_kernel", 256, "capped")}  # see bitfield_tiles.CAPPED
 
 Report = dict[Configuration, dict[str, dict[str, int]]]
@@ -63,7 +61,7 @@ def tested() -> list[Configuration]:
     def adds(c: Configuration) -> bool:
         if c.variant == "ragged":  # "capped" has the same tiles and more code, but where its tile is smaller
             return any(head_dim == c.head_dim for _, head_dim, _ in HMMA_ON_HOPPER) and c.part == "attention"
-        return c.dtype != "float16" and (c.dtype, c.head_dim) != ("float32", 128)
+        return c.dtype != "float16"
 
     return [c for c in sweep(head_dims=(*HEAD_DIMS, 72)) if adds(c)]
 
@@ -97,8 +95,7 @@ def problems(report: Report) -> list[str]:
         tensor_cores = TENSOR_CORES[configuration.architecture]
         for name, used in kernels.items():
             where = f"{name}, sm_{configuration.architecture}, {configuration}: {used}"
-            known = (name, configuration.architecture, configuration.head_dim, configuration.dtype) in KNOWN_SPILLS
-            if used["spills"] > 64 * known:
+            if used["spills"]:
                 found.append(f"spills: {where}")
             if used["shared"] > SHARED_MEMORY[configuration.architecture]:
                 found.append(f"more than {SHARED_MEMORY[configuration.architecture]} bytes of shared memory: {where}")
