@@ -52,3 +52,17 @@ def reduce_ranks_call(rows: Tensor, own: Tensor, rank: int, out: Tensor, *, mean
 def copy_call(to: Tensor, source: Tensor, programs: int) -> Call:
     """Contiguous tensors of n int32 each."""
     return Call(copy_kernel, programs, dict(to=to, source=source, length=to.numel(), BLOCK=BLOCK), WARPS, 1)
+
+
+@triton.jit
+def busy_kernel(out, steps, BLOCK: tl.constexpr):
+    """Occupies thread slots for a while: `steps` dependent multiply-adds per thread, one element each."""
+    x = tl.arange(0, BLOCK).to(tl.float32)
+    for _ in range(steps):
+        x = x * 0.999 + 1.0
+    tl.store(out + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), x)
+
+
+def busy_call(out: Tensor, steps: int) -> Call:
+    """out: float32 [programs, 1024]; two programs fill the 2,048 thread slots of an SM."""
+    return Call(busy_kernel, out.shape[0], dict(out=out, steps=steps, BLOCK=1024), 32, 1)
