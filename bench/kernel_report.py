@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compile_worker import Configuration
+from bench.measure import command, write_json
 from bench.triton_versions import ROOT, VERSIONS, environment
 
 ARCHITECTURES = (80, 90, 100)
@@ -140,9 +141,9 @@ def cell(used: dict[str, int], architecture: int) -> str:
     return f"{used['registers']} / {used['spills']} / {shared} / {used[TENSOR_CORES[architecture]]}"
 
 
-def as_json(reports: dict[str, Report], command: str) -> dict[str, Any]:
+def as_json(reports: dict[str, Report], line: str) -> dict[str, Any]:
     return {
-        "command": command,
+        "command": line,
         "machine": f"{platform.machine()}, no GPU: compiled ahead of time, not run",
         "python": platform.python_version(),
         "limits": {"shared memory, bytes": SHARED_MEMORY},
@@ -167,8 +168,7 @@ def main() -> None:
     configurations = sweep(options.architectures, sorted(options.head_dims))
     with ThreadPoolExecutor() as pool:  # a process per version of Triton
         reports = dict(zip(options.triton, pool.map(lambda v: compile_all(configurations, v), options.triton)))
-    command = " ".join(["python -m bench.kernel_report", *sys.argv[1:]])
-    options.out.write_text(json.dumps(as_json(reports, command), indent=1) + "\n")
+    write_json(options.out, as_json(reports, command("kernel_report")))
     options.table.write_text(table(reports))
     for version, report in reports.items():
         found = problems(report)

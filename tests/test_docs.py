@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import warnings
@@ -13,6 +14,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
+
+from bench.scheduling_report import readme_table
 
 ROOT = Path(__file__).parents[1]
 WHO = ROOT / "docs" / "who-computes-what.md"
@@ -66,6 +69,14 @@ def test_drawing_a_page_writes_its_output(tmp_path):
     assert once == "# A\n\n```python\nx = 1\n```\n\nb\n\n```python\nprint(x)\n```\n\n```text\n1\n```\n\nc\n"
     DRAW["main"](page)
     assert page.read_text() == once
+
+
+def test_scheduling_figures_of_the_readme_are_those_of_the_report():
+    report = json.loads((ROOT / "bench" / "results" / "scheduling.json").read_text())
+    assert readme_table(report) in (ROOT / "README.md").read_text(), "python -m bench.scheduling_report prints it"
+    assert not report["settings"]["quick"] and not report["missing_peers"]
+    missed = [row["problem"] for row in report["rows"] if not all(row["met"].values())]
+    assert missed == [], "the README says that every target is met"
 
 
 def test_the_first_example_of_the_readme_runs():
