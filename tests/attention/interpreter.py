@@ -125,6 +125,26 @@ def atomics() -> None:
         triton.atomic_backward = atomic_backward
 
 
+def reduced_over_ranks() -> None:
+    """The sum in the order of the ranks: the bits of the CPU's. A copy by few programs."""
+    from interlace.comm.collectives import reduce_rows
+    from interlace.kernels.ranks import copy_call, reduce_ranks_call
+
+    generator = torch.Generator().manual_seed(0)
+    for world, rank, length in ((1, 0, 7), (2, 1, 2048), (3, 0, 5000)):
+        for dtype in (torch.float32, torch.float16):  # the interpreter cuts what it rounds to bfloat16
+            rows, own = (torch.randn(n, length, generator=generator).to(dtype) for n in (world, 1))
+            rows[rank] = torch.nan  # not to be read
+            for mean in (False, True):
+                out, wanted = torch.empty(2, length, dtype=dtype)
+                reduce_rows(rows, own[0], rank, wanted, "mean" if mean else "sum")
+                reduce_ranks_call(rows, own[0], rank, out, mean=mean).run()
+                assert torch.equal(out, wanted), (world, dtype, mean)
+    source, to = torch.arange(10_000, dtype=torch.int32), torch.zeros(10_000, dtype=torch.int32)
+    copy_call(to, source, 3).run()
+    assert torch.equal(to, source)
+
+
 def same_lists(mask: BitfieldMask, keys: BitfieldMask | None, block: int) -> None:
     """The lists built by kernels are those of AttentionPlan.build on the CPU, entry by entry."""
     from interlace.kernels.bitfield_plan import block_lists
@@ -243,6 +263,7 @@ CASES: dict[str, Callable[[], None]] = {
     "strides": strides,
     "same bits": same_bits,
     "atomics": atomics,
+    "reduced over ranks": reduced_over_ranks,
     "lists of known masks": known_lists,
     "lists of random masks": random_lists,
     "lists read the device once": one_synchronisation,

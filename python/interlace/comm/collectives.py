@@ -175,20 +175,29 @@ def reduce_pieces(
 
     `output` may be one of the pieces: it is written when all have been sent.
     """
-    peers = peers_of(transport.rank, transport.world)
-    arrived = {peer: torch.empty_like(output) for peer in peers}
-    arrived[transport.rank] = pieces[transport.rank].view_as(output)
-    outgoing = [Copy(peer, pieces[peer]) for peer in peers]
+    rank, peers = transport.rank, peers_of(transport.rank, transport.world)
+    rows = output.new_empty((transport.world, output.numel()))
     return transport.copy_batch(
-        outgoing,
-        [Copy(peer, arrived[peer]) for peer in peers],
+        [Copy(peer, pieces[peer]) for peer in peers],
+        [Copy(peer, rows[peer]) for peer in peers],
         label,
-        lambda: reduce_in_order([arrived[rank] for rank in range(transport.world)], output, op),
+        lambda: reduce_rows(rows, pieces[rank].view(-1), rank, output.view(-1), op),
     )
 
 
-def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") -> None:
-    """output = parts[0] op parts[1] op ..., in that order, in float32 (float64 and integers as they are)."""
+def reduce_rows(rows: Tensor, own: Tensor, rank: int, output: Tensor, op: str = "sum") -> None:
+    """output [n] = rows[0] op rows[1] op ..., in that order; `own` [n] stands for rows[rank], which is not read.
+
+    In float32; float64 and integers as they are.
+    """
+    if output.is_cuda and output.is_floating_point() and output.dtype != torch.float64 and op in ("sum", "mean"):
+        from interlace.kernels.bitfield_launch import on_device
+        from interlace.kernels.ranks import reduce_ranks_call
+
+        with on_device(output.device):
+            reduce_ranks_call(rows, own, rank, output, mean=op == "mean").run()
+        return
+    parts = [own if r == rank else row for r, row in enumerate(rows)]
     wide = torch.promote_types(output.dtype, torch.float32) if output.is_floating_point() else output.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:

@@ -6,7 +6,7 @@
     results = run_local(4, rank)
 
 A batch is posted as references; the receiver copies straight from the sender's tensor, so nothing is staged. On CUDA
-all ranks share one device and `copier` says which engine moves the bytes (`copiers`).
+all ranks share one device and `copier` says which engine moves the bytes (`interlace.comm.copiers`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from interlace.comm.copiers import Copier, plain_copies
 from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Copy, QueueTransport, peers_of
 
 T = TypeVar("T")
-Copier = Callable[[Sequence[tuple[Tensor, Tensor]]], None]
-"""Copies (to, from) pairs of contiguous tensors of equal size and dtype, on the current stream if they are on CUDA."""
-
-
-def plain_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copies of the framework: memcpy on a CPU; between tensors of one GPU a kernel on its SMs."""
-    for to, source in pairs:
-        to.copy_(source)
 
 
 class _Parcel(NamedTuple):
