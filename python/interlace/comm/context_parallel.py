@@ -37,13 +37,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from interlace.attention import AttentionPlan
 from interlace.attention.op import check_options, check_shapes, run_backward, run_forward
 from interlace.attention.reference import accumulate_dtype
 from interlace.balance import TokenShards
-from interlace.comm.collectives import reduce_in_order
+from interlace.comm.collectives import reduce_rows
 from interlace.comm.group import Group, resolve
 from interlace.comm.shards import check_rank, check_ranks, shard_mask
 from interlace.comm.trace import computing
@@ -236,27 +235,43 @@ class _ContextParallel(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        job: _Job = ctx.job
+        with torch.no_grad(), torch.autocast(ctx.job.transport.device.type, enabled=False):
+            grads = _ContextParallel._backward(ctx.job, dout, dlse, *ctx.saved_tensors)
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = _NoSecondDerivative.apply(*(grad.requires_grad_() for grad in grads))
+        return *grads, None
+
+    @staticmethod
+    def _backward(
+        job: _Job, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # Other ranks may use an output that this one does not: all take part.
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        with torch.autocast(q.device.type, enabled=False):
-            keys = _GatheredHeads(job.transport, k, v, job.chunks)
-            owners = _ScatteredGradients(job.transport)
-            for number, chunk in enumerate(job.chunks):
-                rows = job.queries(chunk, q, k)
-                with keys.ready(number) as (k_all, v_all), computing(job.transport, f"backward, {_named(chunk)}"):
-                    dq[:, rows], *parts = run_backward(
-                        dout[:, rows], None if dlse is None else dlse[:, rows], q[:, rows], k_all, v_all,
-                        out[:, rows], lse[:, rows], job.plan, job.scale, job.softcap, job.deterministic, job.backend,
-                        wide=True,
-                    )  # fmt: skip
-                owners.start(parts, (dk[:, chunk], dv[:, chunk]), _named(chunk))
-            owners.finish()
-        return dq, dk, dv, None
+        keys = _GatheredHeads(job.transport, k, v, job.chunks)
+        owners = _ScatteredGradients(job.transport)
+        for number, chunk in enumerate(job.chunks):
+            rows = job.queries(chunk, q, k)
+            with keys.ready(number) as (k_all, v_all), computing(job.transport, f"backward, {_named(chunk)}"):
+                dq[:, rows], *parts = run_backward(
+                    dout[:, rows], None if dlse is None else dlse[:, rows], q[:, rows], k_all, v_all,
+                    out[:, rows], lse[:, rows], job.plan, job.scale, job.softcap, job.deterministic, job.backend,
+                    wide=True,
+                )  # fmt: skip
+            owners.start(parts, (dk[:, chunk], dv[:, chunk]), _named(chunk))
+        owners.finish()
+        return dq, dk, dv
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError("context_parallel_attention has no second derivative")
 
 
 class _GatheredHeads:
@@ -334,19 +349,19 @@ class _ScatteredGradients:
             for part, result in zip(parts, results):
                 result.copy_(part)
             return
-        outgoing, incoming, sums = [], [], []
         peers = peers_of(rank, world)
-        for part, result in zip(parts, results):
-            by_rank = part.unflatten(2, (world, -1)).unbind(2)
-            arrived = list(part.new_empty(world, *result.shape))
-            arrived[rank] = by_rank[rank]
-            outgoing += [Copy(peer, piece) for peer in peers for piece in _pieces(by_rank[peer])]
-            incoming += [Copy(peer, piece) for peer in peers for piece in _pieces(arrived[peer])]
-            sums.append((arrived, result))
+        by_rank = [part.unflatten(2, (world, -1)).unbind(2) for part in parts]
+        arrived = parts[0].new_empty(world, len(parts), *results[0].shape)
+        for to, part in zip(arrived[rank], by_rank):
+            to.copy_(part[rank])
+        total = torch.empty(arrived.shape[1:], dtype=results[0].dtype, device=arrived.device)
+        outgoing = [Copy(peer, piece) for peer in peers for part in by_rank for piece in _pieces(part[peer])]
+        incoming = [Copy(peer, piece) for peer in peers for piece in _pieces(arrived[peer])]
 
         def add_up() -> None:
-            for arrived, result in sums:
-                reduce_in_order(arrived, result)
+            reduce_rows(arrived.view(world, -1), arrived[rank].view(-1), rank, total.view(-1))
+            for result, piece in zip(results, total):
+                result.copy_(piece)
 
         ticket = self.transport.copy_batch(outgoing, incoming, f"gradients of {chunk}", add_up)
         self.finish()  # so that the parts of two chunks are in memory at most
