@@ -13,16 +13,18 @@ from interlace.comm.collectives import (
 )
 from interlace.comm.group import disconnect, resolve
 from interlace.comm.trace import Trace, traced
-from interlace.comm.transports import CommError, Transport, run_local
+from interlace.comm.transports import CommError, EmulatedTransport, Transport, connect, run_local
 
 __all__ = [
     "CommError",
+    "EmulatedTransport",
     "Trace",
     "Transport",
     "Work",
     "all_gather_into_tensor",
     "all_reduce",
     "all_to_all_single",
+    "connect",
     "disconnect",
     "reduce_scatter_tensor",
     "resolve",
