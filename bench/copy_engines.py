@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.measure import device, machine, reason, versions, write_json
+from bench.measure import command, device, machine, reason, versions, write_json
 from interlace.comm.copiers import engine_copies, engine_missing, plain_copies, sm_copies
 
 Arm = Callable[[], object]
@@ -199,7 +198,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         options.sizes, options.megabytes, options.products, options.repeats = [64], 1, 1, 2
     report: dict[str, Any] = {
         "benchmark": "copy_engines",
-        "command": " ".join(["python -m bench.copy_engines", *(sys.argv[1:] if argv is None else argv)]),
+        "command": command("copy_engines", argv),
         "machine": machine(at),
         "versions": versions(),
         "dry": options.dry,
