@@ -49,7 +49,7 @@ def calls(configuration: Configuration) -> list[Call]:
     if part == "ranks":
         rows = torch.empty(4, 4096, dtype=getattr(torch, dtype), device="meta")
         words = torch.empty(4096, dtype=torch.int32, device="meta")
-        return [reduce_ranks_call(rows, rows[0], 1, rows[0]), copy_call(words, words, 16)]
+        return [reduce_ranks_call(list(rows), rows[0]), copy_call(words, words, 16)]
     q_length, k_length = LENGTHS[variant]
     mask, keys = BitfieldMask.causal(1, q_length), BitfieldMask.causal(1, k_length)
     plan = AttentionPlan.build(mask, keys, cap=1).to("meta")

@@ -1,10 +1,12 @@
 """Kernels of the collectives: the sum over ranks in their order, and a copy that keeps to a given number of SMs.
 
-Copy engines move bytes but cannot add, so what is reduced arrives as one row per rank and is added here: every row is
+Copy engines move bytes but cannot add, so what is reduced arrives as one tensor per rank and is added here: each is
 read once and the sum is kept in registers, in float32.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -13,20 +15,32 @@ from torch import Tensor
 from .bitfield_launch import Call
 
 BLOCK = 2048
+MAX_PARTS = 8
 WARPS = 8
 
 
 @triton.jit
-def reduce_ranks_kernel(rows, own, out, length, rank, WORLD: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """out = rows[0] + rows[1] + ..., in that order; `own` stands for rows[rank], which nobody filled."""
+def reduce_ranks_kernel(
+    p0, p1, p2, p3, p4, p5, p6, p7, out, length, WORLD: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = p0 + p1 + ..., the first WORLD of them, in that order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
-    total = tl.zeros([BLOCK], tl.float32)
-    for r in tl.static_range(WORLD):
-        row = rows + r * length.to(tl.int64)
-        if r == rank:
-            row = own
-        total += tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(p0 + at, mask=inside, other=0.0).to(tl.float32)
+    if WORLD > 1:
+        total += tl.load(p1 + at, mask=inside, other=0.0).to(tl.float32)
+    if WORLD > 2:
+        total += tl.load(p2 + at, mask=inside, other=0.0).to(tl.float32)
+    if WORLD > 3:
+        total += tl.load(p3 + at, mask=inside, other=0.0).to(tl.float32)
+    if WORLD > 4:
+        total += tl.load(p4 + at, mask=inside, other=0.0).to(tl.float32)
+    if WORLD > 5:
+        total += tl.load(p5 + at, mask=inside, other=0.0).to(tl.float32)
+    if WORLD > 6:
+        total += tl.load(p6 + at, mask=inside, other=0.0).to(tl.float32)
+    if WORLD > 7:
+        total += tl.load(p7 + at, mask=inside, other=0.0).to(tl.float32)
     if MEAN:
         total = tl.div_rn(total, tl.full([BLOCK], WORLD, tl.float32))
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
@@ -40,13 +54,11 @@ def copy_kernel(to, source, length, BLOCK: tl.constexpr):
         tl.store(to + at, tl.load(source + at, mask=at < length), mask=at < length)
 
 
-def reduce_ranks_call(rows: Tensor, own: Tensor, rank: int, out: Tensor, *, mean: bool = False) -> Call:
-    """rows [world, n], own [n], out [n]; contiguous, of one floating-point type other than float64."""
-    world, length = rows.shape
-    arguments = dict(
-        rows=rows, own=own, out=out, length=length, rank=rank, WORLD=world, MEAN=mean, BLOCK=BLOCK
-    )  # fmt: skip
-    return Call(reduce_ranks_kernel, triton.cdiv(length, BLOCK), arguments, WARPS, 1)
+def reduce_ranks_call(parts: Sequence[Tensor], out: Tensor, *, mean: bool = False) -> Call:
+    """parts, at most MAX_PARTS, and out: contiguous, of one length, floating-point but not float64."""
+    pointers = {f"p{r}": parts[min(r, len(parts) - 1)] for r in range(MAX_PARTS)}
+    arguments = dict(**pointers, out=out, length=out.numel(), WORLD=len(parts), MEAN=mean, BLOCK=BLOCK)
+    return Call(reduce_ranks_kernel, triton.cdiv(out.numel(), BLOCK), arguments, WARPS, 1)
 
 
 def copy_call(to: Tensor, source: Tensor, programs: int) -> Call:

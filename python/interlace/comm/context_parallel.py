@@ -42,7 +42,7 @@ from interlace.attention import AttentionPlan
 from interlace.attention.op import check_options, check_shapes, run_backward, run_forward
 from interlace.attention.reference import accumulate_dtype
 from interlace.balance import TokenShards
-from interlace.comm.collectives import reduce_rows
+from interlace.comm.collectives import reduce_in_order
 from interlace.comm.group import Group, resolve
 from interlace.comm.shards import check_rank, check_ranks, shard_mask
 from interlace.comm.trace import computing
@@ -359,7 +359,7 @@ class _ScatteredGradients:
         incoming = [Copy(peer, piece) for peer in peers for piece in _pieces(arrived[peer])]
 
         def add_up() -> None:
-            reduce_rows(arrived.view(world, -1), arrived[rank].view(-1), rank, total.view(-1))
+            reduce_in_order(arrived.unbind(), total)
             for result, piece in zip(results, total):
                 result.copy_(piece)
 
