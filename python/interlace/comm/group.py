@@ -64,9 +64,16 @@ def resolve(group: Group, device: torch.device | str = "cpu") -> Transport:
 
 
 def disconnect(group: Group = None) -> None:
-    """Closes the transports that `resolve` made for `group`; the next use connects anew."""
+    """Closes the transports that `resolve` made for `group`; the next use connects anew, on every rank.
+
+    A transport that failed stays as it is until then.
+    """
     if isinstance(group, Transport):
         group.close()
+        return
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        while _alone:
+            _alone.popitem()[1].close()
         return
     for transport in _connected.pop(process_group(group), {}).values():
         transport.close()
