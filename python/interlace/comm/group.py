@@ -81,8 +81,11 @@ def disconnect(group: Group = None) -> None:
 
 def process_group(group: Group) -> dist.ProcessGroup:
     """The process group of a ProcessGroup, a one-dimensional DeviceMesh, or None (the default one)."""
+    found: Any = None
     if group is None:
         found = dist.group.WORLD
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group gives those whom it leaves out
+        found = None
     elif isinstance(group, dist.ProcessGroup):
         found = group
     elif hasattr(group, "get_group") and hasattr(group, "ndim"):
