@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,3 +135,23 @@ def batches(group: Transport, count: int) -> None:
         ticket.wait()
         ticket.wait()
         assert ticket.done() and arrived[: batch + 1] == list(range(batch + 1))
+
+
+# ---------------------------------------------------------------------- what a process holds
+
+
+def used() -> dict[str, int]:
+    """What this process holds that a transport could leak."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "segments": maps.count("memfd:interlace"),
+        "named segments": sum("interlace" in name for name in os.listdir("/dev/shm")),
+    }
+
+
+def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """What there is more of than before. Less may be: the test's own process group drops connections to the dead."""
+    return {what: (before[what], count) for what, count in after.items() if count > before[what]}

@@ -11,7 +11,7 @@ import multiprocessing as mp
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -58,8 +58,13 @@ class Pool:
         self._trials = itertools.count()
         self._members: list[tuple[Any, Connection]] = []
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
-        """function(rank, *args) on `world` ranks. Those that run for longer than `timeout` seconds are killed."""
+    def run(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, stopped: Collection[int] = ()
+    ) -> list[Outcome]:
+        """function(rank, *args) on `world` ranks. Those that run for longer than `timeout` seconds are killed.
+
+        stopped: ranks that nobody waits for: they are killed when the others have ended.
+        """
         while len(self._members) < world:
             self._members.append(self._start())
         trial, pipes = next(self._trials), [pipe for _, pipe in self._members[:world]]
@@ -73,7 +78,8 @@ class Pool:
         for pipe in pipes:
             pipe.send("go")
         outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < world and (left := start + timeout - time.monotonic()) > 0:
+        awaited = set(range(world)) - set(stopped)
+        while awaited - set(outcomes) and (left := start + timeout - time.monotonic()) > 0:
             for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in outcomes], left):
                 rank = pipes.index(pipe)
                 try:

@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,9 @@ from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifes
 from interlace.comm.transports.meeting import Meeting
 from interlace.comm.transports.process_group import GlooTransport, NcclTransport
 from interlace.comm.transports.shm import SLOTS, Segment, ShmTransport, born
-from tests.comm.jobs import TIMEOUT, batches
+from tests.comm.jobs import TIMEOUT, batches, grown, used
 
 # ---------------------------------------------------------------------- what is left
-
-
-def used() -> dict[str, int]:
-    """What this process holds that a transport could leak."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "segments": maps.count("memfd:interlace"),
-        "named segments": sum("interlace" in name for name in os.listdir("/dev/shm")),
-    }
 
 
 def leaks(rank: int, kind: str) -> list[dict[str, int]]:
@@ -92,8 +79,7 @@ def test_nothing_is_left_when_a_transport_ends(pool: Any, kind: str) -> None:
     for first, *others in pool.returned(2, leaks, kind):
         assert first["segments"] == first["named segments"] == 0
         for way, held in zip(("well", "forgotten", "wrong", "late"), others):
-            grown = {what: (first[what], count) for what, count in held.items() if count > first[what]}
-            assert not grown, (way, grown)
+            assert not grown(first, held), way
 
 
 def test_a_forgotten_transport_ends_its_thread() -> None:

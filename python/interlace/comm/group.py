@@ -84,8 +84,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
     found: Any = None
     if group is None:
         found = dist.group.WORLD
-    elif group is dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group gives those whom it leaves out
-        found = None
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        pass  # what dist.new_group gives those whom it leaves out
     elif isinstance(group, dist.ProcessGroup):
         found = group
     elif hasattr(group, "get_group") and hasattr(group, "ndim"):
