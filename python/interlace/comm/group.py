@@ -64,9 +64,16 @@ def resolve(group: Group, device: torch.device | str = "cpu") -> Transport:
 
 
 def disconnect(group: Group = None) -> None:
-    """Closes the transports that `resolve` made for `group`; the next use connects anew."""
+    """Closes the transports that `resolve` made for `group`; the next use connects anew, on every rank.
+
+    A transport that failed stays as it is until then.
+    """
     if isinstance(group, Transport):
         group.close()
+        return
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        while _alone:
+            _alone.popitem()[1].close()
         return
     for transport in _connected.pop(process_group(group), {}).values():
         transport.close()
@@ -74,8 +81,11 @@ def disconnect(group: Group = None) -> None:
 
 def process_group(group: Group) -> dist.ProcessGroup:
     """The process group of a ProcessGroup, a one-dimensional DeviceMesh, or None (the default one)."""
+    found: Any = None
     if group is None:
         found = dist.group.WORLD
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        pass  # what dist.new_group gives those whom it leaves out
     elif isinstance(group, dist.ProcessGroup):
         found = group
     elif hasattr(group, "get_group") and hasattr(group, "ndim"):
