@@ -1,7 +1,8 @@
 """Collectives that leave the multiprocessors to the matrix products, and what is overlapped with them.
 
 `transports` move bytes, `group` finds the transport of a process group, `collectives` are torch's with sums in a fixed
-order, `trace` records what overlapped what.
+order, `matmul` hides them under the matrix products of tensor parallelism (`pipeline`), `trace` records what overlapped
+what.
 """
 
 from interlace.comm.collectives import (
@@ -12,6 +13,7 @@ from interlace.comm.collectives import (
     reduce_scatter_tensor,
 )
 from interlace.comm.group import disconnect, resolve
+from interlace.comm.matmul import all_gather_matmul, matmul_reduce_scatter
 from interlace.comm.trace import Trace, traced
 from interlace.comm.transports import CommError, Transport, run_local
 
@@ -21,9 +23,11 @@ __all__ = [
     "Transport",
     "Work",
     "all_gather_into_tensor",
+    "all_gather_matmul",
     "all_reduce",
     "all_to_all_single",
     "disconnect",
+    "matmul_reduce_scatter",
     "reduce_scatter_tensor",
     "resolve",
     "run_local",
