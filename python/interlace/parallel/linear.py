@@ -30,6 +30,8 @@ class ParallelLinear(nn.Module):
     """What both kinds share: a piece of the parameters of an nn.Linear, of whose whole in_ and out_features speak."""
 
     cut: ClassVar[dict[str, int]]  # parameter -> dimension along which ranks share it; others are whole everywhere
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,

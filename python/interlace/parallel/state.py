@@ -39,10 +39,11 @@ def dtensor_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor 
         raise ValueError(f"mesh has {mesh.ndim} dimensions: pass the one that the module is cut along, as mesh['tp']")
     found: dict[str, Tensor | DTensor] = {}
     for key, owner, name, value in _entries(module):
-        cut = isinstance(owner, ParallelLinear) and name in owner.cut
-        if isinstance(owner, ParallelLinear) and owner.ranks.world != mesh.size():
-            raise ValueError(f"{key} is cut among {owner.ranks.world} ranks, mesh has {mesh.size()}")
-        placement = Shard(owner.cut[name]) if cut else Replicate()
+        placement: Replicate | Shard = Replicate()
+        if isinstance(owner, ParallelLinear) and name in owner.cut:
+            if owner.ranks.world != mesh.size():
+                raise ValueError(f"{key} is cut among {owner.ranks.world} ranks, mesh has {mesh.size()}")
+            placement = Shard(owner.cut[name])
         found[key] = DTensor.from_local(value.detach(), mesh, [placement], run_check=False)
     return found
 
