@@ -24,6 +24,7 @@ SUM = dist.ReduceOp.SUM
 _NAMES = {
     dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",
 }  # fmt: skip
+_SUMMED_BY_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
 ONE_ROUND = 64 << 10  # bytes up to which all_reduce sends everything to everybody: one latency instead of two
 
 
@@ -175,20 +176,32 @@ def reduce_pieces(
 
     `output` may be one of the pieces: it is written when all have been sent.
     """
-    peers = peers_of(transport.rank, transport.world)
-    arrived = {peer: torch.empty_like(output) for peer in peers}
-    arrived[transport.rank] = pieces[transport.rank].view_as(output)
-    outgoing = [Copy(peer, pieces[peer]) for peer in peers]
+    rank, peers = transport.rank, peers_of(transport.rank, transport.world)
+    arrived = [pieces[rank] if r == rank else torch.empty_like(output) for r in range(transport.world)]
     return transport.copy_batch(
-        outgoing,
+        [Copy(peer, pieces[peer]) for peer in peers],
         [Copy(peer, arrived[peer]) for peer in peers],
         label,
-        lambda: reduce_in_order([arrived[rank] for rank in range(transport.world)], output, op),
+        lambda: reduce_in_order([part.view_as(output) for part in arrived], output, op),
     )
 
 
 def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") -> None:
-    """output = parts[0] op parts[1] op ..., in that order, in float32 (float64 and integers as they are)."""
+    """output = parts[0] op parts[1] op ..., in that order, in float32 (float64 and integers as they are).
+
+    All of one shape, the parts of one dtype; on CUDA in one kernel where there are few enough.
+    """
+    if output.is_cuda and op in ("sum", "mean") and output.dtype in _SUMMED_BY_KERNEL:
+        from interlace.kernels.bitfield_launch import on_device
+        from interlace.kernels.ranks import MAX_PARTS, reduce_ranks_call
+
+        if len(parts) <= MAX_PARTS:
+            to = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+            with on_device(output.device):
+                reduce_ranks_call([part.contiguous() for part in parts], to, mean=op == "mean").run()
+            if to is not output:
+                output.copy_(to)
+            return
     wide = torch.promote_types(output.dtype, torch.float32) if output.is_floating_point() else output.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:

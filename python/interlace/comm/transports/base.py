@@ -11,9 +11,12 @@ thread only enqueues, on a stream of its own.
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -136,11 +139,21 @@ def peers_of(rank: int, world: int) -> list[int]:
     return [(rank + step) % world for step in range(1, world)]
 
 
+class _Pulse:
+    """When a transport last got somewhere: a batch begun, a piece arrived. Waits are bounded from there."""
+
+    def __init__(self) -> None:
+        self.time = time.monotonic()
+
+    def beat(self) -> None:
+        self.time = time.monotonic()
+
+
 class _QueuedTicket:
-    def __init__(self, what: str, timeout: float, device: torch.device) -> None:
-        self.what, self.timeout, self.device = what, timeout, device
+    def __init__(self, what: str, timeout: float, device: torch.device, pulse: _Pulse) -> None:
+        self.what, self.timeout, self.device, self.pulse = what, timeout, device, pulse
         self.finished = threading.Event()
-        self.error: BaseException | None = None
+        self.error: CommError | None = None
         self.event: torch.cuda.Event | None = None
         self.keep: Any = None  # what must live until the batch is complete
 
@@ -148,14 +161,18 @@ class _QueuedTicket:
         return self.finished.is_set()
 
     def wait(self) -> None:
-        # The thread bounds its own waits; this one is a little longer, so that its reason arrives.
-        if not self.finished.wait(self.timeout + 5.0):
-            raise CommError(f"{self.what}: not done {self.timeout + 5.0:g} s after the wait for it began")
+        # The thread bounds its own waits; this one, a little longer so that the thread's reason arrives, is for a
+        # thread that hangs. Batches that were issued before may take their time, as long as they move.
+        self.pulse.beat()
+        patience = self.timeout + 5.0
+        while not self.finished.wait(max(self.pulse.time + patience - time.monotonic(), 0.0)):
+            if time.monotonic() >= self.pulse.time + patience:
+                raise CommError(f"{self.what}: nothing moved for {patience:g} s")
+        self.keep = None
         if self.error is not None:
             raise CommError(str(self.error)) from self.error
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
-        self.keep = None
 
 
 class QueueTransport(Transport):
@@ -163,20 +180,29 @@ class QueueTransport(Transport):
 
     A subclass implements `_run`, `signal` and `wait`, and `_shut` to free what it holds. After the first error every
     later batch fails with the same reason: the order of batches is lost, and nothing that follows could be trusted.
+
+    A transport that nobody refers to any more ends its thread; those still open when the interpreter exits are closed.
     """
+
+    before: Callable[[int, str], None] = staticmethod(lambda rank, what: None)
+    """Called as before(rank, step) ahead of each step of a batch ("post", "take", "taken"): tests delay there."""
 
     def __init__(self, rank: int, world: int, *, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
         self.device = device
         self.batches = 0
+        self._process = os.getpid()
         self.failed: CommError | None = None
         self._closed = False
+        self._pulse = _Pulse()
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(
             target=_work, args=(weakref.ref(self), self._queue), name=f"interlace-{self.name}-{rank}", daemon=True
         )
         self._thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
+        _open.add(self)
 
     @abstractmethod
     def _run(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
@@ -191,6 +217,17 @@ class QueueTransport(Transport):
     def _interrupt(self) -> None:
         """Makes a `_run` that waits give up."""
 
+    def _tell(self, reason: str) -> None:
+        """Lets the peers know that this rank gave up, and why, so that none waits for it until the timeout."""
+
+    def _fail(self, error: CommError) -> None:
+        """From now on every use raises; peers are told. Only the first error counts."""
+        _forget_locals(error)
+        if self.failed is None:
+            self.failed = CommError(str(error))
+            if not self._closed:
+                self._tell(str(error))
+
     def copy_batch(
         self,
         outgoing: Sequence[Copy],
@@ -203,7 +240,7 @@ class QueueTransport(Transport):
         sequence = self.batches
         self.batches += 1
         what = f"rank {self.rank} of {self.world}, {label} (batch {sequence})"
-        ticket = _QueuedTicket(what, self.timeout, self.device)
+        ticket = _QueuedTicket(what, self.timeout, self.device, self._pulse)
         ticket.keep = (outgoing, incoming, then)
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         if self.trace is not None:
@@ -211,6 +248,7 @@ class QueueTransport(Transport):
 
         def run() -> None:
             began = time.perf_counter()
+            self._pulse.beat()
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)
@@ -229,6 +267,7 @@ class QueueTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        _open.discard(self)
         self._interrupt()
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
@@ -252,14 +291,34 @@ def _work(owner: weakref.ref[QueueTransport], batches: queue.SimpleQueue[Any]) -
         transport = owner()
         try:
             if transport is not None and transport.failed is not None:
-                raise transport.failed
+                raise CommError(str(transport.failed))
             run()
         except BaseException as error:
-            ticket.error = error if isinstance(error, CommError) else CommError(f"{ticket.what}: {_line(error)}")
-            if transport is not None and transport.failed is None:
-                transport.failed = ticket.error
+            ticket.error = _failure(ticket.what, error)
+            if transport is not None:
+                transport._fail(ticket.error)
         ticket.finished.set()
         del run, ticket, item, transport
+
+
+_open: weakref.WeakSet[QueueTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # A daemon thread that still waits in compiled code while the interpreter goes away can take the process down.
+    for transport in list(_open):
+        if transport._process == os.getpid():  # a forked child has no thread to end, and must not speak for its parent
+            transport.close()
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Drops what the frames of the tracebacks refer to: buffers and sockets would live as long as the error."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy]:
@@ -271,6 +330,14 @@ def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy
         if not tensor.is_contiguous():
             raise ValueError(f"{label}: a tensor of shape {list(tensor.shape)} is not contiguous")
     return [Copy(peer, tensor.detach().view(-1)) for peer, tensor in copies]
+
+
+def _failure(what: str, error: BaseException) -> CommError:
+    if isinstance(error, CommError):
+        return error
+    failure = CommError(f"{what}: {_line(error)}")
+    failure.__cause__ = error
+    return failure
 
 
 def _line(error: BaseException) -> str:

@@ -6,7 +6,7 @@
     results = run_local(4, rank)
 
 A batch is posted as references; the receiver copies straight from the sender's tensor, so nothing is staged. On CUDA
-all ranks share one device and `copier` says which engine moves the bytes (`copiers`).
+all ranks share one device and `copier` says which engine moves the bytes (`interlace.comm.copiers`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from interlace.comm.copiers import Copier, plain_copies
 from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Copy, QueueTransport, peers_of
+from interlace.comm.transports.header import Manifest, check, manifest
 
 T = TypeVar("T")
-Copier = Callable[[Sequence[tuple[Tensor, Tensor]]], None]
-"""Copies (to, from) pairs of contiguous tensors of equal size and dtype, on the current stream if they are on CUDA."""
-
-
-def plain_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copies of the framework: memcpy on a CPU; between tensors of one GPU a kernel on its SMs."""
-    for to, source in pairs:
-        to.copy_(source)
 
 
 class _Parcel(NamedTuple):
-    label: str
+    manifest: Manifest
     tensors: list[Tensor]
     ready: torch.cuda.Event | None
 
@@ -109,14 +103,14 @@ class LocalTransport(QueueTransport):
         with hub.changed:
             for peer in peers:  # an empty parcel too: so a peer that expects something is told, and nobody waits
                 tensors = [tensor for to, tensor in outgoing if to == peer]
-                hub.posted[rank, peer].append(_Parcel(what, tensors, ready))
+                hub.posted[rank, peer].append(_Parcel(manifest(sequence, what, tensors), tensors, ready))
             hub.changed.notify_all()
 
         for peer in peers:
             edge = (peer, rank)
             parcel = hub.wait_for(rank, peer, what, self.timeout, partial(_first, hub.posted[edge]))
             expected = [tensor for source, tensor in incoming if source == peer]
-            _compare(rank, peer, what, expected, parcel)
+            check(rank, peer, manifest(sequence, what, expected), parcel.manifest)
             hub.before(rank, "take")
             if parcel.ready is not None:
                 torch.cuda.current_stream().wait_event(parcel.ready)
@@ -147,6 +141,9 @@ class LocalTransport(QueueTransport):
         self.hub.wait_for(
             self.rank, peer, "wait", self.timeout, lambda: True if self.hub.signals[edge] >= count else None
         )
+
+    def _tell(self, reason: str) -> None:
+        self.hub.leave(self.rank, reason)
 
     def _interrupt(self) -> None:
         self.hub.leave(self.rank, "it closed its transport")
@@ -200,23 +197,6 @@ def run_local(
 
 def _first(waiting: deque[T]) -> T | None:
     return waiting[0] if waiting else None
-
-
-def _compare(rank: int, peer: int, what: str, expected: list[Tensor], parcel: _Parcel) -> None:
-    if parcel.label != what:
-        raise CommError(f"rank {rank} is in {what}, but rank {peer} is in {parcel.label}: the ranks' programs differ")
-    sent, wanted = (
-        [(t.numel(), str(t.dtype).removeprefix("torch.")) for t in tensors] for tensors in (parcel.tensors, expected)
-    )
-    if sent != wanted:
-        raise CommError(
-            f"rank {rank}, {what}: rank {peer} sends {_described(sent)}, {_described(wanted)} expected: the ranks pass "
-            "tensors of different shapes or dtypes"
-        )
-
-
-def _described(sizes: list[tuple[int, str]]) -> str:
-    return " + ".join(f"{count} {dtype}" for count, dtype in sizes) or "nothing"
 
 
 def _indexed(device: torch.device) -> torch.device:
