@@ -80,6 +80,14 @@ def test_the_bits_do_not_depend_on_when_things_arrive(dtype):
             assert all(torch.equal(a, b) for a, b in zip(got, same))
 
 
+def test_the_gradients_of_two_chunks_are_in_memory_at_most():
+    for _, (_, trace) in one_pass(delays(0)):
+        sent = {event.label: event.finish for event in trace.of("copy")}
+        computed = [event for event in trace.of("compute") if event.label.startswith("backward")]
+        for number, later in enumerate(computed[2:]):
+            assert sent[f"gradients of key heads {number}:{number + 1}"] <= later.start
+
+
 class Held:
     """Keeps a batch of every rank from being sent until `release`d by the computation that should not need it."""
 
