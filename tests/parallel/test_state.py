@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 
 import pytest
 import torch
@@ -66,9 +65,6 @@ def test_distributed_checkpoints_of_two_processes(tmp_path):
     assert all(torch.equal(state[key], value) for key, value in want.items())
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("interlace.comm.transports.choose") is None, reason="no transport between processes yet"
-)
 def test_a_module_cut_along_a_mesh_of_processes():
     module = processes.Gated()
     out = module(processes.example())

@@ -1,7 +1,10 @@
 """Makes a module tensor parallel by a plan: module path -> what is done with it. The module's code stays as it is.
 
     plan = {**plan_for(model), "projector": "replicate"}
-    tensor_parallel(model, plan, group)
+    tensor_parallel(model, plan, mesh["tp"])
+    model.load_state_dict(checkpoint)                            # the ordinary one; each rank takes its pieces
+    model(**batch).loss.backward()                               # every gradient is the whole's, or its piece
+    state = full_state_dict(model)                               # the ordinary one again
 
     "column"           an nn.Linear, cut by its outputs
     "column_gathered"  the same, its outputs joined on every rank: a language model's head
