@@ -40,6 +40,7 @@ import torch.multiprocessing as mp
 from bench.measure import command, machine, versions, write_json
 from interlace import balance, comm
 from interlace.attention import AttentionPlan
+from interlace.comm.picture import plot_traces
 from interlace.comm.transports.base import Capabilities, Copy, Ticket, Transport
 from interlace.comm.transports.emulated import EmulatedTransport
 from interlace.masks import BitfieldMask
@@ -49,13 +50,13 @@ LATENCY = 200e-6  # seconds
 
 
 class Serial(Transport):
-    """A transport whose batches are waited for where they are issued; counts them, and the bytes that come in."""
+    """A transport whose batches are waited for where they are issued."""
 
     name = "serial"
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.batches, self.bytes = 0, 0
+        self.batches, self.bytes = 0, 0  # for those that count them
         self.rank, self.world, self.timeout, self.device = inner.rank, inner.world, inner.timeout, inner.device
 
     @classmethod
@@ -65,8 +66,6 @@ class Serial(Transport):
     def copy_batch(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None = None
     ) -> Ticket:
-        self.batches += 1
-        self.bytes += sum(tensor.nbytes for _, tensor in incoming)
         ticket = self.inner.copy_batch(outgoing, incoming, label, then)
         ticket.wait()
         return ticket
@@ -79,6 +78,29 @@ class Serial(Transport):
 
     def close(self) -> None:
         self.inner.close()
+
+
+class _Done:
+    """The ticket of a batch that is not carried out."""
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+class Absent(Serial):
+    """Moves nothing: what an operation computes, and how many bytes it would move."""
+
+    def copy_batch(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None = None
+    ) -> Ticket:
+        self.batches += 1
+        self.bytes += sum(tensor.nbytes for _, tensor in incoming)
+        if then is not None:
+            then()
+        return _Done()
 
 
 class Case(NamedTuple):
@@ -145,9 +167,8 @@ def cases(rank: int, quick: bool) -> list[Case]:
     ]
 
 
-def timed(group: Transport, prepare: Callable[[Transport, int], Callable[[], object]], chunks: int) -> float:
+def timed(group: Transport, call: Callable[[], object]) -> float:
     """Seconds of the slowest rank for one call that all start together."""
-    call = prepare(group, chunks)
     group.barrier()
     start = time.perf_counter()
     call()
@@ -158,18 +179,21 @@ def timed(group: Transport, prepare: Callable[[Transport, int], Callable[[], obj
 
 def measure(case: Case, inner: Transport, chunks: int, ratio: float, repeats: int) -> dict[str, Any]:
     """One operation in `chunks` chunks, on a link whose transfers take `ratio` of the operation's own computation."""
-    free = Serial(inner)
-    timed(free, case.prepare, chunks)
-    free.batches = free.bytes = 0
-    computation = statistics.median(timed(free, case.prepare, chunks) for _ in range(5))
-    batches, size = free.batches / 5, free.bytes / 5
+    alone = []
+    for _ in range(repeats):
+        nothing = Absent(inner)
+        call = case.prepare(nothing, chunks)
+        nothing.batches = nothing.bytes = 0  # what a forward moved that the backward needs
+        alone.append(timed(nothing, call))
+    computation, batches, size = statistics.median(alone), nothing.batches, nothing.bytes
     bandwidth = size / max(ratio * computation - batches * LATENCY, 1e-4)
     communication = size / bandwidth + batches * LATENCY
     link = EmulatedTransport(inner, bandwidth=bandwidth, latency=LATENCY)
+    waited = Serial(link)
     serial, overlapped = [], []
     for _ in range(repeats):
-        serial.append(timed(Serial(link), case.prepare, chunks))
-        overlapped.append(timed(link, case.prepare, chunks))
+        serial.append(timed(waited, case.prepare(waited, chunks)))
+        overlapped.append(timed(link, case.prepare(link, chunks)))
     hidden = [(slow - fast) / communication for slow, fast in zip(serial, overlapped, strict=True)]
     return {
         "operation": case.name,
@@ -186,10 +210,51 @@ def measure(case: Case, inner: Transport, chunks: int, ratio: float, repeats: in
     }
 
 
+def peers(rank: int, inner: Transport, quick: bool, repeats: int) -> list[dict[str, Any]]:
+    """Milliseconds over what really connects two processes here; beside them torch's collective and matmul."""
+    generator = torch.Generator().manual_seed(rank)
+    rows, width = (64, 64) if quick else (1024, 1024)
+    x, whole = (torch.randn(n, width, generator=generator) for n in (rows, WORLD * rows))
+    weight = torch.randn(width, width, generator=torch.Generator().manual_seed(9))
+
+    def gather_then_multiply() -> torch.Tensor:
+        gathered = x.new_empty(WORLD * rows, width)
+        dist.all_gather_into_tensor(gathered, x)
+        return gathered @ weight.T
+
+    def multiply_then_scatter() -> torch.Tensor:
+        total = whole @ weight.T
+        dist.all_reduce(total)  # gloo's own way to scatter a sum
+        return total.tensor_split(WORLD)[rank]
+
+    runs: dict[str, dict[str, Callable[[], torch.Tensor]]] = {
+        "all_gather_matmul": {
+            "interlace, shm": lambda: comm.all_gather_matmul(x, [weight], group=inner)[1][0],
+            "gloo all_gather, then matmul": gather_then_multiply,
+        },
+        "matmul_reduce_scatter": {
+            "interlace, shm": lambda: comm.matmul_reduce_scatter(whole, weight, group=inner),
+            "matmul, then gloo all_reduce": multiply_then_scatter,
+        },
+    }
+    found = []
+    for operation, contenders in runs.items():
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        results = {name: run() for name, run in contenders.items()}
+        for _ in range(repeats):
+            for name, run in contenders.items():
+                times[name].append(timed(inner, run))
+        first, *others = results.values()
+        for other in others:
+            torch.testing.assert_close(first, other, rtol=1e-3, atol=1e-3)
+        found.append({"operation": operation, "ms": {name: 1e3 * statistics.median(t) for name, t in times.items()}})
+    return found
+
+
 def timeline(
     inner: Transport, chunks: int, case: Case, bandwidth: float
 ) -> dict[str, list[tuple[str, str, float, float]]]:
-    """{arm: events of this rank, in milliseconds from its start} of one call: what the page's picture is drawn from."""
+    """{arm: events of this rank, in seconds from its start} of one call: what the page's picture is drawn from."""
     link = EmulatedTransport(inner, bandwidth=bandwidth, latency=LATENCY)
     arms: dict[str, list[tuple[str, str, float, float]]] = {}
     for arm, group in (("serial", Serial(link)), ("overlapped", link)):
@@ -199,7 +264,7 @@ def timeline(
         with comm.traced(link) as trace:
             group.trace = link.trace  # Serial's operations record their products where the link does its copies
             call()
-        arms[arm] = [(e.kind, e.label, 1e3 * (e.start - start), 1e3 * (e.finish - start)) for e in trace.events]
+        arms[arm] = [(e.kind, e.label, e.start - start, e.finish - start) for e in trace.events]
     return arms
 
 
@@ -216,9 +281,10 @@ def run_rank(rank: int, port: int, settings: dict[str, Any], result: str) -> Non
                     print(line(records[-1]), flush=True)
         first = cases(rank, settings["quick"])[0]
         speed = next(r for r in records if r["operation"] == first.name)["bandwidth_gb_per_s"] * 1e9
+        beside = peers(rank, inner, settings["quick"], settings["repeats"])
         events = timeline(inner, max(settings["chunks"]), first, speed)
     if rank == 0:
-        Path(result).write_text(json.dumps({"rows": records, "timeline": events}))
+        Path(result).write_text(json.dumps({"rows": records, "peers": beside, "timeline": events}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -239,6 +305,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="toy sizes, whose figures mean nothing")
     parser.add_argument("--out", type=Path, default=Path("bench/results/overlap.json"))
+    parser.add_argument("--picture", type=Path, help="draw the timeline of the first operation here")
     options = parser.parse_args(argv)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -257,6 +324,19 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         **found,
     }
     write_json(options.out, report)
+    for beside in found["peers"]:
+        print(f"{beside['operation']}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in beside["ms"].items()))
+    if options.picture:
+        chunks, rows = (
+            max(options.chunks),
+            {row["operation"]: row for row in found["rows"] if row["chunks"] == max(options.chunks)},
+        )
+        operation, row = next(iter(rows.items()))
+        plot_traces(
+            found["timeline"],
+            options.picture,
+            title=f"{operation}, {chunks} chunks: {row['hidden']:.0%} of the link's time is hidden",
+        )
     return report
 
 

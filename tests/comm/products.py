@@ -1,4 +1,4 @@
-"""Random inputs of tensor-parallel products for all ranks, what one process makes of them, and a run on virtual ranks."""
+"""Random inputs of tensor-parallel products, what one process makes of them, and a run on virtual ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ import torch
 from torch import Tensor
 
 from interlace.comm import all_gather_matmul, matmul_reduce_scatter, run_local
-
-TOLERANCE = {
-    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
-    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
-}
 
 
 @dataclass

@@ -3,7 +3,8 @@
 What differs: any transport moves the bytes, copy engines where there are (they cannot add, so what is reduced is moved
 first and added by its receiver); sums are made in float32 (float64 for float64, integers as they are) in the order of
 the ranks, so that their bits repeat and are the same on every rank; and the operations are differentiable: where
-`input` requires a gradient, `output` is made part of the graph, in place.
+`input` requires a gradient, `output` is made part of the graph, in place. The backward pass of a collective is one too
+and needs every rank: either all inputs require gradients or none, and every rank's loss depends on its output.
 
 With `async_op` the call returns a `Work`; input and output must be left alone until its `wait`.
 """
@@ -25,6 +26,10 @@ _NAMES = {
     dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",
 }  # fmt: skip
 _SUMMED_BY_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
+_REDUCED = {
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
 ONE_ROUND = 64 << 10  # bytes up to which all_reduce sends everything to everybody: one latency instead of two
 
 
@@ -79,9 +84,9 @@ def reduce_scatter_tensor(
 
     Other arguments and errors as for `all_gather_into_tensor`.
     """
-    transport = resolve(group, input.device)
-    _check(transport, "reduce_scatter_tensor", input, output, transport.world * output.numel(), transport.world)
-    return _run(_scatter, "reduce_scatter_tensor", transport, output, input, async_op, _name(op))
+    transport, name = resolve(group, input.device), "reduce_scatter_tensor"
+    _check(transport, name, input, output, transport.world * output.numel(), transport.world)
+    return _run(_scatter, name, transport, output, input, async_op, _reduction(name, op, input.dtype))
 
 
 def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> Work | None:
@@ -89,9 +94,8 @@ def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: boo
 
     Arguments and errors as for `reduce_scatter_tensor`.
     """
-    transport = resolve(group, tensor.device)
-    _check(transport, "all_reduce", tensor, tensor, tensor.numel(), 1)
-    return _run(_reduce, "all_reduce", transport, tensor, tensor, async_op, _name(op))
+    transport, name = resolve(group, tensor.device), "all_reduce"
+    return _run(_reduce, name, transport, tensor, tensor, async_op, _reduction(name, op, tensor.dtype))
 
 
 def all_to_all_single(
@@ -220,8 +224,8 @@ def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") ->
 def _run(
     body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, async_op: bool, options: Any
 ) -> Work | None:
-    if torch.is_grad_enabled() and input.requires_grad:
-        if options in ("max", "min"):
+    if torch.is_grad_enabled() and (input.requires_grad or output.requires_grad):
+        if options in ("max", "min") and input.requires_grad:
             raise ValueError(f"{name}: {options} has no gradient: detach the tensor, or use SUM or AVG")
         works: list[Work] = []
         _Differentiable.apply(output, input, body, name, transport, options, works)
@@ -237,13 +241,22 @@ def _run(
 def _start(body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, options: Any) -> Work:
     label = f"{name} {list(input.shape)} {str(input.dtype).removeprefix('torch.')}" if body is not _exchange else name
     with torch.no_grad():
-        to = output if output.is_contiguous() else output.contiguous()
-        source = to if input is output else input.contiguous()
+        source = input.contiguous().resolve_conj().resolve_neg()
+        if input is output:
+            to = source
+        elif output.is_contiguous() and not (output.is_conj() or output.is_neg()):
+            to = output
+        else:
+            to = torch.empty_like(output, memory_format=torch.contiguous_format)
         tickets = body(transport, to, source, label, options)
+        # Transports write memory, which autograd does not see: a tensor that it kept for a backward pass is now wrong.
+        torch.autograd.graph.increment_version(output)
         return Work(tickets, None if to is output else (output, to))
 
 
 class _Differentiable(torch.autograd.Function):
+    """The derivative of a collective is another one, made of these again: so it has derivatives of any order."""
+
     @staticmethod
     def forward(
         ctx: Any, output: Tensor, input: Tensor, body: Any, name: str, transport: Transport, options: Any,
@@ -257,27 +270,32 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         body, transport, options, shape, in_place = ctx.saved
+        if not (in_place or ctx.needs_input_grad[1]):  # what was in `output` before has no influence
+            return (None,) * 7
         grad = grads[0]
         result = grad.new_empty(shape)
         if body is _gather:
-            work = _start(_scatter, "backward of all_gather", transport, result, grad, "sum")
+            _run(_scatter, "backward of all_gather", transport, result, grad, False, "sum")
         elif body is _scatter:
-            work = _start(_gather, "backward of reduce_scatter", transport, result, grad, None)
+            _run(_gather, "backward of reduce_scatter", transport, result, grad, False, None)
         elif body is _reduce:
             result = grad.clone(memory_format=torch.contiguous_format)
-            work = _start(_reduce, "backward of all_reduce", transport, result, result, "sum")
+            _run(_reduce, "backward of all_reduce", transport, result, result, False, "sum")
         else:
             takes, gives = options
-            work = _start(_exchange, "backward of all_to_all", transport, result, grad, (gives, takes))
-        work.wait()
+            _run(_exchange, "backward of all_to_all", transport, result, grad, False, (gives, takes))
         if options == "mean":
             result = result / transport.world
         return (result if in_place else None, None if in_place else result, None, None, None, None, None)
 
 
-def _name(op: Any) -> str:
+def _reduction(name: str, op: Any, dtype: torch.dtype) -> str:
     if op not in _NAMES:
-        raise ValueError(f"op {op} is not supported: use ReduceOp.SUM, AVG, MAX or MIN")
+        raise ValueError(f"{name}: op {op} is not supported: use ReduceOp.SUM, AVG, MAX or MIN")
+    if dtype not in _REDUCED:
+        raise ValueError(f"{name}: {dtype} is not reduced: convert the tensor (complex: torch.view_as_real)")
+    if dtype == torch.bool and _NAMES[op] == "mean":
+        raise ValueError(f"{name}: bool has no mean: convert the tensor first")
     return _NAMES[op]
 
 

@@ -28,12 +28,28 @@ _alone: dict[torch.device, Transport] = {}
 @contextmanager
 def use(transport: Transport) -> Iterator[Transport]:
     """Inside the block `group=None` means `transport`, in this thread."""
-    before = getattr(_here, "transport", None)
+    before = here()
     _here.transport = transport
     try:
         yield transport
     finally:
         _here.transport = before
+
+
+def here() -> Transport | None:
+    """What `group=None` means in this thread because of `use`, if anything."""
+    return getattr(_here, "transport", None)
+
+
+def members(group: Group) -> tuple[int, int]:
+    """(rank of this process, number of ranks) of `group`, without connecting anything. Errors as for `resolve`."""
+    group = here() if group is None else group
+    if isinstance(group, Transport):
+        return group.rank, group.world
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    found = process_group(group)
+    return dist.get_rank(found), dist.get_world_size(found)
 
 
 def resolve(group: Group, device: torch.device | str = "cpu") -> Transport:
@@ -46,8 +62,7 @@ def resolve(group: Group, device: torch.device | str = "cpu") -> Transport:
         TypeError: not a group. ValueError: a mesh of several dimensions, or a process group this rank is not in.
     """
     device = torch.device(device)
-    if group is None and getattr(_here, "transport", None) is not None:
-        group = _here.transport
+    group = here() if group is None else group
     if isinstance(group, Transport):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
@@ -64,9 +79,16 @@ def resolve(group: Group, device: torch.device | str = "cpu") -> Transport:
 
 
 def disconnect(group: Group = None) -> None:
-    """Closes the transports that `resolve` made for `group`; the next use connects anew."""
+    """Closes the transports that `resolve` made for `group`; the next use connects anew, on every rank.
+
+    A transport that failed stays as it is until then.
+    """
     if isinstance(group, Transport):
         group.close()
+        return
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        while _alone:
+            _alone.popitem()[1].close()
         return
     for transport in _connected.pop(process_group(group), {}).values():
         transport.close()
@@ -74,8 +96,11 @@ def disconnect(group: Group = None) -> None:
 
 def process_group(group: Group) -> dist.ProcessGroup:
     """The process group of a ProcessGroup, a one-dimensional DeviceMesh, or None (the default one)."""
+    found: Any = None
     if group is None:
         found = dist.group.WORLD
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        pass  # what dist.new_group gives those whom it leaves out
     elif isinstance(group, dist.ProcessGroup):
         found = group
     elif hasattr(group, "get_group") and hasattr(group, "ndim"):

@@ -177,7 +177,8 @@ class _AllGatherMatmul(torch.autograd.Function):
     def backward(ctx: Any, d_gathered: Tensor | None, *d_products: Tensor | None) -> tuple[Tensor | None, ...]:
         transport, schedule = ctx.transport, _backward_of(ctx.schedule)
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        weights, kept = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
+        saved = ctx.saved_tensors  # once: under activation checkpointing every access unpacks anew
+        weights, kept = saved[: len(needs)], saved[len(needs) :]
         grads = [None if grad is None else grad.contiguous() for grad in d_products]
         d_weights: list[Tensor | None] = [None] * len(weights)
         again = _Regather(transport, kept[0], schedule) if kept and ctx.regather else None

@@ -117,15 +117,13 @@ class Turns(Generic[T]):
 
     def __init__(self, transport: Transport, buffers: Sequence[T], label: str) -> None:
         self.transport, self.buffers, self.label = transport, buffers, label
-        self._consumed: dict[int, Wait] = {}  # by turn
+        self._held: dict[int, tuple[int, Wait]] = {}  # turn -> the chunk in it, and the wait until it is consumed
         self._since = [0.0] * len(buffers)
 
     def take(self, i: int) -> T:
         """The buffer for chunk i, to be written."""
         turn = i % len(self.buffers)
-        if turn in self._consumed:
-            self._consumed.pop(turn)()
-            self._note("read", i - len(self.buffers))
+        self._release(turn)
         self._since[turn] = time.perf_counter()
         return self.buffers[turn]
 
@@ -133,12 +131,18 @@ class Turns(Generic[T]):
         """Chunk i is in its buffer, which must be left alone until `consumed` returns."""
         self._note("write", i)
         turn = i % len(self.buffers)
-        self._consumed[turn], self._since[turn] = consumed, time.perf_counter()
+        self._held[turn], self._since[turn] = (i, consumed), time.perf_counter()
 
     def finish(self) -> None:
-        for consumed in self._consumed.values():
+        """Returns when everything has been consumed."""
+        for turn in range(len(self.buffers)):
+            self._release(turn)
+
+    def _release(self, turn: int) -> None:
+        if turn in self._held:
+            i, consumed = self._held.pop(turn)
             consumed()
-        self._consumed.clear()
+            self._note("read", i)
 
     def _note(self, kind: str, i: int) -> None:
         if self.transport.trace is not None:

@@ -329,7 +329,8 @@ def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy
             raise ValueError(f"{label}: a tensor is on {tensor.device}, {transport.name} moves {transport.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{label}: a tensor of shape {list(tensor.shape)} is not contiguous")
-    return [Copy(peer, tensor.detach().view(-1)) for peer, tensor in copies]
+    # Not view(-1), which leaves the only element of a tensor with what stride it had.
+    return [Copy(peer, tensor.detach().as_strided((tensor.numel(),), (1,))) for peer, tensor in copies]
 
 
 def _failure(what: str, error: BaseException) -> CommError:

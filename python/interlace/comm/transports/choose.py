@@ -22,6 +22,7 @@ from interlace.comm.transports.local import LocalHub, LocalTransport
 from interlace.comm.transports.meeting import Meeting, named
 
 _log = logging.getLogger(__name__)
+_OTHER_DEVICE = "for"  # begins the reason not to take what moves tensors of another device
 
 # (name, module, class), best first. A module that is not there is no candidate.
 PREFERENCE = [
@@ -85,8 +86,9 @@ def connect(
             reasons[name] = str(error)
             continue
         if meeting.rank == 0:
-            others = "; ".join(f"not {other}: {why}" for other, why in reasons.items() if why)
-            _log.info("%d ranks on %s: transport %s (%s)", meeting.world, device.type, name, others or "all could run")
+            better = [(other, why) for other, why in reasons.items() if why and not why.startswith(_OTHER_DEVICE)]
+            others = "; ".join(f"not {other}: {why}" for other, why in better) or "no other is better"
+            _log.info("%d ranks on %s: transport %s (%s)", meeting.world, device.type, name, others)
         return found
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise (CommError if candidates else ValueError)(f"no transport for {meeting.world} ranks on {device.type}: {why}")
@@ -165,7 +167,7 @@ def _reasons(said: list[dict[str, Any]]) -> dict[str, str]:
         missing = {rank: capability.missing for rank, capability in enumerate(found) if capability.missing}
         reason = "; ".join(f"{why} on {named([r for r in missing if missing[r] == why])}" for why in _unique(missing))
         if found[0].device != device:
-            reason = f"for {found[0].device} tensors"
+            reason = f"{_OTHER_DEVICE} {found[0].device} tensors"
         elif not reason and found[0].one_host and len(hosts) > 1:
             reason = f"the ranks are on {len(hosts)} hosts or in as many containers"
         reasons[name] = reason

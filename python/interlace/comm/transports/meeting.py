@@ -28,7 +28,7 @@ class Meeting:
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self.rank, self.world = process_group.rank(), process_group.size()
-        self.device, self.timeout = device, timeout
+        self.process_group, self.device, self.timeout = process_group, device, timeout
         store = dist.distributed_c10d._get_process_group_store(process_group)
         # Counted in the store, so that a group that is destroyed and made anew under its old name finds no old keys.
         count = store.add(f"interlace/connects of rank {self.rank}", 1)

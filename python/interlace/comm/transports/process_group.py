@@ -26,6 +26,7 @@ from interlace.comm.transports.meeting import Meeting
 _HEADER, _BYTES, _SIGNAL = 1, 2, 3  # tags
 _AHEAD = 64  # signals that a rank may be ahead of the waits of its peer before it waits too
 _FAREWELL = 0.5  # seconds in which peers may hear why this rank gave up
+_LINGER = 5.0  # seconds in which they may read what was sent before it closed
 Work = Any  # torch.distributed.Work: its stub lacks what is used here
 
 
@@ -148,16 +149,27 @@ class GlooTransport(QueueTransport):
             self._fail(error)
             raise
 
+    def barrier(self) -> None:
+        super().barrier()
+        # What is still on its way is lost when this rank closes: a peer may not have read its signal yet.
+        try:
+            for peer, sent in self._signals.items():
+                while sent:
+                    self._finish(peer, "barrier", sent.popleft()[0])
+        except CommError as error:
+            self._fail(error)
+            raise
+
     def _tell(self, reason: str) -> None:
         # A header for those who wait for one; the others see the connection close.
-        head, deadline = _bytes(pack_refusal(reason)), time.monotonic() + _FAREWELL
-        with contextlib.suppress(CommError, RuntimeError):
-            sent = [self._start(peer, "farewell", "send", head, _HEADER) for peer in self._peers]
-            for work in sent:
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+        head = _bytes(pack_refusal(reason))
+        with contextlib.suppress(CommError):
+            _linger([self._start(peer, "farewell", "send", head, _HEADER) for peer in self._peers], _FAREWELL)
         self._disconnect()
 
     def _shut(self) -> None:
+        if self.failed is None:
+            _linger([work for sent in self._signals.values() for work, _ in sent], _LINGER)
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -232,11 +244,21 @@ class NcclTransport(GlooTransport):
             payload.abort() if self.failed is not None else payload.shutdown()
 
 
+def _linger(works: Sequence[Work], seconds: float) -> None:
+    """Waits for messages to be read. One that is not in time ends all connections, one that cannot be only its own."""
+    deadline = time.monotonic() + seconds
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+
+
 def _rounds(copies: Sequence[Copy]) -> list[dict[int, Tensor]]:
     """Peer -> bytes, for the first copies of all peers, the second ones, ..."""
     rounds: list[dict[int, Tensor]] = []
     count: dict[int, int] = defaultdict(int)
     for peer, tensor in copies:
+        if not tensor.numel():
+            continue
         if count[peer] == len(rounds):
             rounds.append({})
         rounds[count[peer]][peer] = tensor.view(torch.uint8)

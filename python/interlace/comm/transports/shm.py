@@ -169,9 +169,18 @@ class ShmTransport(QueueTransport):
 
     name = "shm"
 
-    def __init__(self, rank: int, segment: Segment, processes: Sequence[tuple[int, int]], *, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        segment: Segment,
+        processes: Sequence[tuple[int, int]],
+        *,
+        timeout: float,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """processes: (process id, start time) of every rank."""
-        super().__init__(rank, segment.world, device=torch.device("cpu"), timeout=timeout)
+        super().__init__(rank, segment.world, device=torch.device(device), timeout=timeout)
+        self.piece_bytes = segment.slot_bytes
         self.processes = list(processes)
         self._segment: Segment | None = segment
         self._peers = peers_of(rank, self.world)
@@ -187,6 +196,11 @@ class ShmTransport(QueueTransport):
     @classmethod
     def connect(cls, meeting: Meeting, *, slot_bytes: int = SLOT_BYTES) -> ShmTransport:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
+        return cls(meeting.rank, *cls.share(meeting, slot_bytes), timeout=meeting.timeout)
+
+    @staticmethod
+    def share(meeting: Meeting, slot_bytes: int) -> tuple[Segment, list[tuple[int, int]]]:
+        """The memory that all ranks map, and their (process id, start time); collective, raises as `connect`."""
         what = "connecting by shared memory"
         descriptor, failure, path = -1, "", ""
         try:
@@ -212,7 +226,7 @@ class ShmTransport(QueueTransport):
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        return cls(meeting.rank, segment, processes, timeout=meeting.timeout)
+        return segment, processes
 
     def _run(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
         segment, rank = self._memory(what), self.rank
@@ -226,7 +240,7 @@ class ShmTransport(QueueTransport):
             peer: manifest(sequence, what, [tensor for source, tensor in incoming if source == peer])
             for peer in self._peers
         }
-        batch = _Batch(outgoing, incoming, self._peers, segment.slot_bytes)
+        batch = _Batch(outgoing, incoming, self._peers, self.piece_bytes)
 
         def advance() -> bool:
             moved = self._give(segment, batch)
@@ -262,7 +276,7 @@ class ShmTransport(QueueTransport):
         rank = self.rank
         self.before(rank, "stage")
         address, size, readers = batch.gives.popleft()
-        ctypes.memmove(segment.slot(rank, free), address, size)
+        self._copy_in(segment, free, address, size)
         self._readers[free] = []
         for peer in readers:
             segment.flags[segment.slot_of(rank, peer, self._sent[peer])] = free
@@ -282,11 +296,19 @@ class ShmTransport(QueueTransport):
         self.before(self.rank, "take")
         address, size = batch.takes[peer].popleft()
         slot = int(segment.flags[segment.slot_of(peer, self.rank, took)])
-        ctypes.memmove(address, segment.slot(peer, slot), size)
+        self._copy_out(segment, peer, slot, address, size)
         self._took[peer] += 1
         flag_store(segment.flags, segment.taken(peer, self.rank), self._took[peer])
         segment.ring(peer)
         return True
+
+    def _copy_in(self, segment: Segment, slot: int, address: int, size: int) -> None:
+        """Fills a slot of this rank, which its readers have counted read."""
+        ctypes.memmove(segment.slot(self.rank, slot), address, size)
+
+    def _copy_out(self, segment: Segment, peer: int, slot: int, address: int, size: int) -> None:
+        """Reads a slot of a peer, which has counted it published."""
+        ctypes.memmove(address, segment.slot(peer, slot), size)
 
     def _is_free(self, segment: Segment, slot: int) -> bool:
         waiting = self._readers[slot]
