@@ -74,8 +74,9 @@ class Preset(NamedTuple):
     draws: int  # of "random", at the lengths of table 4 that are not above the longest of `lengths`
     modelled: int  # tokens of "ablation"
     multiprocessors: int
-    measured: int  # tokens of "ranks" and "processes"
+    measured: int  # tokens of "ranks"
     measured_ranks: int
+    processed: int  # tokens of "processes", which compute on the CPU
     heads: list[str]  # query heads : key heads of one launch
     dtype: str
     head_dim: int
@@ -84,9 +85,9 @@ class Preset(NamedTuple):
 
 LONG = [16384, 65536, 262144, 1048576]
 PRESETS = {
-    "cpu": Preset(LONG, [2, 8, 16, 64], 50, 65536, 132, 8192, 8, ["1:1"], "float32", 64, 5),
-    "gpu": Preset(LONG, [2, 8, 16, 64], 50, 65536, 132, 65536, 8, ["1:1", "8:1"], "bfloat16", 128, 11),
-    "smoke": Preset([2048], [2], 2, 2048, 4, 700, 2, ["2:2"], "float32", 8, 1),
+    "cpu": Preset(LONG, [2, 8, 16, 64], 50, 65536, 132, 8192, 8, 8192, ["1:1"], "float32", 64, 5),
+    "gpu": Preset(LONG, [2, 8, 16, 64], 50, 65536, 132, 65536, 8, 8192, ["1:1", "8:1"], "bfloat16", 128, 11),
+    "smoke": Preset([2048], [2], 2, 2048, 4, 700, 2, 700, ["2:2"], "float32", 8, 1),
 }
 
 
@@ -219,8 +220,8 @@ def tensors(shards: TokenShards, heads: tuple[int, int], options: argparse.Names
 def rank_after_rank(options: argparse.Namespace, at: torch.device) -> list[dict[str, Any]]:
     clock, rows, ranks = Clock(at), [], options.measured_ranks
     for name in NAMES:
-        mask = MASKS[NAMES[name]](options.measured)
-        blocks = AttentionPlan.build(mask, block=BLOCK).row_blocks()
+        mask = MASKS[NAMES[name]](options.measured).to(at)  # there, so that cap=None splits for that device
+        blocks = AttentionPlan.build(mask, block=BLOCK).row_blocks().cpu()
         for text in options.heads:
             heads = parse_heads(text)
             arms: dict[str, list[AttentionPlan]] = {}
@@ -232,7 +233,7 @@ def rank_after_rank(options: argparse.Namespace, at: torch.device) -> list[dict[
                         arms[f"{method}, {split}"] = [
                             comm.ContextParallelPlan.build(
                                 mask, shards[method], rank, cap=cap, heads=heads[0], kv_heads=heads[1]
-                            ).plan.to(at)
+                            ).plan
                             for rank in range(ranks)
                         ]
             samples: dict[str, list[list[float]]] = {arm: [[] for _ in range(ranks)] for arm in arms}
@@ -277,7 +278,7 @@ def process(group: comm.Transport, options: argparse.Namespace) -> dict[str, Any
     """For each mask and method, by round: milliseconds of this rank's attention, and until all of it has ended."""
     found: dict[str, Any] = {"transport": group.name, "times": {}}
     for name in NAMES:
-        mask = MASKS[NAMES[name]](options.measured)
+        mask = MASKS[NAMES[name]](options.processed)
         blocks = AttentionPlan.build(mask, block=BLOCK).row_blocks()
         cases: dict[str, Callable[[], None]] = {}
         for method in METHODS:
@@ -319,7 +320,7 @@ def processes(options: argparse.Namespace) -> dict[str, Any]:
         both = [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
     rows = []
     for name in NAMES:
-        blocks = AttentionPlan.build(MASKS[NAMES[name]](options.measured), block=BLOCK).row_blocks()
+        blocks = AttentionPlan.build(MASKS[NAMES[name]](options.processed), block=BLOCK).row_blocks()
         ms, slowest, ratio, whole = {}, {}, {}, {}
         for method in METHODS:
             rounds = [each["times"][name][method] for each in both]
@@ -327,7 +328,7 @@ def processes(options: argparse.Namespace) -> dict[str, Any]:
             slowest[method], ratio[method] = max(ms[method]), spread(ms[method])
             whole[method] = statistics.median(max(pair[1] for pair in pairs) for pairs in zip(*rounds))
         rows.append({
-            "mask": name, "length": options.measured, "ranks": 2, "heads": "2:2", "attention_ms": ms,
+            "mask": name, "length": options.processed, "ranks": 2, "heads": "2:2", "attention_ms": ms,
             "slowest_ms": slowest, "slowest_over_mean": ratio, "whole_ms": whole,
             "counted_slowest_over_mean": {method: spread(dealt(blocks, 2, method).loads) for method in METHODS},
         })  # fmt: skip
@@ -379,8 +380,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--draws", type=int, help="random masks of each kind and length")
     parser.add_argument("--modelled", type=int, help="tokens of the ablation")
     parser.add_argument("--multiprocessors", type=int, help="of a modelled GPU")
-    parser.add_argument("--measured", type=int, help="tokens of what is measured")
+    parser.add_argument("--measured", type=int, help="tokens of what is measured rank after rank")
     parser.add_argument("--measured-ranks", type=int)
+    parser.add_argument("--processed", type=int, help="tokens of what is measured on two processes")
     parser.add_argument("--heads", nargs="+", help="query heads:key heads of one measured launch")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--head-dim", type=int)

@@ -190,7 +190,7 @@ def test_partial_gradients_are_added_in_fp32_in_the_order_of_the_ranks():
         assert not torch.equal(got, rounded[:, :, place])  # rounding each part would have shown
 
 
-def test_transposed_inputs_checkpointing_and_autocast():
+def test_transposed_inputs_checkpointing_autocast_and_compile():
     mask = BitfieldMask.causal(2, 64)
     shards = dealt(mask, 2)
     q, k, v = (x.detach() for x in cases.tensors(mask, None, 4, 2, 8, torch.float32))
@@ -213,6 +213,8 @@ def test_transposed_inputs_checkpointing_and_autocast():
         grads = torch.autograd.grad(cast.sum(), mine)
         assert [grad.dtype for grad in grads] == [torch.float32] * 3
         torch.testing.assert_close(cast.float(), plain, rtol=3e-2, atol=3e-2)
+        compiled = torch.compile(lambda *x: attend(*(y * 1.0 for y in x)) + 0.0, backend="eager")
+        assert torch.equal(compiled(*mine), plain)  # the graph breaks there
 
     run_local(2, rank)
 
@@ -278,6 +280,7 @@ def test_what_does_not_fit_is_named():
         ((q, q, q, mask, shards), {"scale": float("nan")}, ValueError, "scale is nan"),
         ((q, q, q, mask, shards), {"backend": "fast"}, ValueError, "backend is 'fast'"),
         ((q.int(), q.int(), q.int(), mask, shards), {}, TypeError, "floating dtype"),
+        ((q, q.double(), q, mask, shards), {}, TypeError, "q, k and v must have one dtype"),
         ((q, q, q, mask, shards), {"group": "world"}, TypeError, "group must be a Transport"),
     ]:
         with pytest.raises(error, match=message):

@@ -123,7 +123,7 @@ def check_options(
     return float(scale), None if softcap is None else float(softcap), deterministic, backend or ""
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Apart from the shapes because autocast may still change them before the op runs."""
     if q.dtype not in DTYPES:
         raise TypeError(f"q is {q.dtype}; attention needs a floating dtype (fp16, bf16, fp32 or fp64)")
@@ -177,7 +177,7 @@ def run_forward(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     """out and lse by `backend`, "" to choose; outside autograd, shapes unchecked."""
-    _check_dtypes(q, k, v)
+    check_dtypes(q, k, v)
     out, lse = _choose(backend, q).forward(q, k, v, plan, scale, softcap)
     return out.contiguous(), lse.contiguous()
 
@@ -277,7 +277,7 @@ def _forward_fake(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_dtypes(q, k, v)
+    check_dtypes(q, k, v)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
 

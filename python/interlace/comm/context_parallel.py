@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from interlace.attention import AttentionPlan
-from interlace.attention.op import check_options, check_shapes, run_backward, run_forward
+from interlace.attention.op import check_dtypes, check_options, check_shapes, run_backward, run_forward
 from interlace.attention.reference import accumulate_dtype
 from interlace.balance import TokenShards
 from interlace.comm.collectives import reduce_in_order
@@ -153,6 +153,7 @@ def context_parallel_attention(
     device = q.device.type
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    check_dtypes(q, k, v)
     chunks = _chunks(q, k, transport.world, heads_per_chunk)
     plan = _plan(mask, shards, transport, q, k, len(chunks))
     out, lse = _ContextParallel.apply(q, k, v, _Job(transport, plan, chunks, *options))
