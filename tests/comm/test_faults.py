@@ -155,12 +155,16 @@ def check(pool: Any, trial: Trial) -> None:
         if rank == trial.victim and trial.fault == "raise":
             assert "ZeroDivisionError: in the middle" in text, (trial, rank, text)
             continue
-        assert [n for n in range(WORLD) if n != rank and re.search(rf"rank {n}\b", text)], (trial, rank, text)
+        assert [n for n in range(WORLD) if n != rank and _names(text, n)], (trial, rank, text)
         if rank != trial.victim:
             told.append(text)
     # Over gloo a rank may see first that one left which had been told: somebody says who was the cause.
-    named = [text for text in told if re.search(rf"rank {trial.victim}\b", text)]
+    named = [text for text in told if _names(text, trial.victim)]
     assert len(named) == len(told) if trial.transport == "shm" else named, (trial, told)
+
+
+def _names(text: str, rank: int) -> bool:
+    return re.search(rf"\branks? (\d+, )*{rank}\b", text) is not None
 
 
 def trials() -> list[Trial]:

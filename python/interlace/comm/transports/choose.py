@@ -59,7 +59,7 @@ def connect(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    if not timeout > 0:
+    if not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     wanted = _wanted(transport)
     alone = process_group is None and not (dist.is_available() and dist.is_initialized())
