@@ -80,6 +80,14 @@ def test_scheduling_figures_of_the_readme_are_those_of_the_report():
     assert missed == [], "the README says that every target is met"
 
 
+def test_hidden_communication_on_the_page_is_that_of_the_report():
+    report = json.loads((ROOT / "bench" / "results" / "overlap.json").read_text())
+    hidden = {(row["operation"], row["chunks"]): f"{row['hidden']:.0%}" for row in report["rows"]}
+    for operation in {operation for operation, _ in hidden}:
+        line = f"| {operation} | " + " | ".join(hidden[operation, chunks] for chunks in (2, 4, 8)) + " |"
+        assert line in COPIES.read_text()
+
+
 def test_the_first_example_of_the_readme_runs():
     example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)[0]
     names: dict = {}
