@@ -44,6 +44,7 @@ def sweep(architectures: Iterable[int] = ARCHITECTURES, head_dims: Iterable[int]
     found = []
     for architecture in architectures:
         found.append(Configuration(architecture, part="plan"))
+        found += [Configuration(architecture, dtype=dtype, part="ranks") for dtype in ("bfloat16", "float32")]
         for head_dim in head_dims:
             if architecture == 90 and head_dim <= GLUON_HEAD_DIM:
                 found += [Configuration(90, head_dim, "bfloat16", v, "gluon") for v in _variants(head_dim)]

@@ -316,7 +316,7 @@ def test_mask_plan_and_simulate_draw(tiny: Path, tmp_path: Path, capfd: pytest.C
 def test_doctor_says_what_is_on_and_why_the_rest_is_off(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     said = capfd.readouterr().out
-    for part in ("python", "triton", "attention: cpu", "gloo", "nccl", "cuda", "apt", "interlace._core"):
+    for part in ("python", "triton", "attention: cpu", "shm", "gloo", "nccl", "cuda", "apt", "interlace._core"):
         assert part in said
     assert "training can run here" in said
     assert "Error:" not in said and "…" not in said  # reasons in plain words, none cut short

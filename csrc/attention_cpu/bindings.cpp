@@ -176,8 +176,10 @@ void attention_backward(const py::array &dout, const std::optional<py::array> &d
     in.lse = per_row(lse, "lse");
     in.dlse = dlse ? per_row(*dlse, "dlse") : nullptr;
     in.dq = result(dq, "dq", q.size(), p.dtype);
-    in.dk = result(dk, "dk", k.size(), p.dtype);
-    in.dv = result(dv, "dv", k.size(), p.dtype);
+    // The caller's choice: like k, or as they are summed.
+    in.wide = dtype_of(dk, "dk") == computing(p.dtype);
+    in.dk = result(dk, "dk", k.size(), in.wide ? computing(p.dtype) : p.dtype);
+    in.dv = result(dv, "dv", k.size(), in.wide ? computing(p.dtype) : p.dtype);
     if (q.size() == 0) {
         std::memset(in.dk, 0, static_cast<size_t>(dk.nbytes()));
         std::memset(in.dv, 0, static_cast<size_t>(dv.nbytes()));

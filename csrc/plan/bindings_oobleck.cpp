@@ -58,7 +58,7 @@ py::tuple pipeline_template(const py::array &costs, const py::array &widths, int
 
 py::tuple instantiate(const py::array &node_counts, const py::array &times, int64_t nodes, int64_t pipelines,
                       int64_t microbatches) {
-    checked_count(nodes, "nodes", 1, 1 << 20);
+    checked_count(nodes, "nodes", 1, 1 << 14);
     checked_count(microbatches, "microbatches", 1, kMost);
     checked_count(pipelines, "pipelines", 1, kMost);
     const std::vector<int64_t> sizes = read_some_integers(node_counts, "node_counts", 1, kMost);
@@ -72,10 +72,6 @@ py::tuple instantiate(const py::array &node_counts, const py::array &times, int6
     Instantiation best;
     const int64_t most = nodes / *std::min_element(sizes.begin(), sizes.end());
     if (pipelines <= std::min(most, microbatches)) {
-        if (instantiation_states(nodes, most, pipelines, microbatches) > kMostStates)
-            throw py::value_error(std::to_string(nodes) + " nodes, " + std::to_string(pipelines) + " pipelines and " +
-                                  std::to_string(microbatches) +
-                                  " microbatches are more than 2^26 states: count in groups of nodes");
         const py::gil_scoped_release release;
         best = best_instantiation(sizes, each, nodes, pipelines, microbatches);
     }

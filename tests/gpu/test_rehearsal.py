@@ -80,6 +80,8 @@ def test_every_phase_runs(bare):
     assert {case["contenders"]["interlace"]["status"] for case in report["cases"]} == {"ok"}
     assert report["cases"][0]["contenders"]["flash_attn"]["reason"]
     assert json.loads((out / "subblocks.json").read_text())["complete"]
+    assert json.loads((out / "copy_engines.json").read_text())["cases"]
+    assert json.loads((out / "overlap_gpu.json").read_text())["rows"]
 
 
 @pytest.mark.slow
