@@ -361,7 +361,9 @@ def modest_memory():
 
 def test_none_is_forgotten():
     functions = {name for name in dir(_core) if not name.startswith("__")}
-    assert set(CALLS) == functions
+    # One that waits for a hostile value for a hostile time is right to wait: tests/comm/test_transport_parts.py.
+    flags = {"flag_load", "flag_store", "flag_add", "flag_wait_at_least"}
+    assert set(CALLS) == functions - flags and flags <= functions
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -161,7 +161,7 @@ def test_bad_rearrangements_are_named():
         ([0, 1], [0], None, "2 items but destination has 1"),
         ([0, 2], [0, 1], None, r"source\[1\] is 2"),
         ([0, 1], [-1, 1], None, r"destination\[0\] is -1"),
-        ([0.0], [0], None, "whole numbers"),
+        ([0.0], [0], None, "array of integers"),
         ([0], [0], [-1], r"sizes\[0\] is -1"),
         ([0], [0], [1, 2], "sizes must be whole numbers"),
         ([0, 0], [0, 0], [2**53, 2**53], "sum to at most"),
