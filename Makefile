@@ -40,16 +40,18 @@ test-all: test
 # build/asan holds the instrumented interlace._core and links to the rest of the package, and comes first on the path.
 # Python itself is not instrumented, so the runtime libraries are loaded ahead of it: those that the module was linked
 # to. Leaks are not looked for: Python and its modules keep memory until the process ends, and say nothing of it. An
-# allocation of 4 GiB fails the run.
+# allocation of 4 GiB fails the run. Reports go to files, since pytest keeps what a process that dies had written.
 ASAN_TESTS := tests/test_sanitizers.py tests/test_core.py tests/balance tests/plan tests/simulate \
     tests/attention/test_plan.py tests/attention/test_backends.py
 test-asan: $(ASAN)
-	find build/asan/interlace -type l -delete
+	find build/asan/interlace -type l -delete; rm -f build/asan/report.*
 	ln -s $(filter-out %.so %/__pycache__,$(wildcard $(CURDIR)/python/interlace/*)) build/asan/interlace
 	INTERLACE_SANITIZE=1 OMP_NUM_THREADS=1 PYTHONPATH=build/asan:. \
 	LD_PRELOAD="$$(ldd build/asan/interlace/_core*.so | awk '/lib(asan|ubsan|stdc\+\+)\./ {print $$3}' | xargs)" \
-	ASAN_OPTIONS=detect_leaks=0:max_allocation_size_mb=4096 UBSAN_OPTIONS=print_stacktrace=1 \
-	$(BIN)/python -m pytest -n 2 --dist loadfile -o pythonpath="build/asan ." $(ASAN_TESTS) $(PYTEST_ARGS)
+	ASAN_OPTIONS=detect_leaks=0:max_allocation_size_mb=4096:log_path=build/asan/report \
+	UBSAN_OPTIONS=print_stacktrace=1:log_path=build/asan/report \
+	$(BIN)/python -m pytest -n 2 --dist loadfile -o pythonpath="build/asan ." $(ASAN_TESTS) $(PYTEST_ARGS) \
+	    || { tail -n +1 build/asan/report.* 2>/dev/null; exit 1; }
 
 lint: $(CORE)
 	$(BIN)/ruff check .

@@ -4,10 +4,8 @@ Never a crash, a hang, gigabytes of memory, or an index out of range. `make test
 AddressSanitizer and UndefinedBehaviorSanitizer, where reading one element too far or a signed overflow is a crash.
 """
 
-import faulthandler
 import itertools
 import resource
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import BitfieldMask, _core
-from interlace.attention.plan import AttentionPlan
 
-PATIENCE = 60  # seconds for one call; they take milliseconds
+# In C++ nothing but the end of the process stops a hang, and that is what this method of pytest-timeout does.
+pytestmark = pytest.mark.timeout(600, method="thread")
 
 Check = Callable[..., bool]
 
@@ -45,6 +43,10 @@ def finite(*values) -> bool:
 def assigned(bin_of, weights, bins, capacity=None, *_) -> bool:
     most = np.bincount(bin_of).max()
     return within(bin_of, weights.shape, 0, bins) and (capacity is None or most <= capacity)
+
+
+def replicated(replica_of, weights, _, replicas, equal) -> bool:
+    return assigned(replica_of, weights, replicas, -(-len(weights) // replicas) if equal else None)
 
 
 def in_rows(bin_of, weights, rows, bins, capacity, *_) -> bool:
@@ -87,11 +89,18 @@ def reordered(found, forward, *_) -> bool:
 def simulated(found, offsets, op, stage, microbatch, peer, copies, *_) -> bool:
     times = (found[name] for name in ("start", "finish", "rank_busy", "stage_busy", "peak_memory"))
     reached = found["reached"]
-    return finite(*times) and within(reached, (len(offsets) - 1,), 0, len(op) + 1) and (reached <= np.diff(offsets)).all()
+    return (
+        finite(*times) and within(reached, (len(offsets) - 1,), 0, len(op) + 1) and (reached <= np.diff(offsets)).all()
+    )
 
 
 def cut(cuts, layers, stages) -> bool:
-    return within(cuts, (stages + 1,), 0, layers + 1) and cuts[0] == 0 and cuts[-1] == layers and np.all(np.diff(cuts) >= 1)
+    return (
+        within(cuts, (stages + 1,), 0, layers + 1)
+        and cuts[0] == 0
+        and cuts[-1] == layers
+        and np.all(np.diff(cuts) >= 1)
+    )
 
 
 def limited(cuts, costs, memory, limits, speeds) -> bool:
@@ -122,6 +131,10 @@ def shared(counts, times, microbatches, *_) -> bool:
 def orchestrated(found, forward, layers, size, backbone, tp, gpus, *_) -> bool:
     time, degrees = found
     return finite(time) and within(degrees, (len(forward), 3), 1, gpus + 1) and degrees.prod(axis=1).sum() <= gpus
+
+
+def counted(value, *_) -> bool:
+    return 0 <= value < 2**64
 
 
 def listed(lists, queries, keys, sinks, block, threads) -> bool:
@@ -155,12 +168,15 @@ def calls() -> dict[str, Call]:
     volume = np.array([[4.0, 1, 0, 2], [0, 3, 5, 1], [2, 2, 1, 0], [7, 0, 0, 1]])
     frozen = np.array([True, True, False, True, False, False])
     table = np.arange(1.0, 9.0).reshape(4, 2)
+    flags = np.array([0, 5, 2**64 - 1], np.uint64)
     integers = lambda *values: np.array(values, np.int64)  # noqa: E731
     dealt = {
         name: Call((w, 3, 2), assigned)
         for name in ("lpt", "lpt_greedy", "karmarkar_karp", "multifit", "contiguous", "zigzag", "ring")
     }
-    batched = {name: Call((w, w * w, 3), lambda b, w, _, n: assigned(b, w, n)) for name in ("packed", "padded", "convolution")}
+    batched = {
+        name: Call((w, w * w, 3), lambda b, w, _, n: assigned(b, w, n)) for name in ("packed", "padded", "convolution")
+    }
     # Rank 0: FORWARD, SEND to 1, REDUCE_GRAD; rank 1: RECV from 0, FORWARD, REDUCE_GRAD.
     actions = (
         integers(0, 3, 6), integers(0, 4, 9, 5, 0, 9), integers(0, 0, 1, 0, 1, 1), integers(0, 0, 0, 0, 0, 0),
@@ -178,22 +194,28 @@ def calls() -> dict[str, Call]:
         "exchange_orders": Call((integers(0, 1, 2, 1), integers(2, 0, 1, 1), 3), exchanged),
         "subset_sum": Call((w, 7.0, 0.5), lambda items, w, *_: within(items, items.shape, 0, len(w))),
         "bottleneck_match": Call((table[:, :1] * [1.0, 2, 3], w[:4]), matched),
-        "assign_replicas": Call((w, w, 2, True), lambda b, w, _, n, equal: assigned(b, w, n, -(-len(w) // n) if equal else None)),
+        "assign_replicas": Call((w, w, 2, True), replicated),
         "assign_microbatches": Call((w, w, 3, True), deferred),
-        "deferral_costs": Call(([w[:3], w[3:]], w[:2]), lambda c, over, u: finite(c) and c.shape == (len(over), len(u))),
+        "deferral_costs": Call(([w[:3], w[3:]], w[:2]), lambda c, a, b: finite(c) and c.shape == (len(a), len(b))),
         "assign_ascending": Call((w, 3, 2), assigned),
         "reorder_microbatches": Call((table, table, 2, 0.1, 100), reordered),
         "pipeline_makespan": Call((table, table, 2, 0.1, integers(2, 0, 3, 1)), lambda seconds, *_: finite(seconds)),
         "simulate": Call(actions, simulated),
         "partition": Call((w, 3), lambda cuts, w, stages: cut(cuts, len(w), stages)),
-        "backward_needs": Call((frozen, False), lambda needs, frozen, _: all(need.shape == frozen.shape for need in needs)),
-        "frozen_costs": Call((w, w, w, frozen, False, True), lambda costs, w, *_: finite(costs) and costs.shape == w.shape),
+        "backward_needs": Call((frozen, False), lambda needs, frozen, _: all(x.shape == frozen.shape for x in needs)),
+        "frozen_costs": Call((w, w, w, frozen, False, True), lambda c, w, *_: finite(c) and c.shape == w.shape),
         "pipeline_template": Call((table, integers(1, 2), 2, 2, 4), templated),
         "instantiate": Call((integers(2, 3), w[:2], 7, 2, 10), instantiated),
         "split_batch": Call((w, 20, True), shared),
         "limited_partition": Call((w, w, w[3:] + 6, w[:3]), limited),
-        "orchestrate": Call((table[:2], integers(2, 4), np.ones((2, 3)), 1, integers(1, 2), 16, 8, 1, 10.0), orchestrated),
+        "orchestrate": Call(
+            (table[:2], integers(2, 4), np.ones((2, 3)), 1, integers(1, 2), 16, 8, 1, 10.0), orchestrated
+        ),
         "attention_isa": Call((), lambda name: name in ("avx512", "avx2", "baseline")),
+        "flag_load": Call((flags, 1), counted),
+        "flag_store": Call((flags, 1, 7), lambda nothing, *_: nothing is None),
+        "flag_add": Call((flags, 1, 7), counted),
+        "flag_wait_at_least": Call((flags, 1, 3, 0.0), lambda reached, *_: isinstance(reached, bool)),
         **attention_calls(),
     }  # fmt: skip
 
@@ -232,7 +254,7 @@ REAL = [
     *(1e200, 1e300, 1e308, 1.7976931348623157e308, -1.0, -5e-324, -1e308, float("inf"), float("-inf"), float("nan")),
     *(None, "1", True, 10**400),
 ]
-DTYPES = ["f2", "f4", "f8", ">f8", ">f2", "longdouble", "i1", "i2", ">i4", "i4", "i8", "u1", "u4", "u8", "?", "c16", "O", "S8", "M8[s]"]
+DTYPES = "f2 f4 f8 >f8 >f2 longdouble i1 i2 >i4 i4 i8 u1 u4 u8 ? c16 O S8 M8[s]".split()
 
 
 def misaligned(array):
@@ -310,7 +332,12 @@ def variants(argument) -> list:
     if isinstance(argument, np.ndarray):
         return [*ARRAYS, "None"]
     if isinstance(argument, list):
-        return ["no items", "one more", "one less", *((i, name) for i in range(len(argument)) for name in variants(argument[i]))]
+        return [
+            "no items",
+            "one more",
+            "one less",
+            *((i, name) for i in range(len(argument)) for name in variants(argument[i])),
+        ]
     return list(range(len(REAL if isinstance(argument, float) else WHOLE)))
 
 
@@ -334,10 +361,8 @@ def copied(argument):
 
 def attempt(name: str, changes: dict[int, Any]) -> None:
     """Calls a function with some arguments mutated: {position: variant}."""
-    # In C++ nothing but the end of the process stops a hang.
-    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=open("/tmp/asanwork/hang.txt", "a"))
+    print(name, changes)  # the last one is to blame for a crash or a hang
     arguments = [copied(argument) for argument in CALLS[name].arguments]
-    open("/tmp/asanwork/last.txt","w").write(repr((name, changes)))
     try:
         with np.errstate(all="ignore"):
             for position, variant in changes.items():
@@ -346,8 +371,6 @@ def attempt(name: str, changes: dict[int, Any]) -> None:
     except (ValueError, TypeError, OverflowError, IndexError) as error:
         assert str(error)
         return
-    finally:
-        faulthandler.cancel_dump_traceback_later()
     assert CALLS[name].valid(result, *arguments), (result, arguments)
 
 
@@ -361,9 +384,7 @@ def modest_memory():
 
 def test_none_is_forgotten():
     functions = {name for name in dir(_core) if not name.startswith("__")}
-    # One that waits for a hostile value for a hostile time is right to wait: tests/comm/test_transport_parts.py.
-    flags = {"flag_load", "flag_store", "flag_add", "flag_wait_at_least"}
-    assert set(CALLS) == functions - flags and flags <= functions
+    assert set(CALLS) == functions
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -389,7 +410,9 @@ def test_all_arrays_alike(name):
 
 
 def several_hostile_arguments(data):
-    name = data.draw(st.sampled_from([name for name, call in CALLS.items() if call.arguments]))
+    # Who waits for a hostile value for a hostile time is right to wait.
+    names = [name for name, call in CALLS.items() if call.arguments and name != "flag_wait_at_least"]
+    name = data.draw(st.sampled_from(names))
     arguments = CALLS[name].arguments
     places = data.draw(st.sets(st.integers(0, len(arguments) - 1), min_size=1, max_size=4))
     attempt(name, {place: data.draw(st.sampled_from(variants(arguments[place]))) for place in sorted(places)})
@@ -402,7 +425,6 @@ def test_several_hostile_arguments(data):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @settings(max_examples=20_000)
 @given(st.data())
 def test_many_hostile_arguments(data):

@@ -89,9 +89,13 @@ py::array_t<int64_t> split_batch(const py::array &times, int64_t microbatches, b
         throw py::value_error("cannot split " + std::to_string(microbatches) + " microbatches over " +
                               std::to_string(each.size()) + " pipelines: each needs one, so use a batch of at least " +
                               std::to_string(each.size()));
-    const double longest = *std::max_element(each.begin(), each.end()) * static_cast<double>(microbatches);
-    if (!std::isfinite(4.0 * longest * longest * static_cast<double>(each.size())))
-        throw py::value_error("times are too large to square: use a larger unit");
+    const auto [least, most] = std::minmax_element(each.begin(), each.end());
+    if (overflows(*most * static_cast<double>(microbatches)))
+        throw py::value_error("the times of all microbatches overflow: use a larger unit");
+    if (variance && *most / 1e9 > *least)
+        throw py::value_error("times[" + std::to_string(most - each.begin()) + "] is " + format_number(*most) +
+                              ", more than 1e9 times that of another pipeline: their variance says nothing, " +
+                              "so use the min-max objective or leave one of them out");
     std::vector<int64_t> counts;
     {
         const py::gil_scoped_release release;

@@ -41,7 +41,8 @@ void settle(std::vector<int64_t> &counts, int64_t total, const std::function<dou
     }
 }
 
-// The value of `count(x)`'s argument at which a sum of counts that grows with x reaches `total`, nearly.
+// The value of `count(x)`'s argument below which a sum of counts that grows with x stays below `total`. To the last bit:
+// every unit that is missing then is a step of `settle`.
 double level(double low, double high, int64_t total, const std::function<int64_t(double)> &count) {
     while (true) {
         const double middle = low + (high - low) / 2;
@@ -56,20 +57,12 @@ public:
     LeastVariance(const std::vector<double> &times, int64_t total) : times_(times), total_(total) {}
 
     std::vector<int64_t> solve() {
-        double speed = 0.0;
-        for (const double time : times_) speed += 1.0 / time;
-        const double even = static_cast<double>(total_) / speed;
-        counts_ = around(even);
-        keep();
-        // Times mu + e_i with sum e = 0 and counts that sum to the total give
-        // mu = even - sum(e_i / T_i) / sum(1 / T_i), and by Cauchy-Schwarz the last fraction is at most sqrt(sum e^2) times the spread of 1 / T_i.
-        double spread = 0.0;
-        const double mean = speed / static_cast<double>(times_.size());
-        for (const double time : times_) spread += (1.0 / time - mean) * (1.0 / time - mean);
-        const double reach = (std::sqrt(best_) * std::sqrt(spread) / speed) * (1 + 1e-9) + even * 1e-12;
-        counts_ = around(std::max(0.0, even - reach));
-        keep();
-        for (double centre = std::max(0.0, even - reach); exchange(centre, even + reach);) keep();
+        counts_ = around(relaxed_mean());
+        double centre = keep();
+        const double margin = centre * 1e-12, stop = last_within(centre, 2 * centre) + margin;
+        centre = std::max(0.0, last_within(centre, 0.0) - margin);
+        counts_ = around(centre);
+        for (keep(); exchange(centre, stop);) keep();
         return best_counts_;
     }
 
@@ -103,7 +96,8 @@ private:
         return counts;
     }
 
-    void keep() {
+    // Remembers the counts if they are the best so far. Returns their mean time.
+    double keep() {
         double mean = 0.0, sum = 0.0;
         for (size_t i = 0; i < times_.size(); ++i) mean += static_cast<double>(counts_[i]) * times_[i];
         mean /= static_cast<double>(times_.size());
@@ -115,6 +109,69 @@ private:
             best_ = sum;
             best_counts_ = counts_;
         }
+        return mean;
+    }
+
+    struct Relaxed {
+        double squares, mean;
+    };
+
+    // The least sum (N_i T_i - mu)^2 over real N_i >= 1 that sum to the total, and their mean time. By convexity these
+    // are N_i = max(1, (mu + lambda / T_i) / T_i) for one lambda, which Newton's method finds from above: their sum is
+    // convex in it, and a line where it is known which N_i are 1.
+    Relaxed relaxed(double mu) const {
+        double lambda = kInfinity;
+        for (size_t single = times_.size() + 1; true;) {
+            double sum = static_cast<double>(total_), slope = 0.0;
+            size_t now = 0;
+            for (const double time : times_) {
+                if (lambda < time * (time - mu)) {
+                    ++now;
+                    sum -= 1.0;
+                } else {
+                    slope += 1.0 / (time * time);
+                    sum -= mu / time;
+                }
+            }
+            if (now == single || now == times_.size()) break;
+            single = now;
+            lambda = sum / slope;
+        }
+        Relaxed found{0.0, 0.0};
+        for (const double time : times_) {
+            const double off = lambda < time * (time - mu) ? time - mu : lambda / time;
+            found.squares += off * off;
+            found.mean += off;
+        }
+        found.mean = mu + found.mean / static_cast<double>(times_.size());
+        return found;
+    }
+
+    // Where relaxed(mu) is least: it is convex in mu, and its slope has the sign of mu - mean. That is the mu of equal
+    // times, unless some of these would be less than one unit.
+    double relaxed_mean() const {
+        double speed = 0.0;
+        for (const double time : times_) speed += 1.0 / time;
+        const double even = static_cast<double>(total_) / speed;
+        double low = even, high = even;
+        while (relaxed(high).mean > high * (1 + 1e-12)) low = high, high *= 2;
+        for (int step = 0; step < 60 && low < high; ++step) {
+            const double middle = low + (high - low) / 2;
+            (relaxed(middle).mean > middle ? low : high) = middle;
+        }
+        return low;
+    }
+
+    // How far towards `end`, or beyond a larger one, the mean of counts as good as the best may lie, from the mean of
+    // such counts: with mean mu, none are better than relaxed(mu).
+    double last_within(double from, double end) const {
+        const double limit = best_ * (1 + 1e-10);
+        while (end > from && relaxed(end).squares <= limit) end *= 2;
+        for (int step = 0; step < 60; ++step) {
+            const double middle = from + (end - from) / 2;
+            (relaxed(middle).squares <= limit ? from : end) = middle;
+        }
+        return end;
     }
 
     // Moves one unit where the optimum changes next as mu grows from `centre`, unless that is after `stop`. A unit goes
@@ -185,7 +242,11 @@ std::vector<int64_t> split_min_max(const std::vector<double> &times, int64_t mic
 }
 
 std::vector<int64_t> split_least_variance(const std::vector<double> &times, int64_t microbatches) {
-    return LeastVariance(times, microbatches).solve();
+    int exponent = 0;  // squares of times near 1 are safe, and powers of two change no comparison
+    std::frexp(*std::max_element(times.begin(), times.end()), &exponent);
+    std::vector<double> scaled;
+    for (const double time : times) scaled.push_back(std::ldexp(time, -exponent));
+    return LeastVariance(scaled, microbatches).solve();
 }
 
 }  // namespace interlace
