@@ -50,20 +50,18 @@ class GlooTransport(QueueTransport):
     @classmethod
     def connect(cls, meeting: Meeting) -> GlooTransport:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
-        transport, failure = None, ""
+        what, transport = f"connecting by {cls.name}", None
         try:
-            transport = cls(meeting)
-            transport._try()
-        except RuntimeError as error:
-            failure = " ".join(str(error).split())[:200]
-        try:
-            meeting.agree(failure, f"connecting by {cls.name}")
+            with meeting.together(what):
+                transport = cls(meeting)
+            assert transport is not None
+            with meeting.together(what):
+                transport._try()
         except CommError as error:
             if transport is not None:
                 transport.failed = CommError(str(error))
                 transport.close()
             raise
-        assert transport is not None
         return transport
 
     def _try(self) -> None:
@@ -168,9 +166,12 @@ class GlooTransport(QueueTransport):
 
     def _tell(self, reason: str) -> None:
         # A header for those who wait for one; the others see the connection close.
-        head = _bytes(pack_refusal(reason))
-        with contextlib.suppress(CommError):
-            _linger([self._start(peer, "farewell", "send", head, _HEADER) for peer in self._peers], _FAREWELL)
+        head, sent = _bytes(pack_refusal(reason)), []
+        for peer in self._peers:
+            with contextlib.suppress(CommError):
+                sent.append(self._start(peer, "farewell", "send", head, _HEADER))
+        _linger(sent, _FAREWELL)
+        sent.clear()
         self._disconnect()
 
     def _shut(self) -> None:
