@@ -195,10 +195,10 @@ def test_groups_keep_their_transports(pool: Any) -> None:
 
 
 def again(rank: int, rounds: int) -> list[float]:
-    """Groups that come and go, with the same ranks and so perhaps with the same names."""
+    """Groups of the same ranks that come and go."""
     found = []
     for n in range(rounds):
-        group = dist.new_group([0, 1], use_local_synchronization=True)
+        group = dist.new_group([0, 1])
         x = torch.full((1,), float(n + rank))
         all_reduce(x, group=group)
         found.append(x.item())

@@ -35,6 +35,7 @@ class Device:
         self.changed = threading.Condition()
         self.streams: dict[threading.Thread, queue.Queue] = {}
         self.waits = 0
+        self.memories: list[torch.Tensor] = []
 
     def stream(self) -> queue.Queue:
         """The stream of the thread that asks: each transport has one thread."""
@@ -104,14 +105,16 @@ def events(world: int) -> SimpleNamespace:
 
 @pytest.fixture
 def ranks(monkeypatch):
-    made = []
+    made, devices = [], []
 
     def make(world: int, seed: int = 0, timeout: float = 20.0):
         device = Device(seed)
+        devices.append(device)
         monkeypatch.setattr(cuda_ipc, "copy_bytes", device.copy_bytes)
         monkeypatch.setattr(cuda_ipc, "_cupy", lambda: device)
         descriptor = Segment.create(world, 4096)
         memories = [torch.zeros(SLOTS * SLOT_BYTES, dtype=torch.uint8) for _ in range(world)]
+        device.memories = memories  # as long as its streams may run
         process = (os.getpid(), born(os.getpid()))
         transports = [
             CudaIpcTransport(
@@ -127,6 +130,8 @@ def ranks(monkeypatch):
     yield make
     for transport in made:
         transport.close()
+    for device in devices:
+        device.drain()
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -173,14 +178,15 @@ def test_a_missing_wait_is_caught_by_this_model(ranks, monkeypatch):
 
 
 def test_shapes_that_differ_are_named_and_nothing_hangs(ranks):
-    _, transports, _ = ranks(2, timeout=5.0)
+    device, transports, _ = ranks(2, timeout=5.0)
+    sources, arrived = [torch.zeros(4), torch.zeros(5)], [torch.zeros(4), torch.zeros(4)]
     tickets = [
-        t.copy_batch([Copy(1 - r, torch.zeros(4 + r))], [Copy(1 - r, torch.zeros(4))], "gather")
-        for r, t in enumerate(transports)
+        t.copy_batch([Copy(1 - r, sources[r])], [Copy(1 - r, arrived[r])], "gather") for r, t in enumerate(transports)
     ]
     for ticket in tickets:
         with pytest.raises(CommError, match=r"gather.*(5 float32, 4 float32 expected|gave up)"):
             ticket.wait()
+    device.drain()  # before the tensors go: what was enqueued still reads them
 
 
 def test_close_frees_the_window_once(ranks):

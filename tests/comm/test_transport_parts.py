@@ -7,6 +7,8 @@ import gc
 import itertools
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -91,6 +93,26 @@ def test_a_forgotten_transport_ends_its_thread() -> None:
     gc.collect()
     thread.join(5)
     assert not thread.is_alive()
+
+
+UNFINISHED = """
+import os, torch
+from interlace.comm.transports import Copy
+from interlace.comm.transports.shm import Segment, ShmTransport, born
+descriptor = Segment.create(2, 4096)
+me = (os.getpid(), born(os.getpid()))
+here, there = (ShmTransport(rank, Segment(2, 4096, descriptor), [me, me], timeout=600.0) for rank in range(2))
+here.copy_batch([Copy(1, torch.ones(10_000))], [], "never taken")
+print("the end")
+"""
+
+
+def test_a_program_ends_with_batches_under_way() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", UNFINISHED], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
 
 
 def without_memory(rank: int) -> str:

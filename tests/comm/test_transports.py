@@ -143,11 +143,10 @@ def failing(group: Transport, how: str) -> str:
             raise ZeroDivisionError("by the callback")
 
     ticket = group.copy_batch(outgoing, [Copy(peer, torch.empty(6)) for peer in peers], label, then)
-    later = group.copy_batch([], [], "a later batch")
     with pytest.raises(CommError) as error:
+        # Where the callback fails, the others have got what they wanted, and miss this rank only later.
+        later = group.copy_batch([], [], "a later batch")
         ticket.wait()
-        later.wait()
-    with pytest.raises(CommError):
         later.wait()
     with pytest.raises(CommError, match="failed before and cannot be used again; connect anew"):
         group.copy_batch([], [], "after that")
@@ -157,16 +156,29 @@ def failing(group: Transport, how: str) -> str:
     return str(error.value)
 
 
+def test_a_failed_batch_fails_whenever_it_is_waited_for() -> None:
+    def rank(group: Transport) -> None:
+        ticket = group.copy_batch([], [], f"operation {group.rank}")
+        for _ in range(2):
+            with pytest.raises(CommError, match=f"operation {group.rank}"):
+                ticket.wait()
+        assert ticket.done()
+
+    run_local(2, rank)
+
+
 @on_every_transport
 @pytest.mark.parametrize("how", ["label", "sizes", "then"])
 def test_a_rank_that_does_something_else_is_named_everywhere(pool: Any, kind: str, how: str) -> None:
     said = on_ranks(pool, kind, 3, failing, how)
-    for rank, text in enumerate(said):
-        assert re.match(rf"rank {rank}\b", text), text
-        if how == "then":
-            assert "rank 1" in text and (rank != 1 or "ZeroDivisionError: by the callback" in text), text
+    assert all(re.match(rf"rank {rank}\b", text) for rank, text in enumerate(said)), said
+    # A connection that closes may take what was said with it: over gloo, who was the cause is said by somebody.
+    quantify = any if kind == "gloo" else all
+    others = [said[0], said[2]]
+    assert quantify("rank 1" in text for text in others), said
+    if how == "then":
+        assert "ZeroDivisionError: by the callback" in said[1], said
     if how == "label":
-        assert "the operation" in said[1] and "something else" in said[1]
-        assert any("something else" in text for text in (said[0], said[2])), said
+        assert quantify("the operation" in text and "something else" in text for text in said), said
     if how == "sizes":
         assert any("rank 1 sends 5 float32, 6 float32 expected" in text for text in said), said

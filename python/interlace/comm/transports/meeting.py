@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,12 +62,24 @@ class Meeting:
                 raise CommError(f"rank {self.rank} is in {what}, but rank {rank} is in {theirs}: the programs differ")
         return [value for _, value in found]
 
-    def agree(self, failure: str, what: str) -> None:
-        """Raises CommError on every rank, with all reasons, if any rank says why it failed ("" = it did not)."""
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A step of every rank: if it fails on some, all raise CommError when all have tried, with all reasons."""
+        failure = ""
+        try:
+            yield
+        except (OSError, RuntimeError, ValueError) as error:
+            failure = " ".join(str(error).split())[:300] or type(error).__name__
         failures = {rank: text for rank, text in enumerate(self.exchange(failure, what)) if text}
         if failures:
             reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
             raise CommError(f"rank {self.rank}, {what}: {reasons}")
+
+    def agree(self, failure: str, what: str) -> None:
+        """As `together` for a step that is over: raises CommError on every rank if any says why it failed ("": not)."""
+        with self.together(what):
+            if failure:
+                raise CommError(failure)
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.comm.transports.base import Capabilities, CommError, Copy, QueueTransport, peers_of
-from interlace.comm.transports.header import HEADER_BYTES, Manifest, check_packed, manifest, pack, pack_refusal
+from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
 from interlace.comm.transports.meeting import Meeting
 
 _HEADER, _BYTES, _SIGNAL = 1, 2, 3  # tags
@@ -50,20 +50,18 @@ class GlooTransport(QueueTransport):
     @classmethod
     def connect(cls, meeting: Meeting) -> GlooTransport:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
-        transport, failure = None, ""
+        what, transport = f"connecting by {cls.name}", None
         try:
-            transport = cls(meeting)
-            transport._try()
-        except RuntimeError as error:
-            failure = " ".join(str(error).split())[:200]
-        try:
-            meeting.agree(failure, f"connecting by {cls.name}")
+            with meeting.together(what):
+                transport = cls(meeting)
+            assert transport is not None
+            with meeting.together(what):
+                transport._try()
         except CommError as error:
             if transport is not None:
                 transport.failed = CommError(str(error))
                 transport.close()
             raise
-        assert transport is not None
         return transport
 
     def _try(self) -> None:
@@ -77,23 +75,29 @@ class GlooTransport(QueueTransport):
 
     def _announce(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
         """Exchanges headers with every peer; raises CommError unless they say what is expected."""
-        heads: dict[int, Tensor] = {}
         sent: list[tuple[int, Work, Tensor]] = []
-        asked: list[tuple[int, Work]] = []
+        asked: list[tuple[int, Work, Tensor]] = []
+        lost: CommError | None = None
         for peer in self._peers:
-            head = _bytes(pack(manifest(sequence, what, [tensor for to, tensor in outgoing if to == peer])))
-            sent.append((peer, self._start(peer, what, "send", head, _HEADER), head))
-            heads[peer] = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-            asked.append((peer, self._start(peer, what, "recv", heads[peer], _HEADER)))
-        for peer, work in asked:
-            self._finish(peer, what, work)
+            mine = _bytes(pack(manifest(sequence, what, [tensor for to, tensor in outgoing if to == peer])))
+            theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            try:
+                sent.append((peer, self._start(peer, what, "send", mine, _HEADER), mine))
+                asked.append((peer, self._start(peer, what, "recv", theirs, _HEADER), theirs))
+            except CommError as error:
+                lost = lost or error
+        for peer, work, theirs in asked:
+            try:
+                self._finish(peer, what, work, self.timeout if lost is None else _FAREWELL)
+            except CommError as error:  # another peer may have said why
+                lost = lost or error
+                continue
             expected = manifest(sequence, what, [tensor for source, tensor in incoming if source == peer])
-            self._check(peer, expected, heads[peer])
+            check_packed(self.rank, peer, expected, theirs.numpy().tobytes())
+        if lost is not None:
+            raise lost
         for peer, work, _ in sent:
             self._finish(peer, what, work)
-
-    def _check(self, peer: int, expected: Manifest, head: Tensor) -> None:
-        check_packed(self.rank, peer, expected, head.numpy().tobytes())
 
     def _move(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str) -> None:
         sent = [(peer, self._start(peer, what, "send", tensor, _BYTES)) for peer, tensor in outgoing if tensor.numel()]
@@ -113,9 +117,9 @@ class GlooTransport(QueueTransport):
         except RuntimeError as error:
             raise self._lost(peer, what, error) from error
 
-    def _finish(self, peer: int, what: str, work: Work) -> None:
+    def _finish(self, peer: int, what: str, work: Work, timeout: float | None = None) -> None:
         try:
-            work.wait(timedelta(seconds=self.timeout))
+            work.wait(timedelta(seconds=self.timeout if timeout is None else timeout))
         except RuntimeError as error:
             raise self._lost(peer, what, error) from error
         self._pulse.beat()
@@ -162,9 +166,12 @@ class GlooTransport(QueueTransport):
 
     def _tell(self, reason: str) -> None:
         # A header for those who wait for one; the others see the connection close.
-        head = _bytes(pack_refusal(reason))
-        with contextlib.suppress(CommError):
-            _linger([self._start(peer, "farewell", "send", head, _HEADER) for peer in self._peers], _FAREWELL)
+        head, sent = _bytes(pack_refusal(reason)), []
+        for peer in self._peers:
+            with contextlib.suppress(CommError):
+                sent.append(self._start(peer, "farewell", "send", head, _HEADER))
+        _linger(sent, _FAREWELL)
+        sent.clear()
         self._disconnect()
 
     def _shut(self) -> None:

@@ -201,28 +201,21 @@ class ShmTransport(QueueTransport):
     @staticmethod
     def share(meeting: Meeting, slot_bytes: int) -> tuple[Segment, list[tuple[int, int]]]:
         """The memory that all ranks map, and their (process id, start time); collective, raises as `connect`."""
-        what = "connecting by shared memory"
-        descriptor, failure, path = -1, "", ""
+        what, descriptor, path = "connecting by shared memory", -1, ""
         try:
-            if meeting.rank == 0:
-                try:
+            with meeting.together(what):
+                if meeting.rank == 0:
                     descriptor = Segment.create(meeting.world, slot_bytes)
                     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-                except (CommError, OSError) as error:
-                    failure = str(error)
-            meeting.agree(failure, what)
             found = meeting.exchange((path, os.getpid(), born(os.getpid())), what)
             processes = [(process, start) for _, process, start in found]
-            try:
+            with meeting.together(what):
                 if meeting.rank > 0:
                     descriptor = os.open(found[0][0], os.O_RDWR | os.O_CLOEXEC)
                 segment = Segment(meeting.world, slot_bytes, descriptor)
                 hidden = [rank for rank, (process, start) in enumerate(processes) if born(process) != start]
                 if hidden:
-                    failure = f"the processes of {named(hidden)} are not visible here: another container, or dead"
-            except (OSError, ValueError) as error:
-                failure = f"cannot map the memory of rank 0 ({error})"
-            meeting.agree(failure, what)
+                    raise CommError(f"the processes of {named(hidden)} cannot be seen: in another container, or dead")
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
