@@ -92,9 +92,9 @@ py::array_t<int64_t> split_batch(const py::array &times, int64_t microbatches, b
     const auto [least, most] = std::minmax_element(each.begin(), each.end());
     if (overflows(*most * static_cast<double>(microbatches)))
         throw py::value_error("the times of all microbatches overflow: use a larger unit");
-    if (variance && *most / 1e9 > *least)
+    if (variance && *most / 1e6 > *least)
         throw py::value_error("times[" + std::to_string(most - each.begin()) + "] is " + format_number(*most) +
-                              ", more than 1e9 times that of another pipeline: their variance says nothing, " +
+                              ", more than 1e6 times that of another pipeline: their variance says nothing, " +
                               "so use the min-max objective or leave one of them out");
     std::vector<int64_t> counts;
     {

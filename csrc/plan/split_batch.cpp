@@ -118,10 +118,10 @@ private:
 
     // The least sum (N_i T_i - mu)^2 over real N_i >= 1 that sum to the total, and their mean time. By convexity these
     // are N_i = max(1, (mu + lambda / T_i) / T_i) for one lambda, which Newton's method finds from above: their sum is
-    // convex in it, and a line where it is known which N_i are 1.
+    // convex in it, and a line where it is known which N_i are 1. Those only become more, but for rounding.
     Relaxed relaxed(double mu) const {
         double lambda = kInfinity;
-        for (size_t single = times_.size() + 1; true;) {
+        for (size_t least = 0; true;) {
             double sum = static_cast<double>(total_), slope = 0.0;
             size_t now = 0;
             for (const double time : times_) {
@@ -133,8 +133,8 @@ private:
                     sum -= mu / time;
                 }
             }
-            if (now == single || now == times_.size()) break;
-            single = now;
+            if (now < least || now == times_.size()) break;
+            least = now + 1;
             lambda = sum / slope;
         }
         Relaxed found{0.0, 0.0};

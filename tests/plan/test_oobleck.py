@@ -270,7 +270,7 @@ def test_instantiation_with_fewer_microbatches_than_possible_pipelines_often():
         (lambda: plan.split_batch([1.0, 0.0], 4), r"times\[1\] is 0"),
         (lambda: plan.split_batch([1.0, 2.0], 1), "batch of at least 2"),
         (lambda: plan.split_batch([1e308, 1], 4), "overflow"),
-        (lambda: plan.split_batch([1, 2e9], 4, objective="variance"), r"times\[1\] is .*more than 1e9 times"),
+        (lambda: plan.split_batch([1, 2e6], 4, objective="variance"), r"times\[1\] is .*more than 1e6 times"),
         (lambda: plan.split_batch([1.0], 4, objective="max"), "unknown objective"),
         (lambda: plan.instantiate([2, 2], [1, 1], 4, faults=0, microbatches=4), r"node_counts\[1\] repeats 2"),
         (lambda: plan.instantiate([2, 0], [1, 1], 4, faults=0, microbatches=4), r"node_counts\[1\] is 0"),
