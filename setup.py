@@ -43,6 +43,7 @@ csrc = Path("csrc")
 
 sanitizers = [
     "-fsanitize=address,undefined,float-cast-overflow",  # the last one is not part of "undefined" in GCC
+    "-fno-wrapv",  # Python's own flags may ask for overflows that wrap: then none would be reported
     "-fno-sanitize-recover=all",  # whatever is found ends the process
     "-fno-omit-frame-pointer",
 ]
@@ -57,7 +58,7 @@ setup(
         Pybind11Extension(
             "interlace._core",
             sources=sorted(path.as_posix() for path in csrc.rglob("*.cpp")),
-            depends=sorted(path.as_posix() for pattern in ("*.h", "*.inc") for path in csrc.rglob(pattern)),
+            depends=["setup.py", *sorted(path.as_posix() for glob in ("*.h", "*.inc") for path in csrc.rglob(glob))],
             include_dirs=["csrc"],
             extra_compile_args=["-Wall", "-Wextra", *compile_args],
             extra_link_args=link_args,
