@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.comm import CommError, Transport, all_gather_into_tensor, run_local
+from interlace.comm import CommError, Transport, all_gather_into_tensor, connect, run_local
 from interlace.comm.transports import Copy
 from interlace.comm.transports.base import peers_of
-from tests.comm.jobs import batches, data, on_ranks, on_shm_threads
+from tests.comm.jobs import TIMEOUT, batches, data, on_ranks, on_shm_threads
 
 KINDS = ["local", "shm", "gloo"]
 on_every_transport = pytest.mark.parametrize("kind", KINDS)
@@ -154,6 +154,27 @@ def failing(group: Transport, how: str) -> str:
     with pytest.raises(CommError, match="is closed"):
         group.copy_batch([], [], "after closing")
     return str(error.value)
+
+
+def forgets(group: Transport) -> str:
+    """Rank 1 lets go of its transport without closing it, which rank 0 then waits for."""
+    if group.rank == 1:
+        return ""
+    with pytest.raises(CommError) as error:
+        group.barrier()
+        group.barrier()
+    return str(error.value)
+
+
+def forgotten(rank: int, kind: str) -> str:
+    return forgets(connect(transport=kind, timeout=TIMEOUT))
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_peers_of_a_transport_that_was_forgotten_are_told(pool: Any, kind: str) -> None:
+    start = time.monotonic()
+    said, _ = pool.returned(2, forgotten, kind)
+    assert re.match(r"rank 0, (wait|signal|barrier): lost rank 1", said) and time.monotonic() - start < TIMEOUT, said
 
 
 def test_a_failed_batch_fails_whenever_it_is_waited_for() -> None:

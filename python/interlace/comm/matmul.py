@@ -39,6 +39,7 @@ MAX_CHUNKS = 8
 DIRECT_ROWS = 128  # of one rank in a chunk, from which strided products cost less than a copy
 
 
+@torch.compiler.disable
 def all_gather_matmul(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -86,6 +87,7 @@ def all_gather_matmul(
     return gathered.view(*leading, total, width), [p.view(*leading, total, p.shape[-1]) for p in products]
 
 
+@torch.compiler.disable
 def matmul_reduce_scatter(
     x: Tensor,
     weight: Tensor,

@@ -99,7 +99,13 @@ class Lane:
     def run(self, function: Callable[[], None]) -> Wait:
         """Starts `function`; the returned call waits for it (on CUDA: makes the current stream wait)."""
         if self._thread is not None:
-            return self._thread.submit(torch.no_grad()(function)).result  # grad mode belongs to a thread
+            inference = torch.is_inference_mode_enabled()
+
+            def alike() -> None:  # these modes belong to a thread
+                with torch.inference_mode(inference), torch.no_grad():
+                    function()
+
+            return self._thread.submit(alike).result
         assert self.stream is not None
         device = self.stream.device
         self.stream.wait_stream(torch.cuda.current_stream(device))
