@@ -20,6 +20,7 @@ Shapes: B leading dimensions in one, W ranks, m rows of a rank, K and N columns 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import weakref
@@ -91,10 +92,16 @@ class Lane:
 
     @staticmethod
     def of(transport: Transport) -> Lane:
-        """The lane of a transport."""
+        """The lane of a transport, which ends with it."""
         if transport not in _lanes:
-            _lanes[transport] = Lane(transport.device)
+            _lanes[transport] = lane = Lane(transport.device)
+            transport.ends_with_it.callback(lane.end)
         return _lanes[transport]
+
+    def end(self) -> None:
+        if self._thread is not None:
+            with contextlib.suppress(RuntimeError):  # on this very thread, if it was the last to know the transport
+                self._thread.shutdown()
 
     def run(self, function: Callable[[], None]) -> Wait:
         """Starts `function`; the returned call waits for it (on CUDA: makes the current stream wait)."""

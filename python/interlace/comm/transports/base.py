@@ -128,6 +128,11 @@ class Transport(ABC):
     def close(self) -> None:
         """Ends the transport and frees its memory; a second call does nothing. Peers that wait for it get an error."""
 
+    @property
+    def ends_with_it(self) -> contextlib.ExitStack:
+        """What `close` ends too: what operations keep beside a transport, as a thread."""
+        return self.__dict__.setdefault("_ends_with_it", contextlib.ExitStack())
+
     def __enter__(self) -> Any:
         return self
 
@@ -274,6 +279,7 @@ class QueueTransport(Transport):
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
         self._shut()
+        self.ends_with_it.close()
 
     def __del__(self) -> None:
         # Not in a forked child, which has no thread to end and must not speak for its parent.
