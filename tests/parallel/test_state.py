@@ -34,6 +34,32 @@ def test_an_ordinary_checkpoint_goes_in_and_comes_out(name, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values()))
 
 
+class Scaled(torch.nn.Module):
+    """A layer beside something that its state dict holds and that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(3, 4)
+        self.history = [1.0, 0.5]
+
+    def get_extra_state(self):
+        return {"history": list(self.history)}
+
+    def set_extra_state(self, state):
+        self.history = state["history"]
+
+
+def test_extra_state_passes_through():
+    whole = Scaled()
+
+    def rank(group):
+        state = full_state_dict(tensor_parallel(copy.deepcopy(whole), {"up": "column"}, group))
+        assert torch.equal(state.pop("up.weight"), whole.up.weight) and torch.equal(state.pop("up.bias"), whole.up.bias)
+        return state
+
+    assert run_local(2, rank) == [{"_extra_state": {"history": [1.0, 0.5]}}] * 2
+
+
 def test_a_model_on_meta_is_cut_first_and_loaded_afterwards():
     whole = randomize(FAMILIES["siglip"].model())
     with torch.device("meta"):

@@ -299,7 +299,9 @@ def scatter_products(
     """out = this rank's rows of the sum over ranks of (rows @ matrix summed over `terms`) + extra.
 
     Chunk i is under way while the product of chunk i + 1 runs, and during `meanwhile`. Sums over ranks are made in
-    float32 in the order of the ranks.
+    float32 in the order of the ranks: chunk by chunk as they arrive, beside the products, if there is a `meanwhile` to
+    hide the last transfer. Otherwise the product of this rank's own rows hides it, in one piece, and so everything that
+    arrives is kept (as much as the whole product without this rank's rows) and added at the end, beside nothing.
 
     Args:
         terms: (rows [B, W, m, K] for all ranks, contiguous; matrix [K, N] of any strides).
