@@ -171,11 +171,11 @@ def dies(rank: int, transport: str, words: int, timeout: float) -> tuple[str, fl
 @pytest.mark.parametrize(
     ("transport", "words", "step"),
     [
-        ("auto", 1, "choosing a transport"),
-        ("auto", 2, "connecting by shared memory"),
+        pytest.param("auto", 1, "choosing a transport", marks=pytest.mark.slow),
+        pytest.param("auto", 2, "connecting by shared memory", marks=pytest.mark.slow),
         ("auto", 4, "connecting by shared memory"),
         ("gloo", 2, "connecting by gloo"),
-        ("gloo", 3, "connecting by gloo"),
+        pytest.param("gloo", 3, "connecting by gloo", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_while_all_connect_is_missed_once(pool: Any, transport: str, words: int, step: str) -> None:
