@@ -101,3 +101,14 @@ def test_a_module_cut_along_a_mesh_of_processes():
         pieces = [grads[name] for _, grads in results]
         for piece in [torch.cat(pieces, processes.CUT[name])] if name in processes.CUT else pieces:
             torch.testing.assert_close(piece, parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_fsdp_shards_the_pieces_along_another_dimension_of_the_mesh():
+    module = processes.Gated()
+    (module(processes.example()) ** 3).sum().backward()
+    for place, grads in returned(run_ranks(4, processes.sharded)):
+        for name, parameter in module.named_parameters():
+            mean = parameter.grad / 2  # FSDP's, over its ranks
+            want = mean.chunk(2, processes.CUT[name])[place] if name in processes.CUT else mean
+            torch.testing.assert_close(grads[name], want, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: name + text)

@@ -60,8 +60,9 @@ def all_gather_matmul(
         regather: keep x for the backward pass, which gathers it again under the products of the input gradient,
             instead of `gathered`, which is `world` times as large.
 
-    Whether x requires a gradient must be the same on every rank: if it does, backward communicates. Under autocast, x
-    and weights are cast as for torch.matmul. The gradient can not be differentiated again.
+    Whether x requires a gradient must be the same on every rank, and with `regather` whether any weight does: backward
+    communicates then. Under autocast, x and weights are cast as for torch.matmul. The gradient can not be
+    differentiated again.
 
     Returns:
         gathered [..., world * m, K], rank by rank, and a list of [..., world * m, N]. With one rank gathered is x.

@@ -180,7 +180,7 @@ class CudaIpcTransport(ShmTransport):
 
     def _parts(self) -> tuple[Window, Events, int]:
         if self._window is None or self._events is None:
-            raise CommError(f"rank {self.rank}: the {self.name} transport is closed")
+            raise RuntimeError("the transport was closed meanwhile")  # the batch says of which rank and operation
         return self._window, self._events, 0 if self._stream is None else self._stream.cuda_stream
 
     def _let_peers_read(self, events: Events) -> None:
