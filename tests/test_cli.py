@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from interlace.cli import main
+from interlace.comm.transports import capabilities
 from interlace.train.trainer import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -320,8 +320,11 @@ def test_doctor_says_what_is_on_and_why_the_rest_is_off(capfd: pytest.CaptureFix
         assert part in said
     assert "training can run here" in said
     assert "Error:" not in said and "…" not in said  # reasons in plain words, none cut short
-    if not torch.cuda.is_available():
-        assert re.search(r"off\W+nccl\W", said)
+    transports = capabilities()
+    for name, found in transports.items():
+        assert re.search(rf"{'off' if found.missing else 'on'}\W+{name}\W", said), name
+    listed = [name for name in re.findall(r"(?:on|off)\W+(\w+)\W", said) if name in transports]
+    assert listed == list(transports)  # best first, as they are chosen
 
 
 def test_the_large_example_can_be_planned(capfd: pytest.CaptureFixture[str]) -> None:

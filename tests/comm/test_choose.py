@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
+import os
 import re
+import signal
+import time
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,9 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.comm import CommError, all_gather_into_tensor, all_reduce, connect, disconnect, resolve, run_local
 from interlace.comm.group import _connected
-from interlace.comm.transports import capabilities, choose
+from interlace.comm.transports import Capabilities, capabilities, choose, shm
 from interlace.comm.transports.base import QueueTransport
-from tests.comm.jobs import TIMEOUT
+from interlace.comm.transports.meeting import Meeting
+from interlace.comm.transports.shm import ShmTransport
+from tests.comm.jobs import TIMEOUT, grown, used
 
 
 def choice(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> tuple[str, list[str]]:
@@ -143,6 +150,62 @@ def test_a_rank_that_does_not_connect_is_named(pool: Any) -> None:
     assert said.startswith("rank 0, choosing a transport: no word from rank 1 within 0.5 s"), said
 
 
+def dies(rank: int, transport: str, words: int, timeout: float) -> tuple[str, float, dict[str, tuple[int, int]]]:
+    """Rank 1 is killed when it is about to say its `words`-th word. What the others are told, after which time."""
+    exchange, said = Meeting.exchange, itertools.count(1)
+
+    def last(*arguments: Any) -> Any:
+        if next(said) == words:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Meeting, "exchange", last)
+        before, start = used(), time.monotonic()
+        with pytest.raises(CommError) as error:
+            connect(transport=transport, timeout=timeout)
+        return str(error.value), time.monotonic() - start, grown(before, used())
+
+
+@pytest.mark.parametrize(
+    ("transport", "words", "step"),
+    [
+        pytest.param("auto", 1, "choosing a transport", marks=pytest.mark.slow),
+        pytest.param("auto", 2, "connecting by shared memory", marks=pytest.mark.slow),
+        ("auto", 4, "connecting by shared memory"),
+        ("gloo", 2, "connecting by gloo"),
+        pytest.param("gloo", 3, "connecting by gloo", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_dies_while_all_connect_is_missed_once(pool: Any, transport: str, words: int, step: str) -> None:
+    """One timeout, not one for each transport that could still be tried; and nothing is left of the attempt."""
+    outcomes = pool.run(3, dies, transport, words, 4.0)
+    for rank in (0, 2):
+        assert outcomes[rank].kind == "returned", outcomes[rank]
+        text, seconds, left = outcomes[rank].value
+        assert re.match(f"rank {rank}, {step}: no word from rank 1 within 4 s", text), text
+        assert seconds < 2 * 4.0 - 0.5 and not left, (seconds, left)
+
+
+def odd(rank: int) -> str:
+    def broken(*arguments: Any) -> None:
+        raise AttributeError("no such thing")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShmTransport, "capabilities", classmethod(lambda cls: Capabilities("shm", "cpu")))
+        if rank == 1:
+            patch.setattr(shm.Segment, "__init__", broken)
+        with pytest.raises(CommError) as error:
+            connect(transport="shm", timeout=TIMEOUT)
+    return str(error.value)
+
+
+def test_whatever_one_rank_raises_while_connecting_all_are_told(pool: Any) -> None:
+    for rank, text in enumerate(pool.returned(2, odd)):
+        assert text == f"rank {rank}, connecting by shared memory: rank 1: AttributeError: no such thing"
+
+
 # ---------------------------------------------------------------------- groups
 
 
@@ -175,6 +238,10 @@ def kept(rank: int) -> None:
         dist.destroy_process_group(pairs.pop())
         gc.collect()
         assert group() is None  # gone with its process group
+
+    patient = dist.new_group([0, 1, 2], timeout=timedelta(seconds=77))
+    assert resolve(patient).timeout == 77 and first.timeout == 60  # as the pool's group has it
+    disconnect(patient)
 
     # A failure stays until all disconnect.
     with pytest.raises(CommError):

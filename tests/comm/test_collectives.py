@@ -15,8 +15,10 @@ from torch import Tensor
 from interlace.comm import (
     Transport,
     all_gather_into_tensor,
+    all_gather_matmul,
     all_reduce,
     all_to_all_single,
+    matmul_reduce_scatter,
     reduce_scatter_tensor,
     run_local,
 )
@@ -358,6 +360,70 @@ def test_wrong_arguments_are_named_before_anything_moves() -> None:
         all_reduce(x.clone(), group=group)  # the transport is none the worse
 
     run_local(2, rank)
+
+
+def inferred(group: Transport) -> None:
+    ranks = range(group.world)
+    mine, sum_of_ranks = float(group.rank), float(sum(range(group.world)))
+    with torch.inference_mode():
+        output = torch.empty(2 * group.world)
+        all_gather_into_tensor(output, torch.full((2,), mine), group)
+        assert output.tolist() == [float(rank) for rank in ranks for _ in range(2)]
+        strided_output = torch.empty(2, group.world).T
+        all_gather_into_tensor(strided_output, torch.full((2,), mine), group)
+        assert strided_output.flatten().tolist() == output.tolist()
+        for length in (2, ONE_ROUND):
+            total = torch.full((length,), mine)
+            all_reduce(total, group=group)
+            assert total.eq(sum_of_ranks).all() and total.is_inference()
+        piece = torch.empty(1)
+        reduce_scatter_tensor(piece, torch.arange(group.world) + mine, group=group)
+        assert piece.item() == group.world * mine + sum_of_ranks
+        exchanged = torch.empty(group.world)
+        all_to_all_single(exchanged, torch.full((group.world,), mine), group=group)
+        assert exchanged.tolist() == [float(rank) for rank in ranks]
+        for layout in ("direct", "remap"):
+            x, weight = torch.full((4, 3), mine), torch.ones(5, 3)
+            _, (y,) = all_gather_matmul(x, [weight], group=group, num_chunks=4, layout=layout)
+            assert [row[0] for row in y.tolist()] == [3.0 * rank for rank in ranks for _ in range(4)]
+            rows = matmul_reduce_scatter(
+                torch.ones(group.world * 4, 3), weight, group=group, num_chunks=2, layout=layout
+            )
+            assert rows.eq(3 * group.world).all()
+    total = torch.ones(2)  # and ordinary tensors again
+    all_reduce(total, group=group)
+    assert not total.is_inference()
+
+
+@on_every_transport
+def test_inference_mode(pool: Any, kind: str, world: int) -> None:
+    on_ranks(pool, kind, world, inferred)
+
+
+def test_compiled_code_stops_at_a_collective_and_goes_on_behind_it() -> None:
+    def rank(group: Transport) -> list[Tensor]:
+        def step(x: Tensor, weight: Tensor) -> Tensor:
+            output = x.new_empty(2 * len(x), 4)
+            all_gather_into_tensor(output, x * 2, group)
+            _, (y,) = all_gather_matmul(output.relu(), [weight], group=group, num_chunks=2)
+            y = matmul_reduce_scatter(y.tanh(), weight.t(), group=group, num_chunks=2)
+            total = y.sin()
+            all_reduce(total, group=group)
+            return total.square()
+
+        x, weight = torch.randn(3, 4).requires_grad_(), torch.randn(5, 4).requires_grad_()
+        compiled = torch.compile(step, backend="eager")
+        for _ in range(3):
+            outputs = [function(x, weight) for function in (step, compiled)]
+            grads = [torch.autograd.grad(output.sum(), [x, weight]) for output in outputs]
+            for eager, other in zip((outputs[0], *grads[0]), (outputs[1], *grads[1])):
+                assert torch.equal(eager, other)
+
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    run_local(2, rank)
+    # What moves bytes is not traced: nothing is compiled anew because a label or a transport is another one.
+    assert 0 < counters["stats"]["unique_graphs"] <= 10
 
 
 def test_conjugated_and_negated_views_travel_as_what_they_stand_for() -> None:

@@ -4,14 +4,18 @@ modelled so that copies happen late. A wait that is missing shows as wrong bytes
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
 import random
+import re
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from interlace.comm import CommError
 from interlace.comm.transports import cuda_ipc
 from interlace.comm.transports.base import Copy, peers_of
 from interlace.comm.transports.cuda_ipc import SLOTS, CudaIpcTransport
+from interlace.comm.transports.meeting import Meeting
 from interlace.comm.transports.shm import Segment, born
 
 SLOT_BYTES = 256
@@ -80,6 +85,10 @@ class Device:
                 assert self.changed.wait_for(lambda: self.reached[event] >= count, 20)
 
         self.stream().put(wait)
+
+    def eventQuery(self, event: int) -> int:
+        with self.changed:
+            return 0 if self.reached[event] == self.recorded[event] else 600
 
     def drain(self) -> None:
         for work in list(self.streams.values()):
@@ -197,6 +206,131 @@ def test_close_frees_the_window_once(ranks):
     assert window.closed
     with pytest.raises(CommError, match="closed"):
         transports[0].copy_batch([], [], "late")
+
+
+def test_memory_is_freed_when_peers_have_read_what_they_were_told_of(ranks, monkeypatch):
+    device, transports, memories = ranks(3)
+    slow, started = threading.Event(), time.monotonic()
+    copy = device.copy_bytes
+
+    def late(to, source, sizes):
+        if any(memories[0].data_ptr() <= address < memories[0].data_ptr() + SLOTS * SLOT_BYTES for address in source):
+            device.stream().put(lambda: slow.wait(0.3))
+        copy(to, source, sizes)
+
+    monkeypatch.setattr(cuda_ipc, "copy_bytes", late)
+    source, arrived = torch.randint(0, 256, (100,), dtype=torch.uint8), torch.zeros(2, 100, dtype=torch.uint8)
+    tickets = [transports[0].copy_batch([Copy(1, source), Copy(2, source)], [], "x")]
+    tickets += [transports[n].copy_batch([], [Copy(0, arrived[n - 1])], "x") for n in (1, 2)]
+    for ticket in tickets:
+        ticket.wait()  # all is enqueued
+    assert not arrived.any()
+    transports[0]._window.close = memories[0].zero_
+    transports[0].close()
+    assert time.monotonic() - started >= 0.3
+    device.drain()
+    assert all(torch.equal(found, source) for found in arrived)
+
+
+# ---------------------------------------------------------------------- connecting
+
+
+class Runtime:
+    """What is used of CuPy's runtime to connect: counts what is held, and may fail in one call of one rank."""
+
+    eventDisableTiming, eventInterprocess = 2, 4
+
+    def __init__(self, fails: tuple[str, int] | None = None) -> None:
+        self.fails, self.lock = fails, threading.Lock()
+        self.calls: dict[tuple[str, int], int] = defaultdict(int)
+        self.held: set[tuple[str, int]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        opens = {"malloc": "free", "ipcOpenMemHandle": "ipcCloseMemHandle"}
+        opens |= dict.fromkeys(("eventCreateWithFlags", "ipcOpenEventHandle"), "eventDestroy")
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> Any:
+            rank = int(threading.current_thread().name.rpartition("_")[2])
+            with self.lock:
+                count = self.calls[name, rank] = self.calls[name, rank] + 1
+                number = sum(self.calls.values())
+                if (name, rank) == self.fails and count == (2 if name == "ipcOpenEventHandle" else 1):
+                    raise KeyError("no more of that")
+                if name in opens:
+                    self.held.add((opens[name], number))
+                elif name in opens.values():
+                    self.held.remove((name, arguments[0]))  # once, and by the right call
+            if name == "deviceGetPCIBusId":
+                return f"0000:{rank:02d}:00.0"
+            return {"deviceGetByPCIBusId": 0, "deviceCanAccessPeer": 1, "eventQuery": 0}.get(name, number)
+
+        return call
+
+
+class Table(Meeting):
+    """A meeting of threads."""
+
+    def __init__(self, rank: int, world: int, board: dict[Any, Any], together: threading.Barrier) -> None:
+        self.rank, self.world, self.board, self.barrier = rank, world, board, together
+        self.device, self.timeout, self.round = torch.device("cpu", 0), 20.0, 0
+
+    def exchange(self, value: Any, what: str, since: float | None = None) -> list[Any]:
+        self.round += 1
+        self.board[self.round, self.rank] = what, value
+        self.barrier.wait(20)
+        found = [self.board[self.round, rank] for rank in range(self.world)]
+        assert {theirs for theirs, _ in found} == {what}
+        return [value for _, value in found]
+
+
+def connected(monkeypatch: Any, runtime: Runtime, world: int = 3) -> list[Any]:
+    """The transport of each rank, or what it was told."""
+    monkeypatch.setattr(cuda_ipc, "_cupy", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    board, together = {}, threading.Barrier(world)
+
+    def rank(number: int) -> Any:
+        threading.current_thread().name = f"rank_{number}"
+        try:
+            return CudaIpcTransport.connect(Table(number, world, board, together), slot_bytes=1 << 20)
+        except CommError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(rank, range(world)))
+
+
+def test_what_connecting_took_is_given_back(monkeypatch):
+    runtime = Runtime()
+    transports = connected(monkeypatch, runtime)
+    memories, events = 3 + 3 * 2, 3 * 3 * SLOTS * 4
+    assert len(runtime.held) == memories + events
+    for rank, transport in enumerate(transports):
+        threading.current_thread().name = f"rank_{rank}"
+        transport.close()
+    threading.current_thread().name = "MainThread"
+    assert not runtime.held
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        ("deviceGetPCIBusId", "reaching the other GPUs: rank 1: KeyError"),
+        ("malloc", "sharing device memory: rank 1: cannot share 4 MiB of device memory .'no more of that'."),
+        ("ipcGetMemHandle", "sharing device memory: rank 1: cannot share 4 MiB of device memory"),
+        ("ipcOpenMemHandle", "mapping device memory: rank 1: cannot map the device memory of rank 0"),
+        ("eventCreateWithFlags", "sharing events: rank 1: cannot share events"),
+        ("ipcGetEventHandle", "sharing events: rank 1: cannot share events"),
+        ("ipcOpenEventHandle", "opening events: rank 1: cannot open the events of rank 0"),
+    ],
+)
+def test_a_rank_that_cannot_connect_is_named_by_all_and_nothing_is_left(monkeypatch, fails, said):
+    runtime = Runtime((fails, 1))
+    for rank, text in enumerate(connected(monkeypatch, runtime)):
+        assert re.match(f"rank {rank}, {said}", text), text
+    assert not runtime.held
 
 
 def test_without_a_gpu_it_says_why():

@@ -16,15 +16,21 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from interlace.attention import AttentionPlan
+from interlace.balance import distribute_tokens
 from interlace.comm import (
     CommError,
     Transport,
     all_gather_into_tensor,
+    all_gather_matmul,
     all_reduce,
     all_to_all_single,
     connect,
+    context_parallel_attention,
+    matmul_reduce_scatter,
     reduce_scatter_tensor,
 )
+from interlace.masks import BitfieldMask
 from tests.comm.jobs import TIMEOUT, grown, used
 
 STEPS = {"shm": ["post", "stage", "take", "taken"], "gloo": ["post", "take", "taken"]}
@@ -78,6 +84,21 @@ def barrier(group: Transport, length: int) -> None:
     group.barrier()
 
 
+def products(group: Transport, length: int) -> None:
+    x, weight = torch.ones(length, 1, requires_grad=True), torch.ones(2, 1)
+    _, (y,) = all_gather_matmul(x, [weight], group=group, num_chunks=3, layout="remap")
+    y = matmul_reduce_scatter(y, torch.ones(1, 2), group=group, num_chunks=2)
+    y.sum().backward()
+
+
+def attention(group: Transport, length: int) -> None:
+    mask, heads = BitfieldMask.causal(1, 16 * WORLD), 2 + length % 2  # the odd one out has a head too many
+    blocks = AttentionPlan.build(mask, block=16).row_blocks()
+    shards = distribute_tokens(blocks, WORLD, block=16, lengths=mask.length)
+    q, k, v = (torch.ones(1, heads, 16, 64, requires_grad=True) for _ in range(3))
+    context_parallel_attention(q, k, v, mask, shards, group=group, heads_per_chunk=1).sum().backward()
+
+
 # And what they are called in an error.
 OPERATIONS = {
     "gather": (gather, "all_gather_into_tensor"),
@@ -86,6 +107,8 @@ OPERATIONS = {
     "exchange": (exchange, "all_to_all_single"),
     "backward": (backward, "all_gather"),
     "barrier": (barrier, "wait|signal|barrier"),
+    "products": (products, "all_gather_matmul|matmul_reduce_scatter"),
+    "attention": (attention, "context_parallel_attention"),
 }
 
 
@@ -173,7 +196,8 @@ def trials() -> list[Trial]:
     victims, counts = itertools.cycle(range(WORLD)), itertools.cycle((0, 1, 3))
     for transport, operation in itertools.product(STEPS, OPERATIONS):
         steps = STEPS[transport] if operation != "barrier" else ["barrier"]
-        for fault, step in itertools.product(("kill", "kill", "kill", "stop", "raise"), steps):
+        kills = ["kill"] if operation in ("products", "attention") else ["kill"] * 3
+        for fault, step in itertools.product((*kills, "stop", "raise"), steps):
             many = step == "stage" or (step == "take" and transport == "shm")  # one for each piece
             if (fault, step) != ("raise", "barrier"):  # what the caller raises is no fault of the transport
                 found.append(Trial(transport, operation, fault, step, next(counts) if many else 0, next(victims)))
@@ -192,6 +216,8 @@ FEW = [
     Trial("shm", "barrier", "kill", "barrier", 0, 1),
     Trial("shm", "reduce", "stop", "stage", 0, 2),
     Trial("shm", "exchange", "shape", "", 0, 1),
+    Trial("shm", "products", "kill", "stage", 3, 1),
+    Trial("shm", "attention", "kill", "take", 3, 0),
     Trial("gloo", "gather", "kill", "take", 0, 0),
     Trial("gloo", "reduce", "raise", "post", 0, 1),
     Trial("gloo", "scatter", "sleep", "post", 0, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -299,6 +300,22 @@ def test_ranks_with_different_shapes_are_told():
 
     with pytest.raises(CommError, match=r"3, 2\].*4, 2\]|4, 2\].*3, 2\]"):
         run_local(2, rank, timeout=5)
+
+
+def test_a_transport_that_is_closed_has_no_thread_left():
+    before = set(threading.enumerate())
+
+    def rank(group):
+        all_gather_matmul(torch.ones(4, 2), [torch.ones(3, 2)], num_chunks=4, layout="remap")
+        lanes = [thread for thread in threading.enumerate() if thread.name.startswith("interlace-lane")]
+        group.barrier()
+        group.close()
+        return group, lanes
+
+    results = run_local(2, rank)
+    assert all(lanes for _, lanes in results)
+    assert not {thread for thread in threading.enumerate() if thread not in before}
+    assert len({id(group) for group, _ in results}) == 2  # they are still there
 
 
 @pytest.mark.parametrize("layout", ["direct", "remap"])

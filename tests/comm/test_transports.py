@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.comm import CommError, Transport, all_gather_into_tensor, run_local
+from interlace.comm import CommError, Transport, all_gather_into_tensor, connect, run_local
 from interlace.comm.transports import Copy
 from interlace.comm.transports.base import peers_of
-from tests.comm.jobs import batches, data, on_ranks, on_shm_threads
+from tests.comm.jobs import TIMEOUT, batches, data, on_ranks, on_shm_threads
 
 KINDS = ["local", "shm", "gloo"]
 on_every_transport = pytest.mark.parametrize("kind", KINDS)
@@ -154,6 +155,55 @@ def failing(group: Transport, how: str) -> str:
     with pytest.raises(CommError, match="is closed"):
         group.copy_batch([], [], "after closing")
     return str(error.value)
+
+
+def forgets(group: Transport) -> str:
+    """Rank 1 lets go of its transport without closing it, which rank 0 then waits for."""
+    if group.rank == 1:
+        return ""
+    with pytest.raises(CommError) as error:
+        group.barrier()
+        group.barrier()
+    return str(error.value)
+
+
+def forgotten(rank: int, kind: str) -> str:
+    return forgets(connect(transport=kind, timeout=TIMEOUT))
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_peers_of_a_transport_that_was_forgotten_are_told(pool: Any, kind: str) -> None:
+    start = time.monotonic()
+    said, _ = pool.returned(2, forgotten, kind)
+    assert re.match(r"rank 0, (wait|signal|barrier): lost rank 1", said) and time.monotonic() - start < TIMEOUT, said
+
+
+def closes(rank: int, kind: str) -> tuple[bool, float, str]:
+    """Rank 0 closes while a batch waits for rank 1, which comes when it is over."""
+    group, said = connect(transport=kind, timeout=TIMEOUT), ""
+    if rank == 0:
+        ticket = group.copy_batch([Copy(1, torch.ones(4))], [Copy(1, torch.empty(4))], "the operation")
+        time.sleep(0.1)
+        start = time.monotonic()
+        group.close()
+        with pytest.raises(CommError):
+            ticket.wait()
+        seconds, alive = time.monotonic() - start, group._thread.is_alive()
+        dist.barrier()
+        return alive, seconds, said
+    dist.barrier()
+    start = time.monotonic()
+    with pytest.raises(CommError) as error:
+        for _ in range(2):
+            group.copy_batch([Copy(0, torch.ones(4))], [Copy(0, torch.empty(4))], "the operation").wait()
+    return False, time.monotonic() - start, str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_closing_ends_what_waits_and_tells_the_peers(pool: Any, kind: str) -> None:
+    (alive, patience, _), (_, seconds, said) = pool.returned(2, closes, kind)
+    assert not alive and patience < TIMEOUT / 2
+    assert seconds < TIMEOUT / 2 and re.match("rank 1, the operation: lost rank 0", said), (seconds, said)
 
 
 def test_a_failed_batch_fails_whenever_it_is_waited_for() -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from interlace.parallel import dtensor_state_dict, full_state_dict, tensor_parallel
@@ -65,3 +66,17 @@ def step(rank: int) -> Any:
     state = full_state_dict(module)
     assert all(torch.equal(state[key], value) for key, value in Gated().state_dict().items())
     return out.detach(), {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def sharded(rank: int) -> Any:
+    """(tensor rank, gradients by name) of a module cut along one dimension of a mesh, its pieces sharded along another
+    by FSDP, each half of the batch on a data rank: two steps, the second on gradients that were cleared."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data, place = mesh.get_local_rank("data"), mesh.get_local_rank("tensor")
+    module = tensor_parallel(Gated(), PLAN, mesh["tensor"])
+    fully_shard(module, mesh=mesh["data"])
+    for _ in range(2):
+        module.zero_grad()
+        out = module(example()[data : data + 1, 6 * place : 6 * place + 6])
+        (out**3).sum().backward()
+    return place, {name: parameter.grad.full_tensor() for name, parameter in module.named_parameters()}

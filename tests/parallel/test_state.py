@@ -34,6 +34,32 @@ def test_an_ordinary_checkpoint_goes_in_and_comes_out(name, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values()))
 
 
+class Scaled(torch.nn.Module):
+    """A layer beside something that its state dict holds and that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(3, 4)
+        self.history = [1.0, 0.5]
+
+    def get_extra_state(self):
+        return {"history": list(self.history)}
+
+    def set_extra_state(self, state):
+        self.history = state["history"]
+
+
+def test_extra_state_passes_through():
+    whole = Scaled()
+
+    def rank(group):
+        state = full_state_dict(tensor_parallel(copy.deepcopy(whole), {"up": "column"}, group))
+        assert torch.equal(state.pop("up.weight"), whole.up.weight) and torch.equal(state.pop("up.bias"), whole.up.bias)
+        return state
+
+    assert run_local(2, rank) == [{"_extra_state": {"history": [1.0, 0.5]}}] * 2
+
+
 def test_a_model_on_meta_is_cut_first_and_loaded_afterwards():
     whole = randomize(FAMILIES["siglip"].model())
     with torch.device("meta"):
@@ -75,3 +101,14 @@ def test_a_module_cut_along_a_mesh_of_processes():
         pieces = [grads[name] for _, grads in results]
         for piece in [torch.cat(pieces, processes.CUT[name])] if name in processes.CUT else pieces:
             torch.testing.assert_close(piece, parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_fsdp_shards_the_pieces_along_another_dimension_of_the_mesh():
+    module = processes.Gated()
+    (module(processes.example()) ** 3).sum().backward()
+    for place, grads in returned(run_ranks(4, processes.sharded)):
+        for name, parameter in module.named_parameters():
+            mean = parameter.grad / 2  # FSDP's, over its ranks
+            want = mean.chunk(2, processes.CUT[name])[place] if name in processes.CUT else mean
+            torch.testing.assert_close(grads[name], want, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: name + text)

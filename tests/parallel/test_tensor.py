@@ -336,6 +336,24 @@ def test_a_plan_that_does_not_fit_changes_nothing(change, message):
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        lambda linear: linear.register_forward_hook(lambda *_: None),
+        lambda linear: linear.register_full_backward_hook(lambda *_: None),
+        lambda linear: linear.register_parameter("scale", torch.nn.Parameter(torch.ones(1))),
+        lambda linear: torch.nn.utils.weight_norm(linear),
+    ],
+    ids=["forward hook", "backward hook", "parameter", "weight norm"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_layer_with_more_than_a_linear_layer_has_is_not_cut(change):
+    model, _ = family("llama")
+    change(model.model.layers[0].mlp.down_proj)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj has hooks or parameters"):
+        run_local(2, lambda group: tensor_parallel(model, None, group))
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "world", "message"),
     [
         (

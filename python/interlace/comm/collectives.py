@@ -5,6 +5,7 @@ first and added by its receiver); sums are made in float32 (float64 for float64,
 the ranks, so that their bits repeat and are the same on every rank; and the operations are differentiable: where
 `input` requires a gradient, `output` is made part of the graph, in place. The backward pass of a collective is one too
 and needs every rank: either all inputs require gradients or none, and every rank's loss depends on its output.
+Under torch.compile the graph breaks there, as at everything of this package that moves bytes.
 
 With `async_op` the call returns a `Work`; input and output must be left alone until its `wait`.
 """
@@ -55,6 +56,7 @@ class Work:
                 to.copy_(source)
 
 
+@torch.compiler.disable
 def all_gather_into_tensor(output: Tensor, input: Tensor, group: Group = None, async_op: bool = False) -> Work | None:
     """output = the inputs of all ranks, rank by rank.
 
@@ -72,6 +74,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Group = None, a
     return _run(_gather, "all_gather_into_tensor", transport, output, input, async_op, None)
 
 
+@torch.compiler.disable
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -89,6 +92,7 @@ def reduce_scatter_tensor(
     return _run(_scatter, name, transport, output, input, async_op, _reduction(name, op, input.dtype))
 
 
+@torch.compiler.disable
 def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> Work | None:
     """tensor = the sum (or AVG, MAX, MIN) of all ranks' tensors, in place, with the same bits on every rank.
 
@@ -98,6 +102,7 @@ def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: boo
     return _run(_reduce, name, transport, tensor, tensor, async_op, _reduction(name, op, tensor.dtype))
 
 
+@torch.compiler.disable
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -250,7 +255,8 @@ def _start(body: Any, name: str, transport: Transport, output: Tensor, input: Te
             to = torch.empty_like(output, memory_format=torch.contiguous_format)
         tickets = body(transport, to, source, label, options)
         # Transports write memory, which autograd does not see: a tensor that it kept for a backward pass is now wrong.
-        torch.autograd.graph.increment_version(output)
+        if not output.is_inference():  # which autograd cannot keep
+            torch.autograd.graph.increment_version(output)
         return Work(tickets, None if to is output else (output, to))
 
 

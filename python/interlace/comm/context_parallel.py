@@ -49,6 +49,7 @@ from interlace.comm.trace import computing
 from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
 from interlace.masks import BitfieldMask
 
+_NAME = "context_parallel_attention"  # begins what errors and traces call its transfers
 LEAST_BYTES = 1 << 20  # of keys and values that a rank sends to another per chunk: below it latency shows
 LEAST_ROWS = 16_384  # (query, head) rows per chunk on a GPU: one block of 128 for each of its 100-odd multiprocessors
 
@@ -322,7 +323,7 @@ class _GatheredHeads:
             incoming += [Copy(peer, piece) for peer in peers for piece in _pieces(to[:, :, peer])]
         trace = transport.trace
         filled = None if trace is None else lambda: trace.add("write", self._name(number), began, time.perf_counter())
-        self.tickets[number] = transport.copy_batch(outgoing, incoming, f"gather of {_named(chunk)}", filled)
+        self.tickets[number] = transport.copy_batch(outgoing, incoming, f"{_NAME}, gather of {_named(chunk)}", filled)
 
     def _buffer(self, number: int) -> Tensor:
         """[2, B, heads, world, tokens, D]: k and v of a chunk; every rank's tokens of a head are contiguous."""
@@ -364,7 +365,7 @@ class _ScatteredGradients:
             for result, piece in zip(results, total):
                 result.copy_(piece)
 
-        ticket = self.transport.copy_batch(outgoing, incoming, f"gradients of {chunk}", add_up)
+        ticket = self.transport.copy_batch(outgoing, incoming, f"{_NAME}, gradients of {chunk}", add_up)
         self.finish()  # so that the parts of two chunks are in memory at most
         self.last = ticket
 

@@ -56,7 +56,7 @@ def resolve(group: Group, device: torch.device | str = "cpu") -> Transport:
     """The transport of `group` for tensors of `device`.
 
     The first use of a process group connects its ranks (`connect`, collective) and keeps the transport until the
-    process group is destroyed or `disconnect` is called.
+    process group is destroyed or `disconnect` is called. Its waits last as long as those of the process group may.
 
     Raises:
         TypeError: not a group. ValueError: a mesh of several dimensions, or a process group this rank is not in.

@@ -39,6 +39,7 @@ MAX_CHUNKS = 8
 DIRECT_ROWS = 128  # of one rank in a chunk, from which strided products cost less than a copy
 
 
+@torch.compiler.disable
 def all_gather_matmul(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -59,8 +60,9 @@ def all_gather_matmul(
         regather: keep x for the backward pass, which gathers it again under the products of the input gradient,
             instead of `gathered`, which is `world` times as large.
 
-    Whether x requires a gradient must be the same on every rank: if it does, backward communicates. Under autocast, x
-    and weights are cast as for torch.matmul. The gradient can not be differentiated again.
+    Whether x requires a gradient must be the same on every rank, and with `regather` whether any weight does: backward
+    communicates then. Under autocast, x and weights are cast as for torch.matmul. The gradient can not be
+    differentiated again.
 
     Returns:
         gathered [..., world * m, K], rank by rank, and a list of [..., world * m, N]. With one rank gathered is x.
@@ -86,6 +88,7 @@ def all_gather_matmul(
     return gathered.view(*leading, total, width), [p.view(*leading, total, p.shape[-1]) for p in products]
 
 
+@torch.compiler.disable
 def matmul_reduce_scatter(
     x: Tensor,
     weight: Tensor,

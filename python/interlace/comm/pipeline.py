@@ -20,6 +20,7 @@ Shapes: B leading dimensions in one, W ranks, m rows of a rank, K and N columns 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import weakref
@@ -91,15 +92,27 @@ class Lane:
 
     @staticmethod
     def of(transport: Transport) -> Lane:
-        """The lane of a transport."""
+        """The lane of a transport, which ends with it."""
         if transport not in _lanes:
-            _lanes[transport] = Lane(transport.device)
+            _lanes[transport] = lane = Lane(transport.device)
+            transport.ends_with_it.callback(lane.end)
         return _lanes[transport]
+
+    def end(self) -> None:
+        if self._thread is not None:
+            with contextlib.suppress(RuntimeError):  # on this very thread, if it was the last to know the transport
+                self._thread.shutdown()
 
     def run(self, function: Callable[[], None]) -> Wait:
         """Starts `function`; the returned call waits for it (on CUDA: makes the current stream wait)."""
         if self._thread is not None:
-            return self._thread.submit(torch.no_grad()(function)).result  # grad mode belongs to a thread
+            inference = torch.is_inference_mode_enabled()
+
+            def alike() -> None:  # these modes belong to a thread
+                with torch.inference_mode(inference), torch.no_grad():
+                    function()
+
+            return self._thread.submit(alike).result
         assert self.stream is not None
         device = self.stream.device
         self.stream.wait_stream(torch.cuda.current_stream(device))
@@ -286,7 +299,9 @@ def scatter_products(
     """out = this rank's rows of the sum over ranks of (rows @ matrix summed over `terms`) + extra.
 
     Chunk i is under way while the product of chunk i + 1 runs, and during `meanwhile`. Sums over ranks are made in
-    float32 in the order of the ranks.
+    float32 in the order of the ranks: chunk by chunk as they arrive, beside the products, if there is a `meanwhile` to
+    hide the last transfer. Otherwise the product of this rank's own rows hides it, in one piece, and so everything that
+    arrives is kept (as much as the whole product without this rank's rows) and added at the end, beside nothing.
 
     Args:
         terms: (rows [B, W, m, K] for all ranks, contiguous; matrix [K, N] of any strides).

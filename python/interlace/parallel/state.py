@@ -6,7 +6,7 @@ Loading needs nothing from here: `load_state_dict` of the cut module takes the w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -14,18 +14,20 @@ from interlace.parallel.linear import ParallelLinear
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 
-def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the ordinary module, on every rank. Collective; cut parameters are gathered one by one."""
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state dict of the ordinary module, on every rank: tensors, and what get_extra_state of its parts returns.
+
+    Collective; cut parameters are gathered one by one.
+    """
     return {
-        key: owner.whole(name, value) if isinstance(owner, ParallelLinear) else value.detach()
+        key: owner.whole(name, value) if isinstance(owner, ParallelLinear) else _plain(value)
         for key, owner, name, value in _entries(module)
     }
 
 
-def dtensor_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor | DTensor]:
+def dtensor_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
     """The state dict with every tensor as a DTensor of `mesh`: Shard where it is cut, Replicate elsewhere.
 
     What torch.distributed.checkpoint saves, and loads in place, under any number of ranks. Nothing is copied.
@@ -37,19 +39,25 @@ def dtensor_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor 
 
     if mesh.ndim != 1:
         raise ValueError(f"mesh has {mesh.ndim} dimensions: pass the one that the module is cut along, as mesh['tp']")
-    found: dict[str, Tensor | DTensor] = {}
+    found: dict[str, Any] = {}
     for key, owner, name, value in _entries(module):
         placement: Replicate | Shard = Replicate()
         if isinstance(owner, ParallelLinear) and name in owner.cut:
             if owner.ranks.world != mesh.size():
                 raise ValueError(f"{key} is cut among {owner.ranks.world} ranks, mesh has {mesh.size()}")
             placement = Shard(owner.cut[name])
-        found[key] = DTensor.from_local(value.detach(), mesh, [placement], run_check=False)
+        if isinstance(value, Tensor):
+            value = DTensor.from_local(value.detach(), mesh, [placement], run_check=False)
+        found[key] = value
     return found
 
 
-def _entries(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """(key, the module it belongs to, its name there, the local tensor) of a state dict."""
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """(key, the module it belongs to, its name there, the local tensor or extra state) of a state dict."""
     owners = dict(module.named_modules(remove_duplicate=False))
     for key, value in module.state_dict().items():
         path, _, name = key.rpartition(".")

@@ -267,11 +267,21 @@ def _check(module: nn.Module, styles: Mapping[str, str]) -> None:
                     f"{path or 'the module itself'} is a {type(there).__name__}: only an nn.Linear inside a module can "
                     f'be "{style}"'
                 )
+            if set(there._parameters) != {"weight", "bias"} or _has_hooks(there):
+                raise ValueError(
+                    f"{path} has hooks or parameters that an ordinary nn.Linear has not (weight_norm has both): once "
+                    f'"{style}" it would lose them; add them afterwards, to the cut layer'
+                )
             for parameter in there.parameters():
                 if len(tied := sorted(owners[id(parameter)])) > 1:
                     raise ValueError(f'{", ".join(tied)} share a parameter, which cannot be cut: make them "replicate"')
         if style == "layers" and not (isinstance(there, nn.ModuleList) and len(there)):
             raise ValueError(f'{path} is a {type(there).__name__}: only a ModuleList of blocks can be "layers"')
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
 
 
 def _shared_inputs(styles: Mapping[str, str]) -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ thread only enqueues, on a stream of its own.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
@@ -127,6 +128,11 @@ class Transport(ABC):
     def close(self) -> None:
         """Ends the transport and frees its memory; a second call does nothing. Peers that wait for it get an error."""
 
+    @property
+    def ends_with_it(self) -> contextlib.ExitStack:
+        """What `close` ends too: what operations keep beside a transport, as a thread."""
+        return self.__dict__.setdefault("_ends_with_it", contextlib.ExitStack())
+
     def __enter__(self) -> Any:
         return self
 
@@ -181,7 +187,7 @@ class QueueTransport(Transport):
     A subclass implements `_run`, `signal` and `wait`, and `_shut` to free what it holds. After the first error every
     later batch fails with the same reason: the order of batches is lost, and nothing that follows could be trusted.
 
-    A transport that nobody refers to any more ends its thread; those still open when the interpreter exits are closed.
+    A transport that nobody refers to any more is closed, and so are those still open when the interpreter exits.
     """
 
     before: Callable[[int, str], None] = staticmethod(lambda rank, what: None)
@@ -201,7 +207,6 @@ class QueueTransport(Transport):
             target=_work, args=(weakref.ref(self), self._queue), name=f"interlace-{self.name}-{rank}", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, self._queue.put, None).atexit = False
         _open.add(self)
 
     @abstractmethod
@@ -222,7 +227,7 @@ class QueueTransport(Transport):
 
     def _fail(self, error: CommError) -> None:
         """From now on every use raises; peers are told. Only the first error counts."""
-        _forget_locals(error)
+        forget_locals(error)
         if self.failed is None:
             self.failed = CommError(str(error))
             if not self._closed:
@@ -243,13 +248,14 @@ class QueueTransport(Transport):
         ticket = _QueuedTicket(what, self.timeout, self.device, self._pulse)
         ticket.keep = (outgoing, incoming, then)
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        inference = torch.is_inference_mode_enabled()  # belongs to a thread, and its tensors are written only in it
         if self.trace is not None:
             self.trace.mark("issue", label)
 
         def run() -> None:
             began = time.perf_counter()
             self._pulse.beat()
-            with torch.no_grad(), torch.cuda.stream(self._stream):
+            with torch.inference_mode(inference), torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)
                 self._run(outgoing, incoming, label, sequence)
@@ -273,6 +279,13 @@ class QueueTransport(Transport):
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
         self._shut()
+        self.ends_with_it.close()
+
+    def __del__(self) -> None:
+        # Not in a forked child, which has no thread to end and must not speak for its parent.
+        if self.__dict__.get("_process") == os.getpid():
+            with contextlib.suppress(Exception):
+                self.close()
 
     def _check_open(self, label: str) -> None:
         if self._closed:
@@ -308,11 +321,11 @@ _open: weakref.WeakSet[QueueTransport] = weakref.WeakSet()
 def _close_all() -> None:
     # A daemon thread that still waits in compiled code while the interpreter goes away can take the process down.
     for transport in list(_open):
-        if transport._process == os.getpid():  # a forked child has no thread to end, and must not speak for its parent
+        if transport._process == os.getpid():
             transport.close()
 
 
-def _forget_locals(error: BaseException | None) -> None:
+def forget_locals(error: BaseException | None) -> None:
     """Drops what the frames of the tracebacks refer to: buffers and sockets would live as long as the error."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

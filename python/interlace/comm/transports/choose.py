@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Transport
+from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Transport, forget_locals
 from interlace.comm.transports.local import LocalHub, LocalTransport
 from interlace.comm.transports.meeting import Meeting, named
 
@@ -39,7 +39,7 @@ def connect(
     *,
     device: torch.device | str = "cpu",
     transport: str = "auto",
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = None,
 ) -> Transport:
     """Connects the ranks of a process group; collective, with the same arguments on each.
 
@@ -48,7 +48,8 @@ def connect(
         device: where the tensors lie. "cuda" means the current device.
         transport: a name of PREFERENCE, or "auto": what the environment's INTERLACE_TRANSPORT names, else the first
             that every rank can run. One rank alone gets a LocalTransport whatever is named.
-        timeout: seconds that every later wait may last without anything moving.
+        timeout: seconds that this and every later wait may last without anything moving; default: the process group's
+            own, which init_process_group and new_group take.
 
     Raises:
         ValueError: the named transport cannot run (says on which rank, and why), the ranks ask for different ones, or
@@ -59,11 +60,13 @@ def connect(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    if not 0 < timeout < float("inf"):
+    if timeout is not None and not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     wanted = _wanted(transport)
     alone = process_group is None and not (dist.is_available() and dist.is_initialized())
     group = None if alone else resolved(process_group)
+    if timeout is None:
+        timeout = _timeout_of(group, device)
     if group is None or group.size() == 1:
         _known(wanted)
         return LocalTransport(0, LocalHub(1), device=device, timeout=timeout)
@@ -81,7 +84,8 @@ def connect(
         try:
             found = _class_of(name).connect(meeting)
         except CommError as error:
-            if wanted != "auto":
+            forget_locals(error)  # memory that came up on this rank would live as long as the error
+            if wanted != "auto" or meeting.over:  # who stayed away from one meeting will not come to the next either
                 raise
             reasons[name] = str(error)
             continue
@@ -114,6 +118,15 @@ def _class_of(name: str) -> Any:
         if error.name != module:
             raise
         return None
+
+
+def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    if group is not None:
+        for each in (device, torch.device("cpu")):
+            with contextlib.suppress(RuntimeError, AttributeError):  # no backend for it, or one without options
+                options: Any = group._get_backend(each).options
+                return float(options._timeout.total_seconds())
+    return DEFAULT_TIMEOUT
 
 
 def _wanted(argument: str) -> str:

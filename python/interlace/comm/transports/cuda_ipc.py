@@ -19,7 +19,8 @@ cuda-bindings copy (a batched copy is what goes to the copy engines, between two
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +28,12 @@ import torch
 from interlace.comm.copiers import copy_bytes, engine_missing
 from interlace.comm.transports.base import Capabilities, CommError
 from interlace.comm.transports.meeting import Meeting
-from interlace.comm.transports.shm import SLOTS, Segment, ShmTransport
+from interlace.comm.transports.shm import SLOTS, Segment, ShmTransport, born
 
 SLOT_BYTES = 8 << 20  # copy engines reach their speed from about 1 MiB on
+FAREWELL = 5.0  # seconds in which peers may read what they have been told of before this rank frees it
 HOST_SLOT_BYTES = 4096  # of the shared host memory, whose slots are not used here
+_READY = 0  # cudaSuccess
 
 
 class Window(Protocol):
@@ -51,20 +54,15 @@ class IpcWindow:
         self._own = 0
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            failure, handle = "", b""
-            try:
+            size = f"{SLOTS * slot_bytes >> 20} MiB"
+            with meeting.together("sharing device memory"), _trying(f"share {size} of device memory"):
                 self._own = _cupy().malloc(SLOTS * slot_bytes)
                 handle = _cupy().ipcGetMemHandle(self._own)
-            except Exception as error:
-                failure = f"cannot share {SLOTS * slot_bytes >> 20} MiB of device memory ({error})"
-            meeting.agree(failure, "sharing device memory")
-            for rank, found in enumerate(meeting.exchange(handle, "exchanging handles of memory")):
-                try:
-                    self.addresses.append(self._own if rank == meeting.rank else _cupy().ipcOpenMemHandle(found))
-                except Exception as error:
-                    failure = f"cannot map the device memory of rank {rank} ({error})"
-                    break
-            meeting.agree(failure, "mapping device memory")
+            handles = meeting.exchange(handle, "exchanging handles of memory")
+            with meeting.together("mapping device memory"):
+                for rank, found in enumerate(handles):
+                    with _trying(f"map the device memory of rank {rank}"):
+                        self.addresses.append(self._own if rank == meeting.rank else _cupy().ipcOpenMemHandle(found))
             undo.pop_all()
 
     def close(self) -> None:
@@ -88,26 +86,21 @@ class Events:
         self._made: list[int] = []
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            runtime, failure, handles = _cupy(), "", []
-            try:
+            runtime, handles = _cupy(), []
+            with meeting.together("sharing events"), _trying("share events"):
                 for _ in range(SLOTS * (1 + meeting.world)):
                     flags = runtime.eventDisableTiming | runtime.eventInterprocess
                     self._made.append(runtime.eventCreateWithFlags(flags))
                     handles.append(runtime.ipcGetEventHandle(self._made[-1]))
-            except Exception as error:
-                failure = f"cannot share events ({error})"
             own = list(self._made)
-            meeting.agree(failure, "sharing events")
-            for rank, found in enumerate(meeting.exchange(handles, "exchanging handles of events")):
-                self._of.append(own if rank == meeting.rank else [])
-                try:
-                    for handle in found if rank != meeting.rank else ():
-                        self._made.append(runtime.ipcOpenEventHandle(handle))
-                        self._of[rank].append(self._made[-1])
-                except Exception as error:
-                    failure = f"cannot open the events of rank {rank} ({error})"
-                    break
-            meeting.agree(failure, "opening events")
+            given = meeting.exchange(handles, "exchanging handles of events")
+            with meeting.together("opening events"):
+                for rank, found in enumerate(given):
+                    self._of.append(own if rank == meeting.rank else [])
+                    with _trying(f"open the events of rank {rank}"):
+                        for handle in found if rank != meeting.rank else ():
+                            self._made.append(runtime.ipcOpenEventHandle(handle))
+                            self._of[rank].append(self._made[-1])
             undo.pop_all()
 
     def ready(self, sender: int, slot: int) -> int:
@@ -160,15 +153,17 @@ class CudaIpcTransport(ShmTransport):
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         segment, processes = cls.share(meeting, HOST_SLOT_BYTES)
         with torch.cuda.device(meeting.device), contextlib.ExitStack() as undo:
-            meeting.agree(_unreachable(meeting), "reaching the other GPUs")
+            _reach(meeting)
             window = cls._open_window(meeting, slot_bytes)
             undo.callback(window.close)
             events = Events(meeting)
+            undo.callback(events.close)
+            transport = cls(
+                meeting.rank, segment, processes,
+                device=meeting.device, timeout=meeting.timeout, slot_bytes=slot_bytes, window=window, events=events,
+            )  # fmt: skip
             undo.pop_all()
-        return cls(
-            meeting.rank, segment, processes,
-            device=meeting.device, timeout=meeting.timeout, slot_bytes=slot_bytes, window=window, events=events,
-        )  # fmt: skip
+        return transport
 
     def _copy_in(self, segment: Segment, slot: int, address: int, size: int) -> None:
         window, events, stream = self._parts()
@@ -185,8 +180,19 @@ class CudaIpcTransport(ShmTransport):
 
     def _parts(self) -> tuple[Window, Events, int]:
         if self._window is None or self._events is None:
-            raise CommError(f"rank {self.rank}: the {self.name} transport is closed")
+            raise RuntimeError("the transport was closed meanwhile")  # the batch says of which rank and operation
         return self._window, self._events, 0 if self._stream is None else self._stream.cuda_stream
+
+    def _let_peers_read(self, events: Events) -> None:
+        """Waits for the copies out of this rank's slots that peers have counted, which means: enqueued."""
+        deadline = time.monotonic() + min(self.timeout, FAREWELL)
+        for slot, readers in enumerate(self._readers):
+            for peer, _ in readers:
+                process, start = self.processes[peer]
+                while _cupy().eventQuery(events.read(peer, self.rank, slot)) != _READY:
+                    if time.monotonic() > deadline or born(process) != start:
+                        break
+                    time.sleep(1e-4)
 
     def _shut(self) -> None:
         super()._shut()
@@ -197,25 +203,37 @@ class CudaIpcTransport(ShmTransport):
                 device.enter_context(torch.cuda.device(self.device))
                 with contextlib.suppress(RuntimeError):
                     self._stream.synchronize()
+            if events is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._let_peers_read(events)
             for part in (events, window):
                 if part is not None:
                     part.close()
 
 
-def _unreachable(meeting: Meeting) -> str:
-    """Why this rank's GPU cannot read those of the others, "" if it can. By PCI address: ranks may see GPUs apart."""
-    runtime = _cupy()
-    name = runtime.deviceGetPCIBusId(meeting.device.index)
-    for rank, other in enumerate(meeting.exchange(name, "naming the GPUs")):
-        if other == name:
-            continue
-        try:
-            index = runtime.deviceGetByPCIBusId(other)
-        except Exception:
-            continue  # not visible to this process: opening its handle will tell
-        if not runtime.deviceCanAccessPeer(meeting.device.index, index):
-            return f"no peer access from {name} to {other} of rank {rank}"
-    return ""
+def _reach(meeting: Meeting) -> None:
+    """Collective. Raises CommError on every rank if a GPU cannot read another's. Ranks may see GPUs by other numbers:
+    they are named by PCI address."""
+    what, runtime = "reaching the other GPUs", _cupy()
+    with meeting.together(what):
+        name = runtime.deviceGetPCIBusId(meeting.device.index)
+    names = meeting.exchange(name, what)
+    with meeting.together(what):
+        for rank, other in enumerate(names):
+            try:
+                index = runtime.deviceGetByPCIBusId(other)
+            except Exception:
+                continue  # not visible to this process: opening its handle will tell
+            if other != name and not runtime.deviceCanAccessPeer(meeting.device.index, index):
+                raise CommError(f"no peer access from {name} to {other} of rank {rank}")
+
+
+@contextlib.contextmanager
+def _trying(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CommError(f"cannot {what} ({error})") from error
 
 
 def _missing() -> str:
@@ -223,7 +241,7 @@ def _missing() -> str:
         return why
     try:
         _cupy()
-    except ImportError as error:
+    except Exception as error:  # what a library that is half there raises
         return f"CuPy cannot be imported ({error}): pip install 'interlace[cuda13]'"
     return ShmTransport.capabilities().missing
 

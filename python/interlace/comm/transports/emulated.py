@@ -74,3 +74,4 @@ class EmulatedTransport(Transport):
 
     def close(self) -> None:
         self.inner.close()
+        self.ends_with_it.close()

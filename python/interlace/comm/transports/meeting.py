@@ -18,6 +18,7 @@ import torch.distributed as dist
 from interlace.comm.transports.base import CommError
 
 _POLL = 0.005  # seconds
+_GRACE = 2.0  # seconds more for those whose own wait in a step ran out just now, to say so
 
 
 class Meeting:
@@ -25,24 +26,31 @@ class Meeting:
 
     store: of this meeting alone, for a library that wants one to connect through.
     name: of this meeting, equal on all ranks and used for no other.
+    over: a rank stayed away or is elsewhere in its program: nothing more can be agreed on.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self.rank, self.world = process_group.rank(), process_group.size()
         self.process_group, self.device, self.timeout = process_group, device, timeout
-        store = dist.distributed_c10d._get_process_group_store(process_group)
-        # Counted in the store, so that a group that is destroyed and made anew under its old name finds no old keys.
-        count = store.add(f"interlace/connects of rank {self.rank}", 1)
+        self.over = False
+        with self._asking_the_store("meeting the other ranks"):
+            store = dist.distributed_c10d._get_process_group_store(process_group)
+            # Counted in the store, so that a group that is made anew under its old name finds no old keys.
+            count = store.add(f"interlace/connects of rank {self.rank}", 1)
         self.name = f"interlace/{count}"
         self.store: Any = dist.PrefixStore(self.name, store)  # its stub says that values are str
         self._round = 0
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
-        """Every rank's `value` (a small object, pickled), by rank. Raises CommError that names who does not come."""
+    def exchange(self, value: Any, what: str, since: float | None = None) -> list[Any]:
+        """Every rank's `value` (a small object, pickled), by rank. Raises CommError that names who does not come.
+
+        since: when the step began that all ranks took, from where the timeout counts; default: now.
+        """
         prefix, self._round = f"round {self._round} of rank ", self._round + 1
-        try:
+        with self._asking_the_store(what):
             self.store.set(f"{prefix}{self.rank}", pickle.dumps((what, value)))
-            deadline = time.monotonic() + self.timeout
+            now = time.monotonic()
+            deadline = now + self.timeout if since is None else max(since + self.timeout, now) + _GRACE
             missing = list(range(self.world))
             while missing := [rank for rank in missing if not self.store.check([f"{prefix}{rank}"])]:
                 if time.monotonic() > deadline:
@@ -52,34 +60,39 @@ class Meeting:
                     )
                 time.sleep(_POLL)
             found = [pickle.loads(self.store.get(f"{prefix}{rank}")) for rank in range(self.world)]
+            for rank, (theirs, _) in enumerate(found):
+                if theirs != what:
+                    raise CommError(
+                        f"rank {self.rank} is in {what}, but rank {rank} is in {theirs}: the programs differ"
+                    )
+        return [value for _, value in found]
+
+    @contextmanager
+    def _asking_the_store(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except CommError:
+            self.over = True
+            raise
         except (RuntimeError, OSError) as error:
-            if isinstance(error, CommError):
-                raise
+            self.over = True
             reason = " ".join(str(error).split())[:200]
             raise CommError(f"rank {self.rank}, {what}: the store of the process group is lost ({reason})") from error
-        for rank, (theirs, _) in enumerate(found):
-            if theirs != what:
-                raise CommError(f"rank {self.rank} is in {what}, but rank {rank} is in {theirs}: the programs differ")
-        return [value for _, value in found]
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """A step of every rank: if it fails on some, all raise CommError when all have tried, with all reasons."""
-        failure = ""
+        failure, began = "", time.monotonic()
         try:
             yield
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever it is: the others wait for a word from this rank
             failure = " ".join(str(error).split())[:300] or type(error).__name__
-        failures = {rank: text for rank, text in enumerate(self.exchange(failure, what)) if text}
+            if not isinstance(error, (OSError, RuntimeError, ValueError)):
+                failure = f"{type(error).__name__}: {failure}"
+        failures = {rank: text for rank, text in enumerate(self.exchange(failure, what, began)) if text}
         if failures:
             reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
             raise CommError(f"rank {self.rank}, {what}: {reasons}")
-
-    def agree(self, failure: str, what: str) -> None:
-        """As `together` for a step that is over: raises CommError on every rank if any says why it failed ("": not)."""
-        with self.together(what):
-            if failure:
-                raise CommError(failure)
 
 
 def named(ranks: Sequence[int]) -> str:

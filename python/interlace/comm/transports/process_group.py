@@ -9,6 +9,7 @@ for only once the header has said what will come.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from interlace.comm.transports.base import Capabilities, CommError, Copy, QueueT
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
 from interlace.comm.transports.meeting import Meeting
 
-_HEADER, _BYTES, _SIGNAL = 1, 2, 3  # tags
+_HEADER, _BYTES, _SIGNAL, _NEVER = 1, 2, 3, 4  # tags
 _AHEAD = 64  # signals that a rank may be ahead of the waits of its peer before it waits too
 _FAREWELL = 0.5  # seconds in which peers may hear why this rank gave up
 _LINGER = 5.0  # seconds in which they may read what was sent before it closed
@@ -175,9 +176,20 @@ class GlooTransport(QueueTransport):
         self._disconnect()
 
     def _shut(self) -> None:
-        if self.failed is None:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._break_off()
+        elif self.failed is None:
             _linger([work for sent in self._signals.values() for work, _ in sent], _LINGER)
         self._disconnect()
+
+    def _break_off(self) -> None:
+        # The thread waits for a peer that does not come. A wait that runs out ends all connections, with what waits
+        # for them, here and at the peers.
+        for peer in self._peers:
+            with contextlib.suppress(CommError):
+                nothing = torch.empty(1, dtype=torch.uint8)
+                self._finish(peer, "close", self._start(peer, "close", "recv", nothing, _NEVER), 1e-3)
+        self._thread.join(5.0)
 
     def _disconnect(self) -> None:
         # The sockets of gloo close with the last reference to it and to what is under way (its abort does nothing).

@@ -21,23 +21,16 @@ class SymmetricWindow:
 
     def __init__(self, meeting: Meeting, slot_bytes: int) -> None:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
-        failure = ""
-        try:
+        self.addresses: list[int] = []
+        with meeting.together("allocating symmetric memory"):
             memory = _symmetric_memory()
-            self._tensor = memory.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=meeting.device)
-        except Exception as error:
-            failure = f"cannot allocate symmetric memory ({error})"
-        meeting.agree(failure, "allocating symmetric memory")
-        try:
-            self._handle = memory.rendezvous(self._tensor, meeting.process_group.group_name)
-            self.addresses: list[int] = list(self._handle.buffer_ptrs)
-        except Exception as error:
-            failure = f"cannot map the symmetric memory of the others ({error})"
-        meeting.agree(failure, "mapping symmetric memory")
+            self._tensor: Any = memory.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=meeting.device)
+        with meeting.together("mapping symmetric memory"):
+            self._handle: Any = memory.rendezvous(self._tensor, meeting.process_group.group_name)
+            self.addresses = list(self._handle.buffer_ptrs)
 
     def close(self) -> None:
-        self.addresses = []
-        del self._handle, self._tensor
+        self.addresses, self._handle, self._tensor = [], None, None
 
 
 class SymmMemTransport(CudaIpcTransport):
