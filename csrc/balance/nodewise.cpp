@@ -36,7 +36,7 @@ public:
                 const int64_t node = volume_.columns[at].other / c_;
                 double gain = 0.0;
                 for (; at < volume_.column_start[batch + 1] && volume_.columns[at].other / c_ == node; ++at)
-                    gain += scaled(weight[volume_.columns[at].other], volume_.columns[at].value);
+                    gain += weight[volume_.columns[at].other] * volume_.columns[at].value;
                 pairs.push_back({static_cast<int32_t>(batch), static_cast<int32_t>(node)});
                 gains.push_back(gain);
             }
@@ -103,20 +103,7 @@ public:
     }
 
 private:
-    // Out of line, so that no compiler fuses it with the sum that it goes into.
-#if defined(__GNUC__)
-    __attribute__((noinline))
-#endif
-    static double
-    scaled(double a, double b) {
-        return a * b;
-    }
-
-#if defined(__GNUC__)
-    __attribute__((noinline))
-#endif
-    static double
-    power_16(double x) {
+    static double power_16(double x) {
         x *= x;
         x *= x;
         x *= x;

@@ -19,13 +19,19 @@ std::vector<int32_t> packed_batches(const std::vector<double> &lengths, const st
     std::vector<double> costs(n);
     for (int64_t i = 0; i < n; ++i) costs[i] = lengths[i] + attention[i];
     const std::vector<int32_t> by_cost = descending_order(costs);  // as `order`, but for ties that rounding makes
-    std::vector<int32_t> best;
-    double least = 0.0;
-    const std::vector<double> *const keys[] = {&costs, &lengths, &attention};
-    for (const std::vector<double> *key : keys) {
-        std::vector<int32_t> candidate = refine(costs, by_cost, lpt(*key, order, bins, n), bins, n);
+    std::vector<int32_t> best = refine(costs, by_cost, lpt(costs, order, bins, n), bins, n);
+    double least = makespan(costs, best, bins);
+    double total = 0.0;
+    for (const double cost : costs) total += cost;
+    const double bound = std::max(total / static_cast<double>(bins), costs[by_cost[0]]);
+    if (least <= bound) return best;
+    // Near the bound there is nothing to refine, but the print must not be better by what is left.
+    const bool near = least <= bound * good_enough;
+    for (const std::vector<double> *key : {&lengths, &attention}) {
+        std::vector<int32_t> candidate = lpt(*key, order, bins, n);
+        if (!near) candidate = refine(costs, by_cost, std::move(candidate), bins, n);
         const double reached = makespan(costs, candidate, bins);
-        if (best.empty() || reached < least) {
+        if (reached < least) {
             best = std::move(candidate);
             least = reached;
         }

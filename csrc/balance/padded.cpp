@@ -57,17 +57,8 @@ Probe runs_within(const Rising &rising, int64_t bins, double limit) {
 
 }  // namespace
 
-// Out of line, so that no compiler fuses the product into the sum.
-#if defined(__GNUC__)
-__attribute__((noinline))
-#endif
-static double
-product(double a, double b) {
-    return a * b;
-}
-
 double batch_cost(double own, int64_t members, double padded) {
-    return own + product(static_cast<double>(members), padded);
+    return own + static_cast<double>(members) * padded;
 }
 
 std::vector<int32_t> padded_batches(const std::vector<double> &own, const std::vector<double> &padded,

@@ -6,7 +6,7 @@
 namespace interlace {
 
 // The cost of a batch of b members: the sum of what each costs by itself plus b times what padding to the costliest
-// member makes of each: sum(own) + b * max(padded). Rounded the same way everywhere (no fused multiply-add).
+// member makes of each: sum(own) + b * max(padded).
 double batch_cost(double own, int64_t members, double padded);
 
 // Deals the items, sorted by padded cost, in contiguous runs whose costliest is as cheap as possible. Where own is 0

@@ -69,8 +69,8 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
     const double heaviest_before = *std::max_element(loads.begin(), loads.end());
     double bound = std::max(total / static_cast<double>(bins), weights[order[0]]);
     if (exactly_whole(weights)) bound = std::ceil(bound);
-    const double good_enough = bound * (1 + 1e-4);
-    if (heaviest_before <= good_enough) return bin_of;
+    const double enough = bound * good_enough;
+    if (heaviest_before <= enough) return bin_of;
 
     const int64_t row_length = static_cast<int64_t>(weights.size()) / groups;
     // Few bins of many are ever looked at: all get a chain through their items, lightest first, and those few a list.
@@ -99,7 +99,7 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
     std::vector<int32_t> refined = bin_of;
     for (int64_t step = 0; step < 8 * bins + 1000; ++step) {
         const int32_t from = heaviest.index();
-        if (loads[from] <= good_enough) break;
+        if (loads[from] <= enough) break;
         std::vector<int32_t> tried;
         bool improved = false;
         while (!improved && static_cast<int>(tried.size()) < partners) {

@@ -121,7 +121,6 @@ int64_t SubsetSums::nearest(double target, double unit, bool prefer_larger) cons
         if (value != 0) above = word * 64 + lowest_bit(value);
     }
     if (above < 0) return below;
-    // Differences alone: a product in them would be fused, and rounded, in another way on other platforms.
     const double under = wanted - static_cast<double>(below), over = static_cast<double>(above) - wanted;
     return under < over || (under == over && !prefer_larger) ? below : above;
 }

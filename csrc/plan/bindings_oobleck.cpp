@@ -48,7 +48,7 @@ py::tuple pipeline_template(const py::array &costs, const py::array &widths, int
 
 py::tuple instantiate(const py::array &node_counts, const py::array &times, int64_t nodes, int64_t pipelines,
                       int64_t microbatches) {
-    checked_count(nodes, "nodes", 1, 1 << 20);
+    checked_count(nodes, "nodes", 1, 1 << 16);
     checked_count(microbatches, "microbatches", 1, kMost);
     checked_count(pipelines, "pipelines", 1, kMost);
     const std::vector<int64_t> sizes = read_integers(node_counts, "node_counts", 1, kMost);
@@ -57,9 +57,6 @@ py::tuple instantiate(const py::array &node_counts, const py::array &times, int6
     if (each.size() != sizes.size())
         throw py::value_error("times has " + std::to_string(each.size()) + " templates, node_counts has " +
                               std::to_string(sizes.size()));
-    if (nodes * std::min(pipelines, nodes) > int64_t{1} << 28)
-        throw py::value_error("nodes times pipelines is " + std::to_string(nodes * std::min(pipelines, nodes)) +
-                              ": more than 2^28 states");
     Instantiation best;
     const int64_t smallest = *std::min_element(sizes.begin(), sizes.end());
     if (smallest <= nodes && pipelines <= nodes / smallest) {

@@ -9,127 +9,243 @@ namespace interlace {
 
 namespace {
 
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// The most microbatches that a number of pipelines runs on 0 .. n nodes; minus infinity where none use just so many.
+// float where that holds all numbers of microbatches: it is compared twice as fast.
+template <typename Value>
+using Row = std::vector<Value>;
+
+template <typename Value>
+struct Item {
+    int64_t size;
+    size_t which;
+    Value runs;
+};
+
+// sums[n] = max over k of a[k] + b[n - k], at most `most`: pipelines of a beside pipelines of b.
+template <typename Value>
+Row<Value> beside(const Row<Value> &a, const Row<Value> &b, Value most) {
+    const int64_t n = static_cast<int64_t>(a.size());
+    Row<Value> sums(n, -std::numeric_limits<Value>::infinity());
+    for (int64_t k = 0; k < n; ++k) {
+        if (a[k] < 0) continue;
+        const Value own = a[k];
+        Value *const out = sums.data() + k;
+        for (int64_t i = 0; i < n - k; ++i) out[i] = std::max(out[i], own + b[i]);
+    }
+    for (Value &sum : sums) sum = std::min(sum, most);
+    return sums;
+}
+
+// The same where b is one pipeline, or none.
+template <typename Value>
+Row<Value> beside_one(const Row<Value> &a, const std::vector<Item<Value>> &items, bool or_none, Value most) {
+    const int64_t n = static_cast<int64_t>(a.size());
+    Row<Value> sums = or_none ? a : Row<Value>(n, -std::numeric_limits<Value>::infinity());
+    for (const Item<Value> &item : items)
+        for (int64_t i = 0; i < n - item.size; ++i)
+            sums[i + item.size] = std::max(sums[i + item.size], a[i] + item.runs);
+    for (Value &sum : sums) sum = std::min(sum, most);
+    return sums;
+}
+
+// What exactly `count` pipelines run, or, with or_fewer, 0 .. count of them: one pipeline after the other, or by
+// squaring where that is less work.
+template <typename Value>
+class Power {
+public:
+    Power(const std::vector<Item<Value>> &items, int64_t nodes, int64_t count, bool or_fewer, Value most)
+        : items_(items), or_fewer_(or_fewer), most_(most) {
+        Row<Value> none(nodes + 1, -std::numeric_limits<Value>::infinity());
+        none[0] = 0;
+        int bits = 0;
+        while (count >> bits != 0) ++bits;
+        rows_.push_back(std::move(none));
+        const int64_t work = count * static_cast<int64_t>(items.size());
+        if (work <= bits * (nodes / 8 + static_cast<int64_t>(items.size())) && count * nodes <= int64_t{1} << 24) {
+            for (int64_t i = 0; i < count; ++i) add_one();
+        } else {
+            while (bits-- > 0) {
+                if (rows_.size() > 1) square();
+                if (count >> bits & 1) add_one();
+            }
+        }
+    }
+
+    const Row<Value> &runs() const { return rows_.back(); }
+
+    // Adds the pipelines that reach runs()[node] to the counts.
+    void take(int64_t node, std::vector<int32_t> &counts) const { take(rows_.size() - 1, node, counts); }
+
+private:
+    void add_one() {
+        rows_.push_back(beside_one(rows_.back(), items_, or_fewer_, most_));
+        squared_.push_back(0);
+    }
+
+    void square() {
+        rows_.push_back(beside(rows_.back(), rows_.back(), most_));
+        squared_.push_back(1);
+    }
+
+    void take(size_t level, int64_t node, std::vector<int32_t> &counts) const {
+        for (; node > 0; --level) {
+            const Row<Value> &before = rows_[level - 1];
+            const Value wanted = rows_[level][node];
+            if (squared_[level - 1]) {
+                int64_t part = 0;
+                while (std::min(before[part] + before[node - part], most_) != wanted) ++part;
+                take(level - 1, part, counts);
+                node -= part;
+            } else if (!or_fewer_ || before[node] != wanted) {
+                for (const Item<Value> &item : items_) {
+                    if (item.size > node || std::min(before[node - item.size] + item.runs, most_) != wanted) continue;
+                    ++counts[item.which];
+                    node -= item.size;
+                    break;
+                }
+            }
+        }
+    }
+
+    const std::vector<Item<Value>> &items_;
+    const bool or_fewer_;
+    const Value most_;
+    std::vector<Row<Value>> rows_;
+    std::vector<char> squared_;  // how each row after the first came from the one before it
+};
+
+template <typename Value>
 class Search {
 public:
     Search(const std::vector<int64_t> &sizes, const std::vector<double> &times, int64_t nodes, int64_t pipelines,
            int64_t microbatches)
-        : sizes_(sizes), times_(times), nodes_(nodes), pipelines_(pipelines), microbatches_(microbatches) {
-        const int64_t most = nodes / *std::min_element(sizes.begin(), sizes.end());
-        // With more pipelines possible than microbatches, each count of pipelines is a state of its own; otherwise
-        // only "how many of the wanted ones" matters, and the last state stands for any number from there on.
-        exact_ = most > microbatches;
-        states_ = (exact_ ? microbatches : pipelines) + 1;
-    }
+        : sizes_(sizes),
+          times_(times),
+          nodes_(nodes),
+          pipelines_(pipelines),
+          microbatches_(microbatches),
+          most_(static_cast<Value>(microbatches)) {}
 
     Instantiation solve() {
-        Instantiation best{{}, {}, std::numeric_limits<double>::infinity()};
+        double rate = 0.0;  // microbatches per second and node
+        for (size_t j = 0; j < sizes_.size(); ++j)
+            rate = std::max(rate, 1.0 / (times_[j] * static_cast<double>(sizes_[j])));
         double high = *std::max_element(times_.begin(), times_.end()) * static_cast<double>(microbatches_);
-        double low = 0.0;
-        if (!probe(high, best)) return best;
-        high = best.time;
-        while (low < high) {
-            double middle = low + (high - low) / 2;
-            if (!(middle < high)) middle = low;
-            if (probe(middle, best)) {
-                high = best.time;
-            } else {
-                low = std::numeric_limits<double>::infinity();  // the next time at which some template runs one more
-                for (size_t j = 0; j < times_.size(); ++j)
-                    if (runs_[j] < microbatches_) low = std::min(low, static_cast<double>(runs_[j] + 1) * times_[j]);
-            }
+        double low = static_cast<double>(microbatches_) / (rate * static_cast<double>(nodes_)) * (1.0 - 1e-12);
+        // The best time is seldom far above the one at which every node is as fast as any.
+        for (double step = low / 64; low + step < high && best_.counts.empty(); step *= 2) narrow(low + step, low);
+        if (best_.counts.empty() && !probe(high)) return best_;
+        for (high = best_.time; low < high; high = best_.time) {
+            const double middle = low + (high - low) / 2;
+            narrow(middle < high ? middle : low, low);
         }
-        return best;
+        return best_;
     }
 
 private:
-    // Whether some combination runs all microbatches within the limit; if so, the one that could run most.
-    bool probe(double limit, Instantiation &found) {
+    // Probes; if that fails, low becomes the next time at which some template runs one more.
+    void narrow(double limit, double &low) {
+        if (probe(limit)) return;
+        low = kInfinity;
+        for (size_t j = 0; j < times_.size(); ++j)
+            if (runs_[j] < microbatches_) low = std::min(low, static_cast<double>(runs_[j] + 1) * times_[j]);
+    }
+
+    // Whether some combination runs all microbatches within the limit; if so, best_ becomes one.
+    bool probe(double limit) {
         runs_.clear();
         for (const double time : times_) runs_.push_back(microbatches_within(limit, time, microbatches_));
-        const std::vector<size_t> items = exact_ ? runnable() : undominated();
-        value_.assign((nodes_ + 1) * states_, -1);
-        item_.resize(value_.size());
-        from_.resize(value_.size());
-        value_[0] = 0;
-        for (int64_t node = 1; node <= nodes_; ++node) {
-            for (const size_t j : items) {
-                if (sizes_[j] > node) continue;
-                for (int64_t state = 0; state < states_; ++state) {
-                    const int64_t before = value_[(node - sizes_[j]) * states_ + state];
-                    if (before < 0 || (exact_ && state + 1 == states_)) continue;
-                    const int64_t next = std::min(state + 1, states_ - 1);
-                    if (before + runs_[j] <= value_[node * states_ + next]) continue;
-                    value_[node * states_ + next] = before + runs_[j];
-                    item_[node * states_ + next] = static_cast<int32_t>(j);
-                    from_[node * states_ + next] = static_cast<int32_t>(state);
-                }
-            }
-        }
-        int64_t state = -1;
-        for (int64_t count = std::min(pipelines_, states_); count < states_; ++count)
-            if (value_[nodes_ * states_ + count] >= microbatches_ &&
-                (state < 0 || value_[nodes_ * states_ + count] > value_[nodes_ * states_ + state]))
-                state = count;
-        if (state < 0) return false;
+        std::vector<Item<Value>> every;
+        for (size_t j = 0; j < sizes_.size(); ++j)
+            if (runs_[j] > 0) every.push_back({sizes_[j], j, static_cast<Value>(runs_[j])});
+        std::sort(every.begin(), every.end(),
+                  [](const Item<Value> &a, const Item<Value> &b) { return a.size < b.size; });
 
-        found.counts.assign(sizes_.size(), 0);
-        for (int64_t node = nodes_; node > 0;) {
-            const int64_t place = node * states_ + state;
-            ++found.counts[item_[place]];
-            node -= sizes_[item_[place]];
-            state = from_[place];
+        // First with any number of pipelines from the least on: if that does not run all, nothing does, and mostly it
+        // has no more pipelines than there are microbatches.
+        std::vector<int32_t> counts(sizes_.size(), 0);
+        std::vector<Item<Value>> items;
+        const Row<Value> rest = unbounded(every, items);
+        const Power<Value> least(items, nodes_, pipelines_, false, most_);
+        int64_t node = best_split(least.runs(), rest);
+        if (node < 0) return false;
+        least.take(node, counts);
+        for (node = nodes_ - node; node > 0; node -= items[last_[node]].size) ++counts[items[last_[node]].which];
+        int64_t made = 0;
+        for (const int32_t count : counts) made += count;
+        if (made > microbatches_) {
+            std::fill(counts.begin(), counts.end(), 0);
+            const Power<Value> needed(every, nodes_, pipelines_, false, most_);
+            const Power<Value> more(every, nodes_, microbatches_ - pipelines_, true, most_);
+            node = best_split(needed.runs(), more.runs());
+            if (node < 0) return false;
+            needed.take(node, counts);
+            more.take(nodes_ - node, counts);
         }
-        std::vector<double> each;
-        for (size_t j = 0; j < sizes_.size(); ++j) each.insert(each.end(), found.counts[j], times_[j]);
-        found.microbatches = split_min_max(each, microbatches_);
-        found.time = 0.0;
-        for (size_t i = 0; i < each.size(); ++i)
-            found.time = std::max(found.time, static_cast<double>(found.microbatches[i]) * each[i]);
+        keep(std::move(counts));
         return true;
     }
 
-    std::vector<size_t> runnable() const {
-        std::vector<size_t> items;
-        for (size_t j = 0; j < sizes_.size(); ++j)
-            if (runs_[j] > 0) items.push_back(j);
-        return items;
-    }
-
-    // Templates that run more than any combination of smaller ones on as many nodes. The others can be replaced, which
-    // only adds pipelines.
-    std::vector<size_t> undominated() const {
-        std::vector<size_t> order = runnable(), items;
-        std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return sizes_[a] < sizes_[b]; });
-        std::vector<int64_t> best(nodes_ + 1, -1);
-        best[0] = 0;
+    // What any number of pipelines runs. items: the templates that run more than any combination of smaller ones on as
+    // many nodes; the others can be replaced, which only adds pipelines. last_: the item that comes last on each node.
+    Row<Value> unbounded(const std::vector<Item<Value>> &every, std::vector<Item<Value>> &items) {
+        Row<Value> runs(nodes_ + 1, -std::numeric_limits<Value>::infinity());
+        runs[0] = 0;
+        last_.assign(nodes_ + 1, -1);
         size_t next = 0;
         for (int64_t node = 1; node <= nodes_; ++node) {
-            for (const size_t j : items)
-                if (best[node - sizes_[j]] >= 0)
-                    best[node] = std::max(best[node], best[node - sizes_[j]] + runs_[j]);
-            if (next == order.size() || sizes_[order[next]] != node) continue;
-            const size_t j = order[next++];
-            if (runs_[j] <= best[node]) continue;
-            best[node] = runs_[j];
-            items.push_back(j);
+            for (size_t i = 0; i < items.size(); ++i) {
+                const Value sum = std::min(runs[node - items[i].size] + items[i].runs, most_);
+                if (!(sum > runs[node])) continue;
+                runs[node] = sum;
+                last_[node] = static_cast<int32_t>(i);
+            }
+            if (next == every.size() || every[next].size != node) continue;
+            const Item<Value> &own = every[next++];
+            if (!(own.runs > runs[node])) continue;
+            runs[node] = own.runs;
+            last_[node] = static_cast<int32_t>(items.size());
+            items.push_back(own);
         }
-        return items;
+        return runs;
+    }
+
+    // How many nodes a takes, if a and b together run all microbatches; otherwise -1.
+    int64_t best_split(const Row<Value> &a, const Row<Value> &b) const {
+        for (int64_t node = 0; node <= nodes_; ++node)
+            if (std::min(a[node] + b[nodes_ - node], most_) >= most_) return node;
+        return -1;
+    }
+
+    void keep(std::vector<int32_t> counts) {
+        std::vector<double> each;
+        for (size_t j = 0; j < sizes_.size(); ++j) each.insert(each.end(), counts[j], times_[j]);
+        best_.counts = std::move(counts);
+        best_.microbatches = split_min_max(each, microbatches_);
+        best_.time = 0.0;
+        for (size_t i = 0; i < each.size(); ++i)
+            best_.time = std::max(best_.time, static_cast<double>(best_.microbatches[i]) * each[i]);
     }
 
     const std::vector<int64_t> &sizes_;
     const std::vector<double> &times_;
-    int64_t nodes_, pipelines_, microbatches_, states_;
-    bool exact_;
-    std::vector<int64_t> runs_, value_;
-    std::vector<int32_t> item_, from_;
+    const int64_t nodes_, pipelines_, microbatches_;
+    const Value most_;
+    Instantiation best_{{}, {}, kInfinity};
+    std::vector<int64_t> runs_;
+    std::vector<int32_t> last_;
 };
 
 }  // namespace
 
 Instantiation best_instantiation(const std::vector<int64_t> &sizes, const std::vector<double> &times, int64_t nodes,
                                  int64_t pipelines, int64_t microbatches) {
-    if (pipelines > microbatches) return {{}, {}, std::numeric_limits<double>::infinity()};
-    return Search(sizes, times, nodes, pipelines, microbatches).solve();
+    if (pipelines > microbatches) return {{}, {}, kInfinity};
+    if (microbatches <= int64_t{1} << 23)
+        return Search<float>(sizes, times, nodes, pipelines, microbatches).solve();
+    return Search<double>(sizes, times, nodes, pipelines, microbatches).solve();
 }
 
 }  // namespace interlace

@@ -206,6 +206,56 @@ def test_instantiation_is_the_best_of_all_in_many_cases(case):
     check_instantiate(case)
 
 
+def least_time(sizes, times, nodes, pipelines, microbatches):
+    """By a table of the most that c pipelines run on n nodes, for each time at which some template runs one more."""
+    candidates = np.unique(np.outer(times, np.arange(1, microbatches + 1)))
+    low, high = 0, len(candidates)
+    while low < high:
+        middle = (low + high) // 2
+        runs = [int((np.arange(1, microbatches + 1) * t <= candidates[middle]).sum()) for t in times]
+        best = np.full(nodes + 1, -np.inf)
+        best[0] = 0
+        found = False
+        for count in range(1, microbatches + 1):
+            after = np.full(nodes + 1, -np.inf)
+            for size, run in zip(sizes, runs, strict=True):
+                if run and size <= nodes:
+                    after[size:] = np.maximum(after[size:], best[: nodes + 1 - size] + run)
+            best = after
+            found = found or (count >= pipelines and best[nodes] >= microbatches)
+        low, high = (low, middle) if found else (middle + 1, high)
+    return candidates[low] if low < len(candidates) else math.inf
+
+
+def check_many_pipelines(seed):
+    """Few microbatches for many nodes: how many pipelines there may be is what decides."""
+    rng = np.random.default_rng(seed)
+    nodes, count = int(rng.integers(20, 80)), int(rng.integers(1, 12))
+    sizes = rng.choice(np.arange(1, 16), count, replace=False)
+    times = np.round(100 / sizes ** rng.uniform(0.3, 1.5) * rng.uniform(1, 1.3, count), int(rng.integers(0, 3))) + 1
+    pipelines, microbatches = int(rng.integers(1, 6)), int(rng.integers(5, 40))
+    best = least_time(sizes, times, nodes, pipelines, microbatches)
+    if best == math.inf:
+        with pytest.raises(ValueError, match="no combination"):
+            plan.instantiate(sizes, times, nodes, faults=pipelines - 1, microbatches=microbatches)
+        return
+    found = plan.instantiate(sizes, times, nodes, faults=pipelines - 1, microbatches=microbatches)
+    assert found.time == best and found.counts @ sizes == nodes
+    assert pipelines <= found.counts.sum() <= microbatches
+    assert (found.microbatches * np.repeat(times, found.counts)).max() == best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_instantiation_with_fewer_microbatches_than_possible_pipelines(seed):
+    check_many_pipelines(seed)
+
+
+@pytest.mark.slow
+def test_instantiation_with_fewer_microbatches_than_possible_pipelines_often():
+    for seed in range(1000, 2000):
+        check_many_pipelines(seed)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

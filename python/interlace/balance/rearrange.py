@@ -64,7 +64,6 @@ def post_balance(
     given = as_numpy(lengths)
     if given.dtype.kind not in "fiu" or given.ndim != 1 or not np.isfinite(given).all() or (given < 0).any():
         _core.lower_bound(given, 1, None)  # raises, with the offending index
-    # Products here and not in the extension: a compiler may fuse them with a sum, which changes ties by platform.
     with np.errstate(over="ignore"):
         values = given.astype(np.float64)
         attention = quadratic * (values * values) if quadratic else np.zeros_like(values)

@@ -130,7 +130,7 @@ class Instantiation:
 
     counts: int32 [p], pipelines made from each template.
     microbatches: int64 [sum(counts)], per pipeline; pipelines in the order of their templates.
-    time: seconds of the slowest pipeline, N_b,i * T_i (the unit of `times`).
+    time: of the slowest pipeline, N_b,i * T_i, in the unit of `times`.
     """
 
     counts: NDArray[np.int32]
@@ -145,14 +145,14 @@ def instantiate(
 
     All nodes are used, there are at least faults + 1 pipelines, every pipeline has a microbatch, and the time of the
     slowest pipeline is the least over all combinations and all splits of the batch. The paper lists the combinations
-    (their number is exponential) and solves a nonlinear integer program for each; this searches the time with one
-    unbounded knapsack over nodes per probe, about 25 * O(nodes * templates * faults). If there are fewer microbatches
-    than possible pipelines, `microbatches` takes the place of `faults` in that.
+    (their number is exponential) and solves a nonlinear integer program for each; this searches the time. A probe is an
+    unbounded knapsack over nodes, O(nodes * templates that no smaller ones replace); where that makes more pipelines
+    than there are microbatches, a power in the (max, +) algebra, O(nodes^2 log microbatches). 15 to 40 probes.
 
     Args:
         node_counts: distinct integers [p], nodes per template.
         times: positive numbers [p], time per microbatch of a template's pipeline (the paper's T_i).
-        nodes: nodes to use, all of them.
+        nodes: nodes to use, all of them; at most 65,536.
         faults: failures to survive, f.
         microbatches: microbatches of the global batch, B / b.
 
