@@ -320,8 +320,10 @@ def test_doctor_says_what_is_on_and_why_the_rest_is_off(capfd: pytest.CaptureFix
         assert part in said
     assert "training can run here" in said
     assert "Error:" not in said and "…" not in said  # reasons in plain words, none cut short
+    assert re.search(r"on\W+attention: cpu\W+runs on cpu, instruction set (amx|avx512|avx2|baseline)\W", said)
     if not torch.cuda.is_available():
         assert re.search(r"off\W+nccl\W", said)
+        assert "the Gluon kernel runs on Hopper GPUs, not on cpu" in said
 
 
 def test_the_large_example_can_be_planned(capfd: pytest.CaptureFixture[str]) -> None:
