@@ -163,7 +163,7 @@ def test_more_rows_of_blocks_than_go_together():
 @pytest.mark.parametrize("amplitude", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("causal", [True, False])
 def test_errors_are_those_of_sdpa(amplitude, causal):
-    """Against exact attention, outputs and gradients err at most half more than torch's bf16 kernel does."""
+    """Against exact attention, outputs and gradients err little more than torch's bf16 kernel does, or less."""
     generator = torch.Generator().manual_seed(3)
     q, k, v, dout = (torch.randn(1, 4, 512, 64, generator=generator) for _ in range(4))
     q, k, v, dout = (x.bfloat16() for x in (q * amplitude, k * amplitude, v, dout))
@@ -179,7 +179,7 @@ def test_errors_are_those_of_sdpa(amplitude, causal):
     sdpa = results(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal), q, k, v)
     for name, one, other, wanted in zip(["out", "dq", "dk", "dv"], ours, sdpa, exact):
         mine, theirs = ((x.double() - wanted).norm() for x in (one, other))
-        assert mine <= 1.5 * theirs, (name, mine, theirs)
+        assert mine <= 1.15 * theirs, (name, mine, theirs)
         mine, theirs = ((x.double() - wanted).abs().max() for x in (one, other))
         assert mine <= 2.0 * theirs, (name, mine, theirs)
 
