@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from interlace import _core
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.masks import BitfieldMask
-from tests.attention import cases
+from tests.attention import cases, test_backends
 from tests.attention.test_backends import ROOT, compare, run
 from tests.mask_strategies import mask_pairs
 
@@ -264,6 +265,32 @@ def test_results_repeat_and_the_forward_does_not_depend_on_threads(heads, thread
         assert all(torch.equal(one, other) for one, other in zip(found[1][:3], found[count][:3]))  # out, lse, dq
         for one, other in zip(found[1][3:], found[count][3:]):  # sums of other pieces
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_key_gradients_of_several_pieces(dtype, threads):
+    """One key head for three threads: what the pieces sum to comes out as it is, or rounded once."""
+    threads(3)
+    test_backends.test_wide_key_gradients_are_the_others_before_rounding("cpu", dtype, 20, 1)
+
+
+def test_threads_of_python_at_once(threads):
+    """Each has its own tiles and its own sums, while torch uses the tiles of another."""
+    threads(2)
+    mask, keys = cases.masks()["packed"]
+    plan = AttentionPlan.build(mask, keys, block=64)
+    inputs = cases.tensors(mask, keys, 4, 2, 64, torch.bfloat16)
+    a = torch.randn(200, 200, generator=torch.Generator().manual_seed(6)).bfloat16()
+
+    def turn():
+        q, k, v = (x.detach().requires_grad_() for x in inputs)
+        out = bitfield_attention(q, k, v, plan, backend="cpu")
+        return [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v)), a @ a]
+
+    wanted = turn()
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: turn(), range(40)):
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted))
 
 
 def test_torch_finds_the_tiles_as_it_needs_them(threads):
