@@ -4,6 +4,7 @@
     python -m bench.attention --preset smoke         seconds: every line of the benchmark at toy sizes
     python -m bench.attention --masks video gemma3_images --lengths 8192 32768 --heads 32:8 --peers flex sdpa_dense
     python -m bench.attention --check-only           compare with the peers and the exact rows, time nothing
+    python -m bench.attention --dtype bfloat16       another type, into a JSON of its own
 
 Masks are those of `bench.attention_masks`, contenders those of `bench.attention_peers`. For each case (mask, length):
 
@@ -37,6 +38,7 @@ from bench.attention_masks import MASKS, MULTIMODAL
 from bench.attention_peers import INTERLACE, PEERS, Problem
 from bench.attention_report import chart, summary, table
 from bench.measure import Clock, command, device, machine, matmul_peak, parse_heads, versions, write_json
+from interlace import _core
 
 CPU_FIRST = ("packed_images", "causal")  # what the project's CPU targets are stated on
 
@@ -127,6 +129,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "settings": {
             "preset": options.preset, "dtype": options.dtype, "heads": options.heads, "head_dim": options.head_dim,
             "batch": 1, "backend": options.backend or "automatic", "repeats": options.repeats,
+            **({"instruction_set": _core.attention_isa()} if at.type == "cpu" else {}),
         },
         "matmul_peak": peak,
         "complete": False,
@@ -200,7 +203,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no case is begun")
     parser.add_argument("--check-only", action="store_true", help="compare and time nothing")
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory measurement of CPUs")
-    parser.add_argument("--out", type=Path, help="JSON; default bench/results/attention_PRESET.json")
+    parser.add_argument("--out", type=Path, help="JSON; default bench/results/attention_PRESET[_DTYPE].json")
     parser.add_argument("--chart", type=Path, help="picture; default: beside the JSON")
     options = parser.parse_args(argv)
     options.preset = options.preset or ("gpu" if device().type == "cuda" else "cpu")
@@ -228,7 +231,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         masks = list(dict.fromkeys(name for item in chosen for name in names.get(item, [item])))
         lengths = options.lengths or list(dict.fromkeys(length for _, length in preset.cases))
         options.cases = [(name, length) for length in lengths for name in masks]
-    options.out = options.out or Path(f"bench/results/attention_{options.preset}.json")
+    name = f"attention_{options.preset}" + (f"_{options.dtype}" if options.dtype != preset.dtype else "")
+    options.out = options.out or Path(f"bench/results/{name}.json")
     options.chart = options.chart or options.out.with_suffix(".png")
     return options
 

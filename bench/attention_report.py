@@ -46,6 +46,11 @@ def _unit(records: Iterable[dict[str, Any]]) -> tuple[float, str]:
     return (1.0, "TFLOP/s") if fastest >= 5 else (1e3, "GFLOP/s")
 
 
+def _short(value: float) -> str:
+    """Three digits, or all that stand before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def summary(report: dict[str, Any]) -> list[str]:
     """The short table of the whole run: our speed per case and the ratio to each peer, then what is missing and why."""
     peak, settings = report["matmul_peak"], report["settings"]
@@ -53,7 +58,7 @@ def summary(report: dict[str, Any]) -> list[str]:
     scale, unit = (1.0, "TFLOP/s") if peak["tflops"] >= 5 else (1e3, "GFLOP/s")
     lines = [
         f"{where}, {settings['dtype']}, heads {settings['heads']} x {settings['head_dim']}, "
-        f"matmul peak {peak['tflops'] * scale:.3g} {unit}",
+        f"matmul peak {_short(peak['tflops'] * scale)} {unit}",
         f"{unit} forward / backward; peer's time / ours, forward | backward | both with the plan built for one layer",
     ]
     for case in report["cases"]:
@@ -62,7 +67,7 @@ def summary(report: dict[str, Any]) -> list[str]:
         if "forward_ms" not in mine:
             lines.append(f"{head}  {mine['status']} {mine.get('reason', '')}".rstrip())
             continue
-        speed = " / ".join(f"{mine[f'{which}_tflops'] * scale:.3g}" for which in COLUMNS[:2] if f"{which}_ms" in mine)
+        speed = " / ".join(_short(mine[f"{which}_tflops"] * scale) for which in COLUMNS[:2] if f"{which}_ms" in mine)
         share = f"{mine['forward_share_of_peak']:.0%} of peak"
         keys = ("forward", "backward", "total_with_build")
         peers = [

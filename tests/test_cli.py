@@ -325,6 +325,9 @@ def test_doctor_says_what_is_on_and_why_the_rest_is_off(capfd: pytest.CaptureFix
         assert re.search(rf"{'off' if found.missing else 'on'}\W+{name}\W", said), name
     listed = [name for name in re.findall(r"(?:on|off)\W+(\w+)\W", said) if name in transports]
     assert listed == list(transports)  # best first, as they are chosen
+    assert re.search(r"on\W+attention: cpu\W+runs on cpu, instruction set (amx|avx512|avx2|baseline)\W", said)
+    if not torch.cuda.is_available():
+        assert "the Gluon kernel runs on Hopper GPUs, not on cpu" in said
 
 
 def test_the_large_example_can_be_planned(capfd: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,29 @@ def test_scheduling_figures_of_the_readme_are_those_of_the_report():
     assert missed == [], "the README says that every target is met"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_figures_of_the_readme_are_those_of_the_reports(dtype):
+    name = "attention_cpu.json" if dtype == "float32" else f"attention_cpu_{dtype}.json"
+    report = json.loads((ROOT / "bench" / "results" / name).read_text())
+    assert report["settings"]["dtype"] == dtype and report["complete"]
+    ratios = {case["mask"]: case["ratio"] for case in report["cases"]}
+    dense, causal = ratios["packed_images"]["sdpa_dense"], ratios["causal"]["sdpa_causal"]
+    both, forward = dense["total"], dense["forward"]
+    quoted = [
+        f"{both:.1f}x faster than SDPA with the dense mask, forward and backward ({forward:.1f}x forward)",
+        f"{causal['total']:.2f}x faster than SDPA's own `is_causal`",
+    ]
+    if dtype == "float32":
+        others = [ratios[mask]["sdpa_dense"]["total"] for mask in ratios.keys() - {"packed_images", "causal", "full"}]
+        peaks = [f"{report['memory'][who]['bytes'] / 2**20:,.0f} MiB" for who in ("interlace", "sdpa_dense")]
+        quoted += [
+            f"{min(others):.1f}x to {max(others):.1f}x faster than SDPA with the dense mask",
+            f"{peaks[0]}; SDPA with the dense mask: {peaks[1]}",
+        ]
+    for figure in quoted:
+        assert figure in (ROOT / "README.md").read_text(), figure
+
+
 def test_hidden_communication_on_the_page_is_that_of_the_report():
     report = json.loads((ROOT / "bench" / "results" / "overlap.json").read_text())
     hidden = {(row["operation"], row["chunks"]): f"{row['hidden']:.0%}" for row in report["rows"]}

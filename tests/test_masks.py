@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interlace.attention import AttentionPlan
 from interlace.masks import ATTENDS_MASK, CAUSAL, NO_WINDOW, OWN_SHIFT, BitfieldMask, Segment, word
 from tests.mask_strategies import mask_pairs, masks, rule
 
@@ -108,6 +109,14 @@ def test_positions_restart_in_each_document():
 def test_window_with_sinks_is_a_lambda():
     dense = BitfieldMask.causal(1, 8, window=2, sinks=1).to_dense()[0]
     assert dense[6].int().tolist() == [1, 0, 0, 0, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("sinks", [2**31, 2**40, 2**64])
+def test_sinks_beyond_every_position_are_no_window(sinks):
+    """Positions are int32, in which such a number would wrap around or be refused by one backend and not by another."""
+    mask = BitfieldMask.causal(1, 8, window=2, sinks=sinks)
+    assert torch.equal(mask.to_dense(), BitfieldMask.causal(1, 8).to_dense())
+    assert AttentionPlan.build(mask, block=4).stats().full == 1
 
 
 def test_sign_bit_words():

@@ -23,6 +23,7 @@ namespace {
 #include "attention_cpu/simd.inc"
 #include "attention_cpu/mask_tile.inc"
 #include "attention_cpu/panel.inc"
+#include "attention_cpu/pieces.inc"
 #include "attention_cpu/forward.inc"
 #include "attention_cpu/backward.inc"
 }  // namespace

@@ -5,8 +5,14 @@
 #include <cstdint>
 
 // Functions for other instruction sets than the one that is compiled for: by GCC's target pragma, which Clang lacks.
+// AMX needs GCC 11 besides, and Linux, which is asked for permission.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define INTERLACE_WIDE_VECTORS
+#if defined(__linux__) && defined(__has_include)
+#if __has_include(<amxbf16intrin.h>)
+#define INTERLACE_AMX
+#endif
+#endif
 #endif
 
 namespace interlace {
@@ -88,8 +94,11 @@ extern const Kernels baseline_kernels;
 #if defined(INTERLACE_WIDE_VECTORS)
 extern const Kernels avx2_kernels, avx512_kernels;
 #endif
+#if defined(INTERLACE_AMX)
+extern const Kernels amx_kernels;
+#endif
 
-// The widest instruction set of this processor; INTERLACE_CPU_ISA=avx512, avx2 or baseline asks for a narrower one.
+// The widest instruction set of this processor; INTERLACE_CPU_ISA=avx512, avx2 or baseline asks for a lesser one.
 const Kernels &kernels();
 
 }  // namespace attention

@@ -22,7 +22,8 @@ MaskTiles::MaskTiles(const Problem &problem, const Kernels &kernels)
     : problem_(problem), kernels_(kernels), words_(problem.block * problem.panels()) {
     const int64_t rows = problem.batch * problem.q_blocks();
     const int64_t tiles = problem.part_ptr[rows];
-    if (tiles == 0 || tiles * words_ > MOST_WORDS) return;
+    kept_ = tiles * words_ <= MOST_WORDS;
+    if (tiles == 0 || !kept_) return;
     all_.reset(new uint64_t[tiles * words_]);
     parallel_for(rows, problem.threads, [&](int64_t row) {
         for (int64_t at = problem.part_ptr[row]; at < problem.part_ptr[row + 1]; ++at)

@@ -15,6 +15,8 @@ class MaskTiles {
     MaskTiles(const Problem &problem, const Kernels &kernels);
 
     int64_t tile_words() const { return words_; }
+    // Whether tile() returns words that stay, and uses no room.
+    bool kept() const { return kept_; }
 
     // The words of entry `at` of part_idx, which belongs to query block i of batch row b; `room` holds tile_words().
     const uint64_t *tile(int64_t at, int64_t b, int64_t i, uint64_t *room) const;
@@ -25,6 +27,7 @@ class MaskTiles {
     const Problem &problem_;
     const Kernels &kernels_;
     int64_t words_;
+    bool kept_;
     std::unique_ptr<uint64_t[]> all_;
 };
 

@@ -28,11 +28,12 @@ class Workspace {
     char *start_, *next_;
 };
 
-// Rows of blocks (b * q_blocks + i), those with the most blocks first.
+// Rows of blocks (b * q_blocks + i), those with the most blocks first. Or groups of so many rows of one batch row
+// together, b * groups + group.
 struct RowOrder {
-    explicit RowOrder(const Problem &problem);
+    explicit RowOrder(const Problem &problem, int64_t together = 1);
 
-    int64_t count;
+    int64_t together, count;
     std::unique_ptr<int64_t[]> rows;
 };
 

@@ -137,7 +137,7 @@ class BitfieldMask:
         self.doc = doc
         self.span = span
         self.window = window
-        self.sinks = _integer("sinks", sinks, least=0)
+        self.sinks = min(_integer("sinks", sinks, least=0), NO_WINDOW)  # positions stay below it
         self._pos = pos
         if bits.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_values()

@@ -92,6 +92,25 @@ def test_plans_nest_and_reach_models_that_pass_no_mask():
     torch.testing.assert_close(both_ways, model(IDS[:1], attention_mask=carrier(plan)).logits, rtol=1e-5, atol=1e-6)
 
 
+def test_a_carrier_cannot_be_computed_with():
+    """A model that makes another mask out of it (Doge does) must not find numbers there: zeros would hide nothing."""
+    mask = carrier(AttentionPlan.build(BitfieldMask.causal(1, 6)))
+    scores = torch.zeros(1, 2, 6, 6)
+    for use in (
+        lambda: scores + mask, lambda: scores.masked_fill(mask, -1.0), lambda: torch.where(mask, scores, -1.0),
+        lambda: mask != 0, lambda: mask.bool(), lambda: mask.float(), lambda: ~mask, lambda: 1 - mask, mask.all,
+    ):  # fmt: skip
+        with pytest.raises((NotImplementedError, RuntimeError, TypeError)):
+            use()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_masks_of_integers_are_refused(softcap):
+    q = torch.randn(1, 2, 5, 4)
+    with pytest.raises(ValueError, match=r"torch.int64; it must be bool"):
+        attention(torch.nn.Identity(), q, q, q, torch.ones(1, 1, 5, 5, dtype=torch.int64), softcap=softcap)
+
+
 def test_a_carrier_takes_no_memory_and_is_missed_when_lost():
     plan = AttentionPlan.build(BitfieldMask.causal(2, 300))
     mask = carrier(plan)

@@ -56,6 +56,10 @@ REFUSED = {
     "cache": "a paged cache",
 }
 
+# Torch computes nothing with it: a model that reads its mask instead of passing it on (Doge makes another out of it)
+# fails at once, as does a copy that lost its plan. Numbers would be taken for a mask that hides nothing.
+CARRIER_DTYPE = torch.bits8
+
 _active: ContextVar[tuple[AttentionPlan | None, str | None]] = ContextVar("interlace_plan", default=(None, None))
 
 
@@ -79,7 +83,7 @@ def current_plan() -> tuple[AttentionPlan | None, str | None]:
 
 
 def carrier(plan: AttentionPlan, *, backend: str | None = None) -> Tensor:
-    """A uint8 tensor [B, 1, Q, K] without memory that HuggingFace passes on as an attention mask, holding `plan`.
+    """A tensor [B, 1, Q, K] without memory or values that HuggingFace passes on as an attention mask, holding `plan`.
 
     `backend` names the attention backend for the layers that receive it (None = the fastest). Layers with a sliding
     window of their own narrow the plan by it.
@@ -88,8 +92,7 @@ def carrier(plan: AttentionPlan, *, backend: str | None = None) -> Tensor:
 
 
 def _carry(plan: AttentionPlan, backend: str | None, *, narrow: bool) -> Tensor:
-    # No attention takes a mask of this dtype, so a copy that lost the plan cannot pass for a mask.
-    scalar = torch.zeros((), dtype=torch.uint8, device=plan.device)
+    scalar = torch.empty((), dtype=CARRIER_DTYPE, device=plan.device)
     mask = scalar.expand(plan.batch, 1, plan.q_len, plan.k_len)
     mask.interlace_plan = (plan, backend, narrow)  # type: ignore[attr-defined]
     # Generation with a static cache calls contiguous() on its masks, which would make a real tensor without the plan.
@@ -177,11 +180,10 @@ def _flash_attention(
 
 
 def _check_dense(mask: Tensor) -> None:
-    if mask.dtype == torch.uint8:
+    if mask.dtype == CARRIER_DTYPE:
         raise ValueError(
-            "an attention mask lost its plan on the way to the attention layer (the model copied it, or it is a uint8 "
-            "tensor of your own, which must be bool or floating); to pass a plan, run the model inside "
-            "interlace.attention.hf.use_plan(plan) with attention_mask=None"
+            "an attention mask lost its plan on the way to the attention layer (the model copied it); to pass a plan, "
+            "run the model inside interlace.attention.hf.use_plan(plan) with attention_mask=None"
         )
     if mask.dim() != 4:
         raise ValueError(
@@ -189,6 +191,8 @@ def _check_dense(mask: Tensor) -> None:
             f'[batch, heads or 1, queries, keys]; under "{FLASH_NAME}" some models pass their padding mask as it is: '
             f'use "{NAME}" for them'
         )
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise ValueError(f"an attention mask is {mask.dtype}; it must be bool (True: seen) or floating (added)")
 
 
 def _softcapped(
