@@ -211,7 +211,7 @@ def calls() -> dict[str, Call]:
         "orchestrate": Call(
             (table[:2], integers(2, 4), np.ones((2, 3)), 1, integers(1, 2), 16, 8, 1, 10.0), orchestrated
         ),
-        "attention_isa": Call((), lambda name: name in ("avx512", "avx2", "baseline")),
+        "attention_isa": Call((), lambda name: name in ("amx", "avx512", "avx2", "baseline")),
         "flag_load": Call((flags, 1), counted),
         "flag_store": Call((flags, 1, 7), lambda nothing, *_: nothing is None),
         "flag_add": Call((flags, 1, 7), counted),
