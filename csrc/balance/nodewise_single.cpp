@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "balance/nodewise.h"
@@ -8,10 +9,14 @@ namespace interlace {
 
 namespace {
 
+constexpr int root_passes = 60, inner_passes = 6;  // of the multipliers, at the root of the tree and below
+
 // Whether c batches can bring all instances of a node strictly below a limit, if the node may choose first.
 // Depth-first: the instance that has most to do, by what its best free batches could still do, must take one of its
-// batches; a batch that was tried is closed to the branches after it. Nodes of the tree are counted, so that the answer
-// is the same everywhere.
+// batches; a batch that was tried is closed to the branches after it. A branch ends where a weighted sum of what the
+// instances still have to do is more than the batches of the highest weighted sums can do; the weights are multipliers,
+// climbed by subgradient steps from those of the branch before. Work is counted, so that the answer is the same
+// everywhere.
 class NodeSearch {
 public:
     NodeSearch(const Volume &volume, int64_t node, int64_t budget) : c_(volume.per_node), budget_(budget) {
@@ -29,52 +34,89 @@ public:
             }
         }
         closed_.assign(held_.size(), 0);
+        weight_.assign(c_, 1.0);
     }
 
     enum class Answer { possible, impossible, unknown };
 
     Answer below(double limit) {
+        // Too much choice for a search to end, and one step would take long.
+        if (static_cast<int64_t>(held_.size()) * c_ > int64_t{1} << 16) return Answer::unknown;
         std::vector<double> excess(c_);
         for (int64_t row = 0; row < c_; ++row) excess[row] = sums_[row] - limit * (1 - 1e-9);
-        return search(excess, c_);
+        return search(excess, c_, root_passes);
     }
 
+    int64_t left() const { return std::max<int64_t>(0, budget_); }
+
 private:
-    // The sum of the `count` largest of what the open batches do, value by value.
-    template <typename Value>
-    double most(int64_t count, Value value) {
+    // The sum of the `count` largest of what the open batches do for one instance.
+    double most(int64_t count, int64_t row) {
         scratch_.clear();
         for (size_t batch = 0; batch < held_.size(); ++batch)
-            if (!closed_[batch]) scratch_.push_back(value(held_[batch]));
-        const int64_t taken = std::min<int64_t>(count, scratch_.size());
-        std::partial_sort(scratch_.begin(), scratch_.begin() + taken, scratch_.end(), std::greater<double>());
+            if (!closed_[batch]) scratch_.push_back({held_[batch][row], batch});
+        count = std::min<int64_t>(count, scratch_.size());
+        std::partial_sort(scratch_.begin(), scratch_.begin() + count, scratch_.end(), std::greater<Value>());
         double sum = 0.0;
-        for (int64_t i = 0; i < taken; ++i) sum += scratch_[i];
+        for (int64_t i = 0; i < count; ++i) sum += scratch_[i].first;
         return sum;
     }
 
-    Answer search(const std::vector<double> &excess, int64_t places) {
+    // Whether some weights prove that `places` open batches do not do what is left, in shares of it.
+    bool hopeless(const std::vector<double> &excess, int64_t places, int passes) {
+        double length = 0.5;
+        std::vector<double> done(c_);
+        for (int pass = 0; pass < passes; ++pass, length *= 0.93) {
+            budget_ -= 1 + static_cast<int64_t>(held_.size()) * c_ / 1024;
+            double needed = 0.0, possible = 0.0;
+            for (int64_t row = 0; row < c_; ++row)
+                if (excess[row] > 0) needed += weight_[row];
+            scratch_.clear();
+            for (size_t batch = 0; batch < held_.size(); ++batch) {
+                if (closed_[batch]) continue;
+                double sum = 0.0;
+                for (int64_t row = 0; row < c_; ++row)
+                    if (excess[row] > 0) sum += weight_[row] * std::min(1.0, held_[batch][row] / excess[row]);
+                scratch_.push_back({sum, batch});
+            }
+            const int64_t taken = std::min<int64_t>(places, scratch_.size());
+            std::partial_sort(scratch_.begin(), scratch_.begin() + taken, scratch_.end(), std::greater<Value>());
+            for (int64_t i = 0; i < taken; ++i) possible += scratch_[i].first;
+            if (possible < needed * (1 - 1e-9)) return true;
+            // Rows that these batches leave undone weigh more from now on, the others less.
+            std::fill(done.begin(), done.end(), 0.0);
+            for (int64_t i = 0; i < taken; ++i)
+                for (int64_t row = 0; row < c_; ++row)
+                    if (excess[row] > 0) done[row] += std::min(1.0, held_[scratch_[i].second][row] / excess[row]);
+            double total = 0.0;
+            for (int64_t row = 0; row < c_; ++row) {
+                if (excess[row] > 0) {
+                    const double lack = std::clamp(1.0 - done[row], -1.0, 1.0);
+                    weight_[row] = std::max(1e-6, weight_[row] * (1.0 + length * lack));
+                }
+                total += weight_[row];
+            }
+            for (double &weight : weight_) weight *= static_cast<double>(c_) / total;
+        }
+        return false;
+    }
+
+    Answer search(const std::vector<double> &excess, int64_t places, int passes) {
         if (*std::max_element(excess.begin(), excess.end()) <= 0) return Answer::possible;
         if (places == 0) return Answer::impossible;
-        if (--budget_ < 0) return Answer::unknown;
+        if (budget_ < 0) return Answer::unknown;
         int64_t tightest = -1;
-        double tightness = 0.0, total = 0.0;
+        double tightness = 0.0;
         for (int64_t row = 0; row < c_; ++row) {
             if (excess[row] <= 0) continue;
-            total += excess[row];
-            const double reach = most(places, [&](const std::vector<double> &held) { return held[row]; });
+            const double reach = most(places, row);
             if (reach < excess[row]) return Answer::impossible;
             if (excess[row] / reach > tightness) {
                 tightness = excess[row] / reach;
                 tightest = row;
             }
         }
-        const auto useful = [&](const std::vector<double> &held) {
-            double sum = 0.0;
-            for (int64_t row = 0; row < c_; ++row) sum += std::max(0.0, std::min(held[row], excess[row]));
-            return sum;
-        };
-        if (most(places, useful) < total * (1 - 1e-9)) return Answer::impossible;
+        if (hopeless(excess, places, passes)) return Answer::impossible;
 
         std::vector<size_t> choices;
         for (size_t batch = 0; batch < held_.size(); ++batch)
@@ -87,7 +129,7 @@ private:
             std::vector<double> left = excess;
             for (int64_t row = 0; row < c_; ++row) left[row] -= held_[choices[tried]][row];
             closed_[choices[tried]] = 1;
-            answer = search(left, places - 1);
+            answer = search(left, places - 1, inner_passes);
         }
         while (tried > 0) closed_[choices[--tried]] = 0;
         return answer;
@@ -98,7 +140,9 @@ private:
     std::vector<double> sums_;
     std::vector<std::vector<double>> held_;  // by batch, by instance of the node
     std::vector<char> closed_;
-    std::vector<double> scratch_;
+    std::vector<double> weight_;  // per instance
+    using Value = std::pair<double, size_t>;
+    std::vector<Value> scratch_;
 };
 
 }  // namespace
@@ -117,7 +161,10 @@ double nodewise_single_bound(const Volume &volume, const std::vector<double> &se
     if (nodes.size() > 16) nodes.resize(16);
     for (const int64_t node : nodes) {
         const auto out_of_reach = [&](double limit) {
-            return NodeSearch(volume, node, budget).below(limit) == NodeSearch::Answer::impossible;
+            NodeSearch search(volume, node, budget / 3);  // the first searches tell most
+            const NodeSearch::Answer answer = search.below(limit);
+            budget -= budget / 3 - search.left();
+            return answer == NodeSearch::Answer::impossible;
         };
         double low = bound, high = heaviest[node];
         if (out_of_reach(high)) low = high * (1 - 1e-9);
