@@ -123,12 +123,23 @@ private:
             if (!closed_[batch] && held_[batch][tightest] > 0) choices.push_back(batch);
         std::stable_sort(choices.begin(), choices.end(),
                          [&](size_t a, size_t b) { return held_[a][tightest] > held_[b][tightest]; });
+        // A batch that does no more for anybody than one that was tried in vain is in vain too.
+        const auto no_better = [&](size_t batch, size_t other) {
+            for (int64_t row = 0; row < c_; ++row)
+                if (excess[row] > 0 && held_[batch][row] > held_[other][row] && held_[other][row] < excess[row])
+                    return false;
+            return true;
+        };
         Answer answer = Answer::impossible;
         size_t tried = 0;
         for (; tried < choices.size() && answer == Answer::impossible; ++tried) {
+            const size_t batch = choices[tried];
+            closed_[batch] = 1;
+            if (std::any_of(choices.begin(), choices.begin() + tried,
+                            [&](size_t other) { return no_better(batch, other); }))
+                continue;
             std::vector<double> left = excess;
-            for (int64_t row = 0; row < c_; ++row) left[row] -= held_[choices[tried]][row];
-            closed_[choices[tried]] = 1;
+            for (int64_t row = 0; row < c_; ++row) left[row] -= held_[batch][row];
             answer = search(left, places - 1, inner_passes);
         }
         while (tried > 0) closed_[choices[--tried]] = 0;
