@@ -11,6 +11,7 @@ void bind_simulate(pybind11::module_ &module);
 void bind_plan_oobleck(pybind11::module_ &module);
 void bind_plan_orchestrate(pybind11::module_ &module);
 void bind_plan_partition_limits(pybind11::module_ &module);
+void bind_plan_search(pybind11::module_ &module);
 }  // namespace interlace
 
 PYBIND11_MODULE(_core, module) {
@@ -23,4 +24,5 @@ PYBIND11_MODULE(_core, module) {
     interlace::bind_plan_oobleck(module);
     interlace::bind_plan_orchestrate(module);
     interlace::bind_plan_partition_limits(module);
+    interlace::bind_plan_search(module);
 }

@@ -97,6 +97,20 @@ def orchestrate(
     vpp: int,
     gpu_memory: float,
 ) -> tuple[float, NDArray[np.int64]]: ...
+def search_configuration(
+    modules: list[tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]],
+    gpus: int,
+    batch: int,
+    microbatch: int,
+    gpu_memory: float,
+    stage_link: tuple[float, float],
+    tensor_link: tuple[float, float],
+    data_link: tuple[float, float],
+    dp: list[int],
+    recompute: list[bool],
+    parallel: list[list[int]],
+    colocated: list[list[int]],
+) -> tuple[float, int, bool, list[tuple[int, int, int, bool, list[NDArray[np.int32]], float]]]: ...
 def attention_isa() -> str: ...
 def attention_block_lists(
     queries: list[NDArray[np.generic]], keys: list[NDArray[np.generic]], sinks: int, block: int, threads: int
