@@ -36,7 +36,7 @@ from bench.attention_case import TOLERANCE, Rounds, release, run_case
 from bench.attention_masks import MASKS, MULTIMODAL
 from bench.attention_peers import INTERLACE, PEERS, Problem
 from bench.attention_report import chart, summary, table
-from bench.measure import Clock, device, machine, matmul_peak, parse_heads, versions, write_json
+from bench.measure import Clock, command, device, machine, matmul_peak, parse_heads, versions, write_json
 
 CPU_FIRST = ("packed_images", "causal")  # what the project's CPU targets are stated on
 
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     peak = matmul_peak(clock, dtype, 256 if options.preset == "smoke" else None)
     report: dict[str, Any] = {
         "benchmark": "attention",
-        "command": " ".join(["python -m bench.attention", *(sys.argv[1:] if argv is None else argv)]),
+        "command": command("attention", argv),
         "machine": machine(at),
         "versions": versions(),
         "settings": {

@@ -21,6 +21,7 @@ from interlace.kernels.ahead_of_time import compile_call, resources
 from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
 from interlace.kernels.bitfield_launch import Call, backward_calls, can_fuse, forward_calls
 from interlace.kernels.bitfield_plan import class_calls, list_calls
+from interlace.kernels.ranks import copy_call, reduce_ranks_call
 from interlace.masks import BitfieldMask
 
 LENGTHS = {"plain": (512, 512), "ragged": (500, 203), "capped": (500, 203)}  # queries and keys, in blocks of 128
@@ -29,8 +30,8 @@ LENGTHS = {"plain": (512, 512), "ragged": (500, 203), "capped": (500, 203)}  # q
 class Configuration(NamedTuple):
     """What kernels are specialised for.
 
-    part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), or "plan" (block lists: no
-    head dimension, no dtype).
+    part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), "plan" (block lists: no head
+    dimension, no dtype), or "ranks" (collectives: no head dimension).
     variant: "plain" (lengths are multiples of the block), "ragged" (they are not) or "capped" (nor are they, and there
     is a softcap).
     """
@@ -45,6 +46,10 @@ class Configuration(NamedTuple):
 def calls(configuration: Configuration) -> list[Call]:
     """All launches of the part, with split rows, on meta tensors."""
     architecture, head_dim, dtype, variant, part = configuration
+    if part == "ranks":
+        rows = torch.empty(4, 4096, dtype=getattr(torch, dtype), device="meta")
+        words = torch.empty(4096, dtype=torch.int32, device="meta")
+        return [reduce_ranks_call(list(rows), rows[0]), copy_call(words, words, 16)]
     q_length, k_length = LENGTHS[variant]
     mask, keys = BitfieldMask.causal(1, q_length), BitfieldMask.causal(1, k_length)
     plan = AttentionPlan.build(mask, keys, cap=1).to("meta")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -28,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
+from bench.measure import command, machine, versions, write_json
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
 from interlace.plan import ParallelPlan, profile_model
 from interlace.run import parallelize, stage_durations, stage_graph
@@ -164,9 +164,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     ratios = [slow / fast for slow, fast in zip(report["seconds"]["unaware"], report["seconds"]["aware"], strict=True)]
     report = {
         "benchmark": "frozen_pipeline",
-        "command": " ".join(["python -m bench.frozen_pipeline", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "ranks": 2, "threads_per_rank": 1},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "command": command("frozen_pipeline", argv),
+        "machine": {**machine(), "ranks": 2, "threads_per_rank": 1},
+        "versions": versions("torch"),
         "model": {
             "vision_layers": options.vision_layers,
             "language_layers": options.language_layers,
@@ -188,15 +188,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             + ", ".join(report["cuts"][name])
         )
     print(f"frozen-aware is {report['speedup']:.2f}x faster (pairs {min(ratios):.2f} to {max(ratios):.2f})")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.out, report)
     return report
-
-
-def _cpu() -> str:
-    with open("/proc/cpuinfo") as lines:
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def test_frozen_pipeline(benchmark: Any) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA GPU, in one command and under nine minutes: build, sanity, GPU tests, attention
-# benchmark, subblock ablation. Needs python with torch, triton, pybind11, setuptools and pytest, a C++ compiler, and
+# benchmark, subblock ablation, copy engines and what they overlap with. Needs python with torch, triton, pybind11, setuptools and pytest, a C++ compiler, and
 # no network; what else is installed (xdist, matplotlib, flash-attn) is used.
 #
 #   bash bench/gpu.sh                     results in bench/results/gpu
@@ -9,7 +9,7 @@
 #
 # LIMIT            seconds for everything (530)
 # ATTENTION_ARGS   more arguments for bench.attention, such as "--masks multimodal --lengths 65536"
-# TESTS=0, SUBBLOCKS=0    leave a phase out, which gives its time to the attention benchmark
+# TESTS=0, SUBBLOCKS=0, COMM=0    leave a phase out, which gives its time to the attention benchmark
 #
 # Each phase has a time limit of its own and none stops the next. Results are written as they come: attention.json
 # after every case. The last lines are a table of the phases and of the results; the exit status is 1 if any failed.
@@ -23,13 +23,15 @@ LIMIT=${LIMIT:-530}
 DRY=${DRY:-0}
 TESTS=${TESTS:-1}
 SUBBLOCKS=${SUBBLOCKS:-1}
+COMM=${COMM:-1}
 read -r -a ATTENTION <<< "${ATTENTION_ARGS:-}"
 
 mkdir -p "$OUT" || exit 1
 OUT=$(cd "$OUT" && pwd)
 LOG=$OUT/gpu.log
 : > "$LOG"
-rm -f "$OUT"/sanity.json "$OUT"/attention.json "$OUT"/attention.png "$OUT"/subblocks.json
+rm -f "$OUT"/sanity.json "$OUT"/attention.json "$OUT"/attention.png "$OUT"/subblocks.json \
+    "$OUT"/copy_engines.json "$OUT"/overlap_gpu.json
 export PYTHONPATH="python:.${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 SECONDS=0 # bash counts it up
 
@@ -37,12 +39,14 @@ PRESET=gpu
 SUBBLOCK_PRESET=gpu
 SANITY=(--masks packed_images causal --lengths 1000 --heads 8:2)
 SELECT=()
+TOY=()
 if [ "$DRY" = 1 ]; then
     export INTERLACE_BENCH_DEVICE=cpu INTERLACE_GPU_TESTS_ON=cpu
     PRESET=smoke
     SUBBLOCK_PRESET=smoke
     SANITY=(--masks packed_images causal --lengths 300)
-    SELECT=(-k "(odd_shapes and float32) or lse or devices or refused or cuda")
+    SELECT=(-k "(odd_shapes and float32) or lse or devices or refused or cuda or (one_process and plain)")
+    TOY=(--dry)
 fi
 
 phases=()
@@ -92,7 +96,8 @@ if [ "$TESTS" = 1 ]; then
 fi
 
 reserve=15
-if [ "$SUBBLOCKS" = 1 ]; then reserve=65; fi
+if [ "$SUBBLOCKS" = 1 ]; then reserve=$((reserve + 50)); fi
+if [ "$COMM" = 1 ]; then reserve=$((reserve + 60)); fi
 room=$((LIMIT - SECONDS - reserve))
 if [ "$room" -lt 30 ]; then room=30; fi
 TAIL=40 phase attention "$room" "$PYTHON" -m bench.attention --preset "$PRESET" --budget $((room - 25)) \
@@ -101,6 +106,11 @@ TAIL=40 phase attention "$room" "$PYTHON" -m bench.attention --preset "$PRESET" 
 if [ "$SUBBLOCKS" = 1 ]; then
     TAIL=40 phase subblocks 60 "$PYTHON" -m bench.subblocks --preset "$SUBBLOCK_PRESET" --budget 40 \
         --out "$OUT/subblocks.json"
+fi
+
+if [ "$COMM" = 1 ]; then
+    TAIL=30 phase engines 25 "$PYTHON" -m bench.copy_engines "${TOY[@]+"${TOY[@]}"}" --out "$OUT/copy_engines.json"
+    TAIL=80 phase overlap 40 "$PYTHON" -m bench.overlap_gpu "${TOY[@]+"${TOY[@]}"}" --out "$OUT/overlap_gpu.json"
 fi
 
 {

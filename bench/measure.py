@@ -7,8 +7,9 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,10 +78,17 @@ def matmul_peak(clock: Clock, dtype: torch.dtype, size: int | None = None) -> di
     return {"size": size, "dtype": str(dtype).removeprefix("torch."), "tflops": 2 * size**3 / min(times) / 1e9}
 
 
-def machine(at: torch.device) -> dict[str, Any]:
-    """CPU, its cores and torch's threads, and for CUDA the GPU with its driver."""
-    about: dict[str, Any] = {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    if at.type == "cuda":
+def command(benchmark: str, argv: Sequence[str] | None = None) -> str:
+    """The line that runs a benchmark again; argv: what its `main` was given (None: the arguments of this process)."""
+    return " ".join([f"python -m bench.{benchmark}", *(sys.argv[1:] if argv is None else argv)])
+
+
+def machine(at: torch.device | None = None) -> dict[str, Any]:
+    """The CPU and its cores; with a device torch's threads too, and for CUDA the GPU with its driver."""
+    about: dict[str, Any] = {"cpu": cpu(), "cores": os.cpu_count()}
+    if at is not None:
+        about["threads"] = torch.get_num_threads()
+    if at is not None and at.type == "cuda":
         properties = torch.cuda.get_device_properties(at)
         about |= {
             "gpu": properties.name,
@@ -93,10 +101,20 @@ def machine(at: torch.device) -> dict[str, Any]:
     return about
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of every package that takes part, as far as it is installed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "flash-attn", "interlace"):
+def cpu() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python, and of those packages that are installed; by default of those that take part in attention."""
+    found = {"python": platform.python_version()}
+    for package in packages or ("torch", "triton", "flash-attn", "interlace"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -129,15 +147,6 @@ def reason(error: BaseException) -> str:
 
 def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _driver() -> str | None:

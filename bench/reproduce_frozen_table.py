@@ -13,9 +13,10 @@ comes nearest, since no counts fit all of them; that is no reproduction.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from bench.measure import command, versions, write_json
 from interlace.schedule import Op, StageGraph, one_f_one_b
 from interlace.simulate import simulate
 
@@ -147,7 +148,7 @@ def reason(each: Simulated) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", help="write the rows as JSON")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
     arguments = parser.parse_args()
     rows = simulate_table()
     print(f"{'model':6}{'aware':6}{'stages':>8}{'printed s':>11}{'simulated s':>13}{'error':>8}  speed-ups")
@@ -168,8 +169,9 @@ def main() -> None:
         if not each.reproduced:
             print(f"  {each.row.model} {'aware' if each.row.aware else 'unaware'}: {reason(each)}")
     if arguments.out:
-        with open(arguments.out, "w", encoding="utf-8") as file:
-            json.dump([{**asdict(each), "error": each.error, "reason": reason(each)} for each in rows], file, indent=1)
+        found = [{**asdict(each), "error": each.error, "reason": reason(each)} for each in rows]
+        about = {"benchmark": "reproduce_frozen_table", "command": command("reproduce_frozen_table")}
+        write_json(arguments.out, about | {"versions": versions("interlace"), "rows": found})
 
 
 if __name__ == "__main__":

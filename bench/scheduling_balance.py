@@ -1,56 +1,20 @@
-"""Who computes what, measured: the balance part of the scheduling benchmark, peers side by side in one run.
+"""Who computes what: the balance part of `bench.scheduling`.
 
-Every row names a problem and a solver, the median and the best wall time of one call (input checks and copies
-included), and the gap of its answer to a bound that no answer can beat.
-Peers that are not installed are left out of the table:
-prtpy (greedy and Karmarkar-Karp in Python), OR-tools CP-SAT and scipy's HiGHS (exact, with a time limit), and scipy's
-linear_sum_assignment (which minimises the sum where node-wise placement minimises the bottleneck).
-
-    python -m bench.scheduling_balance [--repeats 15] [--limit 10] [--out bench/results/scheduling_balance.json]
-
-On a busy machine, `chrt -f 50 python -m bench.scheduling_balance` measures as if it were alone.
+Token blocks and sequences to ranks, the exact makespan, post-balancing, node-wise placement, all-to-all plans. Times
+include input checks and copies; the bound is `balance.lower_bound` or `nodewise_bound` unless a solver proves more.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import importlib.metadata
-import json
-import os
-import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench import scheduling_peers as peers
+from bench.scheduling_rows import Row, Solver, cp_sat, milp
 from interlace import balance
-
-Row = dict[str, Any]
-
-
-def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, dict[str, float]]:
-    """The answer and the milliseconds that it took; long calls are repeated less."""
-    seconds: list[float] = []
-    answer = None
-    while len(seconds) < repeats and (len(seconds) < 2 or sum(seconds) < 3):
-        start = time.perf_counter()
-        answer = call()
-        seconds.append(time.perf_counter() - start)
-    return answer, {"median_ms": statistics.median(seconds) * 1e3, "best_ms": min(seconds) * 1e3, "runs": len(seconds)}
-
-
-def optional(name: str) -> Any:
-    """A peer, or None where it is missing or does not import."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 def token_rows(kind: str, blocks: int) -> np.ndarray:
@@ -70,219 +34,152 @@ def sequence_lengths(count: int) -> np.ndarray:
     return np.minimum(np.round(np.random.default_rng(0).lognormal(5.8, 1.0, count)), 8192)
 
 
+def heaviest(weights: np.ndarray, bins: int) -> Callable[[np.ndarray], float]:
+    return lambda bin_of: float(np.bincount(bin_of, weights, bins).max())
+
+
 def assignment_row(
-    problem: str,
-    solver: str,
-    weights: np.ndarray,
-    bins: int,
-    capacity: int | None,
-    repeats: int,
-    call: Callable[[], np.ndarray],
+    problem: str, weights: np.ndarray, bins: int, equal: bool, target_ms: float | None, quick: bool
 ) -> Row:
-    bin_of, times = timed(call, repeats)
-    row: Row = {"problem": problem, "solver": solver, **times}
-    if bin_of is not None:
-        row["gap"] = (
-            np.bincount(bin_of, weights, bins).max() / balance.lower_bound(weights, bins, capacity=capacity) - 1
-        )
-        row["equal_counts"] = bool(np.ptp(np.bincount(bin_of, minlength=bins)) == 0)
-    return row
+    """`assign`, its other methods, and prtpy's. Karmarkar-Karp there ignores counts, so ours is held to its greedy."""
+    capacity = len(weights) // bins if equal else None
+    few = bins < 100
+    methods = [] if quick else ["lpt_greedy", "multifit"] + ["karmarkar_karp"] * few
+    solvers = [Solver("interlace", partial(balance.assign, weights, bins, capacity=capacity))]
+    solvers += [
+        Solver(f"interlace, {method}", partial(balance.assign, weights, bins, method=method, capacity=capacity))
+        for method in methods
+    ]
+    if equal and few:
+        solvers.append(Solver("interlace, distribute_tokens", partial(_distribute, weights, bins)))
+    if bins < 1000:  # with 2,560 ranks prtpy's greedy takes more than a minute
+        greedy, kk = (partial(peers.prtpy_assign, name, weights, bins) for name in ("greedy", "kk"))
+        solvers.append(Solver("prtpy greedy", greedy, ours="at most", needs="prtpy"))
+        if few and not quick:
+            solvers.append(Solver("prtpy kk", kk, needs="prtpy"))
+    equal_counts = {"equal counts": lambda bin_of: np.ptp(np.bincount(bin_of, minlength=bins)) == 0}
+    return Row(
+        problem,
+        solvers,
+        minimised="heaviest rank",
+        value=heaviest(weights, bins),
+        bound=balance.lower_bound(weights, bins, capacity=capacity),
+        target_ms=target_ms,
+        target_gap=0.001 if target_ms else None,
+        properties=equal_counts if equal else {},
+    )
 
 
-def distribute(weights: np.ndarray, ranks: int) -> np.ndarray:
+def _distribute(weights: np.ndarray, ranks: int) -> np.ndarray:
     return balance.distribute_tokens(weights, ranks).rank_of_block[0]
 
 
-def prtpy_assign(prtpy: Any, name: str, weights: np.ndarray, bins: int) -> np.ndarray:
-    items = {i: int(weight) for i, weight in enumerate(weights)}
-    parts = prtpy.partition(algorithm=getattr(prtpy.partitioning, name), numbins=bins, items=items)
-    bin_of = np.empty(len(weights), int)
-    for number, part in enumerate(parts):
-        bin_of[list(part)] = number
-    return bin_of
-
-
-def assignments(repeats: int) -> list[Row]:
-    """`assign` and prtpy on token blocks and on sequences."""
-    rows = []
-    prtpy = optional("prtpy")
-    cases: list[tuple[str, np.ndarray, int, bool]] = [
-        *((f"{kind} {n} blocks, {r} ranks", token_rows(kind, n), r, True) for kind in ("causal", "embedded", "packed")
-          for n, r in ((512, 8), (2048, 16), (8192, 16))),
-        ("153,600 sequences, 2,560 ranks", sequence_lengths(153_600), 2560, False),
-        ("153,600 sequences, 2,560 ranks, 60 each", sequence_lengths(153_600), 2560, True),
-    ]  # fmt: skip
-    for problem, weights, bins, equal in cases:
-        capacity = len(weights) // bins if equal else None
-        methods = ["lpt_greedy", "lpt", "multifit"] + (["karmarkar_karp"] if bins < 100 else [])
-        for method in methods:
-            call = partial(balance.assign, weights, bins, method=method, capacity=capacity)
-            rows.append(assignment_row(problem, f"interlace {method}", weights, bins, capacity, repeats, call))
-        if equal and bins < 100:
-            call = partial(distribute, weights, bins)
-            rows.append(assignment_row(problem, "distribute_tokens", weights, bins, capacity, repeats, call))
-        if prtpy is not None and len(weights) <= 8192:
-            for name in ("greedy", "kk"):
-                call = partial(prtpy_assign, prtpy, name, weights, bins)
-                rows.append(assignment_row(problem, f"prtpy {name}", weights, bins, None, min(repeats, 3), call))
-    return rows
-
-
-def exact(limit: float) -> list[Row]:
-    """`assign_exact`, CP-SAT and HiGHS on instances where the optimum is hard to prove."""
-    rows = []
-    cp_model = optional("ortools.sat.python.cp_model")
-    optimize = optional("scipy.optimize")
-    for n, bins in ((16, 4), (24, 6), (64, 8), (128, 8)):
-        weights = np.random.default_rng(n).integers(1, 1000, n)
-        problem = f"exact: {n} items, {bins} bins"
-        solvers: dict[str, Callable[[], tuple[float, float]]] = {
-            "interlace assign_exact": partial(solve_interlace, weights, bins)
-        }
-        if cp_model is not None:
-            solvers["CP-SAT"] = partial(solve_cp_sat, cp_model, weights, bins, limit)
-        if optimize is not None and n <= 24:
-            solvers["scipy milp"] = partial(solve_milp, optimize, weights, bins, limit)
-        for solver, solve in solvers.items():
-            (value, bound), times = timed(solve, 1)
-            rows.append(
-                {
-                    "problem": problem,
-                    "solver": solver,
-                    **times,
-                    "value": value,
-                    "bound": bound,
-                    "gap": value / bound - 1,
-                }
-            )
-    return rows
-
-
-def solve_interlace(weights: np.ndarray, bins: int) -> tuple[float, float]:
-    found = balance.assign_exact(weights, bins)
-    return found.makespan, found.bound
-
-
-def solve_cp_sat(cp_model: Any, weights: np.ndarray, bins: int, limit: float) -> tuple[float, float]:
-    model = cp_model.CpModel()
-    inside = [[model.new_bool_var("") for _ in range(bins)] for _ in weights]
-    heaviest = model.new_int_var(0, int(weights.sum()), "")
-    for choices in inside:
-        model.add_exactly_one(choices)
-    for b in range(bins):
-        model.add(sum(int(w) * choices[b] for w, choices in zip(weights, inside)) <= heaviest)
-    model.minimize(heaviest)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = limit
-    solver.parameters.num_workers = 2
-    solver.solve(model)
-    return solver.objective_value, solver.best_objective_bound
-
-
-def solve_milp(optimize: Any, weights: np.ndarray, bins: int, limit: float) -> tuple[float, float]:
-    n = len(weights)
-    each = np.hstack([np.kron(np.eye(n), np.ones(bins)), np.zeros((n, 1))])
-    load = np.hstack([np.kron(weights[None], np.eye(bins)), -np.ones((bins, 1))])
-    solved = optimize.milp(
-        np.eye(n * bins + 1)[-1],
-        constraints=[optimize.LinearConstraint(each, 1, 1), optimize.LinearConstraint(load, -np.inf, 0)],
-        integrality=np.ones(n * bins + 1),
-        bounds=optimize.Bounds(0, np.append(np.ones(n * bins), np.inf)),
-        options={"time_limit": limit},
-    )
-    return solved.fun, solved.mip_dual_bound
-
-
-def post_balancing(repeats: int) -> list[Row]:
-    """Every batching mode of `post_balance` at OrchMLLM's scale."""
+def assignments(quick: bool) -> Iterator[Row]:
+    """Token blocks to context-parallel ranks, sequences to data-parallel ranks."""
+    for kind in ("causal", "embedded", "packed"):
+        for blocks, ranks in ((512, 8), (2048, 16), (8192, 16))[2 * quick :]:
+            target = 1.0 if blocks == 8192 else None
+            problem = f"{blocks:,} token blocks to {ranks} ranks, {kind}"
+            yield assignment_row(problem, token_rows(kind, blocks), ranks, True, target, quick)
+    if not quick:
+        yield assignment_row("15,360 sequences to 256 ranks", sequence_lengths(15_360), 256, False, None, quick)
     lengths = sequence_lengths(153_600)
-    modes: dict[str, dict[str, Any]] = {
-        "packed": {},
-        "packed, quadratic": {"quadratic": 1e-4},
-        "padded": {"batching": "padded"},
-        "convolution": {"quadratic": 1e-4, "convolution": True},
-    }
-    rows = []
-    for name, how in modes.items():
-        _, times = timed(lambda how=how: balance.post_balance(lengths, 2560, **how), repeats)
-        rows.append({"problem": f"post_balance {name}: 153,600 sequences, 2,560 ranks", "solver": "interlace", **times})
-    return rows
+    yield assignment_row("153,600 sequences to 2,560 ranks", lengths, 2560, False, 15.0, quick)
+    yield assignment_row("153,600 sequences to 2,560 ranks, 60 each", lengths, 2560, True, 15.0, quick)
 
 
-def assign_sum(optimize: Any, volume: np.ndarray, per_node: int) -> np.ndarray:
-    """The largest sum kept within nodes: every node offers per_node places of equal worth."""
-    d = len(volume)
-    kept = volume.reshape(d // per_node, per_node, d).sum(axis=1)
-    return np.argsort(optimize.linear_sum_assignment(np.repeat(kept, per_node, axis=0), maximize=True)[1])
+def exact(quick: bool, limit: float) -> Iterator[Row]:
+    """`assign_exact`, CP-SAT and HiGHS on instances whose optimum is hard to prove."""
+    for n, bins in ((16, 4), (24, 6), (64, 8), (128, 8))[: 1 if quick else None]:
+        weights = np.random.default_rng(n).integers(1, 1000, n)
+        solvers = [
+            Solver(
+                "interlace",
+                partial(balance.assign_exact, weights, bins),
+                lambda found: found.makespan,
+                lambda found: found.bound,
+            )
+        ]
+        solvers.append(cp_sat(partial(peers.cp_sat_makespan, weights, bins, limit)))
+        if n <= 24:
+            solvers.append(milp(partial(peers.milp_makespan, weights, bins, limit)))
+        yield Row(f"exact makespan, {n} items in {bins} bins", solvers, minimised="heaviest bin")
 
 
-def placement(repeats: int) -> list[Row]:
-    """Node-wise placement of the batches that post-balancing 60 samples per rank gives."""
-    rows = []
-    optimize = optional("scipy.optimize")
+def post_balancing(quick: bool) -> Iterator[Row]:
+    """Every batching mode of `post_balance` at OrchMLLM's scale, with its cost as it is defined there."""
+    lengths, ranks, quadratic = sequence_lengths(153_600), 2560, 1e-4
+
+    def widest(rank_of: np.ndarray) -> np.ndarray:
+        longest = np.zeros(ranks)
+        np.maximum.at(longest, rank_of, lengths)
+        return longest
+
+    def padded(rank_of: np.ndarray) -> float:
+        return float((np.bincount(rank_of, minlength=ranks) * widest(rank_of)).max())
+
+    def convolution(rank_of: np.ndarray) -> float:
+        attention = np.bincount(rank_of, minlength=ranks) * widest(rank_of) ** 2
+        return float((np.bincount(rank_of, lengths, ranks) + quadratic * attention).max())
+
+    work = lengths + quadratic * lengths**2
+    sums = balance.lower_bound(work, ranks)
+    modes: tuple[tuple[str, dict[str, Any], Callable[[np.ndarray], float], float | None], ...] = (
+        ("packed", {}, heaviest(lengths, ranks), balance.lower_bound(lengths, ranks)),
+        ("packed, quadratic", {"quadratic": quadratic}, heaviest(work, ranks), sums),
+        ("padded", {"batching": "padded"}, padded, None),
+        # Padding a batch to its longest member costs no less than the sum over its members.
+        ("convolution", {"quadratic": quadratic, "convolution": True}, convolution, sums),
+    )
+    for name, how, value, bound in modes[: 1 if quick else None]:
+        solvers = [Solver("interlace", partial(balance.post_balance, lengths, ranks, **how))]
+        yield Row(
+            f"post_balance, {name}, 153,600 sequences to 2,560 ranks", solvers, "costliest batch", value, bound=bound
+        )
+
+
+def placements(quick: bool, limit: float) -> Iterator[Row]:
+    """Node-wise placement of the batches that post-balancing 60 samples per rank gives, and the exchange it needs.
+
+    OrchMLLM solves the integer program (d^2 / c binaries) in tens of milliseconds on its machine; here HiGHS and CP-SAT
+    have `limit` seconds for the smallest size.
+    """
     per_node = 8
-    for d in (64, 256, 2560):
+    for d in (64, 256) if quick else (64, 256, 2560):
         lengths = sequence_lengths(60 * d)
         source = np.random.default_rng(1).permutation(np.repeat(np.arange(d), 60))
         destination = balance.post_balance(lengths, d)
         volume = balance.rearrangement_volume(source, destination, lengths, d)
-        problem = f"node-wise: {d} ranks, {per_node} per node"
-        ranks, times = timed(lambda v=volume: balance.nodewise_placement(v, per_node), repeats)
-        bound = balance.nodewise_bound(volume, per_node)
-        before = balance.internode_volume(volume, np.arange(d), per_node).max()
 
-        answers = [("interlace", ranks, times)]
-        if optimize is not None:
-            ranks, times = timed(partial(assign_sum, optimize, volume, per_node), min(repeats, 3))
-            answers.append(("scipy linear_sum_assignment (sum)", ranks, times))
-        for solver, ranks, times in answers:
-            reached = balance.internode_volume(volume, ranks, per_node).max()
-            gap, saved = reached / bound - 1, 1 - reached / before
-            rows.append({"problem": problem, "solver": solver, **times, "value": reached, "gap": gap, "saved": saved})
-        _, times = timed(lambda s=source, t=destination, d=d: balance.all_to_all_plan(s, t, d), repeats)
-        rows.append({"problem": f"all-to-all plan: {len(source)} samples, {d} ranks", "solver": "interlace", **times})
-    return rows
+        def most(ranks: np.ndarray, volume: np.ndarray = volume) -> float:
+            return float(balance.internode_volume(volume, ranks, per_node).max())
 
-
-def run(repeats: int = 15, limit: float = 10.0) -> list[Row]:
-    """All rows of this part."""
-    return [*assignments(repeats), *exact(limit), *post_balancing(repeats), *placement(repeats)]
-
-
-def machine() -> dict[str, Any]:
-    versions = {}
-    for name in ("numpy", "scipy", "prtpy", "ortools"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return {"machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version(), **versions}
-
-
-def table(rows: list[Row]) -> str:
-    lines = [f"{'problem':58} {'solver':34} {'median ms':>10} {'best ms':>10} {'gap':>9}"]
-    for row in rows:
-        gap = f"{row['gap']:9.4%}" if "gap" in row else ""
-        lines.append(
-            f"{row['problem']:58} {row['solver']:34} {row['median_ms']:10.3f} {row['best_ms']:10.3f} {gap:>9}"
-            + ("  equal counts" if row.get("equal_counts") else "")
+        total = partial(peers.scipy_nodewise_sum, volume, per_node)
+        solvers = [
+            Solver("interlace", partial(balance.nodewise_placement, volume, per_node)),
+            Solver("scipy linear_sum_assignment (the sum)", total, ours="at most", needs="scipy"),
+        ]
+        if d == 64 and not quick:  # nothing is claimed beside these but what they prove: ours is a heuristic
+            solvers.append(milp(partial(peers.milp_nodewise, volume, per_node, limit), ours=""))
+            solvers.append(cp_sat(partial(peers.cp_sat_nodewise, volume, per_node, limit), ours=""))
+        before = most(np.arange(d))
+        yield Row(
+            f"node-wise placement, {d:,} ranks, {per_node} per node",
+            solvers,
+            minimised="most that a rank sends to other nodes",
+            value=most,
+            bound=balance.nodewise_bound(volume, per_node),
+            target_ms=50.0,
+            target_gap=0.02,
+            notes={"without placement": before},
         )
-    return "\n".join(lines)
+        plan = partial(balance.all_to_all_plan, source, destination, d)
+        yield Row(f"all-to-all plan, {len(source):,} samples on {d:,} ranks", [Solver("interlace", plan)])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15, help="most calls per row (the median is reported)")
-    parser.add_argument("--limit", type=float, default=10.0, help="seconds that an exact peer may take per instance")
-    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
-    args = parser.parse_args()
-    rows = run(args.repeats, args.limit)
-    print(table(rows))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"command": " ".join(sys.argv), "machine": machine(), "rows": rows}
-        args.out.write_text(json.dumps(result, indent=1, default=float) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def rows(quick: bool, limit: float) -> Iterator[Row]:
+    """All rows of this part; limit: seconds that an exact peer may take for one instance."""
+    yield from assignments(quick)
+    yield from exact(quick, limit)
+    yield from post_balancing(quick)
+    yield from placements(quick, limit)

@@ -1,98 +1,88 @@
-"""The planning algorithms and their peers, side by side in one run: milliseconds and objectives.
+"""Where a model is cut and what runs where: the planning part of `bench.scheduling`.
 
-Rows: pipeline templates (Oobleck), instantiation, batch shares, contiguous partition, orchestration (DistTrain). Peers
-solve the same input where they are installed: scipy (milp), cvxpy with Clarabel, OR-tools CP-SAT. Times that papers
-print for their own machines are named as such.
-
-    python -m bench.scheduling_plan [--out FILE]
+Pipeline templates, instantiation and batch shares (Oobleck), contiguous partition, orchestration (DistTrain), the
+search for a whole configuration. Bounds come from `bench.scheduling_bounds`, which shares no code with the planner.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import itertools
-import json
-import platform
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from bench import scheduling_bounds as bounds
+from bench import scheduling_peers as peers
 from bench.printed_oobleck import divide_and_conquer
+from bench.scheduling_rows import Row, Solver, cp_sat, installed, milp
 from interlace import plan
 
-Row = dict[str, Any]
+PAPER = "the paper on its machine"
 
 
-def milliseconds(run: Callable[[], Any], repeats: int = 5) -> float:
-    """Median wall time after one run that does not count."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
-def once(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Milliseconds of one run, and what it returned: for peers that take long."""
-    start = time.perf_counter()
-    result = run()
-    return 1e3 * (time.perf_counter() - start), result
-
-
-def row(name: str, ours: float, objective: float, target: float | None = None, **peers: Any) -> Row:
-    return {"problem": name, "ms": ours, "objective": objective, "target_ms": target, "peers": peers}
-
-
-def templates() -> list[Row]:
-    """Table 2.3 of the dissertation, and the printed divide and conquer on a size that Python can do."""
+def templates(quick: bool) -> Iterator[Row]:
+    """Sizes of dissertation table 2.3; then the printed divide and conquer on inputs that Python can do."""
     rng = np.random.default_rng(0)
-    rows = []
-    for nodes, gpus, layers, paper in (
+    for nodes, gpus, layers, seconds in (
         (8, 8, 96, 109.76),
         (16, 8, 96, 1213.63),
         (24, 1, 96, 1477.54),
         (24, 8, 96, 3297.92),
     ):
         costs = rng.lognormal(0, 0.3, (layers, 1)) / np.arange(1, gpus + 1) ** 0.8
-        found = plan.pipeline_template(costs, nodes, gpus)
-        taken = milliseconds(lambda c=costs, n=nodes, g=gpus: plan.pipeline_template(c, n, g), 3)
-        name = f"template, {nodes} nodes x {gpus} GPUs x {layers} layers"
-        rows.append(row(name, taken, found.iteration_time, 1000.0, **{"paper, its machine": {"ms": 1e3 * paper}}))
-    costs = rng.lognormal(0, 0.3, (12, 1)) / np.arange(1, 3) ** 0.8
-    found = plan.pipeline_template(costs, 3, 2)
-    taken = milliseconds(lambda: plan.pipeline_template(costs, 3, 2))
-    theirs, value = once(lambda: divide_and_conquer(costs, 3, 2))
-    peer = {"divide and conquer as printed (Python)": {"ms": theirs, "objective": value}}
-    rows.append(row("template, 3 nodes x 2 GPUs x 12 layers", taken, found.iteration_time, None, **peer))
-    return rows
+        if quick and nodes * gpus != 24:
+            continue
+        found = plan.pipeline_template(costs, nodes, gpus).iteration_time
+        yield Row(
+            f"template, {nodes} nodes x {gpus} GPUs x {layers} layers",
+            [Solver("interlace", partial(plan.pipeline_template, costs, nodes, gpus))],
+            "T1 + T2 + T3",
+            lambda template: template.iteration_time,
+            bound=bounds.template(costs, nodes, gpus, found),
+            target_ms=1000.0,
+            quoted_ms={PAPER: 1e3 * seconds},
+        )
+    rng = np.random.default_rng(3)
+    cases = [
+        (rng.integers(1, 30, (int(layers), 1)), int(nodes), 1)
+        for layers, nodes in rng.integers((6, 3), (12, 6), (10 if quick else 150, 2))
+    ]
+    theirs = np.array([divide_and_conquer(*case) for case in cases])
+    over = theirs / [plan.pipeline_template(*case).iteration_time for case in cases] - 1
+    yield Row(
+        f"{len(cases)} templates, 3 to 5 nodes x 1 GPU x 6 to 11 layers",
+        [
+            Solver("interlace", lambda: [plan.pipeline_template(*case).iteration_time for case in cases]),
+            Solver("divide and conquer as printed (Python)", lambda: [divide_and_conquer(*case) for case in cases]),
+        ],
+        "sum of T1 + T2 + T3",
+        lambda found: float(np.sum(found)),
+        properties={"none above the paper's": lambda found: (np.array(found) <= theirs).all()},
+        notes={"above ours as printed": f"{(over > 0).sum()} of {len(cases)}", "by at most": float(over.max())},
+    )
 
 
-def instantiations() -> list[Row]:
-    """Combinations of templates: milp for one time limit (ours probes about 25), the paper's list for 30 nodes."""
+def instantiations(quick: bool) -> Iterator[Row]:
+    """Combinations of templates: HiGHS by bisection over the time; the paper's list of combinations for 30 nodes."""
     rng = np.random.default_rng(0)
-    rows = []
     for nodes, batch in ((30, 256), (1000, 8192)):
         sizes = plan.node_counts(nodes, 2, 3)
         times = 100.0 / sizes**1.05 * rng.uniform(1.0, 1.02, len(sizes))
-        found = plan.instantiate(sizes, times, nodes, faults=2, microbatches=batch)
         run = partial(plan.instantiate, sizes, times, nodes, faults=2, microbatches=batch)
-        peers: dict[str, Any] = {}
+        solvers = [Solver("interlace", run, lambda found: found.time)]
         if nodes == 30:
-            taken, best = once(lambda s=sizes, t=times, n=nodes, b=batch: _listed(s, t, n, b))
-            peers["every combination listed (eq. 2.5)"] = {"ms": taken, "objective": best}
-        peers["scipy milp, one probe at the optimum"] = _milp_probe(sizes, times, nodes, batch, found.time)
-        rows.append(row(f"instantiate, {nodes} nodes, batch {batch}", milliseconds(run), found.time, 100.0, **peers))
-    return rows
+            listed = partial(_listed, sizes, times, nodes, batch)
+            solvers.append(Solver("every combination listed (eq. 2.5, Python)", listed, float, float, "equal"))
+        if nodes == 30 or not quick:
+            bisection = partial(peers.milp_instantiate, sizes, times, nodes, 3, batch)
+            solvers.append(milp(bisection, "equal"))
+        yield Row(f"instantiate, {nodes:,} nodes, batch {batch:,}", solvers, "slowest pipeline", float, target_ms=100.0)
 
 
-def _listed(sizes: Any, times: Any, nodes: int, batch: int) -> float:
+def _listed(sizes: np.ndarray, times: np.ndarray, nodes: int, batch: int) -> float:
+    """Every combination, with our batch shares."""
     best = np.inf
     for counts in plan.combinations(sizes.tolist(), nodes, 3):
         each = np.repeat(times, counts)
@@ -100,103 +90,73 @@ def _listed(sizes: Any, times: Any, nodes: int, batch: int) -> float:
     return best
 
 
-def _milp_probe(sizes: Any, times: Any, nodes: int, batch: int, limit: float) -> Row:
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    runs = np.floor(limit * (1 + 1e-12) / times)
-    constraints = [LinearConstraint(sizes, nodes, nodes), LinearConstraint(np.ones(len(sizes)), 3, np.inf)]
-    kinds = np.ones(len(sizes))
-    taken, result = once(
-        lambda: milp(
-            -runs, constraints=constraints, integrality=kinds, bounds=Bounds(0, np.inf), options={"time_limit": 30.0}
-        )
-    )
-    return {"ms": taken, "microbatches": -result.fun if result.x is not None else None, "needed": batch}
-
-
-def splits() -> list[Row]:
-    """Batch shares: eq. 2.6 and min-max, against scipy's milp for the latter."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    rng = np.random.default_rng(0)
-    times, batch = rng.uniform(1.0, 3.0, 24), 512
-    counts = plan.split_batch(times, batch)
-    n = len(times)
-    matrix = np.hstack([np.diag(times), -np.ones((n, 1))])
-    whole = LinearConstraint(np.append(np.ones(n), 0.0), batch, batch)
-    theirs, result = once(
-        lambda: milp(
-            np.append(np.zeros(n), 1.0),
-            constraints=[LinearConstraint(matrix, -np.inf, 0.0), whole],
-            integrality=np.append(np.ones(n), 0),
-            bounds=Bounds(np.append(np.ones(n), 0.0), np.inf),
-            options={"time_limit": 30.0},
-        )
-    )
-    peers: dict[str, Any] = {"scipy milp": {"ms": theirs, "objective": result.fun}}
-    cp_sat = _cp_sat_split(times, batch)
-    if cp_sat:
-        peers["OR-tools CP-SAT"] = cp_sat
-    rows = [
-        row(
-            "split 512 over 24, min-max",
-            milliseconds(lambda: plan.split_batch(times, batch)),
-            float((counts * times).max()),
-            None,
-            **peers,
-        )
+def shares(quick: bool, limit: float) -> Iterator[Row]:
+    """Batch shares: min-max, and eq. 2.6 (times in whole thousandths, so that CP-SAT has the same problem)."""
+    times, batch = np.round(np.random.default_rng(0).uniform(1.0, 3.0, 24), 3), 512
+    solvers = [
+        Solver("interlace", partial(plan.split_batch, times, batch), lambda counts: (counts * times).max()),
+        milp(partial(peers.milp_split, times, batch, limit), "equal"),
+        cp_sat(partial(peers.cp_sat_split, times, batch, limit), "equal"),
     ]
-    even = plan.split_batch(times, batch, objective="variance") * times
-    taken = milliseconds(lambda: plan.split_batch(times, batch, objective="variance"))
-    rows.append(row("split 512 over 24, eq. 2.6", taken, float(((even - even.mean()) ** 2).sum())))
-    return rows
+    if not quick and installed("pyomo", "highspy"):
+        solvers.append(Solver("Pyomo + HiGHS", peers.apart(peers.pyomo_split, times.tolist(), batch), ours="equal"))
+    yield Row("batch of 512 over 24 pipelines, min-max", solvers, "slowest pipeline", float)
+
+    for count, batch in ((5, 32), (24, 512)):
+        own = times[:count]
+
+        def spread(counts: np.ndarray, own: np.ndarray = own) -> float:
+            return float((counts * own).var() * len(own))
+
+        solvers = [Solver("interlace", partial(plan.split_batch, own, batch, objective="variance"), spread)]
+        if count == 5 or not quick:
+            solvers.append(cp_sat(partial(peers.cp_sat_split_variance, own, batch, limit)))
+        yield Row(f"batch of {batch} over {count} pipelines, eq. 2.6", solvers, "sum of squared differences")
 
 
-def _cp_sat_split(times: Any, batch: int) -> Row | None:
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        return None
-    units = np.round(times * 1e6).astype(int)
-    model = cp_model.CpModel()
-    counts = [model.new_int_var(1, batch, f"n{i}") for i in range(len(units))]
-    slowest = model.new_int_var(0, int(units.max()) * batch, "t")
-    model.add(sum(counts) == batch)
-    for count, unit in zip(counts, units, strict=True):
-        model.add(count * int(unit) <= slowest)
-    model.minimize(slowest)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = 30.0
-    solver.parameters.num_workers = 2
-    taken, _ = once(lambda: solver.solve(model))
-    return {"ms": taken, "objective": solver.objective_value / 1e6}
+def partitions(quick: bool) -> Iterator[Row]:
+    """10,000 layers into 512 stages, plain, with speeds and with memory; the printed dynamic program on a shorter row.
 
-
-def partitions() -> list[Row]:
-    """10,000 layers into 512 stages, plain, with speeds and with memory; the dynamic program on a smaller row."""
+    The target rows stand beside the same dynamic program with a bisection in place of its inner loop, in numpy: an
+    exact peer. It may leave stages empty, so its value is a bound.
+    """
     rng = np.random.default_rng(0)
     costs, speeds, limits = rng.lognormal(size=10_000), rng.uniform(0.5, 2.0, 512), np.linspace(60.0, 90.0, 512)
-    rows = []
-    for name, keywords in (
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
         ("", {}),
         (", speeds", {"speeds": speeds}),
         (", memory", {"memory": costs, "memory_limits": limits}),
-        (", both", {"speeds": speeds, "memory": costs, "memory_limits": limits}),
-    ):
-        cuts = plan.partition(costs, 512, **keywords)
-        loads = np.add.reduceat(costs, cuts[:-1]) / (speeds if "speeds" in keywords else 1.0)
-        taken = milliseconds(lambda k=keywords: plan.partition(costs, 512, **k))
-        rows.append(row(f"partition 10,000 into 512{name}", taken, float(loads.max()), 5.0))
+        (", speeds and memory", {"speeds": speeds, "memory": costs, "memory_limits": limits}),
+    )
+    for name, how in cases[: 1 if quick else None]:
+        pace = how.get("speeds", 1.0)
+        yield Row(
+            f"partition 10,000 layers into 512 stages{name}",
+            [
+                Solver("interlace", partial(plan.partition, costs, 512, **how), partial(_slowest, costs, pace)),
+                Solver(
+                    "eq. 3.5 by bisection (numpy)", partial(bounds.partition, costs, 512, **how), float, float, "equal"
+                ),
+            ],
+            "slowest stage",
+            target_ms=5.0,
+        )
     short = costs[:300]
-    cuts = plan.partition(short, 24)
-    theirs, value = once(lambda: _dynamic_program(short, 24))
-    taken = milliseconds(lambda: plan.partition(short, 24))
-    peer = {"eq. 3.5 in numpy": {"ms": theirs, "objective": value}}
-    rows.append(row("partition 300 into 24", taken, float(np.add.reduceat(short, cuts[:-1]).max()), None, **peer))
-    return rows
+    yield Row(
+        "partition 300 layers into 24 stages",
+        [
+            Solver("interlace", partial(plan.partition, short, 24), partial(_slowest, short, 1.0)),
+            Solver("eq. 3.5 as printed (numpy)", partial(_dynamic_program, short, 24), float, ours="equal"),
+        ],
+        "slowest stage",
+    )
 
 
-def _dynamic_program(costs: Any, stages: int) -> float:
+def _slowest(costs: np.ndarray, speeds: Any, cuts: np.ndarray) -> float:
+    return float((np.add.reduceat(costs, cuts[:-1]) / speeds).max())
+
+
+def _dynamic_program(costs: np.ndarray, stages: int) -> float:
     prefix = np.concatenate([[0.0], np.cumsum(costs)])
     best = prefix.copy()
     for _ in range(stages - 1):
@@ -207,95 +167,93 @@ def _dynamic_program(costs: Any, stages: int) -> float:
     return float(best[-1])
 
 
-def orchestrations() -> list[Row]:
-    """1,296 GPUs and a batch of 1,920 (DistTrain table 2), with and without memory, layers and VPP."""
-    sizes = np.array([1, 2, 4, 8])
+def orchestrations(quick: bool) -> Iterator[Row]:
+    """1,296 GPUs and a batch of 1,920 (DistTrain table 2), with and without layers, VPP and memory.
+
+    The bound is the paper's convex problem at its best over all choices of TP and DP, which knows no memory; where
+    stages must divide the layers it is the best of all choices one by one, with memory: the optimum. cvxpy solves the
+    convex problem for one choice, and the value is that solution rounded to whole stages, as the paper rounds.
+    """
+    gpus, batch, sizes = 1296, 1920, np.array([1, 2, 4, 8])
+
+    def work(seconds: float, depth: int, weights: float, states: float, kept: float) -> plan.ModuleWork:
+        return plan.ModuleWork(list(seconds / sizes**0.9), depth, weights, states, kept)
 
     def modules(layers: bool) -> dict[str, plan.ModuleWork]:
-        def work(seconds: float, depth: int, weights: float, states: float, kept: float) -> plan.ModuleWork:
-            return plan.ModuleWork(list(seconds / sizes**0.9), depth * layers, weights, states, kept)
-
         return {
-            "encoder": work(0.05, 32, 2e9, 8e9, 5e8),
-            "language_model": work(2.0, 80, 280e9, 840e9, 30e9),
-            "generator": work(0.2, 32, 4e9, 12e9, 2e9),
+            "encoder": work(0.05, 32 * layers, 2e9, 8e9, 5e8),
+            "language_model": work(2.0, 80 * layers, 280e9, 840e9, 30e9),
+            "generator": work(0.2, 32 * layers, 4e9, 12e9, 2e9),
         }
 
-    rows = []
-    for layers, vpp, memory in itertools.product((False, True), (1, 2), (float("inf"), 80e9)):
+    cases = list(itertools.product((False, True), (1, 2), (float("inf"), 80e9)))
+    for layers, vpp, memory in [cases[0], cases[1]] if quick else cases:
         given = modules(layers)
-        run = partial(plan.orchestrate, given, 1296, 1920, vpp=vpp, gpu_memory=memory)
-        peers: dict[str, Any] = {"paper, its machine": {"ms": 922.0}}
-        if not layers and vpp == 1 and memory == float("inf"):
-            relaxed = _relaxation(given, run())
-            if relaxed:
-                peers["cvxpy + Clarabel, one of the choices of TP and DP"] = relaxed
-        name = f"orchestrate 1,296 GPUs, batch 1,920{', layers' if layers else ''}, vpp {vpp}"
+        works = given.values()
+        forward, depths = [work.forward for work in works], [work.layers for work in works]
+        held = [(work.weight_bytes, work.optimizer_bytes, work.activation_bytes) for work in works]
+        if layers:
+            bound = bounds.orchestration_of_layers(forward, depths, held, 1, sizes, gpus, batch, vpp, memory)
+        else:
+            bound = bounds.orchestration(forward, 1, sizes, gpus, batch, vpp)
+        run = partial(plan.orchestrate, given, gpus, batch, vpp=vpp, gpu_memory=memory)
+        solvers = [Solver("interlace", run, lambda found: found.iteration_time)]
+        if (layers, vpp, memory) == cases[0] and not quick and installed("cvxpy", "clarabel"):
+            solvers.append(_clarabel(given, run(), gpus, batch))
+        name = f"orchestrate {gpus:,} GPUs, batch {batch:,}{', layers' if layers else ''}, vpp {vpp}"
         name += ", 80 GB" if memory < float("inf") else ""
-        rows.append(row(name, milliseconds(run), run().iteration_time, 10.0, **peers))
-    return rows
+        yield Row(name, solvers, "seconds", bound=bound, target_ms=10.0, quoted_ms={PAPER: 922.0})
 
 
-def _relaxation(modules: Any, best: plan.Orchestration) -> Row | None:
-    """The paper's convex problem for the TP and DP of the optimum: GPUs per module are real numbers."""
-    try:
-        import cvxpy
-    except ImportError:
-        return None
+def _clarabel(modules: dict[str, plan.ModuleWork], best: plan.Orchestration, gpus: int, batch: int) -> Solver:
     dp = best.specs["language_model"].dp
-    warm, widths = [], []
-    for name, spec in best.specs.items():
-        warm.append(dp / spec.dp * modules[name].forward[int(np.log2(spec.tp))])
-        widths.append(spec.tp * spec.dp)
-    gpus, slowest = cvxpy.Variable(len(warm), pos=True), cvxpy.Variable(pos=True)
-    limits = [
-        w * width * cvxpy.inv_pos(gpus[i]) <= slowest for i, (w, width) in enumerate(zip(warm, widths, strict=True))
-    ]
-    objective = sum(warm) + (1920 / dp - 1) * slowest
-    problem = cvxpy.Problem(cvxpy.Minimize(objective), [cvxpy.sum(gpus) <= 1296, gpus >= np.array(widths), *limits])
-    taken, value = once(lambda: problem.solve(solver="CLARABEL"))
-    pp = np.maximum(1, np.floor(gpus.value / widths))
-    rounded = sum(warm) + (1920 / dp - 1) * max(w / p for w, p in zip(warm, pp, strict=True))
-    return {"ms": taken, "relaxed": float(value), "objective": float(rounded)}
+    warm = [dp / spec.dp * modules[name].forward[int(np.log2(spec.tp))] for name, spec in best.specs.items()]
+    widths = [spec.tp * spec.dp for spec in best.specs.values()]
+
+    def rounded(solved: tuple[float, list[float]]) -> float:
+        stages = [max(1, int(g / w + 1e-6)) for g, w in zip(solved[1], widths)]
+        return sum(warm) + (batch / dp - 1) * max(w / pp for w, pp in zip(warm, stages))
+
+    solve = peers.apart(peers.clarabel_orchestration, warm, widths, batch / dp - 1, gpus)
+    return Solver("cvxpy + Clarabel, one choice of TP and DP", solve, rounded, ours="at most")
 
 
-def measure() -> list[Row]:
-    """All rows, for `python -m bench.scheduling` too."""
-    return [*templates(), *instantiations(), *splits(), *partitions(), *orchestrations()]
+def searches(quick: bool) -> Iterator[Row]:
+    """Degrees, placement and cuts of a whole model; Entrain's algorithm 3 splits the GPUs in one way only."""
+    degrees = [(tp, cp) for tp in (1, 2, 4, 8) for cp in (1, 2)]
+
+    def module(seconds: float, layers: int, weight: float, hidden: float, frozen: bool) -> plan.SearchModule:
+        base = seconds / layers * np.random.default_rng(layers).uniform(0.9, 1.1, layers)
+        forward = {(tp, cp): base / (tp * cp) ** 0.9 for tp, cp in degrees}
+        backward = {key: row * (0 if frozen else 2) for key, row in forward.items()}
+        weights, hiddens = np.full(layers, weight / layers), np.full(layers, hidden)
+        trained = weights * (not frozen)
+        return plan.SearchModule(forward, backward, weights, trained, 6 * trained, 34 * hiddens, 2 * hiddens)
+
+    modules = {
+        "vision": module(0.6, 32, 12e9, 2e7, False),
+        "audio": module(0.2, 24, 1.2e9, 1e7, True),
+        "language_model": module(2.0, 80, 140e9, 7e7, False),
+    }
+    for gpus, batch in ((24, 192), (1296, 1920))[: 1 if quick else None]:
+        run = partial(plan.search_configuration, modules, gpus, batch, 1, gpu_memory=80e9)
+        proportional = partial(run, allocation="proportional")
+        yield Row(
+            f"search a configuration, {gpus:,} GPUs, batch {batch:,}, 3 modules",
+            [
+                Solver("interlace", run),
+                Solver("interlace, GPUs in proportion (algorithm 3)", proportional, ours="at most"),
+            ],
+            "seconds",
+            lambda found: found.iteration_time,
+        )
 
 
-def show(rows: list[Row]) -> None:
-    print(f"{'problem':58}{'ms':>10}{'target':>8}{'objective':>13}  peers: ms, times ours (objective)")
-    for each in rows:
-        target = f"{each['target_ms']:.0f}" if each["target_ms"] else ""
-        print(f"{each['problem']:58}{each['ms']:>10.3f}{target:>8}{each['objective']:>13.4f}", end="  ")
-        parts = []
-        for name, peer in each["peers"].items():
-            value = f" ({peer['objective']:.4f})" if peer.get("objective") is not None else ""
-            parts.append(f"{name}: {peer['ms']:.4g}, {peer['ms'] / each['ms']:.3g}x{value}")
-        print("; ".join(parts))
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "machine": platform.machine()}
-    for name in ("numpy", "scipy", "ortools", "cvxpy", "clarabel"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", help="write the rows as JSON")
-    arguments = parser.parse_args()
-    rows = measure()
-    show(rows)
-    if arguments.out:
-        with open(arguments.out, "w", encoding="utf-8") as file:
-            json.dump({"versions": versions(), "rows": rows}, file, indent=1)
-
-
-if __name__ == "__main__":
-    main()
+def rows(quick: bool, limit: float) -> Iterator[Row]:
+    """All rows of this part; limit: seconds that an exact peer may take for one instance."""
+    yield from templates(quick)
+    yield from instantiations(quick)
+    yield from shares(quick, limit)
+    yield from partitions(quick)
+    yield from orchestrations(quick)
+    yield from searches(quick)

@@ -27,7 +27,6 @@ import argparse
 import heapq
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -38,7 +37,7 @@ from torch import Tensor
 
 from bench.attention_masks import MASKS
 from bench.attention_report import subblock_lines
-from bench.measure import Clock, device, machine, parse_heads, versions, write_json
+from bench.measure import Clock, command, device, machine, parse_heads, versions, write_json
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.masks import BitfieldMask, word
 
@@ -253,7 +252,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     costs = calibrate(options, clock)
     report: dict[str, Any] = {
         "benchmark": "subblocks",
-        "command": " ".join(["python -m bench.subblocks", *(sys.argv[1:] if argv is None else argv)]),
+        "command": command("subblocks", argv),
         "machine": machine(at),
         "versions": versions(),
         "settings": {

@@ -1,10 +1,11 @@
-// interlace._core: what python/interlace/{attention,balance,plan,simulate}/ call. Arrays in, arrays out; every function
-// checks its arguments and releases the GIL while it computes.
+// interlace._core: what python/interlace/{attention,balance,comm,plan,simulate}/ call. Arrays in, arrays out; every
+// function checks its arguments and releases the GIL while it computes or waits.
 #include <pybind11/pybind11.h>
 
 namespace interlace {
 void bind_attention(pybind11::module_ &module);
 void bind_balance(pybind11::module_ &module);
+void bind_comm(pybind11::module_ &module);
 void bind_microbatch(pybind11::module_ &module);
 void bind_plan(pybind11::module_ &module);
 void bind_simulate(pybind11::module_ &module);
@@ -15,9 +16,11 @@ void bind_plan_search(pybind11::module_ &module);
 }  // namespace interlace
 
 PYBIND11_MODULE(_core, module) {
-    module.doc() = "Compiled parts of interlace.attention, interlace.balance, interlace.plan and interlace.simulate.";
+    module.doc() =
+        "Compiled parts of interlace.attention, interlace.balance, interlace.comm, interlace.plan, interlace.simulate.";
     interlace::bind_attention(module);
     interlace::bind_balance(module);
+    interlace::bind_comm(module);
     interlace::bind_microbatch(module);
     interlace::bind_plan(module);
     interlace::bind_simulate(module);

@@ -46,7 +46,8 @@ PLAIN = {(90, KEY_GRADIENT, 128): Tile(32, 128, 8, 2)}
 # Where the tile of TILES spills once there is a softcap. 32 keys are too few for wgmma: it is HMMA, at half the rate.
 CAPPED = {(90, KEY_GRADIENT, 256): Tile(32, 32, 8, 1), (100, QUERY_GRADIENT, 128): Tile(64, 32, 8, 2)}
 # Exact fp32 products run on the plain cores, which hold their operands in registers: larger tiles spill.
-FLOAT32 = {64: Tile(16, 16, 8, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
+FLOAT32 = Tile(16, 16, 8, 1)
+FLOAT32_KEY_GRADIENT = {64: FLOAT32, 128: Tile(16, 32, 8, 1), 256: FLOAT32}
 INTERPRETED = Tile(32, 32, 1, 1)
 
 
@@ -79,9 +80,12 @@ def choose(
         tile = INTERPRETED
     else:
         known, width = _known(architecture), max(block_d, 64)
-        tile = (FLOAT32 if float32 else TILES[known][kernel])[width]
-        if not float32 and (capped or not ragged):
-            tile = (CAPPED if capped else PLAIN).get((known, kernel, width), tile)
+        if float32:
+            tile = FLOAT32_KEY_GRADIENT[width] if kernel == KEY_GRADIENT else FLOAT32
+        else:
+            tile = TILES[known][kernel][width]
+            if capped or not ragged:
+                tile = (CAPPED if capped else PLAIN).get((known, kernel, width), tile)
     return tile._replace(m=min(tile.m, block), n=min(tile.n, block))
 
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import runpy
 import warnings
 from functools import partial
 from pathlib import Path
 
+import matplotlib.image
+import numpy as np
 import pytest
 import torch
 
+from bench.scheduling_report import readme_table
+
 ROOT = Path(__file__).parents[1]
-EXECUTED = sorted((ROOT / "docs").glob("attention-in-*.md"))
+WHO = ROOT / "docs" / "who-computes-what.md"
+COPIES = ROOT / "docs" / "where-the-copy-goes.md"
+EXECUTED = [*sorted((ROOT / "docs").glob("attention-in-*.md")), COPIES, WHO]
+DRAW = runpy.run_path(str(ROOT / "docs" / "draw.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -32,19 +41,51 @@ def test_examples_parse(page):
 
 
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
-def test_examples_run_from_top_to_bottom(page, monkeypatch):
-    """All blocks of a page in one namespace, line numbers as in the page."""
+def test_examples_run_from_top_to_bottom(page, tmp_path, monkeypatch):
+    """All blocks of a page in one namespace; what they print is what the page says that they print."""
     # The default backend takes half a minute here, and what a page shows does not depend on it.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    text, names = page.read_text(), {"__name__": "page"}
-    examples = list(re.finditer(r"```python\n(.*?)```", text, flags=re.S))
-    assert examples
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="interlace:")
-        for example in examples:
-            above = text.count("\n", 0, example.start(1))
-            exec(compile("\n" * above + example.group(1), str(page), "exec"), names)
+        blocks = list(DRAW["run"](page))
+    assert blocks
+    for block, printed in blocks:
+        if block["output"] is not None or page == WHO:
+            assert printed == (block["output"] or ""), f"run python docs/draw.py {page.name} and look at the difference"
+    for name in re.findall(r"\(images/(.*?)\)", page.read_text()) if page == WHO else ():
+        drawn, committed = (matplotlib.image.imread(folder / name) for folder in (tmp_path, page.parent / "images"))
+        assert drawn.shape == committed.shape and np.abs(drawn - committed).mean() < 0.03, (
+            f"{name} is not what is drawn"
+        )
+        assert (page.parent / "images" / name).stat().st_size < 150_000
+
+
+def test_drawing_a_page_writes_its_output(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A\n\n```python\nx = 1\n```\n\nb\n\n```python\nprint(x)\n```\n\n```text\n2\n```\n\nc\n")
+    DRAW["main"](page)
+    once = page.read_text()
+    assert once == "# A\n\n```python\nx = 1\n```\n\nb\n\n```python\nprint(x)\n```\n\n```text\n1\n```\n\nc\n"
+    DRAW["main"](page)
+    assert page.read_text() == once
+
+
+def test_scheduling_figures_of_the_readme_are_those_of_the_report():
+    report = json.loads((ROOT / "bench" / "results" / "scheduling.json").read_text())
+    assert readme_table(report) in (ROOT / "README.md").read_text(), "python -m bench.scheduling_report prints it"
+    assert not report["settings"]["quick"] and not report["missing_peers"]
+    missed = [row["problem"] for row in report["rows"] if not all(row["met"].values())]
+    assert missed == [], "the README says that every target is met"
+
+
+def test_hidden_communication_on_the_page_is_that_of_the_report():
+    report = json.loads((ROOT / "bench" / "results" / "overlap.json").read_text())
+    hidden = {(row["operation"], row["chunks"]): f"{row['hidden']:.0%}" for row in report["rows"]}
+    for operation in {operation for operation, _ in hidden}:
+        line = f"| {operation} | " + " | ".join(hidden[operation, chunks] for chunks in (2, 4, 8)) + " |"
+        assert line in COPIES.read_text()
 
 
 def test_the_first_example_of_the_readme_runs():

@@ -143,8 +143,10 @@ void attention_backward(const py::array &dout, const std::optional<py::array> &d
     in.lse = per_row(lse);
     in.dlse = dlse ? per_row(*dlse) : nullptr;
     in.dq = result(dq, "dq", rows * p.head_dim, q.itemsize());
-    in.dk = result(dk, "dk", k_items, q.itemsize());
-    in.dv = result(dv, "dv", k_items, q.itemsize());
+    in.wide = dk.itemsize() == computing_size(p.dtype);  // the caller's choice: like k, or as they are summed
+    const int64_t k_size = in.wide ? computing_size(p.dtype) : q.itemsize();
+    in.dk = result(dk, "dk", k_items, k_size);
+    in.dv = result(dv, "dv", k_items, k_size);
     const py::gil_scoped_release release;
     kernels().backward(p, in);
 }

@@ -71,6 +71,7 @@ struct BackwardInput {
     Matrix dout, out;
     const void *lse, *dlse;  // contiguous [batch, q_heads, q_len]; dlse may be null
     void *dq, *dk, *dv;      // contiguous, shapes of q, k, v
+    bool wide;               // dk and dv are in the computing type
 };
 
 // What one instruction set provides.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from interlace import attention, balance, masks, model, plan, run, schedule, simulate
+    from interlace import attention, balance, comm, masks, model, parallel, plan, run, schedule, simulate
     from interlace.attention import AttentionPlan, bitfield_attention
     from interlace.masks import BitfieldMask, Segment
     from interlace.model import Media, ModalityModule, MultimodalModel, Sample
@@ -32,7 +32,7 @@ _HOMES = {
     "PipelineError": "run",
     "parallelize": "run",
 }
-_MODULES = ("attention", "balance", "masks", "model", "plan", "run", "schedule", "simulate")
+_MODULES = ("attention", "balance", "comm", "masks", "model", "parallel", "plan", "run", "schedule", "simulate")
 
 __all__ = [
     "AttentionPlan",
@@ -49,8 +49,10 @@ __all__ = [
     "attention",
     "balance",
     "bitfield_attention",
+    "comm",
     "masks",
     "model",
+    "parallel",
     "parallelize",
     "plan",
     "run",

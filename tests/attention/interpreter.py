@@ -21,6 +21,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan, bitfield_attention
+from interlace.attention.op import run_backward, run_forward
 from interlace.masks import BitfieldMask
 from tests.attention import cases
 from tests.attention.test_backends import compare
@@ -123,6 +124,42 @@ def atomics() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
         triton.atomic_backward = atomic_backward
+
+
+def reduced_over_ranks() -> None:
+    """The sum in the order of the ranks: the bits of the CPU's. A copy by few programs."""
+    from interlace.comm.collectives import reduce_in_order
+    from interlace.kernels.ranks import copy_call, reduce_ranks_call
+
+    generator = torch.Generator().manual_seed(0)
+    for world, length in ((1, 7), (2, 2048), (3, 5000), (8, 100)):
+        for dtype in (torch.float32, torch.float16):  # the interpreter cuts what it rounds to bfloat16
+            parts = list(torch.randn(world, length, generator=generator).to(dtype))
+            for op in ("sum", "mean"):
+                out, wanted = torch.empty(2, length, dtype=dtype)
+                reduce_in_order(parts, wanted, op)
+                reduce_ranks_call(parts, out, mean=op == "mean").run()
+                assert torch.equal(out, wanted), (world, dtype, op)
+    source, to = torch.arange(10_000, dtype=torch.int32), torch.zeros(10_000, dtype=torch.int32)
+    copy_call(to, source, 3).run()
+    assert torch.equal(to, source)
+
+
+def wide_key_gradients() -> None:
+    """dk and dv before rounding: summed in one work item, from split rows, and beside atomics.
+
+    In fp16: what is stored as bf16 the interpreter cuts off instead of rounding.
+    """
+    mask = cases.masks()["packed"][0]
+    q, k, v = (x.detach() for x in cases.tensors(mask, None, 2, 1, 16, torch.float16))
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).half()
+    for cap, deterministic in ((None, True), (1, True), (1, False)):
+        options = (AttentionPlan.build(mask, block=32, cap=cap), 0.4, None)
+        out, lse = run_forward(q, k, v, *options, "triton")
+        arguments = (dout, None, q, k, v, out, lse, *options, deterministic, "triton")
+        for rounded, wide in zip(run_backward(*arguments)[1:], run_backward(*arguments, wide=True)[1:]):
+            assert wide.dtype == torch.float32 and torch.equal(rounded, wide.half())
+            assert not torch.equal(rounded.float(), wide)
 
 
 def same_lists(mask: BitfieldMask, keys: BitfieldMask | None, block: int) -> None:
@@ -243,6 +280,8 @@ CASES: dict[str, Callable[[], None]] = {
     "strides": strides,
     "same bits": same_bits,
     "atomics": atomics,
+    "reduced over ranks": reduced_over_ranks,
+    "wide key gradients": wide_key_gradients,
     "lists of known masks": known_lists,
     "lists of random masks": random_lists,
     "lists read the device once": one_synchronisation,

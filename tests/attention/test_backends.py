@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan, bitfield_attention, reference
+from interlace.attention.op import run_backward, run_forward
 from interlace.masks import BitfieldMask, word
 from tests.attention import cases
 from tests.mask_strategies import mask_pairs
@@ -293,3 +294,23 @@ def test_an_empty_row_has_no_gradient_whatever_comes_in(backend):
     dout = torch.where(empty[..., None], torch.inf, torch.ones_like(out))
     grads = torch.autograd.grad((out, lse), (q, k, v), (dout, torch.where(empty, torch.nan, 1.0)))
     assert all(grad.isfinite().all() for grad in grads) and not grads[0][empty].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("dim", "kv_heads"), [(32, 2), (20, 1)])  # summed in place, and gathered from pieces
+def test_wide_key_gradients_are_the_others_before_rounding(backend, dtype, dim, kv_heads):
+    mask = cases.masks()["packed"][0]
+    q, k, v = (x.detach() for x in cases.tensors(mask, None, 4, kv_heads, dim, dtype))
+    plan = AttentionPlan.build(mask, block=32)
+    options = (plan, 0.4, None, backend)
+    out, lse = run_forward(q, k, v, *options)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    arguments = (dout, None, q, k, v, out, lse, *options[:3], True, backend)
+    dq, *rounded = run_backward(*arguments)
+    dq_too, *wide = run_backward(*arguments, wide=True)
+    assert torch.equal(dq, dq_too)
+    for one, other in zip(rounded, wide):
+        assert other.dtype == reference.accumulate_dtype(dtype) and one.dtype == dtype
+        assert torch.equal(one, other.to(dtype))
+        assert dtype.itemsize > 2 or not torch.equal(one.to(other.dtype), other)

@@ -1,4 +1,4 @@
-"""The drop-in and interlace.model under transformers 4.57, installed into a folder of its own."""
+"""The drop-in, interlace.model and interlace.parallel under transformers 4.57, installed into a folder of its own."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ OUT_OF_REACH = r"(?i)connection|timed out|temporary failure|name resolution|prox
 TESTS = [
     *("tests/attention/test_hf.py", "tests/attention/test_hf_families.py", "tests/attention/test_hf_masks.py"),
     *("tests/model/test_oracle.py", "tests/model/test_generate.py", "tests/model/test_slices.py"),
+    "tests/parallel/test_tensor.py",
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -49,6 +50,6 @@ def test_the_old_version_is_the_one_that_runs(environment):
     assert run(environment, "-c", "import transformers; print(transformers.__version__)").startswith("4.57")
 
 
-def test_the_dropin_and_the_model_part(environment):
+def test_the_dropin_the_model_part_and_tensor_parallelism(environment):
     found = run(environment, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS)
     assert " passed" in found

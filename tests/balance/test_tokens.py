@@ -84,6 +84,28 @@ def test_takes_what_the_attention_plan_gives():
     assert one.order.shape == (1, 1024)
 
 
+def test_a_balancer_of_ones_own():
+    seen = []
+
+    def backwards(work, ranks, each):
+        seen.append((work.tolist(), ranks, each))
+        return ranks - 1 - np.arange(len(work)) % ranks
+
+    shards = balance.distribute_tokens([[5, 1, 1], [2, 2, 2]], 2, block=4, method=backwards)
+    assert seen == [([5.0, 1.0, 1.0, 0.0], 2, 2), ([2.0, 2.0, 2.0, 0.0], 2, 2)]
+    assert shards.rank_of_block.tolist() == [[1, 0, 1, 0]] * 2 and shards.rank_of_block.dtype == np.int32
+    assert shards.loads.tolist() == [3, 10] and shards.tokens(0).tolist() == [[4, 5, 6, 7, 12, 13, 14, 15]] * 2
+    for answer, message in [
+        ([0, 0, 1], "must return 4 whole numbers"),
+        ([0.0, 0.0, 1.0, 1.0], "must return 4 whole numbers, got float64"),
+        ([0, 0, 0, 1], "each of 2 ranks 2 of 4 blocks"),
+        ([0, 1, 2, 1], "each of 2 ranks 2 of 4 blocks"),
+        ([0, 0, -1, 1], "each of 2 ranks 2 of 4 blocks"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            balance.distribute_tokens([1, 1, 1, 1], 2, method=lambda *_, answer=answer: answer)
+
+
 @pytest.mark.parametrize(
     ("rows", "ranks", "options", "message"),
     [

@@ -20,6 +20,7 @@ PARTS = {
     "attention": kernel_report.DOTS,
     "gluon": (kernel_report.GLUON,),
     "plan": ("summary_kernel", "classify_kernel", "decide_kernel", "list_kernel q-major", "list_kernel k-major"),
+    "ranks": ("reduce_ranks_kernel", "copy_kernel"),
 }
 USED = dict(registers=100, shared=1000, spills=0, wgmma=8, mma=0, tcgen=0, tma=0)
 

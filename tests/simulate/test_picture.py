@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 
 from interlace.schedule import Action, Op, StageGraph, one_f_one_b
 from interlace.simulate import Timeline, simulate
-from interlace.simulate.picture import module_colours
+from interlace.simulate.style import module_colours
 
 LLM = "language_model"
 

@@ -63,9 +63,11 @@ def backward(
     plan: AttentionPlan,
     scale: float,
     softcap: float | None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse; wide: dk, dv as summed."""
+    dq = torch.empty(q.shape, dtype=q.dtype)
+    dk, dv = (torch.empty(x.shape, dtype=accumulate_dtype(x.dtype) if wide else x.dtype) for x in (k, v))
     _core.attention_backward(
         _rows(dout),
         None if dlse is None else dlse.detach().contiguous().numpy(),

@@ -67,7 +67,7 @@ def bitfield_attention(
     Returns out [B, Hq, Tq, D] contiguous in q's dtype, or (out, lse). Raises TypeError or ValueError for tensors that
     do not fit each other or the mask, and for a named backend that cannot run them, with the reason.
     """
-    _check_shapes(q, k, v)
+    check_shapes(q, k, v)
     if isinstance(mask, BitfieldMask):
         plan = AttentionPlan.build(mask, kv_mask, heads=q.shape[1], kv_heads=k.shape[1])
     elif isinstance(mask, AttentionPlan):
@@ -77,20 +77,7 @@ def bitfield_attention(
     else:
         raise TypeError(f"mask must be a BitfieldMask or an AttentionPlan, got {type(mask).__name__}")
     plan.check(q.shape[0], q.shape[2], k.shape[2], q.device)
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    # Under torch.compile a number that differs between two modules is a symbol, of which isfinite cannot be asked.
-    checking = not torch.compiler.is_compiling()
-    if checking and not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it must be finite")
-    if checking and softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap is {softcap}; it must be positive and finite, or None for none")
-    softcap = None if softcap is None else float(softcap)
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be a bool, got {type(deterministic).__name__}")
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}, or None to choose")
-    numbers = (float(scale), softcap, deterministic, backend or "")
+    numbers = check_options(q, scale, softcap, deterministic, backend)
     if _nobody_watches(q, k, v):
         out, lse = _Eager.apply(q, k, v, plan, *numbers)
     else:
@@ -98,7 +85,7 @@ def bitfield_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -117,7 +104,26 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_options(
+    q: Tensor, scale: float | None, softcap: float | None, deterministic: bool, backend: str | None
+) -> tuple[float, float | None, bool, str]:
+    """Options of bitfield_attention as the backends take them: scale, softcap, deterministic, backend ("" = any)."""
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    # Under torch.compile a number that differs between two modules is a symbol, of which isfinite cannot be asked.
+    checking = not torch.compiler.is_compiling()
+    if checking and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it must be finite")
+    if checking and softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap is {softcap}; it must be positive and finite, or None for none")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool, got {type(deterministic).__name__}")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}, or None to choose")
+    return float(scale), None if softcap is None else float(softcap), deterministic, backend or ""
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Apart from the shapes because autocast may still change them before the op runs."""
     if q.dtype not in DTYPES:
         raise TypeError(f"q is {q.dtype}; attention needs a floating dtype (fp16, bf16, fp32 or fp64)")
@@ -167,24 +173,27 @@ def _warn_of_fallback(device_type: str, reason: str) -> None:
     )
 
 
-def _run_forward(
+def run_forward(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    _check_dtypes(q, k, v)
+    """out and lse by `backend`, "" to choose; outside autograd, shapes unchecked."""
+    check_dtypes(q, k, v)
     out, lse = _choose(backend, q).forward(q, k, v, plan, scale, softcap)
     return out.contiguous(), lse.contiguous()
 
 
-def _run_backward(
+def run_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    plan: AttentionPlan, scale: float, softcap: float | None, deterministic: bool, backend: str,
+    plan: AttentionPlan, scale: float, softcap: float | None, deterministic: bool, backend: str, wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv of a forward that gave out and lse; wide: dk, dv in `accumulate_dtype`, for who adds more to them."""
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # an empty row has no gradient, though d f(-inf) may be infinite
     run = _choose(backend, q)
     repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
     backward = run.backward if repeatable else getattr(run, "atomic_backward", run.backward)
-    dq, dk, dv = (grad.contiguous() for grad in backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap))
+    grads = backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, wide)
+    dq, dk, dv = (grad.contiguous() for grad in grads)
     return dq, dk, dv
 
 
@@ -215,7 +224,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, plan, scale, softcap, deterministic, backend):  # type: ignore[no-untyped-def]
-        out, lse = _run_forward(q, k, v, plan, scale, softcap, backend)
+        out, lse = run_forward(q, k, v, plan, scale, softcap, backend)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.numbers = plan, (scale, softcap, deterministic, backend)
         ctx.set_materialize_grads(False)  # an unused LSE then costs no zeros
@@ -232,7 +241,7 @@ class _Eager(torch.autograd.Function):
             plan = (ctx.plan.tensors(), ctx.plan.block, ctx.plan.sinks)
             grads = _backward(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
         else:
-            grads = _run_backward(dout, dlse, q, k, v, out, lse, ctx.plan, *ctx.numbers)
+            grads = run_backward(dout, dlse, q, k, v, out, lse, ctx.plan, *ctx.numbers)
         return (*grads, *(None,) * 5)
 
 
@@ -252,7 +261,7 @@ def _forward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return _run_forward(q, k, v, AttentionPlan.from_tensors(plan, block, sinks), scale, softcap, backend)
+    return run_forward(q, k, v, AttentionPlan.from_tensors(plan, block, sinks), scale, softcap, backend)
 
 
 @_forward.register_fake
@@ -268,7 +277,7 @@ def _forward_fake(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_dtypes(q, k, v)
+    check_dtypes(q, k, v)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
 
@@ -290,7 +299,7 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     whole = AttentionPlan.from_tensors(plan, block, sinks)
-    return _run_backward(dout, dlse, q, k, v, out, lse, whole, scale, softcap, deterministic, backend)
+    return run_backward(dout, dlse, q, k, v, out, lse, whole, scale, softcap, deterministic, backend)
 
 
 @_backward.register_fake

@@ -46,8 +46,9 @@ def backward(
     plan: AttentionPlan,
     scale: float,
     softcap: float | None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse."""
+    """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse; wide: dk, dv as summed."""
     scores, slope = _scores(q, k, plan, scale, softcap)
     grouped = scores.shape[:-1]
     p = _probabilities(scores, lse.reshape(grouped))
@@ -62,7 +63,8 @@ def backward(
     dq = ds @ k.to(scores.dtype).unsqueeze(2)
     dk = (ds.mT @ q.to(scores.dtype).reshape(do.shape)).sum(2)
     dv = (p.mT @ do).sum(2)
-    return dq.reshape(q.shape).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dk, dv = (dk, dv) if wide else (dk.to(k.dtype), dv.to(v.dtype))
+    return dq.reshape(q.shape).to(q.dtype), dk, dv
 
 
 def _scores(

@@ -69,9 +69,10 @@ def backward(
     plan: AttentionPlan,
     scale: float,
     softcap: float | None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse."""
-    return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, fused=False)
+    """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse; wide: dk, dv as summed."""
+    return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, wide, fused=False)
 
 
 def atomic_backward(
@@ -85,12 +86,13 @@ def atomic_backward(
     plan: AttentionPlan,
     scale: float,
     softcap: float | None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As backward; the last bits of dq change from run to run. Takes 4 bytes more per element of q.
 
     For fp32, for head dimensions above 128 and before Hopper it is `backward` (see bitfield_tiles.has_fused).
     """
-    return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, fused=True)
+    return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, wide, fused=True)
 
 
 def _backward(
@@ -104,6 +106,7 @@ def _backward(
     plan: AttentionPlan,
     scale: float,
     softcap: float | None,
+    wide: bool,
     *,
     fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +116,8 @@ def _backward(
     dout, q, k, v = _rows(dout), _rows(q), _rows(k), _rows(v)
     out, lse = out.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device) for x in (k, v))
     architecture = architecture_of(q.device)
     fused = fused and can_fuse(q, architecture)
     if fused:

@@ -8,6 +8,7 @@ all-gathers are regular, and the work that is linear in tokens is balanced by co
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,7 +82,7 @@ def distribute_tokens(
     block: int = 128,
     linear: float = 0.0,
     lengths: ArrayLike | None = None,
-    method: str = "lpt",
+    method: str | Callable[[NDArray[np.float64], int, int], ArrayLike] = "lpt",
 ) -> TokenShards:
     """Deals the query blocks of a batch of sequences to context-parallel ranks: equal tokens, nearly equal work.
 
@@ -95,7 +96,8 @@ def distribute_tokens(
         lengths: tokens of each sequence that are not padding, an int or [B], 0 .. n * block (default: all). What lies
             behind is padding and has no linear work.
         method: any of `assign`. "lpt" and "lpt_greedy" balance the sum over all sequences of the batch, since a rank
-            computes them together; the others deal each sequence by itself.
+            computes them together; the others deal each sequence by itself. Or a function of your own, called for each
+            sequence as method(work [blocks], ranks, blocks // ranks): it returns the rank of each block, so many each.
 
     Returns:
         TokenShards. `TokenShards.gap` says how far the heaviest rank can be from the best possible.
@@ -121,7 +123,7 @@ def distribute_tokens(
         raise ValueError(f"block must lie between 1 and 2^31 - 1, got {block}")
     if not (np.isfinite(linear) and linear >= 0):
         raise ValueError(f"linear must be finite and not negative, got {linear}")
-    if method not in METHODS:
+    if not callable(method) and method not in METHODS:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(map(repr, METHODS))}")
 
     batch, n = work.shape
@@ -140,7 +142,9 @@ def distribute_tokens(
         raise ValueError("the sum of all work overflows: use a smaller linear")
 
     each = blocks // ranks
-    if method in ("lpt", "lpt_greedy"):
+    if callable(method):
+        bins = np.stack([_dealt(method(row.copy(), ranks, each), blocks, ranks) for row in weights])
+    elif method in ("lpt", "lpt_greedy"):
         bins = _core.assign_rows(weights.reshape(-1), batch, ranks, each, method == "lpt").reshape(batch, blocks)
     else:
         bins = np.stack([assign(row, ranks, method=method, capacity=each) for row in weights])
@@ -158,6 +162,15 @@ def distribute_tokens(
         # Counts are equal per sequence; for several of them, equal counts overall is what the bound keeps.
         bound=lower_bound(weights.reshape(-1), ranks, capacity=batch * each),
     )
+
+
+def _dealt(given: ArrayLike, blocks: int, ranks: int) -> NDArray[np.int32]:
+    bins = as_numpy(given)
+    if bins.dtype.kind not in "iu" or bins.shape != (blocks,):
+        raise ValueError(f"method must return {blocks} whole numbers, got {bins.dtype} {list(bins.shape)}")
+    if bins.min() < 0 or bins.max() >= ranks or np.any(np.bincount(bins, minlength=ranks) != blocks // ranks):
+        raise ValueError(f"method must give each of {ranks} ranks {blocks // ranks} of {blocks} blocks")
+    return bins.astype(np.int32)
 
 
 def _real_lengths(lengths: ArrayLike | None, batch: int, longest: int) -> NDArray[np.int64]:

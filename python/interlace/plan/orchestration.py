@@ -65,8 +65,8 @@ def orchestrate(
     TP by branch and bound and finds the best integers PP of each directly. DP divides the batch, a module's dp divides
     DP (whole samples per microbatch), tp * dp * pp sum to at most `gpus`. Memory per GPU is
     P / (pp tp) + S / (pp tp dp) + (DP / dp) L k / (pp tp) with k the microbatches in flight on the module's first
-    stage: all stages from it to the end of the pipeline, at most K (the paper counts those of the module alone); with
-    vpp > 1 interleaving holds ((vpp + 1) k - 1) / vpp.
+    stage: all stages from it to the end of the pipeline (the paper counts those of the module alone), with vpp > 1 and
+    n such stages ((vpp + 1) n - 1) / vpp for interleaving, and at most K.
 
     Args:
         modules: name -> ModuleWork, in pipeline order: those before the language model feed it, those after it are

@@ -5,6 +5,7 @@
 - `reference`: the same in Python, the oracle of both
 - `timeline`: those times, simulated or measured, and what follows from them (makespan, bubble, busy, memory)
 - `trace`: the timeline as a Chrome/Perfetto trace; `picture`: as a PNG
+- `loads`, `templates`: who computes what, as PNGs: `plot_loads`, `plot_deferral`, `plot_templates`
 
     timeline = simulate(schedule, {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
     timeline.write_trace("step.json")
@@ -13,6 +14,19 @@
 
 from interlace.simulate.arrays import OPS, ActionArrays, Simulated, simulate_arrays
 from interlace.simulate.events import simulate
+from interlace.simulate.loads import plot_deferral, plot_loads
+from interlace.simulate.templates import plot_templates
 from interlace.simulate.timeline import Record, Timeline
 
-__all__ = ["OPS", "ActionArrays", "Record", "Simulated", "Timeline", "simulate", "simulate_arrays"]
+__all__ = [
+    "OPS",
+    "ActionArrays",
+    "Record",
+    "Simulated",
+    "Timeline",
+    "plot_deferral",
+    "plot_loads",
+    "plot_templates",
+    "simulate",
+    "simulate_arrays",
+]

@@ -5,16 +5,14 @@ Numbers in the boxes are microbatches; they are left out where a box is too narr
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from interlace.schedule.actions import COMPUTE, Action, Op
+from interlace.simulate.style import EDGE, GREY, IDLE, INK, QUIET, canvas, module_colours, shade
 from interlace.simulate.timeline import Timeline
 
-_HUES = {"language_model": "#3b6fb6", "vision": "#d9772b", "audio": "#3a9a5b"}
-_PALETTE = ("#8a5cb8", "#c2435a", "#2c9aa6", "#a08a1f", "#7a5a45", "#b85a9c")
 _SHADES = {Op.FORWARD: 0.45, Op.BACKWARD: 0.0, Op.BACKWARD_INPUT: 0.0, Op.BACKWARD_WEIGHT: -0.3}
 _NAMES = {
     Op.FORWARD: "forward",
@@ -22,7 +20,6 @@ _NAMES = {
     Op.BACKWARD_INPUT: "backward (inputs)",
     Op.BACKWARD_WEIGHT: "backward (weights)",
 }
-_INK, _QUIET, _GREY, _IDLE, _EDGE = "#1f2430", "#555c6b", "#8b919c", "#eceef1", "#ffffff"
 _DPI = 120
 
 
@@ -31,9 +28,7 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
 
     title: replaces the schedule's name in the title; ranks, microbatches, makespan and bubble follow it.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import PolyCollection
-    from matplotlib.figure import Figure
 
     boxes = [record for record in timeline.records() if record.action.op in COMPUTE]
     microbatches = len({record.action.microbatch for record in boxes})
@@ -51,8 +46,7 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
     zoom = min(max(width / 14, 1.0), 2.0)
     row = (0.42 if timeline.num_ranks <= 8 else 0.34) * zoom
     height = timeline.num_ranks * row + 1.6 * zoom
-    figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = canvas(width, height, _DPI)
     left = (0.075 * letters + 0.75) * zoom / width
     right = 1 - 0.6 * zoom / width
     axes = figure.add_axes((left, 0.6 * zoom / height, right - left, timeline.num_ranks * row / height))
@@ -61,7 +55,7 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
     pixels = (right - left) * width * _DPI / span  # per unit of time
 
     for rank in range(timeline.num_ranks):
-        axes.broken_barh([(0.0, span)], (rank - 0.42, 0.84), facecolor=_IDLE, linewidth=0, zorder=0)
+        axes.broken_barh([(0.0, span)], (rank - 0.42, 0.84), facecolor=IDLE, linewidth=0, zorder=0)
     groups: dict[tuple[str, Op], list[tuple[int, int, float, float]]] = {}
     for rank, action, start, finish in boxes:
         place = (rank, action.microbatch, (start - timeline.begin) * scale, (finish - start) * scale)
@@ -70,8 +64,8 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
         axes.add_collection(
             PolyCollection(
                 [_corners(rank, start, length) for rank, _, start, length in places],
-                facecolor=_shade(colours[module], _SHADES[op]),
-                edgecolor=_EDGE,
+                facecolor=shade(colours[module], _SHADES[op]),
+                edgecolor=EDGE,
                 linewidth=0.8 if pixels * typical > 6 else 0.25,
                 zorder=2,
             )
@@ -88,18 +82,11 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
         f"microbatch{'es' * (microbatches != 1)}   ·   {span:.4g} {unit}   ·   bubble {timeline.bubble:.1%}"
     )
     top = 1 - 0.28 * zoom / height
-    written = figure.text(left, top, heading, fontsize=13 * zoom, weight="bold", color=_INK, va="center_baseline")
+    written = figure.text(left, top, heading, fontsize=13 * zoom, weight="bold", color=INK, va="center_baseline")
     offset = written.get_window_extent().x1 / (width * _DPI) + 0.2 * zoom / width
-    figure.text(offset, top, facts, fontsize=11 * zoom, color=_QUIET, va="center_baseline")
+    figure.text(offset, top, facts, fontsize=11 * zoom, color=QUIET, va="center_baseline")
     _legend(figure, set(groups), colours, (left, 1 - 0.6 * zoom / height), zoom)
     figure.savefig(path, dpi=_DPI)
-
-
-def module_colours(modules: Iterable[str]) -> dict[str, str]:
-    """A colour per module, in the order given; the language model is always blue."""
-    names = list(dict.fromkeys(modules))
-    others = [name for name in names if name not in _HUES]
-    return {name: _HUES.get(name) or _PALETTE[others.index(name) % len(_PALETTE)] for name in names}
 
 
 def _number(
@@ -120,7 +107,7 @@ def _number(
     usual = sorted(length for _, _, _, length in places)[len(places) // 4]
     upright, turned = fit(usual)
     turn = upright < 6.0 * zoom and turned > upright
-    colour = _INK if Op.FORWARD in ops else "white"
+    colour = INK if Op.FORWARD in ops else "white"
     for rank, microbatch, start, length in places:
         size = min(turned if turn else upright, fit(length)[turn])
         if size >= 4.0:
@@ -137,19 +124,19 @@ def _label(axes: Any, timeline: Timeline, names: list[str], unit: str, zoom: flo
         share = seconds / timeline.makespan if timeline.makespan else 0.0
         axes.annotate(
             f"{share:.0%}", (1, rank), xycoords=("axes fraction", "data"), xytext=(7 * zoom, 0),
-            textcoords="offset points", va="center_baseline", fontsize=size, color=_INK,
+            textcoords="offset points", va="center_baseline", fontsize=size, color=INK,
         )  # fmt: skip
     for text, side, shift, align in (("busy", 1, 7, "left"), ("stages   rank", 0, -4, "right")):
         axes.annotate(
             text, (side, 1), xycoords="axes fraction", xytext=(shift * zoom, 2 * zoom), textcoords="offset points",
-            fontsize=7.5 * zoom, color=_QUIET, ha=align,
+            fontsize=7.5 * zoom, color=QUIET, ha=align,
         )  # fmt: skip
-    axes.tick_params(axis="y", length=0, labelcolor=_INK)
-    axes.tick_params(axis="x", labelsize=size, color=_GREY, labelcolor=_INK)
-    axes.set_xlabel(f"time ({unit})", fontsize=size, color=_QUIET)
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.tick_params(axis="x", labelsize=size, color=GREY, labelcolor=INK)
+    axes.set_xlabel(f"time ({unit})", fontsize=size, color=QUIET)
     for name in ("top", "left", "right"):
         axes.spines[name].set_visible(False)
-    axes.spines["bottom"].set_color(_GREY)
+    axes.spines["bottom"].set_color(GREY)
 
 
 def _corners(rank: int, start: float, length: float) -> list[tuple[float, float]]:
@@ -183,26 +170,18 @@ def _legend(
     handles: list[Any] = []
     labels: list[str] = []
     ops = [op for op in _SHADES if any(op is seen for _, seen in used)]
-    for module, colour in (colours | {"": _GREY} if used else {}).items():
-        shades = tuple(Patch(facecolor=_shade(colour, _SHADES[op])) for op in ops if not module or (module, op) in used)
+    for module, colour in (colours | {"": GREY} if used else {}).items():
+        shades = tuple(Patch(facecolor=shade(colour, _SHADES[op])) for op in ops if not module or (module, op) in used)
         handles.append(shades)
         labels.append(module or ", ".join(_NAMES[op] for op in ops))
-    handles.append(Patch(facecolor=_IDLE))
+    handles.append(Patch(facecolor=IDLE))
     labels.append("idle")
     figure.legend(
         handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, loc="center left",
         bbox_to_anchor=corner, ncols=len(handles), frameon=False,
         fontsize=8 * zoom, borderpad=0, borderaxespad=0, handlelength=2.0, handleheight=1.0, columnspacing=1.6,
-        handletextpad=0.5, labelcolor=_INK,
+        handletextpad=0.5, labelcolor=INK,
     )  # fmt: skip
-
-
-def _shade(colour: str, amount: float) -> tuple[float, float, float]:
-    """Lighter (amount > 0) or darker (< 0) by up to 1."""
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    hue, light, saturation = colorsys.rgb_to_hls(red, green, blue)
-    light = light + (1 - light) * amount if amount > 0 else light * (1 + amount)
-    return colorsys.hls_to_rgb(hue, light, saturation)
 
 
 def _unit(seconds: float) -> tuple[float, str]:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 Check = tuple[bool | None, str]  # on, off, or None = does not matter here; and the reason or version
 
@@ -100,23 +101,23 @@ def _attention() -> dict[str, Callable[[], Check]]:
 
 
 def _transports() -> dict[str, Callable[[], Check]]:
-    def available(name: str) -> Check:
-        import torch
-        import torch.distributed as dist
+    def check(name: str) -> Check:
+        from interlace.comm.transports import capabilities
 
-        if not dist.is_available():
-            return False, "this torch was built without torch.distributed"
-        if name == "gloo":
-            return dist.is_gloo_available(), "CPU processes" if dist.is_gloo_available() else "not built in"
-        if not dist.is_nccl_available():
-            return False, "not in this build of torch"
-        return torch.cuda.is_available(), "GPU processes" if torch.cuda.is_available() else "no GPU or no driver"
+        every = capabilities()
+        found = every[name]
+        if found.missing:
+            return False, found.missing
+        if name == "local":
+            return True, "one process plays every rank"
+        first = next(other for other, each in every.items() if each.device == found.device and not each.missing)
+        text = "GPU processes" if found.device == "cuda" else "CPU processes"
+        text += " of one host" if found.one_host else ""
+        text += ", copy engines" if found.copy_engine else ""
+        return True, text + (" (first choice here)" if name == first else "")
 
-    return {
-        "in-process": lambda: (True, "one process plays every rank"),
-        "gloo": lambda: available("gloo"),
-        "nccl": lambda: available("nccl"),
-    }
+    # Best first, for each kind of device: interlace.comm.transports.choose.
+    return {name: partial(check, name) for name in ("local", "cuda_ipc", "symm_mem", "nccl", "shm", "gloo")}
 
 
 def _devices() -> dict[str, Callable[[], Check]]:

@@ -1,0 +1,325 @@
+"""all_gather_into_tensor, reduce_scatter_tensor, all_reduce, all_to_all_single: names and shapes of torch.distributed.
+
+What differs: any transport moves the bytes, copy engines where there are (they cannot add, so what is reduced is moved
+first and added by its receiver); sums are made in float32 (float64 for float64, integers as they are) in the order of
+the ranks, so that their bits repeat and are the same on every rank; and the operations are differentiable: where
+`input` requires a gradient, `output` is made part of the graph, in place. The backward pass of a collective is one too
+and needs every rank: either all inputs require gradients or none, and every rank's loss depends on its output.
+
+With `async_op` the call returns a `Work`; input and output must be left alone until its `wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interlace.comm.group import Group, resolve
+from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+
+SUM = dist.ReduceOp.SUM
+_NAMES = {
+    dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",
+}  # fmt: skip
+_SUMMED_BY_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
+_REDUCED = {
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
+ONE_ROUND = 64 << 10  # bytes up to which all_reduce sends everything to everybody: one latency instead of two
+
+
+class Work:
+    """An operation under way. `wait` may be called more than once."""
+
+    def __init__(self, tickets: Sequence[Ticket], deliver: tuple[Tensor, Tensor] | None = None) -> None:
+        self._tickets = list(tickets)
+        self._deliver = deliver  # (to, from): what is left to do for an output that is not contiguous
+
+    def is_completed(self) -> bool:
+        return all(ticket.done() for ticket in self._tickets)
+
+    def wait(self) -> None:
+        """Returns when the output may be used (on CUDA: in the current stream). Raises CommError."""
+        for ticket in self._tickets:
+            ticket.wait()
+        self._tickets = []
+        if self._deliver is not None:
+            to, source = self._deliver
+            self._deliver = None
+            with torch.no_grad():
+                to.copy_(source)
+
+
+def all_gather_into_tensor(output: Tensor, input: Tensor, group: Group = None, async_op: bool = False) -> Work | None:
+    """output = the inputs of all ranks, rank by rank.
+
+    Args:
+        output: as many elements as `world` inputs: [world * n, ...] or [world, n, ...] for an input [n, ...].
+        input: the same shape and dtype on every rank. Its gradient is the sum of all ranks' gradients of their slice.
+        group: a Transport, ProcessGroup, DeviceMesh or None (see `interlace.comm.group`).
+        async_op: return a Work instead of waiting.
+
+    Raises:
+        ValueError: sizes, dtypes or devices do not fit. CommError: a peer is lost, late, or passes something else.
+    """
+    transport = resolve(group, input.device)
+    _check(transport, "all_gather_into_tensor", output, input, transport.world * input.numel(), transport.world)
+    return _run(_gather, "all_gather_into_tensor", transport, output, input, async_op, None)
+
+
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """output = this rank's piece of the sum (or AVG, MAX, MIN) of all ranks' inputs.
+
+    Args:
+        output: this rank's piece: [n, ...].
+        input: the pieces for all ranks, in their order: [world * n, ...] or [world, n, ...].
+        op: differentiable for SUM and AVG.
+
+    Other arguments and errors as for `all_gather_into_tensor`.
+    """
+    transport, name = resolve(group, input.device), "reduce_scatter_tensor"
+    _check(transport, name, input, output, transport.world * output.numel(), transport.world)
+    return _run(_scatter, name, transport, output, input, async_op, _reduction(name, op, input.dtype))
+
+
+def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> Work | None:
+    """tensor = the sum (or AVG, MAX, MIN) of all ranks' tensors, in place, with the same bits on every rank.
+
+    Arguments and errors as for `reduce_scatter_tensor`.
+    """
+    transport, name = resolve(group, tensor.device), "all_reduce"
+    return _run(_reduce, name, transport, tensor, tensor, async_op, _reduction(name, op, tensor.dtype))
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Sends the r-th piece of input's first dimension to rank r; output = what came, in the order of the ranks.
+
+    Args:
+        output: [sum(output_split_sizes), ...], input: [sum(input_split_sizes), ...].
+        output_split_sizes, input_split_sizes: rows from and to each rank, 0 allowed; None: equal pieces.
+
+    Other arguments and errors as for `all_gather_into_tensor`.
+    """
+    transport = resolve(group, input.device)
+    name = "all_to_all_single"
+    for what, tensor in (("output", output), ("input", input)):
+        if tensor.dim() == 0:
+            raise ValueError(f"{name}: {what} has no dimension to split")
+    if output.shape[1:] != input.shape[1:]:
+        raise ValueError(f"{name}: rows of output {list(output.shape)} and of input {list(input.shape)} differ")
+    _check_pair(name, output, input)
+    takes = _splits(name, "output", output, output_split_sizes, transport.world)
+    gives = _splits(name, "input", input, input_split_sizes, transport.world)
+    if takes[transport.rank] != gives[transport.rank]:
+        raise ValueError(
+            f"{name}: rank {transport.rank} gives itself {gives[transport.rank]} rows but takes {takes[transport.rank]}"
+        )
+    return _run(_exchange, name, transport, output, input, async_op, (takes, gives))
+
+
+# ---------------------------------------------------------------------- the four, on contiguous tensors
+
+
+def _gather(transport: Transport, output: Tensor, input: Tensor, label: str, _: None) -> list[Ticket]:
+    pieces = list(output.view(transport.world, -1).unbind(0))
+    pieces[transport.rank].copy_(input.view(-1))
+    return [gather_pieces(transport, input, pieces, label)]
+
+
+def _scatter(transport: Transport, output: Tensor, input: Tensor, label: str, op: str) -> list[Ticket]:
+    pieces = list(input.view(transport.world, -1).unbind(0))
+    return [reduce_pieces(transport, pieces, output.view(-1), label, op)]
+
+
+def _reduce(transport: Transport, tensor: Tensor, _: Tensor, label: str, op: str) -> list[Ticket]:
+    flat = tensor.view(-1)
+    if flat.numel() * flat.element_size() <= ONE_ROUND:
+        return [reduce_pieces(transport, [flat] * transport.world, flat, label, op)]
+    pieces = list(flat.tensor_split(transport.world))
+    mine = pieces[transport.rank]
+    first = reduce_pieces(transport, pieces, mine, f"{label}, reduce", op)
+    return [first, gather_pieces(transport, mine, pieces, f"{label}, gather")]
+
+
+def _exchange(
+    transport: Transport, output: Tensor, input: Tensor, label: str, splits: tuple[list[int], list[int]]
+) -> list[Ticket]:
+    takes, gives = splits
+    to, source = output.split(takes), input.split(gives)
+    to[transport.rank].copy_(source[transport.rank])
+    peers = peers_of(transport.rank, transport.world)
+    outgoing = [Copy(peer, source[peer]) for peer in peers]
+    return [transport.copy_batch(outgoing, [Copy(peer, to[peer]) for peer in peers], label)]
+
+
+def gather_pieces(transport: Transport, source: Tensor, pieces: Sequence[Tensor], label: str) -> Ticket:
+    """Starts filling pieces[r] with the source of every other rank r; contiguous, pieces[own rank] is left alone."""
+    peers = peers_of(transport.rank, transport.world)
+    outgoing = [Copy(peer, source) for peer in peers]
+    return transport.copy_batch(outgoing, [Copy(peer, pieces[peer]) for peer in peers], label)
+
+
+def reduce_pieces(
+    transport: Transport, pieces: Sequence[Tensor], output: Tensor, label: str, op: str = "sum"
+) -> Ticket:
+    """Starts output = the reduction over ranks of the piece that each has for this rank; contiguous.
+
+    `output` may be one of the pieces: it is written when all have been sent.
+    """
+    rank, peers = transport.rank, peers_of(transport.rank, transport.world)
+    arrived = [pieces[rank] if r == rank else torch.empty_like(output) for r in range(transport.world)]
+    return transport.copy_batch(
+        [Copy(peer, pieces[peer]) for peer in peers],
+        [Copy(peer, arrived[peer]) for peer in peers],
+        label,
+        lambda: reduce_in_order([part.view_as(output) for part in arrived], output, op),
+    )
+
+
+def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") -> None:
+    """output = parts[0] op parts[1] op ..., in that order, in float32 (float64 and integers as they are).
+
+    All of one shape, the parts of one dtype; on CUDA in one kernel where there are few enough.
+    """
+    if output.is_cuda and op in ("sum", "mean") and output.dtype in _SUMMED_BY_KERNEL:
+        from interlace.kernels.bitfield_launch import on_device
+        from interlace.kernels.ranks import MAX_PARTS, reduce_ranks_call
+
+        if len(parts) <= MAX_PARTS:
+            to = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+            with on_device(output.device):
+                reduce_ranks_call([part.contiguous() for part in parts], to, mean=op == "mean").run()
+            if to is not output:
+                output.copy_(to)
+            return
+    wide = torch.promote_types(output.dtype, torch.float32) if output.is_floating_point() else output.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        if op in ("sum", "mean"):
+            total += part
+        else:
+            (torch.maximum if op == "max" else torch.minimum)(total, part.to(wide), out=total)
+    if op == "mean":
+        total = total / len(parts) if output.is_floating_point() else total // len(parts)
+    output.copy_(total)
+
+
+# ---------------------------------------------------------------------- checks, strides, gradients
+
+
+def _run(
+    body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, async_op: bool, options: Any
+) -> Work | None:
+    if torch.is_grad_enabled() and (input.requires_grad or output.requires_grad):
+        if options in ("max", "min") and input.requires_grad:
+            raise ValueError(f"{name}: {options} has no gradient: detach the tensor, or use SUM or AVG")
+        works: list[Work] = []
+        _Differentiable.apply(output, input, body, name, transport, options, works)
+        work = works[0]
+    else:
+        work = _start(body, name, transport, output, input, options)
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _start(body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, options: Any) -> Work:
+    label = f"{name} {list(input.shape)} {str(input.dtype).removeprefix('torch.')}" if body is not _exchange else name
+    with torch.no_grad():
+        source = input.contiguous().resolve_conj().resolve_neg()
+        if input is output:
+            to = source
+        elif output.is_contiguous() and not (output.is_conj() or output.is_neg()):
+            to = output
+        else:
+            to = torch.empty_like(output, memory_format=torch.contiguous_format)
+        tickets = body(transport, to, source, label, options)
+        # Transports write memory, which autograd does not see: a tensor that it kept for a backward pass is now wrong.
+        torch.autograd.graph.increment_version(output)
+        return Work(tickets, None if to is output else (output, to))
+
+
+class _Differentiable(torch.autograd.Function):
+    """The derivative of a collective is another one, made of these again: so it has derivatives of any order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, input: Tensor, body: Any, name: str, transport: Transport, options: Any,
+        works: list[Work],
+    ) -> Tensor:  # fmt: skip
+        ctx.mark_dirty(output)
+        ctx.saved = body, transport, options, input.shape, input is output
+        works.append(_start(body, name, transport, output, output if input is output else input, options))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        body, transport, options, shape, in_place = ctx.saved
+        if not (in_place or ctx.needs_input_grad[1]):  # what was in `output` before has no influence
+            return (None,) * 7
+        grad = grads[0]
+        result = grad.new_empty(shape)
+        if body is _gather:
+            _run(_scatter, "backward of all_gather", transport, result, grad, False, "sum")
+        elif body is _scatter:
+            _run(_gather, "backward of reduce_scatter", transport, result, grad, False, None)
+        elif body is _reduce:
+            result = grad.clone(memory_format=torch.contiguous_format)
+            _run(_reduce, "backward of all_reduce", transport, result, result, False, "sum")
+        else:
+            takes, gives = options
+            _run(_exchange, "backward of all_to_all", transport, result, grad, False, (gives, takes))
+        if options == "mean":
+            result = result / transport.world
+        return (result if in_place else None, None if in_place else result, None, None, None, None, None)
+
+
+def _reduction(name: str, op: Any, dtype: torch.dtype) -> str:
+    if op not in _NAMES:
+        raise ValueError(f"{name}: op {op} is not supported: use ReduceOp.SUM, AVG, MAX or MIN")
+    if dtype not in _REDUCED:
+        raise ValueError(f"{name}: {dtype} is not reduced: convert the tensor (complex: torch.view_as_real)")
+    if dtype == torch.bool and _NAMES[op] == "mean":
+        raise ValueError(f"{name}: bool has no mean: convert the tensor first")
+    return _NAMES[op]
+
+
+def _check_pair(name: str, a: Tensor, b: Tensor) -> None:
+    if a.dtype != b.dtype or a.device != b.device:
+        raise ValueError(f"{name}: one tensor is {a.dtype} on {a.device}, the other {b.dtype} on {b.device}")
+
+
+def _check(transport: Transport, name: str, whole: Tensor, piece: Tensor, elements: int, world: int) -> None:
+    _check_pair(name, whole, piece)
+    if whole.numel() != elements:
+        raise ValueError(
+            f"{name}: the larger tensor {list(whole.shape)} must have {world} times the elements of {list(piece.shape)}"
+        )
+
+
+def _splits(name: str, what: str, tensor: Tensor, sizes: Sequence[int] | None, world: int) -> list[int]:
+    rows = tensor.shape[0]
+    if sizes is None:
+        if rows % world:
+            raise ValueError(f"{name}: {rows} rows of {what} do not divide into {world}: pass {what}_split_sizes")
+        return [rows // world] * world
+    if len(sizes) != world or min(sizes) < 0 or sum(sizes) != rows:
+        raise ValueError(
+            f"{name}: {what}_split_sizes {list(sizes)} must be {world} numbers, none negative, of sum {rows}"
+        )
+    return [int(size) for size in sizes]

@@ -1,0 +1,49 @@
+"""Traces as a picture: what was computed and what the link carried meanwhile, a pair of lanes per run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from interlace.comm.trace import Event
+from interlace.simulate import style
+
+_LANES = {"compute": ("products", "language_model"), "copy": ("link", "vision")}  # kind -> (lane, whose colour)
+
+
+def plot_traces(runs: Mapping[str, Sequence[Sequence[Any]]], path: str | Path, *, title: str = "") -> None:
+    """Writes a picture of one rank's events, run under run on one axis of time.
+
+    runs: name -> events, as `Trace.events` or as rows (kind, label, start, finish) of a report, in seconds; every run
+        starts at its first event.
+    path: its ending chooses the format.
+    """
+    figure = style.canvas(10.0, 1.0 + 1.1 * len(runs), 110)
+    axes = figure.add_subplot()
+    colours = style.module_colours(module for _, module in _LANES.values())
+    longest, ticks = 0.0, {}
+    for number, (name, rows) in enumerate(runs.items()):
+        events = sorted((e for e in (Event(*row) for row in rows) if e.kind in _LANES), key=lambda e: e.start)
+        first = events[0].start if events else 0.0
+        turns = dict.fromkeys(_LANES, 0)
+        for event in events:
+            lane, module = _LANES[event.kind]
+            y = 2.5 * number + list(_LANES).index(event.kind)
+            ticks[y] = f"{name}: {lane}"
+            turns[event.kind] += 1
+            axes.barh(
+                y, 1e3 * (event.finish - event.start), left=1e3 * (event.start - first), height=0.8,
+                color=style.shade(colours[module], 0.15 if turns[event.kind] % 2 else 0.45),
+                edgecolor=style.EDGE, linewidth=0.8,
+            )  # fmt: skip
+            longest = max(longest, 1e3 * (event.finish - first))
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.invert_yaxis()
+    axes.set_xlim(0.0, longest * 1.01 or 1.0)
+    axes.set_xlabel("milliseconds", fontsize=10, color=style.QUIET)
+    style.plain(axes, 10)
+    if title:
+        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=style.INK)
+    figure.tight_layout()
+    figure.savefig(path)

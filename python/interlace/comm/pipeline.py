@@ -1,0 +1,397 @@
+"""Two pipelines of transfers and matrix products: gather -> product, and product -> reduce-scatter.
+
+A transfer is cut into chunks of rows; while the transport moves one, the products of another run (DistTrain section 7,
+StepCCL; Figures 13 and 14). Two things go beyond the paper:
+
+    The rows of this rank travel nowhere. A gather starts with their product and a reduce-scatter ends with it, so that
+    the first and the last transfer are hidden too, where the paper's schedule hides 1 - 1/C of the communication at
+    best.
+
+    A chunk holds rows of every rank, but the result wants the rows of a rank together. Layout "remap" is the paper's:
+    chunks lie contiguously, a product is one product, and its result (C, W, m/C, N) is copied to (W, C, m/C, N).
+    Here that happens chunk by chunk, on a `Lane` beside the next product. Layout "direct" lets the transfers deliver
+    each piece where it belongs and multiplies strided views, rank by rank, into the final result: no copy at all, but
+    smaller products.
+
+Chunks cut rows only: an element of a product is one dot product, whatever the number of chunks.
+
+Shapes: B leading dimensions in one, W ranks, m rows of a rank, K and N columns before and after a product.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from interlace.comm.collectives import reduce_in_order, reduce_pieces
+from interlace.comm.trace import computing
+from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+
+T = TypeVar("T")
+Wait = Callable[[], None]
+
+
+class Schedule(NamedTuple):
+    """How an operation is cut: `chunks` of each rank's rows; where a chunk's pieces lie; its name in traces."""
+
+    chunks: int
+    direct: bool
+    label: str
+
+    def cuts(self, rows: int) -> list[slice]:
+        """`rows` in `chunks` pieces, the longer ones first; lengths differ by one at most."""
+        size, longer = divmod(rows, self.chunks)
+        starts = [i * size + min(i, longer) for i in range(self.chunks + 1)]
+        return [slice(start, stop) for start, stop in pairwise(starts)]
+
+    def chunk(self, i: int) -> str:
+        return f"{self.label}, chunk {i} of {self.chunks}"
+
+
+def multiply(rows: Tensor, matrix: Tensor, out: Tensor, add: bool = False) -> None:
+    """out = rows @ matrix, or out += with `add`: rows [P, B, m, K] and out [P, B, m, N], views whose rows are dense.
+
+    One product where both are contiguous. Else a product per [m, K] on CPUs (their batched product copies what is
+    strided: 2 to 5 times as slow in bfloat16), and on GPUs one per rank, or one for all where B is 1.
+    """
+    if rows.is_contiguous() and out.is_contiguous():
+        pairs = [(rows.flatten(0, 2), out.flatten(0, 2))]
+    elif rows.device.type == "cpu":
+        pairs = [(r, o) for rs, os in zip(rows.unbind(), out.unbind()) for r, o in zip(rs.unbind(), os.unbind())]
+    elif rows.shape[1] == 1:
+        pairs = [(rows[:, 0], out[:, 0])]
+    else:
+        pairs = list(zip(rows.unbind(), out.unbind()))
+    for r, o in pairs:
+        if r.dim() == 2:
+            torch.addmm(o, r, matrix, out=o) if add else torch.mm(r, matrix, out=o)
+        else:
+            matrices = matrix.expand(r.shape[0], *matrix.shape)
+            torch.baddbmm(o, r, matrices, out=o) if add else torch.bmm(r, matrices, out=o)
+
+
+# ---------------------------------------------------------------------- what the pipelines stand on
+
+
+class Lane:
+    """A second line of execution for copies beside the products: a stream on CUDA, a thread on CPUs. In order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "interlace-lane") if self.stream is None else None
+
+    @staticmethod
+    def of(transport: Transport) -> Lane:
+        """The lane of a transport."""
+        if transport not in _lanes:
+            _lanes[transport] = Lane(transport.device)
+        return _lanes[transport]
+
+    def run(self, function: Callable[[], None]) -> Wait:
+        """Starts `function`; the returned call waits for it (on CUDA: makes the current stream wait)."""
+        if self._thread is not None:
+            return self._thread.submit(torch.no_grad()(function)).result  # grad mode belongs to a thread
+        assert self.stream is not None
+        device = self.stream.device
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self.stream):
+            function()
+            done = self.stream.record_event()
+        return lambda: torch.cuda.current_stream(device).wait_event(done)
+
+
+_lanes: weakref.WeakKeyDictionary[Transport, Lane] = weakref.WeakKeyDictionary()
+
+
+class Turns(Generic[T]):
+    """Buffers used in turn, chunk i the buffer i % len: written anew only when what was in it has been consumed."""
+
+    def __init__(self, transport: Transport, buffers: Sequence[T], label: str) -> None:
+        self.transport, self.buffers, self.label = transport, buffers, label
+        self._held: dict[int, tuple[int, Wait]] = {}  # turn -> the chunk in it, and the wait until it is consumed
+        self._since = [0.0] * len(buffers)
+
+    def take(self, i: int) -> T:
+        """The buffer for chunk i, to be written."""
+        turn = i % len(self.buffers)
+        self._release(turn)
+        self._since[turn] = time.perf_counter()
+        return self.buffers[turn]
+
+    def filled(self, i: int, consumed: Wait) -> None:
+        """Chunk i is in its buffer, which must be left alone until `consumed` returns."""
+        self._note("write", i)
+        turn = i % len(self.buffers)
+        self._held[turn], self._since[turn] = (i, consumed), time.perf_counter()
+
+    def finish(self) -> None:
+        """Returns when everything has been consumed."""
+        for turn in range(len(self.buffers)):
+            self._release(turn)
+
+    def _release(self, turn: int) -> None:
+        if turn in self._held:
+            i, consumed = self._held.pop(turn)
+            consumed()
+            self._note("read", i)
+
+    def _note(self, kind: str, i: int) -> None:
+        if self.transport.trace is not None:
+            turn = i % len(self.buffers)
+            label = f"{self.label}, buffer {turn}, chunk {i}"
+            self.transport.trace.add(kind, label, self._since[turn], time.perf_counter())
+
+
+# ---------------------------------------------------------------------- gather -> product
+
+
+class Gathered(NamedTuple):
+    """rows [B, W, m, K] of all ranks and the products [B, W, m, N]; to be used after their waits."""
+
+    rows: Tensor
+    products: list[Tensor]
+    wait_rows: Wait
+    wait: Wait
+
+
+def gather_products(transport: Transport, x: Tensor, matrices: Sequence[Tensor], schedule: Schedule) -> Gathered:
+    """All ranks' x, and its products with each of `matrices`; the gather of chunk i + 1 is under way during chunk i.
+
+    Args:
+        x: [B, m, K], contiguous, of one shape on all ranks.
+        matrices: [K, N] each, of any strides.
+    """
+    (batch, rows, width), world = x.shape, transport.world
+    gathered = x.new_empty(batch, world, rows, width)
+    products = [x.new_empty(batch, world, rows, matrix.shape[1]) for matrix in matrices]
+    if schedule.chunks == 1:
+        _gather_whole(transport, x, gathered, schedule)
+        with computing(transport, schedule.chunk(0)):
+            for matrix, product in zip(matrices, products):
+                multiply(gathered, matrix, product)
+        return Gathered(gathered, products, _nothing, _nothing)
+    body = _gather_direct if schedule.direct else _gather_remapped
+    waits = body(transport, x, gathered.transpose(0, 1), matrices, [p.transpose(0, 1) for p in products], schedule)
+    return Gathered(gathered, products, *waits)
+
+
+def _gather_whole(transport: Transport, x: Tensor, gathered: Tensor, schedule: Schedule) -> None:
+    """gathered [B, W, m, K] = all ranks' x, in one transfer."""
+    peers = peers_of(transport.rank, transport.world)
+    ranks = gathered.transpose(0, 1)
+    arrives = ranks if ranks.is_contiguous() else torch.empty_like(ranks, memory_format=torch.contiguous_format)
+    outgoing = [Copy(peer, x) for peer in peers]
+    ticket = transport.copy_batch(outgoing, [Copy(peer, arrives[peer]) for peer in peers], schedule.chunk(0))
+    arrives[transport.rank].copy_(x)
+    ticket.wait()
+    if arrives is not ranks:
+        ranks.copy_(arrives)
+
+
+def _gather_direct(
+    transport: Transport, x: Tensor, gathered: Tensor, matrices: Sequence[Tensor], products: list[Tensor],
+    schedule: Schedule,
+) -> tuple[Wait, Wait]:  # fmt: skip
+    """gathered [W, B, m, K] and products [W, B, m, N] are filled in place; nothing is used twice."""
+    peers, cuts = peers_of(transport.rank, transport.world), schedule.cuts(x.shape[1])
+    tickets = []
+    for i, cut in enumerate(cuts):
+        outgoing = [Copy(peer, piece) for peer in peers for piece in x[:, cut].unbind()]
+        incoming = [Copy(peer, piece) for peer in peers for piece in gathered[peer, :, cut].unbind()]
+        tickets.append(transport.copy_batch(outgoing, incoming, schedule.chunk(i)))
+    _own_rows(transport, x, gathered, matrices, products, schedule)
+    for i, (cut, ticket) in enumerate(zip(cuts, tickets)):
+        ticket.wait()
+        with computing(transport, schedule.chunk(i)):
+            for ranks in _others(transport):
+                for matrix, product in zip(matrices, products):
+                    multiply(gathered[ranks, :, cut], matrix, product[ranks, :, cut])
+    return _nothing, _nothing
+
+
+def _gather_remapped(
+    transport: Transport, x: Tensor, gathered: Tensor, matrices: Sequence[Tensor], products: list[Tensor],
+    schedule: Schedule,
+) -> tuple[Wait, Wait]:  # fmt: skip
+    """As `_gather_direct`, over contiguous buffers: one is arriving, one is multiplied, one is copied to its place."""
+    peers, lane, cuts = peers_of(transport.rank, transport.world), Lane.of(transport), schedule.cuts(x.shape[1])
+    longest = (len(peers), x.shape[0], cuts[0].stop)
+    buffers = [
+        [whole.new_empty(*longest, whole.shape[-1]) for whole in (gathered, *products)]
+        for _ in range(min(3, schedule.chunks))
+    ]
+    turns = Turns(transport, buffers, f"{schedule.label}, remap")
+
+    def issue(i: int) -> tuple[Ticket, list[Tensor]]:
+        buffer = [_first_rows(part, cuts[i]) for part in turns.take(i)]
+        source = x[:, cuts[i]].contiguous()
+        outgoing = [Copy(peer, source) for peer in peers]
+        incoming = [Copy(peer, buffer[0][_slot(transport, peer)]) for peer in peers]
+        return transport.copy_batch(outgoing, incoming, schedule.chunk(i)), buffer
+
+    def place(i: int, sources: Sequence[Tensor], wholes: Sequence[Tensor]) -> Wait:
+        def copy() -> None:
+            with computing(transport, f"{schedule.chunk(i)}, remap"):
+                for source, whole in zip(sources, wholes):
+                    whole[: transport.rank, :, cuts[i]].copy_(source[: transport.rank])
+                    whole[transport.rank + 1 :, :, cuts[i]].copy_(source[transport.rank :])
+
+        return lane.run(copy)
+
+    issued = [issue(0), issue(1)]
+    _own_rows(transport, x, gathered, matrices, products, schedule)
+    for i in range(schedule.chunks):
+        ticket, (arrived, *results) = issued[i]
+        ticket.wait()
+        rows_placed = place(i, [arrived], [gathered])
+        with computing(transport, schedule.chunk(i)):
+            for matrix, result in zip(matrices, results):
+                multiply(arrived, matrix, result)
+        turns.filled(i, place(i, results, products))
+        if i + 2 < schedule.chunks:
+            issued.append(issue(i + 2))
+    return rows_placed, turns.finish  # which holds the buffers until their last copy is over
+
+
+def _own_rows(
+    transport: Transport, x: Tensor, gathered: Tensor, matrices: Sequence[Tensor], products: list[Tensor],
+    schedule: Schedule,
+) -> None:  # fmt: skip
+    with computing(transport, f"{schedule.label}, own rows"):
+        gathered[transport.rank].copy_(x)
+        for matrix, product in zip(matrices, products):
+            multiply(x[None], matrix, product[transport.rank, None])
+
+
+# ---------------------------------------------------------------------- product -> reduce-scatter
+
+
+def scatter_products(
+    transport: Transport,
+    terms: Sequence[tuple[Tensor, Tensor]],
+    extra: Tensor | None,
+    out: Tensor,
+    schedule: Schedule,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """out = this rank's rows of the sum over ranks of (rows @ matrix summed over `terms`) + extra.
+
+    Chunk i is under way while the product of chunk i + 1 runs, and during `meanwhile`. Sums over ranks are made in
+    float32 in the order of the ranks.
+
+    Args:
+        terms: (rows [B, W, m, K] for all ranks, contiguous; matrix [K, N] of any strides).
+        extra: [B, W, m, N] or None.
+        out: [B, m, N], contiguous.
+        meanwhile: what else there is to compute. Without it the rows of this rank come last.
+    """
+    if schedule.chunks == 1:
+        _scatter_whole(transport, terms, extra, out, schedule, meanwhile or _nothing)
+        return
+    rank, peers, cuts = transport.rank, peers_of(transport.rank, transport.world), schedule.cuts(out.shape[1])
+    by_rank = [(rows.transpose(0, 1), matrix) for rows, matrix in terms]
+    extra = None if extra is None else extra.transpose(0, 1)
+    own_last = meanwhile is None
+    ranks = _others(transport) if own_last else [slice(0, transport.world)]
+    longest = (len(peers) if own_last else transport.world, out.shape[0], cuts[0].stop, out.shape[2])
+    buffers = [transport.allocate(longest, out.dtype) for _ in range(2)]
+    turns = Turns(transport, buffers, f"{schedule.label}, send")
+    arrived = []
+    for i, cut in enumerate(cuts):
+        sends = _first_rows(turns.take(i), cut)
+        with computing(transport, schedule.chunk(i)):
+            _produce(by_rank, extra, ranks, cut, sends, schedule.direct)
+        arrives = out.new_empty(len(peers), *sends.shape[1:])
+        outgoing = [Copy(peer, sends[_slot(transport, peer) if own_last else peer]) for peer in peers]
+        incoming = [Copy(peer, arrives[_slot(transport, peer)]) for peer in peers]
+        then = None if own_last else partial(_sum, transport, arrives, sends[rank], out[:, cut])
+        turns.filled(i, transport.copy_batch(outgoing, incoming, schedule.chunk(i), then).wait)
+        arrived.append(arrives)
+    if meanwhile is not None:
+        meanwhile()
+        turns.finish()
+        return
+    own = torch.empty_like(out)
+    with computing(transport, f"{schedule.label}, own rows"):
+        _produce(by_rank, extra, [slice(rank, rank + 1)], slice(None), own[None], schedule.direct)
+    turns.finish()
+    with computing(transport, f"{schedule.label}, sum"):
+        for arrives, cut in zip(arrived, cuts):
+            _sum(transport, arrives, own[:, cut], out[:, cut])
+
+
+def _scatter_whole(
+    transport: Transport, terms: Sequence[tuple[Tensor, Tensor]], extra: Tensor | None, out: Tensor,
+    schedule: Schedule, meanwhile: Wait,
+) -> None:  # fmt: skip
+    """`scatter_products` with one product per term and one transfer."""
+    sends = transport.allocate((transport.world, *out.shape), out.dtype)
+    by_rank = sends.transpose(0, 1)
+    whole = by_rank if by_rank.is_contiguous() else torch.empty_like(by_rank, memory_format=torch.contiguous_format)
+    with computing(transport, schedule.chunk(0)):
+        _produce(terms, extra, [slice(None)], slice(None), whole, True)  # everything, the leading dimension first
+        if whole is not by_rank:
+            by_rank.copy_(whole)
+    ticket = reduce_pieces(transport, list(sends.unbind()), out, schedule.chunk(0))
+    meanwhile()
+    ticket.wait()
+
+
+def _produce(
+    terms: Sequence[tuple[Tensor, Tensor]], extra: Tensor | None, ranks: Sequence[slice], cut: slice, out: Tensor,
+    direct: bool,
+) -> None:  # fmt: skip
+    """out [P, B, n, N] = the rows `cut` of `ranks` of the sum of all products and `extra`."""
+
+    def picked(whole: Tensor) -> list[Tensor]:
+        parts = [whole[some, :, cut] for some in ranks]
+        return parts if direct else [torch.cat(parts)]
+
+    outs = list(out.split([part.shape[0] for part in picked(terms[0][0])])) if terms else []
+    add = extra is not None
+    if extra is not None:
+        torch.cat([extra[some, :, cut] for some in ranks], out=out)
+    elif not terms:
+        out.zero_()
+    for rows, matrix in terms:
+        for part, to in zip(picked(rows), outs):
+            multiply(part, matrix, to, add)
+        add = True
+
+
+def _sum(transport: Transport, arrived: Tensor, own: Tensor, out: Tensor) -> None:
+    parts = list(arrived.unbind())
+    parts.insert(transport.rank, own)
+    reduce_in_order(parts, out)
+
+
+# ---------------------------------------------------------------------- ranks and rows
+
+
+def _others(transport: Transport) -> list[slice]:
+    """The ranks before and after this one."""
+    return [slice(0, transport.rank), slice(transport.rank + 1, transport.world)]
+
+
+def _slot(transport: Transport, peer: int) -> int:
+    """The place of a peer among the others, in the order of the ranks."""
+    return peer - (peer > transport.rank)
+
+
+def _first_rows(buffer: Tensor, cut: slice) -> Tensor:
+    """A contiguous [P, B, rows of cut, N] at the beginning of a contiguous [P, B, n, N]."""
+    shape = (*buffer.shape[:2], cut.stop - cut.start, buffer.shape[3])
+    return buffer.view(-1)[: math.prod(shape)].view(shape)
+
+
+def _nothing() -> None:
+    pass

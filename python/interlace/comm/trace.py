@@ -1,0 +1,68 @@
+"""What a transport and the operations on it did, and when: what tests of the order and pictures of the overlap read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from interlace.comm.transports.base import Transport
+
+
+class Event(NamedTuple):
+    """One thing that happened on one rank; seconds of `time.perf_counter`.
+
+    kind: "issue" (a batch of copies was handed to the transport: start == finish), "copy" (the transport moved it),
+    "compute" (a matrix product or attention, with what belongs to it), "write" and "read" (from the first to the last
+    moment at which a buffer that is used in turn is filled or used).
+    """
+
+    kind: str
+    label: str
+    start: float
+    finish: float
+
+
+class Trace:
+    """Events of one rank, in the order in which they ended. Calls come from the rank's thread and the transport's."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.events: list[Event] = []
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, label: str, start: float, finish: float) -> None:
+        with self._lock:
+            self.events.append(Event(kind, label, start, finish))
+
+    def mark(self, kind: str, label: str) -> None:
+        now = time.perf_counter()
+        self.add(kind, label, now, now)
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of one kind, by their start."""
+        return sorted((event for event in self.events if event.kind == kind), key=lambda event: event.start)
+
+
+@contextmanager
+def traced(group: Transport) -> Iterator[Trace]:
+    """Records what this rank does on `group` inside the block."""
+    before, group.trace = group.trace, Trace(group.rank)
+    try:
+        yield group.trace
+    finally:
+        group.trace = before
+
+
+@contextmanager
+def computing(group: Transport, label: str) -> Iterator[None]:
+    """Records the block as computation, if somebody looks. On CUDA that is the time of the host that enqueues it."""
+    if group.trace is None:
+        yield
+        return
+    start = time.perf_counter()
+    yield
+    group.trace.add("compute", label, start, time.perf_counter())

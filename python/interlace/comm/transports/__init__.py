@@ -1,0 +1,20 @@
+"""How bytes move between ranks: one interface (`base`), one file per implementation."""
+
+from interlace.comm.transports.base import Capabilities, CommError, Copy, Ticket, Transport
+from interlace.comm.transports.choose import capabilities, connect
+from interlace.comm.transports.emulated import EmulatedTransport
+from interlace.comm.transports.local import LocalHub, LocalTransport, run_local
+
+__all__ = [
+    "Capabilities",
+    "CommError",
+    "Copy",
+    "EmulatedTransport",
+    "LocalHub",
+    "LocalTransport",
+    "Ticket",
+    "Transport",
+    "capabilities",
+    "connect",
+    "run_local",
+]

@@ -1,0 +1,346 @@
+"""What every transport can do: batches of copies between ranks, in order, with a timeout on every wait.
+
+A transport moves bytes and nothing else; reductions, chunking and autograd are built on top of it. Copies are
+collective: all ranks call `copy_batch` the same number of times in the same order, and what rank a sends to b in its
+n-th batch is what b expects from a in its n-th. Each batch carries a label and sizes, which the receiver checks, so a
+rank that is elsewhere in the program, or has another shape, is an error and not a hang or garbage.
+
+`QueueTransport` runs batches on a thread of its own, in order, so that the caller computes meanwhile. On CUDA the
+thread only enqueues, on a stream of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+import traceback
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from interlace.comm.trace import Trace
+
+DEFAULT_TIMEOUT = 60.0  # seconds
+
+
+class CommError(RuntimeError):
+    """A transfer cannot be completed: says which rank, in which operation, waited for whom and why it gave up."""
+
+
+class Copy(NamedTuple):
+    """One end of a transfer. `tensor` is contiguous and lies on the transport's device; it may be empty."""
+
+    peer: int
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do on this machine.
+
+    missing: why it cannot run here ("" if it can).
+    device: "cpu" or "cuda", where its tensors lie.
+    one_host: all ranks have to be processes of one host.
+    copy_engine: transfers occupy no SM.
+    """
+
+    name: str
+    device: str
+    one_host: bool = False
+    copy_engine: bool = False
+    missing: str = ""
+
+
+class Ticket(Protocol):
+    """A batch under way. Tensors of the batch must be left alone until `wait` has returned."""
+
+    def wait(self) -> None:
+        """CPU: returns when the batch is complete, both ways. CUDA: makes the current stream wait for it.
+
+        Raises CommError if a peer is lost, late or elsewhere.
+        """
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once (on the host)."""
+
+
+class Transport(ABC):
+    """A group of ranks and the way bytes move between them. Also the `group` argument of every operation."""
+
+    name: str
+    rank: int
+    world: int
+    timeout: float
+    device: torch.device
+    trace: Trace | None = None
+
+    @classmethod
+    @abstractmethod
+    def capabilities(cls) -> Capabilities:
+        """What this transport could do in this process; tries what it needs, and never raises."""
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of unspecified content from which peers can read without a copy in between, where there is such
+        memory; any tensor can be sent."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    @abstractmethod
+    def copy_batch(
+        self,
+        outgoing: Sequence[Copy],
+        incoming: Sequence[Copy],
+        label: str,
+        then: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """Starts one batch of copies; collective (see the module). Copies of one pair of ranks match in their order.
+
+        label: names the operation, equal on all ranks.
+        then: called when the batch has arrived, before its ticket is done and before the next batch reads its tensors:
+            a reduction, say. On the transport's thread; on CUDA under its stream.
+        """
+
+    @abstractmethod
+    def signal(self, peer: int) -> None:
+        """Raises this rank's flag at `peer` by one."""
+
+    @abstractmethod
+    def wait(self, peer: int) -> None:
+        """The n-th call returns after the n-th `signal` of `peer`. Raises CommError after the timeout."""
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it. Raises CommError after the timeout."""
+        peers = [peer for peer in range(self.world) if peer != self.rank]
+        for peer in peers:
+            self.signal(peer)
+        for peer in peers:
+            self.wait(peer)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the transport and frees its memory; a second call does nothing. Peers that wait for it get an error."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def peers_of(rank: int, world: int) -> list[int]:
+    """The other ranks, the next one first: no rank is everybody's first."""
+    return [(rank + step) % world for step in range(1, world)]
+
+
+class _Pulse:
+    """When a transport last got somewhere: a batch begun, a piece arrived. Waits are bounded from there."""
+
+    def __init__(self) -> None:
+        self.time = time.monotonic()
+
+    def beat(self) -> None:
+        self.time = time.monotonic()
+
+
+class _QueuedTicket:
+    def __init__(self, what: str, timeout: float, device: torch.device, pulse: _Pulse) -> None:
+        self.what, self.timeout, self.device, self.pulse = what, timeout, device, pulse
+        self.finished = threading.Event()
+        self.error: CommError | None = None
+        self.event: torch.cuda.Event | None = None
+        self.keep: Any = None  # what must live until the batch is complete
+
+    def done(self) -> bool:
+        return self.finished.is_set()
+
+    def wait(self) -> None:
+        # The thread bounds its own waits; this one, a little longer so that the thread's reason arrives, is for a
+        # thread that hangs. Batches that were issued before may take their time, as long as they move.
+        self.pulse.beat()
+        patience = self.timeout + 5.0
+        while not self.finished.wait(max(self.pulse.time + patience - time.monotonic(), 0.0)):
+            if time.monotonic() >= self.pulse.time + patience:
+                raise CommError(f"{self.what}: nothing moved for {patience:g} s")
+        self.keep = None
+        if self.error is not None:
+            raise CommError(str(self.error)) from self.error
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+class QueueTransport(Transport):
+    """A transport whose batches run on a thread, one after the other, in the order of the calls.
+
+    A subclass implements `_run`, `signal` and `wait`, and `_shut` to free what it holds. After the first error every
+    later batch fails with the same reason: the order of batches is lost, and nothing that follows could be trusted.
+
+    A transport that nobody refers to any more ends its thread; those still open when the interpreter exits are closed.
+    """
+
+    before: Callable[[int, str], None] = staticmethod(lambda rank, what: None)
+    """Called as before(rank, step) ahead of each step of a batch ("post", "take", "taken"): tests delay there."""
+
+    def __init__(self, rank: int, world: int, *, device: torch.device, timeout: float) -> None:
+        self.rank, self.world, self.timeout = rank, world, timeout
+        self.device = device
+        self.batches = 0
+        self._process = os.getpid()
+        self.failed: CommError | None = None
+        self._closed = False
+        self._pulse = _Pulse()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = threading.Thread(
+            target=_work, args=(weakref.ref(self), self._queue), name=f"interlace-{self.name}-{rank}", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
+        _open.add(self)
+
+    @abstractmethod
+    def _run(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
+        """One batch of flat tensors, whole: returns when the incoming ones are written, the outgoing ones may be.
+
+        On CUDA it runs under the transport's stream and returns when all that is enqueued.
+        """
+
+    def _shut(self) -> None:
+        """Frees what the subclass holds; the thread has ended, or hangs in a wait that `_interrupt` ended."""
+
+    def _interrupt(self) -> None:
+        """Makes a `_run` that waits give up."""
+
+    def _tell(self, reason: str) -> None:
+        """Lets the peers know that this rank gave up, and why, so that none waits for it until the timeout."""
+
+    def _fail(self, error: CommError) -> None:
+        """From now on every use raises; peers are told. Only the first error counts."""
+        _forget_locals(error)
+        if self.failed is None:
+            self.failed = CommError(str(error))
+            if not self._closed:
+                self._tell(str(error))
+
+    def copy_batch(
+        self,
+        outgoing: Sequence[Copy],
+        incoming: Sequence[Copy],
+        label: str,
+        then: Callable[[], None] | None = None,
+    ) -> Ticket:
+        self._check_open(label)
+        outgoing, incoming = (_flat(self, copies, label) for copies in (outgoing, incoming))
+        sequence = self.batches
+        self.batches += 1
+        what = f"rank {self.rank} of {self.world}, {label} (batch {sequence})"
+        ticket = _QueuedTicket(what, self.timeout, self.device, self._pulse)
+        ticket.keep = (outgoing, incoming, then)
+        ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        if self.trace is not None:
+            self.trace.mark("issue", label)
+
+        def run() -> None:
+            began = time.perf_counter()
+            self._pulse.beat()
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                if self._stream is not None and ready is not None:
+                    self._stream.wait_event(ready)
+                self._run(outgoing, incoming, label, sequence)
+                if self.trace is not None:
+                    self.trace.add("copy", label, began, time.perf_counter())
+                if then is not None:
+                    then()
+                if self._stream is not None:
+                    ticket.event = self._stream.record_event()
+
+        self._queue.put((run, ticket))
+        return ticket
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _open.discard(self)
+        self._interrupt()
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+        self._shut()
+
+    def _check_open(self, label: str) -> None:
+        if self._closed:
+            raise CommError(f"rank {self.rank}, {label}: the {self.name} transport is closed")
+        if self.failed is not None:
+            raise CommError(
+                f"rank {self.rank}, {label}: the {self.name} transport failed before and cannot be used again; "
+                f"connect anew ({self.failed})"
+            )
+
+
+def _work(owner: weakref.ref[QueueTransport], batches: queue.SimpleQueue[Any]) -> None:
+    # Holds no reference to the transport between batches, so that one that is forgotten is collected.
+    while (item := batches.get()) is not None:
+        run, ticket = item
+        transport = owner()
+        try:
+            if transport is not None and transport.failed is not None:
+                raise CommError(str(transport.failed))
+            run()
+        except BaseException as error:
+            ticket.error = _failure(ticket.what, error)
+            if transport is not None:
+                transport._fail(ticket.error)
+        ticket.finished.set()
+        del run, ticket, item, transport
+
+
+_open: weakref.WeakSet[QueueTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # A daemon thread that still waits in compiled code while the interpreter goes away can take the process down.
+    for transport in list(_open):
+        if transport._process == os.getpid():  # a forked child has no thread to end, and must not speak for its parent
+            transport.close()
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Drops what the frames of the tracebacks refer to: buffers and sockets would live as long as the error."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _flat(transport: Transport, copies: Sequence[Copy], label: str) -> list[Copy]:
+    for peer, tensor in copies:
+        if not 0 <= peer < transport.world or peer == transport.rank:
+            raise ValueError(f"{label}: peer {peer} is not another rank of {transport.world}")
+        if tensor.device != transport.device:
+            raise ValueError(f"{label}: a tensor is on {tensor.device}, {transport.name} moves {transport.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{label}: a tensor of shape {list(tensor.shape)} is not contiguous")
+    # Not view(-1), which leaves the only element of a tensor with what stride it had.
+    return [Copy(peer, tensor.detach().as_strided((tensor.numel(),), (1,))) for peer, tensor in copies]
+
+
+def _failure(what: str, error: BaseException) -> CommError:
+    if isinstance(error, CommError):
+        return error
+    failure = CommError(f"{what}: {_line(error)}")
+    failure.__cause__ = error
+    return failure
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

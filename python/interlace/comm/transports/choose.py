@@ -1,0 +1,178 @@
+"""Which transport the ranks of a process group use: decided once, by all together, and never changed afterwards.
+
+Every rank says what it could run. The first transport of PREFERENCE that all of them can is taken, so that the decision
+is the same everywhere and can be read off a log line: what was chosen, and why nothing better was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Transport
+from interlace.comm.transports.local import LocalHub, LocalTransport
+from interlace.comm.transports.meeting import Meeting, named
+
+_log = logging.getLogger(__name__)
+_OTHER_DEVICE = "for"  # begins the reason not to take what moves tensors of another device
+
+# (name, module, class), best first. A module that is not there is no candidate.
+PREFERENCE = [
+    ("cuda_ipc", "interlace.comm.transports.cuda_ipc", "CudaIpcTransport"),
+    ("symm_mem", "interlace.comm.transports.symm_mem", "SymmMemTransport"),
+    ("nccl", "interlace.comm.transports.process_group", "NcclTransport"),
+    ("shm", "interlace.comm.transports.shm", "ShmTransport"),
+    ("gloo", "interlace.comm.transports.process_group", "GlooTransport"),
+]
+
+
+def connect(
+    process_group: Any = None,
+    *,
+    device: torch.device | str = "cpu",
+    transport: str = "auto",
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Transport:
+    """Connects the ranks of a process group; collective, with the same arguments on each.
+
+    Args:
+        process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None: the default one, else this process alone.
+        device: where the tensors lie. "cuda" means the current device.
+        transport: a name of PREFERENCE, or "auto": what the environment's INTERLACE_TRANSPORT names, else the first
+            that every rank can run. One rank alone gets a LocalTransport whatever is named.
+        timeout: seconds that every later wait may last without anything moving.
+
+    Raises:
+        ValueError: the named transport cannot run (says on which rank, and why), the ranks ask for different ones, or
+            none can run. CommError: a rank does not come, or none of what could run comes up.
+    """
+    from interlace.comm.group import process_group as resolved
+
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    wanted = _wanted(transport)
+    alone = process_group is None and not (dist.is_available() and dist.is_initialized())
+    group = None if alone else resolved(process_group)
+    if group is None or group.size() == 1:
+        _known(wanted)
+        return LocalTransport(0, LocalHub(1), device=device, timeout=timeout)
+
+    meeting = Meeting(group, device, timeout)
+    said = meeting.exchange(_introduction(wanted, device), "choosing a transport")
+    wanted = _agreed(said)
+    reasons = _reasons(said)
+    candidates = [name for name, why in reasons.items() if not why]
+    if wanted != "auto":
+        if reasons[wanted]:
+            raise ValueError(f"transport {wanted!r} cannot run: {reasons[wanted]}")
+        candidates = [wanted]
+    for name in candidates:
+        try:
+            found = _class_of(name).connect(meeting)
+        except CommError as error:
+            if wanted != "auto":
+                raise
+            reasons[name] = str(error)
+            continue
+        if meeting.rank == 0:
+            better = [(other, why) for other, why in reasons.items() if why and not why.startswith(_OTHER_DEVICE)]
+            others = "; ".join(f"not {other}: {why}" for other, why in better) or "no other is better"
+            _log.info("%d ranks on %s: transport %s (%s)", meeting.world, device.type, name, others)
+        return found
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise (CommError if candidates else ValueError)(f"no transport for {meeting.world} ranks on {device.type}: {why}")
+
+
+def capabilities() -> dict[str, Capabilities]:
+    """What each transport could do in this process, best first for each kind of device."""
+    found = {"local": LocalTransport.capabilities()}
+    for name, *_ in PREFERENCE:
+        transport = _class_of(name)
+        found[name] = (
+            transport.capabilities() if transport else Capabilities(name, "cuda", missing="not in this version")
+        )
+    return found
+
+
+def _class_of(name: str) -> Any:
+    """The class of a transport, None if its module is not there."""
+    module, attribute = next((module, attribute) for other, module, attribute in PREFERENCE if other == name)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        return None
+
+
+def _wanted(argument: str) -> str:
+    return os.environ.get("INTERLACE_TRANSPORT", "auto") if argument == "auto" else argument
+
+
+def _introduction(wanted: str, device: torch.device) -> dict[str, Any]:
+    return {
+        "wanted": wanted,
+        "device": device.type,
+        "host": _host(),
+        "can": {name: found for name, found in capabilities().items() if name != "local"},
+    }
+
+
+def _host() -> str:
+    """Equal for processes that see each other: of one host, and of one container on it."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def _agreed(said: list[dict[str, Any]]) -> str:
+    """The name that all ranks want. Raises ValueError that says who wants what."""
+    for key, what in (("wanted", "transports"), ("device", "devices")):
+        values: dict[str, list[int]] = {}
+        for rank, introduction in enumerate(said):
+            values.setdefault(introduction[key], []).append(rank)
+        if len(values) > 1:
+            each = ", ".join(f"{value} on {named(ranks)}" for value, ranks in values.items())
+            raise ValueError(f"the ranks ask for different {what}: {each}")
+    return _known(said[0]["wanted"])
+
+
+def _known(name: str) -> str:
+    names = ["auto", *(name for name, *_ in PREFERENCE)]
+    if name not in names:
+        raise ValueError(f"transport {name!r} (argument or INTERLACE_TRANSPORT) is none of {', '.join(names)}")
+    return name
+
+
+def _reasons(said: list[dict[str, Any]]) -> dict[str, str]:
+    """Name -> why the ranks cannot use it together ("" if they can), best first."""
+    device, hosts = said[0]["device"], {introduction["host"] for introduction in said}
+    reasons = {}
+    for name, *_ in PREFERENCE:
+        found: list[Capabilities] = [introduction["can"][name] for introduction in said]
+        missing = {rank: capability.missing for rank, capability in enumerate(found) if capability.missing}
+        reason = "; ".join(f"{why} on {named([r for r in missing if missing[r] == why])}" for why in _unique(missing))
+        if found[0].device != device:
+            reason = f"{_OTHER_DEVICE} {found[0].device} tensors"
+        elif not reason and found[0].one_host and len(hosts) > 1:
+            reason = f"the ranks are on {len(hosts)} hosts or in as many containers"
+        reasons[name] = reason
+    return reasons
+
+
+def _unique(missing: dict[int, str]) -> list[str]:
+    return list(dict.fromkeys(missing.values()))

@@ -1,0 +1,205 @@
+"""Several virtual ranks in one process, a thread each: for tests, examples, and overlap on a single GPU.
+
+    def rank(group):                      # runs once per rank
+        gathered, (y,) = all_gather_matmul(x[group.rank], [w], group=group)
+
+    results = run_local(4, rank)
+
+A batch is posted as references; the receiver copies straight from the sender's tensor, so nothing is staged. On CUDA
+all ranks share one device and `copier` says which engine moves the bytes (`interlace.comm.copiers`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from interlace.comm.copiers import Copier, plain_copies
+from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Copy, QueueTransport, peers_of
+from interlace.comm.transports.header import Manifest, check, manifest
+
+T = TypeVar("T")
+
+
+class _Parcel(NamedTuple):
+    manifest: Manifest
+    tensors: list[Tensor]
+    ready: torch.cuda.Event | None
+
+
+class LocalHub:
+    """What the virtual ranks of one process share.
+
+    before: called as before(rank, what) at every step of a transfer ("post", "take", "taken"): tests delay there.
+    """
+
+    def __init__(self, world: int, before: Callable[[int, str], None] | None = None) -> None:
+        if world < 1:
+            raise ValueError(f"world must be at least 1, got {world}")
+        self.world = world
+        self.before = before or (lambda rank, what: None)
+        self.changed = threading.Condition()
+        self.posted: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
+        self.taken: dict[tuple[int, int], deque[tuple[torch.cuda.Event | None]]] = defaultdict(deque)  # (from, to)
+        self.signals: dict[tuple[int, int], int] = defaultdict(int)
+        self.gone: dict[int, str] = {}  # rank -> why nobody should wait for it
+
+    def wait_for(self, rank: int, peer: int, what: str, timeout: float, there: Callable[[], T | None]) -> T:
+        """What `there` returns once that is not None. Raises CommError when the peer is gone, or after `timeout`."""
+        deadline = time.monotonic() + timeout
+        with self.changed:
+            while (found := there()) is None:
+                if peer in self.gone:
+                    raise CommError(f"rank {rank}, {what}: lost rank {peer} ({self.gone[peer]})")
+                if rank in self.gone:
+                    raise CommError(f"rank {rank}, {what}: {self.gone[rank]}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise CommError(f"rank {rank}, {what}: no answer from rank {peer} within {timeout:g} s")
+                self.changed.wait(left)
+            return found
+
+    def leave(self, rank: int, why: str) -> None:
+        with self.changed:
+            self.gone.setdefault(rank, why)
+            self.changed.notify_all()
+
+
+class LocalTransport(QueueTransport):
+    """One virtual rank. Made by `run_local`, or from a `LocalHub` that all ranks of the process are given."""
+
+    name = "local"
+
+    def __init__(
+        self,
+        rank: int,
+        hub: LocalHub,
+        *,
+        device: torch.device | str = "cpu",
+        timeout: float = DEFAULT_TIMEOUT,
+        copier: Copier = plain_copies,
+    ) -> None:
+        super().__init__(rank, hub.world, device=_indexed(torch.device(device)), timeout=timeout)
+        self.hub = hub
+        self.copier = copier
+        self.waited: dict[int, int] = defaultdict(int)
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return Capabilities("local", "any", one_host=True)
+
+    def _run(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
+        hub, rank = self.hub, self.rank
+        hub.before(rank, "post")
+        ready = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        peers = peers_of(rank, self.world)
+        with hub.changed:
+            for peer in peers:  # an empty parcel too: so a peer that expects something is told, and nobody waits
+                tensors = [tensor for to, tensor in outgoing if to == peer]
+                hub.posted[rank, peer].append(_Parcel(manifest(sequence, what, tensors), tensors, ready))
+            hub.changed.notify_all()
+
+        for peer in peers:
+            edge = (peer, rank)
+            parcel = hub.wait_for(rank, peer, what, self.timeout, partial(_first, hub.posted[edge]))
+            expected = [tensor for source, tensor in incoming if source == peer]
+            check(rank, peer, manifest(sequence, what, expected), parcel.manifest)
+            hub.before(rank, "take")
+            if parcel.ready is not None:
+                torch.cuda.current_stream().wait_event(parcel.ready)
+            self.copier([(to, source) for to, source in zip(expected, parcel.tensors) if to.numel()])
+            taken = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+            with hub.changed:
+                hub.posted[edge].popleft()
+                hub.taken[edge].append((taken,))
+                hub.changed.notify_all()
+
+        for peer in peers:
+            edge = (rank, peer)
+            (taken,) = hub.wait_for(rank, peer, what, self.timeout, partial(_first, hub.taken[edge]))
+            hub.before(rank, "taken")
+            with hub.changed:
+                hub.taken[edge].popleft()
+            if taken is not None:
+                torch.cuda.current_stream().wait_event(taken)
+
+    def signal(self, peer: int) -> None:
+        with self.hub.changed:
+            self.hub.signals[self.rank, peer] += 1
+            self.hub.changed.notify_all()
+
+    def wait(self, peer: int) -> None:
+        self.waited[peer] += 1
+        edge, count = (peer, self.rank), self.waited[peer]
+        self.hub.wait_for(
+            self.rank, peer, "wait", self.timeout, lambda: True if self.hub.signals[edge] >= count else None
+        )
+
+    def _tell(self, reason: str) -> None:
+        self.hub.leave(self.rank, reason)
+
+    def _interrupt(self) -> None:
+        self.hub.leave(self.rank, "it closed its transport")
+
+
+def run_local(
+    world: int,
+    function: Callable[..., T],
+    *args: Any,
+    device: torch.device | str = "cpu",
+    timeout: float = DEFAULT_TIMEOUT,
+    before: Callable[[int, str], None] | None = None,
+    copier: Copier = plain_copies,
+) -> list[T]:
+    """[function(group, *args) of each of `world` virtual ranks], a thread each; `group` is the rank's transport.
+
+    Inside, `group=None` means that transport. Backward passes run in the thread that calls them, on CUDA too: autograd
+    has one thread per device, which ranks that wait for each other must not share.
+
+    Raises what the first rank raised that failed by itself, after all have ended.
+    """
+    from interlace.comm.group import use
+
+    hub = LocalHub(world, before)
+    results: list[Any] = [None] * world
+    errors: list[tuple[int, BaseException]] = []
+
+    def main(rank: int) -> None:
+        transport = LocalTransport(rank, hub, device=device, timeout=timeout, copier=copier)
+        try:
+            with use(transport), torch.autograd.set_multithreading_enabled(False):
+                if transport.device.type == "cuda":
+                    torch.cuda.set_device(transport.device)
+                results[rank] = function(transport, *args)
+        except BaseException as error:
+            errors.append((rank, error))
+            hub.leave(rank, f"it raised {type(error).__name__}: {str(error)[:300]}")
+        finally:
+            transport.close()
+
+    threads = [threading.Thread(target=main, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        # Who fails first takes the others along with CommErrors: what it says is the cause.
+        raise next((error for _, error in errors if not isinstance(error, CommError)), errors[0][1])
+    return results
+
+
+def _first(waiting: deque[T]) -> T | None:
+    return waiting[0] if waiting else None
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+    )

@@ -1,0 +1,70 @@
+"""As `cuda_ipc`, with the slots in memory of torch's symmetric allocator, which maps it on every rank.
+
+For machines where handles of plain allocations cannot be opened, as under some containers: there torch exports by file
+descriptor or fabric handle. Events are shared as in `cuda_ipc`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace.comm.transports.base import Capabilities
+from interlace.comm.transports.cuda_ipc import CudaIpcTransport, Window
+from interlace.comm.transports.meeting import Meeting
+from interlace.comm.transports.shm import SLOTS
+
+
+class SymmetricWindow:
+    """A window that torch allocates and maps."""
+
+    def __init__(self, meeting: Meeting, slot_bytes: int) -> None:
+        """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
+        failure = ""
+        try:
+            memory = _symmetric_memory()
+            self._tensor = memory.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=meeting.device)
+        except Exception as error:
+            failure = f"cannot allocate symmetric memory ({error})"
+        meeting.agree(failure, "allocating symmetric memory")
+        try:
+            self._handle = memory.rendezvous(self._tensor, meeting.process_group.group_name)
+            self.addresses: list[int] = list(self._handle.buffer_ptrs)
+        except Exception as error:
+            failure = f"cannot map the symmetric memory of the others ({error})"
+        meeting.agree(failure, "mapping symmetric memory")
+
+    def close(self) -> None:
+        self.addresses = []
+        del self._handle, self._tensor
+
+
+class SymmMemTransport(CudaIpcTransport):
+    """One rank over symmetric memory. Made by `interlace.comm.connect`."""
+
+    name = "symm_mem"
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        found = super().capabilities()
+        if not found.missing:
+            try:
+                _symmetric_memory()
+            except (ImportError, AttributeError) as error:
+                return Capabilities(
+                    cls.name, "cuda", one_host=True, missing=f"this torch has no symmetric memory ({error})"
+                )
+        return found
+
+    @classmethod
+    def _open_window(cls, meeting: Meeting, slot_bytes: int) -> Window:
+        return SymmetricWindow(meeting, slot_bytes)
+
+
+def _symmetric_memory() -> Any:
+    import torch.distributed._symmetric_memory as memory
+
+    if not hasattr(memory, "rendezvous"):
+        raise AttributeError("no rendezvous")
+    return memory

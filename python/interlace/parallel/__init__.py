@@ -1,0 +1,21 @@
+"""One module on several ranks.
+
+`tensor` cuts a module by a plan of its paths, for which `families` has ready ones; `linear` has the two cut linear
+layers, `mappings` what happens where whole and cut tensors meet, `state` the parameters of the whole.
+"""
+
+from interlace.parallel.families import plan_for
+from interlace.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from interlace.parallel.mappings import Ranks
+from interlace.parallel.state import dtensor_state_dict, full_state_dict
+from interlace.parallel.tensor import tensor_parallel
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Ranks",
+    "RowParallelLinear",
+    "dtensor_state_dict",
+    "full_state_dict",
+    "plan_for",
+    "tensor_parallel",
+]

@@ -1,0 +1,183 @@
+"""nn.Linear cut among ranks: by its outputs (column) or by its inputs (row).
+
+    up = ColumnParallelLinear.from_linear(mlp.up, group)      # [..., m, in]         -> [..., world * m, out / world]
+    down = RowParallelLinear.from_linear(mlp.down, group)     # [..., world * m, in / world]  -> [..., m, out]
+
+With sequence parallelism, the default, a rank holds m rows of the sequence before and after such a pair, gathers them
+on the way in and scatters sums on the way out, both under the products (`interlace.comm.matmul`). Without, every rank
+holds all rows, and the sums are all-reduced.
+
+Parameters keep the names of nn.Linear. An ordinary checkpoint of the whole layer loads with `load_state_dict`, each
+rank taking its piece; `full_state_dict` of `interlace.parallel` and `to_linear` give it back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from interlace.comm import all_gather_matmul, matmul_reduce_scatter
+from interlace.comm.group import Group
+from interlace.parallel.mappings import Ranks, copy_to_ranks, gather, sum_gradient, sum_over_ranks
+
+P = TypeVar("P", bound="ParallelLinear")
+
+
+class ParallelLinear(nn.Module):
+    """What both kinds share: a piece of the parameters of an nn.Linear, of whose whole in_ and out_features speak."""
+
+    cut: ClassVar[dict[str, int]]  # parameter -> dimension along which ranks share it; others are whole everywhere
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group | Ranks = None,
+        sequence_parallel: bool = True,
+        num_chunks: int | Literal["auto"] = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Parameters start as pieces of what nn.Linear starts with, if all ranks have the same random state.
+
+        Args:
+            in_features, out_features: of the whole layer.
+            group: a Transport, ProcessGroup, one-dimensional DeviceMesh, None (see `interlace.comm.group`) or a Ranks.
+            sequence_parallel: the side that is not cut by features is cut by rows of the sequence.
+            num_chunks: of `all_gather_matmul` and `matmul_reduce_scatter`.
+        """
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.ranks = group if isinstance(group, Ranks) else Ranks(group)
+        self.sequence_parallel, self.num_chunks = sequence_parallel, num_chunks
+        cut, name = (out_features, "out") if self.cut["weight"] == 0 else (in_features, "in")
+        if cut % self.ranks.world:
+            raise ValueError(
+                f"{type(self).__name__}: {name}_features {cut} do not divide among {self.ranks.world} ranks"
+            )
+        for key, shape in (("weight", (out_features, in_features)), ("bias", (out_features,) if bias else None)):
+            if shape is None:
+                self.register_parameter(key, None)
+            else:
+                local = list(shape)
+                if key in self.cut:
+                    local[self.cut[key]] //= self.ranks.world
+                self.register_parameter(key, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            whole = nn.Linear(
+                self.in_features, self.out_features, self.bias is not None,
+                device=self.weight.device, dtype=self.weight.dtype,
+            )  # fmt: skip
+            with torch.no_grad():
+                for key, parameter in self.named_parameters():
+                    parameter.copy_(self.piece(key, getattr(whole, key)))
+
+    @classmethod
+    def from_linear(cls: type[P], whole: nn.Linear, group: Group | Ranks = None, **options: Any) -> P:
+        """This rank's piece of `whole`, copied; frozen where that is frozen. Ranks must pass the same layer."""
+        local = cls(
+            whole.in_features, whole.out_features, whole.bias is not None, group=group, device="meta", **options
+        )
+        for key, parameter in whole.named_parameters():
+            piece = local.piece(key, parameter.detach()).clone(memory_format=torch.contiguous_format)
+            local.register_parameter(key, nn.Parameter(piece, parameter.requires_grad))
+        return local.train(whole.training)
+
+    def to_linear(self) -> nn.Linear:
+        """The whole layer, on every rank. Collective."""
+        whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        for key, parameter in self.named_parameters():
+            whole.register_parameter(key, nn.Parameter(self.whole(key, parameter).clone(), parameter.requires_grad))
+        return whole.train(self.training)
+
+    def piece(self, key: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter (or of its gradient, or of an optimizer's state of its shape), a view."""
+        return self.ranks.piece(whole, self.cut[key]) if key in self.cut else whole
+
+    def whole(self, key: str, piece: Tensor) -> Tensor:
+        """The inverse of `piece`. Collective."""
+        return self.ranks.gather(piece, self.cut[key]) if key in self.cut else piece.detach()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for key, parameter in self.named_parameters():
+            given = state_dict.get(prefix + key)
+            if given is not None and key in self.cut and given.shape != parameter.shape:
+                expected = list(parameter.shape)
+                expected[self.cut[key]] *= self.ranks.world
+                if list(given.shape) == expected:  # else nn.Module says what does not fit
+                    # A copy, since load_state_dict(assign=True) would keep the whole alive behind a view.
+                    state_dict[prefix + key] = self.piece(key, given).clone()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _check(self, x: Tensor, width: int) -> None:
+        if x.shape[-1] != width:
+            raise ValueError(f"{type(self).__name__} takes [..., {width}] here, got {list(x.shape)}")
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank={self.ranks.rank}/{self.ranks.world}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """This rank's outputs for all rows.
+
+    x [..., m, in] with sequence parallelism, m rows of each rank; else [..., rows, in], equal on all ranks.
+    Returns [..., rows, out / world], or [..., rows, out] on every rank with `gather_output`.
+
+    Args:
+        gather_output: join the outputs of all ranks; every rank must use them alike.
+        regather: see `all_gather_matmul`.
+    """
+
+    cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+
+    def __init__(self, *args: Any, gather_output: bool = False, regather: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gather_output, self.regather = gather_output, regather
+        self.handed: tuple[Tensor, Tensor] | None = None  # (an input, its product), from `SharedInput`
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.handed is not None and x is self.handed[0]:
+            y = self.handed[1]
+        else:
+            self._check(x, self.in_features)
+            if self.sequence_parallel:
+                _, (y,) = all_gather_matmul(
+                    x, [self.weight], group=self.ranks.transport(x), num_chunks=self.num_chunks, regather=self.regather
+                )
+            else:
+                y = linear(copy_to_ranks(x, self.ranks), self.weight)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return gather(y, self.ranks, -1) if self.gather_output else y
+
+
+class RowParallelLinear(ParallelLinear):
+    """The sum over ranks of products of this rank's inputs, plus the bias, once.
+
+    x [..., rows, in / world]. Returns [..., rows / world, out] with sequence parallelism, else [..., rows, out].
+    """
+
+    cut: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(x, self.in_features // self.ranks.world)
+        if self.sequence_parallel:
+            y = matmul_reduce_scatter(x, self.weight, group=self.ranks.transport(x), num_chunks=self.num_chunks)
+            if self.bias is not None:
+                sum_gradient(self.bias, self.ranks)  # each rank's is that of its rows
+        else:
+            y = sum_over_ranks(linear(x, self.weight), self.ranks)
+        return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -1,0 +1,159 @@
+"""What happens where tensors change between whole and cut: forward, and its transpose in backward.
+
+    forward                       backward                      where
+    copy_to_ranks    identity     sum over ranks                whole rows enter products cut by columns
+    sum_over_ranks   sum          identity                      products cut by rows leave whole rows
+    split            own piece    gather                        a replicated tensor becomes pieces
+    gather           gather       own piece                     pieces become a tensor that every rank uses alike
+
+A loss of replicated tensors is one loss, computed by everybody: that is why sums have the identity as their backward,
+unlike the collectives of `interlace.comm`, whose every rank has a loss of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interlace.comm import Transport, all_gather_into_tensor, all_reduce, resolve
+from interlace.comm.group import Group, here, members
+
+
+class Ranks:
+    """The ranks among which something is cut. A copy of a module keeps its ranks: deepcopy returns the same object.
+
+    Args:
+        group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.group`). Nothing is
+            connected before the first transfer.
+    """
+
+    def __init__(self, group: Group = None) -> None:
+        self.group = here() if group is None else group
+        self.rank, self.world = members(self.group)
+
+    def transport(self, tensor: Tensor) -> Transport:
+        return resolve(self.group, tensor.device)
+
+    def piece(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's of `world` equal pieces, a view."""
+        return tensor.tensor_split(self.world, dim)[self.rank]
+
+    def gather(self, piece: Tensor, dim: int) -> Tensor:
+        """The pieces of all ranks, joined. No gradient."""
+        if self.world == 1:
+            return piece.detach()
+        pieces = piece.new_empty(self.world, *piece.shape)
+        all_gather_into_tensor(pieces, piece.detach().contiguous(), group=self.transport(piece))
+        return torch.cat(pieces.unbind(), dim) if dim else pieces.flatten(0, 1)
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
+
+def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """x, whose gradient is summed over ranks."""
+    return x if ranks.world == 1 else _Copy.apply(x, ranks)
+
+
+def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of all ranks' x, the same bits everywhere."""
+    return x if ranks.world == 1 else _Sum.apply(x, ranks)
+
+
+def split(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """This rank's piece of a replicated x, cut along `dim`. Raises ValueError if it does not divide."""
+    if x.shape[dim] % ranks.world:
+        what = f"a sequence of {x.shape[dim]} tokens" if dim == -2 else f"a dimension of {x.shape[dim]}"
+        raise ValueError(
+            f"{what} does not divide among {ranks.world} ranks: pad it to a multiple, or pass sequence_parallel=False"
+        )
+    return x if ranks.world == 1 else _Split.apply(x, ranks, dim)
+
+
+def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """The pieces of all ranks joined along `dim`, to be used by every rank alike."""
+    return x if ranks.world == 1 else _Gather.apply(x, ranks, dim)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _reduced(grads[0], ctx.ranks), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        return _reduced(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return ranks.piece(x, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ranks.gather(grads[0], ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return ranks.gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ranks.piece(grads[0], ctx.dim).contiguous(), None, None
+
+
+def _reduced(x: Tensor, ranks: Ranks) -> Tensor:
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    all_reduce(total, group=ranks.transport(x))
+    return total
+
+
+# ---------------------------------------------------------------------- parameters of which every rank sees a part
+
+
+class SummedGradients:
+    """A forward pre-hook: from then on, gradients of the module's own parameters are summed over ranks in backward.
+
+    For parameters that every rank holds but uses on its own rows or heads only. Hooks of parameters are lost when these
+    are copied or replaced, and cannot be set while they are frozen: so they are set by the forward that needs them.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            sum_gradient(parameter, self.ranks)
+
+
+def sum_gradient(parameter: nn.Parameter, ranks: Ranks) -> None:
+    """Has the parameter's gradient summed over ranks in every backward, unless that is so or it needs none."""
+    hooks = (parameter._backward_hooks or {}).values()
+    if parameter.requires_grad and ranks.world > 1 and not any(isinstance(hook, _SumGradient) for hook in hooks):
+        parameter.register_hook(_SumGradient(ranks))
+
+
+class _SumGradient:
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        return _reduced(grad, self.ranks)

@@ -1,0 +1,56 @@
+"""Parameters of a module that `tensor_parallel` has cut, as the whole's: for checkpoints and for comparisons.
+
+Loading needs nothing from here: `load_state_dict` of the cut module takes the whole's checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from interlace.parallel.linear import ParallelLinear
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the ordinary module, on every rank. Collective; cut parameters are gathered one by one."""
+    return {
+        key: owner.whole(name, value) if isinstance(owner, ParallelLinear) else value.detach()
+        for key, owner, name, value in _entries(module)
+    }
+
+
+def dtensor_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor | DTensor]:
+    """The state dict with every tensor as a DTensor of `mesh`: Shard where it is cut, Replicate elsewhere.
+
+    What torch.distributed.checkpoint saves, and loads in place, under any number of ranks. Nothing is copied.
+
+    Args:
+        mesh: one dimension, mesh["tp"] say, over the ranks among which the module was cut.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh has {mesh.ndim} dimensions: pass the one that the module is cut along, as mesh['tp']")
+    found: dict[str, Tensor | DTensor] = {}
+    for key, owner, name, value in _entries(module):
+        placement: Replicate | Shard = Replicate()
+        if isinstance(owner, ParallelLinear) and name in owner.cut:
+            if owner.ranks.world != mesh.size():
+                raise ValueError(f"{key} is cut among {owner.ranks.world} ranks, mesh has {mesh.size()}")
+            placement = Shard(owner.cut[name])
+        found[key] = DTensor.from_local(value.detach(), mesh, [placement], run_check=False)
+    return found
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """(key, the module it belongs to, its name there, the local tensor) of a state dict."""
+    owners = dict(module.named_modules(remove_duplicate=False))
+    for key, value in module.state_dict().items():
+        path, _, name = key.rpartition(".")
+        yield key, owners[path], name, value

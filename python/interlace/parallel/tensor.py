@@ -1,0 +1,301 @@
+"""Makes a module tensor parallel by a plan: module path -> what is done with it. The module's code stays as it is.
+
+    plan = {**plan_for(model), "projector": "replicate"}
+    tensor_parallel(model, plan, mesh["tp"])
+    model.load_state_dict(checkpoint)                            # the ordinary one; each rank takes its pieces
+    model(**batch).loss.backward()                               # every gradient is the whole's, or its piece
+    state = full_state_dict(model)                               # the ordinary one again
+
+    "column"           an nn.Linear, cut by its outputs
+    "column_gathered"  the same, its outputs joined on every rank: a language model's head
+    "row"              an nn.Linear, cut by its inputs
+    "gather"           a module whose "column" layers are applied to its input (an attention, a gated MLP): the rows of
+                       all ranks are gathered once for all of them, under their products; counts of heads are divided
+    "gather_narrow"    the same, for code that takes the width of its result from its input (SigLIP in transformers 4)
+    "sequence"         works on this rank's rows (a norm between blocks): whole, its gradients are summed over ranks
+    "heads"            works on this rank's heads (a norm of queries): likewise
+    "replicate"        works on all rows: whole, gradients are the same on every rank
+    "layers"           a ModuleList of blocks: each rank keeps its rows before the first, all are joined after the last
+
+Patterns match paths component by component, with * as in file names; of several that match, the last counts. Everything
+that has parameters must be matched, itself or by way of a module around it: nothing is replicated silently.
+
+With sequence parallelism a block takes and returns m of world * m rows [..., m, hidden], while position embeddings,
+masks and whatever else enters an attention stay those of the whole sequence. Without, rows are whole everywhere.
+
+Dropout draws from each rank's own random state. On whole rows (around the blocks, and in them without sequence
+parallelism) all ranks must have the same, or they diverge. On cut rows, heads or features the same state only repeats
+masks from rank to rank: with sequence parallelism ranks may be seeded apart inside the blocks. Random layer drop must
+be the same everywhere.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from interlace.comm import all_gather_matmul
+from interlace.comm.group import Group
+from interlace.parallel.families import plan_for
+from interlace.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from interlace.parallel.mappings import Ranks, SummedGradients, copy_to_ranks, gather, split
+
+CUT = ("column", "column_gathered", "row")
+WHOLE = ("sequence", "heads", "replicate")
+AROUND = ("gather", "gather_narrow", "layers")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
+
+
+def tensor_parallel(
+    module: nn.Module,
+    plan: Mapping[str, str] | None = None,
+    group: Group = None,
+    *,
+    sequence_parallel: bool = True,
+    num_chunks: int | Literal["auto"] = "auto",
+    regather: bool = False,
+) -> nn.Module:
+    """Cuts `module` among the ranks of `group`, in place, and returns it. All ranks must hold the same module.
+
+    Args:
+        module: with parameters of any dtype and device, on meta too (weights are then loaded afterwards). Frozen
+            parameters stay frozen.
+        plan: see above; by default `plan_for(module)`, which knows Llama, Qwen2, Qwen3, SigLIP and Whisper's encoder.
+        group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.group`).
+        sequence_parallel: cut the sequence between the products; its length must then be a multiple of the ranks.
+        num_chunks, regather: of `all_gather_matmul`.
+
+    Raises:
+        ValueError: a module with parameters that no pattern matches; a pattern that matches nothing or asks for what
+            cannot be done; heads or features that do not divide. Nothing is changed then.
+    """
+    plan = plan_for(module) if plan is None else plan
+    ranks = Ranks(group)
+    styles = _styles(module, plan)
+    _check(module, styles)
+    shared = _shared_inputs(styles)
+    _check_heads(module, shared, ranks)
+    parts = {
+        path: _part(module, path, style, ranks, sequence_parallel, num_chunks, regather, shared)
+        for path, style in styles.items()
+        if style in CUT
+    }
+    for path, part in parts.items():
+        parent, _, name = path.rpartition(".")
+        setattr(module.get_submodule(parent), name, part)
+    for path, style in styles.items():
+        there = module.get_submodule(path)
+        if style == "heads" or (style == "sequence" and sequence_parallel):
+            for inside in there.modules():
+                inside.register_forward_pre_hook(SummedGradients(ranks))
+        elif style == "layers" and sequence_parallel:
+            blocks = list(there.children())
+            blocks[0].register_forward_pre_hook(SplitInput(ranks), with_kwargs=True)
+            blocks[-1].register_forward_hook(GatherOutput(ranks))
+    for path, columns in shared.items():
+        there = module.get_submodule(path)
+        names = [column[len(path) + 1 if path else 0 :] for column in columns]
+        hook = SharedInput(ranks, names, sequence_parallel, num_chunks, regather, styles[path] == "gather_narrow")
+        there.register_forward_pre_hook(hook, with_kwargs=True)
+        there.register_forward_hook(hook.release, always_call=True)
+        for count in HEAD_COUNTS if hasattr(there, "head_dim") else ():
+            if isinstance(getattr(there, count, None), int):
+                setattr(there, count, getattr(there, count) // ranks.world)
+    return module
+
+
+def _part(
+    module: nn.Module, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
+    num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]],
+) -> nn.Module:  # fmt: skip
+    whole = module.get_submodule(path)
+    assert isinstance(whole, nn.Linear)
+    try:
+        if style == "row":
+            return RowParallelLinear.from_linear(
+                whole, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks
+            )
+        given_rows = style == "column_gathered" or any(path in columns for columns in shared.values())
+        return ColumnParallelLinear.from_linear(
+            whole, ranks, sequence_parallel=sequence_parallel and not given_rows, num_chunks=num_chunks,
+            gather_output=style == "column_gathered", regather=regather,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+class SplitInput:
+    """Forward pre-hook: keeps this rank's rows of the hidden state."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _hidden(module, args, kwargs)
+        return _replaced(args, kwargs, given, split(given, self.ranks, -2))
+
+
+class GatherOutput:
+    """Forward hook: joins the rows of all ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (gather(output[0], self.ranks, -2), *output[1:])
+        return gather(output, self.ranks, -2)
+
+
+class SharedInput:
+    """Forward pre-hook: gathers a module's input once for its column layers, which get their products with it.
+
+    The module is handed the gathered rows; a layer that is then called with that very tensor returns its product, and
+    with any other (the other sequence of a cross attention) computes as without sequence parallelism.
+    """
+
+    def __init__(
+        self, ranks: Ranks, columns: list[str], sequence_parallel: bool, num_chunks: int | Literal["auto"],
+        regather: bool, narrow: bool,
+    ) -> None:  # fmt: skip
+        self.ranks, self.columns, self.narrow = ranks, columns, narrow
+        self.sequence_parallel, self.num_chunks, self.regather = sequence_parallel, num_chunks, regather
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _hidden(module, args, kwargs)
+        columns = self._layers(module)
+        weights = [column.weight for column in columns]
+        if self.sequence_parallel:
+            rows, products = all_gather_matmul(
+                given, weights, group=self.ranks.transport(given), num_chunks=self.num_chunks, regather=self.regather
+            )
+        else:
+            rows = copy_to_ranks(given, self.ranks)
+            products = [linear(rows, weight) for weight in weights]
+        handed = rows[..., : weights[0].shape[0]] if self.narrow else rows
+        for column, product in zip(columns, products):
+            column.handed = (handed, product)
+        return _replaced(args, kwargs, given, handed)
+
+    def release(self, module: nn.Module, args: Any, output: Any) -> None:
+        for column in self._layers(module):
+            column.handed = None
+
+    def _layers(self, module: nn.Module) -> list[ColumnParallelLinear]:
+        # By name: hooks are shared by copies of a module, and copied with it.
+        return [cast(ColumnParallelLinear, module.get_submodule(name)) for name in self.columns]
+
+
+def _hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    given = args[0] if args else next((kwargs[k] for k in ("hidden_states", "hidden_state", "x") if k in kwargs), None)
+    if not isinstance(given, Tensor):
+        raise TypeError(
+            f"{type(module).__name__}: the tensor to be cut among ranks must be the first argument, or be named "
+            "hidden_states"
+        )
+    return given
+
+
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], given: Tensor, new: Tensor) -> Any:
+    if args:
+        return (new, *args[1:]), kwargs
+    return args, {key: new if value is given else value for key, value in kwargs.items()}
+
+
+# ---------------------------------------------------------------------- reading and checking the plan
+
+
+def _styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Path -> style, of the modules that a pattern matches."""
+    paths = [path for path, _ in module.named_modules()]
+    known, found = set(paths), {}
+    for pattern, style in plan.items():
+        if style not in (*CUT, *WHOLE, *AROUND):
+            raise ValueError(f"plan: {pattern!r} is {style!r}, which is none of {', '.join((*CUT, *WHOLE, *AROUND))}")
+        if any(character in pattern for character in "*?["):
+            matched = [path for path in paths if _matches(path, pattern)]
+        else:
+            matched = [pattern] if pattern in known else []
+        if not matched:
+            raise ValueError(f"plan: {pattern!r} matches no module of {type(module).__name__}")
+        found.update(dict.fromkeys(matched, style))
+    return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    names, patterns = path.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths of the modules around a module, the innermost first; "" is the whole."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _check(module: nn.Module, styles: Mapping[str, str]) -> None:
+    missing = [
+        path
+        for path, part in module.named_modules()
+        if any(parameter is not None for parameter in part._parameters.values())
+        and styles.get(path) not in (*CUT, *WHOLE)
+        and not any(styles.get(outer) in WHOLE for outer in _around(path))
+    ]
+    if missing:
+        listed = ", ".join(repr(path) for path in missing[:8]) + (" ..." if len(missing) > 8 else "")
+        raise ValueError(
+            f"no pattern of the plan says what becomes of {listed}, which hold parameters: add for instance "
+            f'{{{missing[0]!r}: "replicate"}} for what works on all rows, "sequence" for a norm between blocks'
+        )
+    owners: dict[int, set[str]] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for parameter in part._parameters.values():
+            owners.setdefault(id(parameter), set()).add(path)
+    for path, style in styles.items():
+        there = module.get_submodule(path)
+        if style in CUT:
+            if type(there) is not nn.Linear or not path:
+                raise ValueError(
+                    f"{path or 'the module itself'} is a {type(there).__name__}: only an nn.Linear inside a module can "
+                    f'be "{style}"'
+                )
+            for parameter in there.parameters():
+                if len(tied := sorted(owners[id(parameter)])) > 1:
+                    raise ValueError(f'{", ".join(tied)} share a parameter, which cannot be cut: make them "replicate"')
+        if style == "layers" and not (isinstance(there, nn.ModuleList) and len(there)):
+            raise ValueError(f'{path} is a {type(there).__name__}: only a ModuleList of blocks can be "layers"')
+
+
+def _shared_inputs(styles: Mapping[str, str]) -> dict[str, list[str]]:
+    """Module that gathers its input -> its column layers."""
+    found: dict[str, list[str]] = {path: [] for path, style in styles.items() if style.startswith("gather")}
+    for path, style in styles.items():
+        inner = next((outer for outer in _around(path) if outer in found), None)
+        if style == "column" and inner is not None:
+            found[inner].append(path)
+    for path, columns in found.items():
+        if not columns:
+            raise ValueError(f'{path} is "{styles[path]}", but no layer inside it is "column"')
+    return found
+
+
+def _check_heads(module: nn.Module, shared: Mapping[str, list[str]], ranks: Ranks) -> None:
+    for path, columns in shared.items():
+        size = getattr(module.get_submodule(path), "head_dim", None)
+        for column in columns:
+            features = cast(nn.Linear, module.get_submodule(column)).out_features
+            if not isinstance(size, int) or features % size or (features // size) % ranks.world == 0:
+                continue
+            heads = features // size
+            mend = f"use a number of ranks that divides {heads}"
+            if heads < ranks.world:
+                mend += f", or repeat the weights of each head so that there are {ranks.world}"
+            raise ValueError(f"{column} has {heads} heads, which do not divide among {ranks.world} ranks: {mend}")

@@ -1,0 +1,249 @@
+"""The choice of a transport: the same on all ranks, for reasons that are said; and the transports that groups keep."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from interlace.comm import CommError, all_gather_into_tensor, all_reduce, connect, disconnect, resolve, run_local
+from interlace.comm.group import _connected
+from interlace.comm.transports import capabilities, choose
+from interlace.comm.transports.base import QueueTransport
+from tests.comm.jobs import TIMEOUT
+
+
+def choice(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> tuple[str, list[str]]:
+    """The name of what is chosen or the error, and what was logged; `changes` pretend another machine on some ranks."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener = Listener()
+    logging.getLogger("interlace").addHandler(listener)
+    logging.getLogger("interlace").setLevel(logging.INFO)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, by_rank in changes.items():
+                if rank not in by_rank:
+                    continue
+                if name == "host":
+                    patch.setattr(choose, "_host", partial(str, by_rank[rank]))
+                elif name == "environment":
+                    patch.setenv("INTERLACE_TRANSPORT", by_rank[rank])
+                else:
+                    _break(patch, name, by_rank[rank])
+            mine = {name: value[rank] if isinstance(value, list) else value for name, value in arguments.items()}
+            with connect(timeout=TIMEOUT, **mine) as group:
+                all_gather_into_tensor(torch.empty(group.world), torch.ones(1), group)
+                return group.name, said
+    except (ValueError, CommError) as error:
+        return f"{type(error).__name__}: {error}", said
+    finally:
+        logging.getLogger("interlace").removeHandler(listener)
+
+
+def _break(patch: pytest.MonkeyPatch, name: str, why: str) -> None:
+    """This process cannot run a transport, and says why."""
+    transport = choose._class_of(name)
+    found = transport.capabilities()
+    broken = type(found)(**{**vars(found), "missing": why})
+    patch.setattr(transport, "capabilities", classmethod(lambda cls: broken))
+
+
+def choices(
+    pool: Any, world: int, changes: dict[str, Any] | None = None, **arguments: Any
+) -> list[tuple[str, list[str]]]:
+    return pool.returned(world, choice, changes or {}, arguments)
+
+
+def test_processes_of_one_host_share_memory_and_rank_0_says_so_once(pool: Any) -> None:
+    first, *others = choices(pool, 3)
+    assert first == ("shm", ["3 ranks on cpu: transport shm (no other is better)"])
+    assert others == [("shm", [])] * 2
+
+
+def test_what_one_rank_cannot_run_nobody_takes(pool: Any) -> None:
+    (name, said), *others = choices(pool, 3, {"shm": {1: "broken here", 2: "broken here"}})
+    assert name == "gloo" and [name for name, _ in others] == ["gloo"] * 2
+    assert said == ["3 ranks on cpu: transport gloo (not shm: broken here on ranks 1, 2)"]
+
+
+def test_ranks_of_several_hosts_do_not_share_memory(pool: Any) -> None:
+    (name, said), *_ = choices(pool, 2, {"host": {1: "elsewhere"}})
+    assert name == "gloo"
+    assert said == ["2 ranks on cpu: transport gloo (not shm: the ranks are on 2 hosts or in as many containers)"]
+
+
+def test_the_environment_names_one_and_the_argument_overrules_it(pool: Any) -> None:
+    everywhere = {"environment": {0: "gloo", 1: "gloo"}}
+    assert [name for name, _ in choices(pool, 2, everywhere)] == ["gloo"] * 2
+    assert [name for name, _ in choices(pool, 2, everywhere, transport="shm")] == ["shm"] * 2
+
+
+def test_ranks_that_differ_are_told_who_says_what(pool: Any) -> None:
+    for name, _ in choices(pool, 3, {"environment": {1: "gloo"}}):
+        assert name == "ValueError: the ranks ask for different transports: auto on ranks 0, 2, gloo on rank 1"
+    for name, _ in choices(pool, 2, transport=["shm", "gloo"]):
+        assert name == "ValueError: the ranks ask for different transports: shm on rank 0, gloo on rank 1"
+    for name, _ in choices(pool, 2, device=["cpu", "meta"]):
+        assert name == "ValueError: the ranks ask for different devices: cpu on rank 0, meta on rank 1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({"shm": {1: "broken here"}}, {"transport": "shm"}, "transport 'shm' cannot run: broken here on rank 1"),
+        ({}, {"transport": "nccl"}, "transport 'nccl' cannot run: for cuda tensors"),
+        ({}, {"transport": "smoke"}, "transport 'smoke' .argument or INTERLACE_TRANSPORT. is none of auto, cuda_ipc,"),
+        ({}, {"device": "meta"}, "no transport for 2 ranks on meta: .*shm: for cpu tensors"),
+        ({}, {"timeout": 0.0}, "timeout must be a positive number"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_reason(pool: Any, changes: Any, arguments: Any, message: str) -> None:
+    arguments = {"timeout": TIMEOUT, **arguments}
+    for text in pool.returned(2, refusal, changes, arguments):
+        assert re.match(message, text), text
+
+
+def refusal(rank: int, changes: dict[str, Any], arguments: dict[str, Any]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, by_rank in changes.items():
+            if rank in by_rank:
+                _break(patch, name, by_rank[rank])
+        with pytest.raises(ValueError) as error:
+            connect(**arguments)
+        return str(error.value)
+
+
+def absent(rank: int) -> str:
+    """Rank 1 never connects; the group is none the worse for it."""
+    said = ""
+    if rank == 0:
+        with pytest.raises(CommError) as error:
+            connect(timeout=0.5)
+        said = str(error.value)
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_does_not_connect_is_named(pool: Any) -> None:
+    said, _ = pool.returned(2, absent)
+    assert said.startswith("rank 0, choosing a transport: no word from rank 1 within 0.5 s"), said
+
+
+# ---------------------------------------------------------------------- groups
+
+
+def kept(rank: int) -> None:
+    """resolve connects once per group and device, until disconnect or the end of the group."""
+    first = resolve(None)
+    assert resolve(None) is first and resolve(dist.group.WORLD) is first and first.name == "shm"
+    mesh = DeviceMesh("cpu", list(range(3)))
+    output = torch.empty(3)
+    all_gather_into_tensor(output, torch.full((1,), float(rank)), mesh)
+    assert output.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="2 dimensions"):
+        resolve(DeviceMesh("cpu", [[0, 1, 2]]))
+    with pytest.raises(TypeError, match="got str"):
+        resolve("the others")
+
+    # Rank 2 is in no other group, rank 1 in two: nobody but the members comes to connect.
+    pairs = [dist.new_group([0, 1]), dist.new_group([1])]
+    if rank < 2:
+        x = torch.full((1,), float(rank + 1))
+        all_reduce(x, group=pairs[0])
+        assert x.item() == 3 and resolve(pairs[0]) is not first
+    else:
+        with pytest.raises(ValueError, match="not a member"):
+            resolve(pairs[0])
+    if rank == 1:
+        all_reduce(x, group=pairs[1])
+        assert x.item() == 3 and resolve(pairs[1]).name == "local"
+        group = weakref.ref(resolve(pairs[1]))
+        dist.destroy_process_group(pairs.pop())
+        gc.collect()
+        assert group() is None  # gone with its process group
+
+    # A failure stays until all disconnect.
+    with pytest.raises(CommError):
+        all_gather_into_tensor(torch.empty(3 * (rank + 1)), torch.empty(rank + 1), None)
+    with pytest.raises(CommError, match="failed before"):
+        all_reduce(torch.ones(1))
+    assert resolve(None) is first
+    disconnect()
+    x = torch.ones(1)
+    all_reduce(x)
+    assert x.item() == 3 and resolve(None) is not first
+    disconnect()
+    assert dist.group.WORLD not in _connected
+
+
+def test_groups_keep_their_transports(pool: Any) -> None:
+    pool.returned(3, kept)
+
+
+def again(rank: int, rounds: int) -> list[float]:
+    """Groups of the same ranks that come and go."""
+    found = []
+    for n in range(rounds):
+        group = dist.new_group([0, 1])
+        x = torch.full((1,), float(n + rank))
+        all_reduce(x, group=group)
+        found.append(x.item())
+        disconnect(group)
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_a_group_made_anew_is_connected_anew(pool: Any) -> None:
+    assert pool.returned(2, again, 3) == [[1.0, 3.0, 5.0]] * 2
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    yield
+    disconnect()
+
+
+def test_one_process_alone_needs_nobody(alone: None) -> None:
+    x = torch.ones(3)
+    all_reduce(x)
+    assert x.tolist() == [1, 1, 1] and resolve(None) is resolve(None) and resolve(None).name == "local"
+    with connect(transport="gloo") as group:
+        assert (group.name, group.world) == ("local", 1)
+        group.barrier()
+    with pytest.raises(ValueError, match="is none of"):
+        connect(transport="smoke")
+    first = resolve(None)
+    disconnect()
+    assert resolve(None) is not first
+
+
+def test_inside_virtual_ranks_none_means_this_rank() -> None:
+    def rank(group: QueueTransport) -> bool:
+        x = torch.full((1,), float(group.rank))
+        all_reduce(x)
+        return x.item() == 3 and resolve(None) is group
+
+    assert run_local(3, rank) == [True] * 3
+
+
+def test_every_transport_says_what_it_can_do_here() -> None:
+    found = capabilities()
+    assert list(found) == ["local", "cuda_ipc", "symm_mem", "nccl", "shm", "gloo"]
+    assert all(name == each.name for name, each in found.items())
+    assert not found["local"].missing and not found["gloo"].missing and found["shm"].one_host
+    if not torch.cuda.is_available():
+        assert all(each.missing for each in found.values() if each.device == "cuda")

@@ -1,0 +1,205 @@
+"""The protocol of cuda_ipc without a GPU: ranks are threads, device memory is host memory, and streams and events are
+modelled so that copies happen late. A wait that is missing shows as wrong bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import random
+import threading
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from interlace.comm import CommError
+from interlace.comm.transports import cuda_ipc
+from interlace.comm.transports.base import Copy, peers_of
+from interlace.comm.transports.cuda_ipc import SLOTS, CudaIpcTransport
+from interlace.comm.transports.shm import Segment, born
+
+SLOT_BYTES = 256
+
+
+class Device:
+    """Streams that run late, and events as CUDA has them: a wait is for the last record before it was enqueued."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.recorded: dict[int, int] = defaultdict(int)  # event -> times recorded on the host
+        self.reached: dict[int, int] = defaultdict(int)  # event -> times reached by a stream
+        self.changed = threading.Condition()
+        self.streams: dict[threading.Thread, queue.Queue] = {}
+        self.waits = 0
+        self.memories: list[torch.Tensor] = []
+
+    def stream(self) -> queue.Queue:
+        """The stream of the thread that asks: each transport has one thread."""
+        with self.changed:
+            thread = threading.current_thread()
+            if thread not in self.streams:
+                work = self.streams[thread] = queue.Queue()
+                threading.Thread(target=self._run, args=(work,), daemon=True).start()
+            return self.streams[thread]
+
+    def _run(self, work: queue.Queue) -> None:
+        while True:
+            call = work.get()
+            time.sleep(self.random.random() * 1e-3)
+            call()
+            work.task_done()
+
+    def copy_bytes(self, to: list[int], source: list[int], sizes: list[int]) -> None:
+        for arguments in zip(to, source, sizes):
+            self.stream().put(lambda arguments=arguments: ctypes.memmove(*arguments))
+
+    def eventRecord(self, event: int, stream: int) -> None:
+        with self.changed:
+            self.recorded[event] += 1
+            count = self.recorded[event]
+
+        def reach() -> None:
+            with self.changed:
+                self.reached[event] = count
+                self.changed.notify_all()
+
+        self.stream().put(reach)
+
+    def streamWaitEvent(self, stream: int, event: int) -> None:
+        with self.changed:
+            count = self.recorded[event]
+            self.waits += 1
+        assert count, "waits for an event that was never recorded"
+
+        def wait() -> None:
+            with self.changed:
+                assert self.changed.wait_for(lambda: self.reached[event] >= count, 20)
+
+        self.stream().put(wait)
+
+    def drain(self) -> None:
+        for work in list(self.streams.values()):
+            work.join()
+
+
+class Window:
+    def __init__(self, memories: list[torch.Tensor]) -> None:
+        self.addresses = [memory.data_ptr() for memory in memories]
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def events(world: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        ready=lambda sender, slot: 1 + sender * SLOTS + slot,
+        read=lambda reader, sender, slot: 1 + (world + reader * world + sender) * SLOTS + slot,
+        close=lambda: None,
+    )
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    made, devices = [], []
+
+    def make(world: int, seed: int = 0, timeout: float = 20.0):
+        device = Device(seed)
+        devices.append(device)
+        monkeypatch.setattr(cuda_ipc, "copy_bytes", device.copy_bytes)
+        monkeypatch.setattr(cuda_ipc, "_cupy", lambda: device)
+        descriptor = Segment.create(world, 4096)
+        memories = [torch.zeros(SLOTS * SLOT_BYTES, dtype=torch.uint8) for _ in range(world)]
+        device.memories = memories  # as long as its streams may run
+        process = (os.getpid(), born(os.getpid()))
+        transports = [
+            CudaIpcTransport(
+                rank, Segment(world, 4096, descriptor), [process] * world, device="cpu", timeout=timeout,
+                slot_bytes=SLOT_BYTES, window=Window(memories), events=events(world),
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        os.close(descriptor)
+        made.extend(transports)
+        return device, transports, memories
+
+    yield make
+    for transport in made:
+        transport.close()
+    for device in devices:
+        device.drain()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_bytes_arrive_whole_though_streams_run_late(ranks, world, seed):
+    """Sizes from nothing to many slots; every batch overwrites what the one before sent and received."""
+    device, transports, _ = ranks(world, seed)
+    sizes = [0, 1, SLOT_BYTES, 5 * SLOT_BYTES * SLOTS + 7, 100]
+    sources = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(world)]
+    arrived = [[torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(world)] for _ in range(world)]
+    for step, size in enumerate(sizes * 2):
+        wanted = [torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(world)]
+        tickets = []
+        for rank, transport in enumerate(transports):
+            sources[rank][:size] = wanted[rank]
+            outgoing = [Copy(peer, sources[rank][:size]) for peer in peers_of(rank, world)]
+            incoming = [Copy(peer, arrived[rank][peer][:size]) for peer in peers_of(rank, world)]
+            tickets.append(transport.copy_batch(outgoing, incoming, f"step {step}"))
+        for ticket in tickets:
+            ticket.wait()
+        device.drain()  # what the ticket's event stands for on a GPU
+        for rank in range(world):
+            for peer in peers_of(rank, world):
+                assert torch.equal(arrived[rank][peer][:size], wanted[peer])
+    assert device.waits > 0
+
+
+def test_a_missing_wait_is_caught_by_this_model(ranks, monkeypatch):
+    """The model is worth something: without the waits for "ready" or "read", bytes are wrong."""
+    wrong = 0
+    for seed in range(5):
+        device, transports, _ = ranks(2, seed)
+        monkeypatch.setattr(device, "streamWaitEvent", lambda stream, event: None)
+        source = [torch.randint(0, 256, (40 * SLOT_BYTES,), dtype=torch.uint8) for _ in range(2)]
+        arrived = [torch.zeros(40 * SLOT_BYTES, dtype=torch.uint8) for _ in range(2)]
+        tickets = [
+            t.copy_batch([Copy(1 - r, source[r])], [Copy(1 - r, arrived[r])], "x") for r, t in enumerate(transports)
+        ]
+        for ticket in tickets:
+            ticket.wait()
+        device.drain()
+        wrong += not all(torch.equal(arrived[r], source[1 - r]) for r in range(2))
+    assert wrong
+
+
+def test_shapes_that_differ_are_named_and_nothing_hangs(ranks):
+    device, transports, _ = ranks(2, timeout=5.0)
+    sources, arrived = [torch.zeros(4), torch.zeros(5)], [torch.zeros(4), torch.zeros(4)]
+    tickets = [
+        t.copy_batch([Copy(1 - r, sources[r])], [Copy(1 - r, arrived[r])], "gather") for r, t in enumerate(transports)
+    ]
+    for ticket in tickets:
+        with pytest.raises(CommError, match=r"gather.*(5 float32, 4 float32 expected|gave up)"):
+            ticket.wait()
+    device.drain()  # before the tensors go: what was enqueued still reads them
+
+
+def test_close_frees_the_window_once(ranks):
+    _, transports, _ = ranks(2)
+    window = transports[0]._window
+    transports[0].close()
+    transports[0].close()
+    assert window.closed
+    with pytest.raises(CommError, match="closed"):
+        transports[0].copy_batch([], [], "late")
+
+
+def test_without_a_gpu_it_says_why():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert CudaIpcTransport.capabilities().missing == "no GPU or no driver"

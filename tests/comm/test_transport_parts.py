@@ -1,0 +1,336 @@
+"""The parts that transports are made of, links that are emulated, and what is left behind when a transport is gone."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
+from interlace.comm import CommError, EmulatedTransport, Transport, all_gather_into_tensor, connect, run_local, traced
+from interlace.comm.transports import Copy, LocalHub, LocalTransport, shm
+from interlace.comm.transports.base import _Pulse, _QueuedTicket
+from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
+from interlace.comm.transports.meeting import Meeting
+from interlace.comm.transports.process_group import GlooTransport, NcclTransport
+from interlace.comm.transports.shm import SLOTS, Segment, ShmTransport, born
+from tests.comm.jobs import TIMEOUT, batches, grown, used
+
+# ---------------------------------------------------------------------- what is left
+
+
+def leaks(rank: int, kind: str) -> list[dict[str, int]]:
+    """What is held at first, and after each way in which a transport may end."""
+
+    def well() -> None:
+        with connect(transport=kind, timeout=TIMEOUT) as group:
+            all_gather_into_tensor(torch.empty(200), torch.ones(100), group)
+            group.barrier()
+
+    def forgotten() -> None:
+        group = connect(transport=kind, timeout=TIMEOUT)
+        all_gather_into_tensor(torch.empty(200), torch.ones(100), group)
+        group.barrier()
+
+    def wrong() -> str:
+        with connect(transport=kind, timeout=TIMEOUT) as group:
+            with pytest.raises(CommError) as error:
+                all_gather_into_tensor(torch.empty(2 * (4 + rank)), torch.ones(4 + rank), group)
+                group.barrier()
+            return str(error.value)
+
+    def late() -> str:
+        with connect(transport=kind, timeout=TIMEOUT) as group:
+            if rank == 1:
+                dist.barrier()  # rank 0 has given up
+            group.timeout = 0.3
+            with pytest.raises(CommError) as error:
+                group.barrier()  # the late one may still find that the other had come
+                group.barrier()
+            if rank == 0:
+                dist.barrier()
+            return str(error.value)
+
+    well()  # what is set up once per process
+    dist.barrier()
+    found = [used()]
+    for way in (well, forgotten, wrong, late):
+        told = [way() for _ in range(2)]
+        dist.barrier()
+        time.sleep(0.2)  # threads that were told to end
+        found.append(used())
+        del told
+    return found
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_nothing_is_left_when_a_transport_ends(pool: Any, kind: str) -> None:
+    for first, *others in pool.returned(2, leaks, kind):
+        assert first["segments"] == first["named segments"] == 0
+        for way, held in zip(("well", "forgotten", "wrong", "late"), others):
+            assert not grown(first, held), way
+
+
+def test_a_forgotten_transport_ends_its_thread() -> None:
+    before = threading.active_count()
+    group = LocalTransport(0, LocalHub(1))
+    assert threading.active_count() == before + 1
+    thread = group._thread
+    del group
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+UNFINISHED = """
+import os, torch
+from interlace.comm.transports import Copy
+from interlace.comm.transports.shm import Segment, ShmTransport, born
+descriptor = Segment.create(2, 4096)
+me = (os.getpid(), born(os.getpid()))
+here, there = (ShmTransport(rank, Segment(2, 4096, descriptor), [me, me], timeout=600.0) for rank in range(2))
+here.copy_batch([Copy(1, torch.ones(10_000))], [], "never taken")
+print("the end")
+"""
+
+
+def test_a_program_ends_with_batches_under_way() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", UNFINISHED], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+
+def without_memory(rank: int) -> str:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(os, "posix_fallocate", full)
+        seen = ShmTransport.capabilities().missing
+        patch.setattr(shm, "_missing", lambda: "")  # as if there had been enough a moment ago
+        with pytest.raises(CommError) as error:
+            connect(transport="shm", timeout=TIMEOUT)
+        with connect(timeout=TIMEOUT) as group:
+            assert group.name == "gloo"
+            output = torch.empty(2)
+            all_gather_into_tensor(output, torch.full((1,), float(rank)), group)
+            assert output.tolist() == [0, 1]
+    return f"{seen} | {error.value}"
+
+
+def test_too_little_memory_is_an_error_on_every_rank_or_another_transport(pool: Any) -> None:
+    for rank, text in enumerate(pool.returned(2, without_memory)):
+        seen, error = text.split(" | ")
+        assert ("No space left" in seen) == (rank == 0)
+        assert re.search(rf"rank {rank}, connecting by shared memory: rank 0: . MiB .* No space left", error), error
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def test_flags_refuse_what_they_cannot_use() -> None:
+    flags = np.zeros(4, np.uint64)
+    assert flag_add(flags, 1, 3) == 3 and flag_load(flags, 1) == 3
+    flag_store(flags, 2, 2**64 - 1)
+    assert flags.tolist() == [0, 3, 2**64 - 1, 0]
+    frozen = flags.copy()
+    frozen.flags.writeable = False
+    shifted = np.zeros(33, np.uint8)[1:].view(np.uint8)
+    unaligned = np.frombuffer(shifted.data, np.uint64, 3)
+    for wrong, index, message in [
+        (flags.astype(np.int64), 0, "uint64"),
+        (flags.reshape(2, 2), 0, "one dimension"),
+        (flags[::2], 0, "contiguous"),
+        (frozen, 0, "writable"),
+        (unaligned, 0, "aligned"),
+        (flags, 4, "outside of 4"),
+        (flags, -1, "outside of 4"),
+    ]:
+        for call in (flag_load, lambda f, i: flag_add(f, i, 1), lambda f, i: flag_wait_at_least(f, i, 1, 0.0)):
+            with pytest.raises(ValueError, match=message):
+                call(wrong, index)
+    for timeout in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="timeout"):
+            flag_wait_at_least(flags, 0, 1, timeout)
+
+
+def test_a_wait_for_a_flag_sleeps_until_it_is_raised() -> None:
+    flags = np.zeros(1, np.uint64)
+    assert not flag_wait_at_least(flags, 0, 1, 0.05)
+    threading.Timer(0.1, lambda: flag_add(flags, 0, 2)).start()  # runs: the wait has let go of the interpreter
+    start, busy = time.monotonic(), time.thread_time()
+    assert flag_wait_at_least(flags, 0, 2, 30.0)
+    assert time.monotonic() - start < 10 and time.thread_time() - busy < 0.05
+
+
+def test_a_process_is_known_by_its_start() -> None:
+    assert born(os.getpid()) == born(os.getpid()) > 0  # type: ignore[operator]
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    deadline = time.monotonic() + 10
+    while born(child) is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert born(child) is None  # nobody has waited for it yet: it still has an entry
+    os.waitpid(child, 0)
+    assert born(child) is None
+
+
+def test_memory_of_ranks_does_not_overlap() -> None:
+    descriptor = Segment.create(3, 4096)
+    segment = Segment(3, 4096, descriptor)
+    os.close(descriptor)
+    pairs = [(a, b) for a in range(3) for b in range(3)]
+    words = [word(*pair) for pair in pairs for word in (
+        segment.headers, segment.pieces, segment.signals, segment.heard, segment.taken
+    )] + [word(rank) for rank in range(3) for word in (segment.bell, segment.state)]  # fmt: skip
+    words += [segment.slot_of(*pair, piece) for pair in pairs for piece in range(SLOTS)]
+    assert len(set(words)) == len(words) and max(words) < len(segment.flags)
+    start = segment.address
+    ranges = [(start, start + segment.flags.nbytes)]
+    ranges += [(a.ctypes.data, a.ctypes.data + a.nbytes) for pair in pairs for a in [segment.header(*pair)]]
+    ranges += [(a.ctypes.data, a.ctypes.data + a.nbytes) for rank in range(3) for a in [segment.reason(rank)]]
+    ranges += [(s, s + 4096) for rank in range(3) for n in range(SLOTS) for s in [segment.slot(rank, n)]]
+    ranges.sort()
+    assert all(end <= following for (_, end), (following, _) in itertools.pairwise(ranges))
+    assert ranges[-1][1] == start + Segment.size(3, 4096)
+
+
+def test_an_emulated_link_takes_its_time() -> None:
+    """0.1 s per batch on the link and 0.2 s on the way: the second batch is there 0.1 s after the first."""
+
+    def rank(inner: Transport) -> None:
+        group = EmulatedTransport(inner, bandwidth=4000 / 0.1, latency=0.2)
+        peer, arrived, done = 1 - group.rank, [torch.zeros(1000) for _ in range(2)], []
+        with traced(group) as trace:
+            start = time.perf_counter()
+            tickets = [
+                group.copy_batch(
+                    [Copy(peer, torch.full((1000,), float(n)))], [Copy(peer, to)], f"batch {n}",
+                    lambda: done.append(time.perf_counter() - start),
+                )
+                for n, to in enumerate(arrived)
+            ]  # fmt: skip
+            assert not tickets[0].done() and time.perf_counter() - start < 0.3
+            for ticket in tickets:
+                ticket.wait()
+        assert done[0] >= 0.3 and done[1] >= 0.4
+        assert [float(to.mean()) for to in arrived] == [0, 1]
+        first, second = trace.of("copy")
+        assert first.finish - first.start >= 0.3 and second.start - first.start == pytest.approx(0.1, abs=0.01)
+        assert [event.label for event in trace.of("issue")] == ["batch 0", "batch 1"]
+        output = torch.empty(4)
+        all_gather_into_tensor(output, torch.full((2,), float(group.rank)), group)
+        assert output.tolist() == [0, 0, 1, 1]
+        group.barrier()
+
+    run_local(2, rank)
+    alone = LocalTransport(0, LocalHub(1))
+    for wrong in ({"bandwidth": 0.0}, {"bandwidth": float("nan")}, {"bandwidth": 1.0, "latency": -1.0}):
+        with pytest.raises(ValueError, match="must be a"):
+            EmulatedTransport(alone, **wrong)
+    alone.close()
+
+
+class _Payload:
+    """What the transport uses of NCCL, over gloo."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.ended = group, ""
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> _Payload:
+        assert len(outputs) == len(inputs) == self.group.size()
+        assert all(tensor.dtype == torch.uint8 and tensor.is_contiguous() for tensor in [*outputs, *inputs])
+        works = [self.group.send([tensor], peer, 9) for peer, tensor in enumerate(inputs) if tensor.numel()]
+        works += [self.group.recv([tensor], peer, 9) for peer, tensor in enumerate(outputs) if tensor.numel()]
+        for work in works:
+            work.wait()
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self.ended = "shutdown"
+
+    def abort(self) -> None:
+        self.ended = "abort"
+
+
+class _NcclOverGloo(NcclTransport):
+    def __init__(self, meeting: Meeting) -> None:
+        self._last = None
+        GlooTransport.__init__(self, meeting)
+        self._payload = _Payload(self._control)
+
+
+def over_nccl(rank: int) -> list[str]:
+    ended = []
+    for mismatched in (False, True):
+        with _NcclOverGloo(Meeting(dist.group.WORLD, torch.device("cpu"), TIMEOUT)) as group:
+            payload = group._payload
+            batches(group, 12)
+            group.barrier()
+            if mismatched:
+                with pytest.raises(CommError, match=rf"rank {rank}\b.*operation {rank}\b"):
+                    group.copy_batch([], [], f"operation {rank}").wait()
+        ended.append(payload.ended)
+    return ended
+
+
+def test_the_transport_over_nccl_but_for_nccl(pool: Any) -> None:
+    """NCCL's all-to-all is played by gloo, since there is no GPU; order, headers and errors are the real ones."""
+    assert pool.returned(3, over_nccl) == [["shutdown", "abort"]] * 3
+
+
+def test_long_texts_are_cut_for_display_but_compared_whole() -> None:
+    long, tensors = "x" * 1000, [torch.empty(n) for n in range(200)]
+    here = manifest(3, long, tensors)
+    raw = pack(here)
+    assert len(raw) == HEADER_BYTES
+    check_packed(0, 1, here, raw)
+    for other, message in [
+        (manifest(3, long[:-1] + "y", tensors), "the ranks' programs differ"),
+        (manifest(4, long, tensors), r"\(batch 4\), but rank 1 is in x+ \(batch 3\)"),
+        (manifest(3, long, [*tensors[:-1], torch.empty(7)]), "rank 1 sends 0 float32 [+] 1 float32"),
+    ]:
+        with pytest.raises(CommError, match=message):
+            check_packed(0, 1, other, raw)
+    with pytest.raises(CommError, match="is no header"):
+        check_packed(0, 1, here, b"\1" * HEADER_BYTES)
+    with pytest.raises(CommError, match=r"rank 1 gave up \(because, é+"):
+        check_packed(0, 1, here, pack_refusal("because, " + "é" * 1000))
+
+
+def test_a_wait_lasts_as_long_as_batches_before_it_move() -> None:
+    pulse = _Pulse()
+    ticket = _QueuedTicket("a batch", -4.8, torch.device("cpu"), pulse)  # 0.2 s without a beat
+
+    def work() -> None:
+        for _ in range(10):
+            time.sleep(0.05)
+            pulse.beat()
+        ticket.finished.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ticket.wait()
+    thread.join()
+    with pytest.raises(CommError, match="a batch: nothing moved for"):
+        _QueuedTicket("a batch", -4.9, torch.device("cpu"), pulse).wait()

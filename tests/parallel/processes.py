@@ -1,0 +1,67 @@
+"""What tests of `interlace.parallel` run in processes of their own (`tests.distributed.workers`), on plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from interlace.parallel import dtensor_state_dict, full_state_dict, tensor_parallel
+
+PLAN = {"norm": "sequence", "": "gather", "gate": "column", "up": "column", "down": "row"}
+CUT = {"gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1}
+
+
+class Gated(nn.Module):
+    """A gated MLP, followed by a norm of its rows."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.gate, self.up, self.down, self.norm = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(self.gate(x).tanh() * self.up(x)))
+
+
+def example() -> Tensor:
+    return torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(1))
+
+
+def checkpoint(rank: int, folder: str) -> str:
+    """Cuts a module along one dimension of a mesh, saves it as DTensors, loads these in place into another."""
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    mesh = both["tensor"]
+    whole = Gated().state_dict()
+    state = dtensor_state_dict(tensor_parallel(Gated(), PLAN, mesh), mesh)
+    for key, tensor in state.items():
+        assert tensor.placements == ((Shard(CUT[key]),) if key in CUT else (Replicate(),)), key
+        assert torch.equal(tensor.full_tensor(), whole[key]), key
+    dcp.save(state, checkpoint_id=folder)
+
+    other = tensor_parallel(Gated(seed=2), PLAN, mesh)
+    dcp.load(dtensor_state_dict(other, mesh), checkpoint_id=folder)
+    for (name, have), want in zip(other.named_parameters(), tensor_parallel(Gated(), PLAN, mesh).parameters()):
+        assert torch.equal(have, want), name
+    try:
+        dtensor_state_dict(other, both)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def step(rank: int) -> Any:
+    """(output rows, gradients by name) of a module cut along a mesh, over whatever transport connects the processes."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    module = tensor_parallel(Gated(), PLAN, mesh, num_chunks=2)
+    out = module(example()[:, 6 * rank : 6 * rank + 6])
+    (out**3).sum().backward()
+    state = full_state_dict(module)
+    assert all(torch.equal(state[key], value) for key, value in Gated().state_dict().items())
+    return out.detach(), {name: parameter.grad for name, parameter in module.named_parameters()}

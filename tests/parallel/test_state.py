@@ -1,0 +1,77 @@
+"""Checkpoints of cut modules: as the ordinary module's, and as DTensors in real processes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from interlace.comm import run_local
+from interlace.parallel import full_state_dict, tensor_parallel
+from tests.distributed.workers import run_ranks
+from tests.parallel import processes
+from tests.parallel.families import FAMILIES, randomize
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_ordinary_checkpoint_goes_in_and_comes_out(name, tmp_path):
+    whole = randomize(FAMILIES[name].model())
+    torch.save(whole.state_dict(), tmp_path / "whole.pt")
+
+    def rank(group):
+        model = tensor_parallel(randomize(FAMILIES[name].model(), seed=1), group=group)
+        model.load_state_dict(torch.load(tmp_path / "whole.pt"))
+        state = full_state_dict(model)
+        torch.save(state, tmp_path / f"{group.rank}.pt")
+        return {key: (tensor.shape, tensor.requires_grad) for key, tensor in state.items()}
+
+    run_local(2, rank)
+    for number in range(2):
+        again = randomize(FAMILIES[name].model(), seed=2)
+        again.load_state_dict(torch.load(tmp_path / f"{number}.pt"))
+        assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), whole.state_dict().values()))
+
+
+def test_a_model_on_meta_is_cut_first_and_loaded_afterwards():
+    whole = randomize(FAMILIES["siglip"].model())
+    with torch.device("meta"):
+        empty = FAMILIES["siglip"].model()
+
+    def rank(group):
+        model = tensor_parallel(copy.deepcopy(empty), group=group)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        model.load_state_dict(whole.state_dict(), assign=True)
+        state = full_state_dict(model)
+        return all(torch.equal(state[key], value) for key, value in whole.state_dict().items())
+
+    assert run_local(2, rank) == [True, True]
+
+
+def returned(results):
+    for kind, value in results:
+        assert kind == "returned", value
+    return [value for _, value in results]
+
+
+def test_distributed_checkpoints_of_two_processes(tmp_path):
+    for message in returned(run_ranks(2, processes.checkpoint, str(tmp_path))):
+        assert "mesh has 2 dimensions" in message
+    # And in one process, without DTensors.
+    want = processes.Gated().state_dict()
+    state = {key: torch.zeros_like(value) for key, value in want.items()}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(state[key], value) for key, value in want.items())
+
+
+def test_a_module_cut_along_a_mesh_of_processes():
+    module = processes.Gated()
+    out = module(processes.example())
+    (out**3).sum().backward()
+    results = returned(run_ranks(2, processes.step))
+    torch.testing.assert_close(torch.cat([y for y, _ in results], 1), out.detach(), rtol=1e-5, atol=1e-5)
+    for name, parameter in module.named_parameters():
+        pieces = [grads[name] for _, grads in results]
+        for piece in [torch.cat(pieces, processes.CUT[name])] if name in processes.CUT else pieces:
+            torch.testing.assert_close(piece, parameter.grad, rtol=1e-4, atol=1e-4)

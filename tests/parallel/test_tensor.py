@@ -1,0 +1,379 @@
+"""Blocks and models of every family, cut by their ready plans, against the same modules left whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from interlace.comm import run_local, traced
+from interlace.model.checkpointing import set_checkpointing
+from interlace.parallel import full_state_dict, plan_for, tensor_parallel
+from interlace.parallel.tensor import SharedInput
+from tests.parallel.families import FAMILIES, HIDDEN, first_tensor, randomize
+
+RANKS = pytest.mark.parametrize("world", [2, 4])
+SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole rows"])
+FAMILY = pytest.mark.parametrize("name", FAMILIES)
+
+
+def assert_close(have, want, what=""):
+    """To 1e-5 of the largest element, or of 1: the gradient of a bias may be 0 but for rounding."""
+    assert have.shape == want.shape and have.dtype == want.dtype, what
+    error = (have - want).abs().max() / want.abs().max().clamp(min=1)
+    assert error <= 1e-5, f"{what}: {error:.1e}"
+
+
+def gradients(module):
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def assert_same_gradients(whole, per_rank):
+    """What is cut is joined along the dimension in which it is smaller; what is whole must be equal on all ranks."""
+    for name, want in whole.items():
+        pieces = [grads[name] for grads in per_rank]
+        if want is None:
+            assert all(piece is None for piece in pieces), name
+            continue
+        smaller = [d for d in range(want.dim()) if pieces[0].shape[d] != want.shape[d]]
+        for piece in [torch.cat(pieces, smaller[0])] if smaller else pieces:
+            assert_close(piece, want, name)
+        if not smaller:
+            assert all(torch.equal(piece, pieces[0]) for piece in pieces), f"{name} differs from rank to rank"
+
+
+@FAMILY
+@SEQUENCE
+@RANKS
+def test_a_block_is_what_it_was(name, sequence_parallel, world):
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    model = randomize(family.model())
+    block, hidden = family.block(model), torch.randn(2, 12, HIDDEN, requires_grad=True)
+    around, upstream = family.surroundings(model, hidden), torch.randn(2, 12, HIDDEN)
+    out = first_tensor(block(hidden, **around))
+    (out * upstream).sum().backward()
+    want = gradients(block)
+    whole = {key: value.clone() for key, value in block.state_dict().items()}
+    block.zero_grad()
+
+    def rank(group):
+        mine = tensor_parallel(copy.deepcopy(block), group=group, sequence_parallel=sequence_parallel, num_chunks=2)
+        rows = slice(None)
+        if sequence_parallel:
+            rows = slice(group.rank * 12 // world, (group.rank + 1) * 12 // world)
+        x = hidden[:, rows].detach().clone().requires_grad_()
+        y = first_tensor(mine(x, **around))
+        (y * upstream[:, rows]).sum().backward()
+        return y.detach(), x.grad, gradients(mine), full_state_dict(mine)
+
+    results = run_local(world, rank)
+    for got, (have, wanted) in enumerate([(0, out.detach()), (1, hidden.grad)]):
+        parts = [result[have] for result in results]
+        joined = torch.cat(parts, dim=1) if sequence_parallel else parts[got % world]
+        assert_close(joined, wanted)
+    assert_same_gradients(want, [result[2] for result in results])
+    for _, _, _, state in results:
+        assert list(state) == list(whole) and all(torch.equal(state[key], whole[key]) for key in whole)
+
+
+@FAMILY
+@SEQUENCE
+@RANKS
+def test_a_model_is_what_it_was(name, sequence_parallel, world):
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    model = randomize(family.model())
+    inputs = family.inputs(12)
+    out = first_tensor(model(**inputs))
+    upstream = torch.randn(out.shape)
+    (out * upstream).sum().backward()
+    want = gradients(model)
+    model.zero_grad()
+
+    def rank(group):
+        mine = tensor_parallel(copy.deepcopy(model), group=group, sequence_parallel=sequence_parallel)
+        y = first_tensor(mine(**inputs))
+        (y * upstream).sum().backward()
+        return y.detach(), gradients(mine)
+
+    results = run_local(world, rank)
+    for y, _ in results:
+        assert_close(y, out.detach())
+        assert torch.equal(y, results[0][0])
+    assert_same_gradients(want, [grads for _, grads in results])
+
+
+# ---------------------------------------------------------------------- ways to run a model
+
+
+def compare(world, model, inputs, prepare=lambda whole: whole, plan=None, **options):
+    """One step of `model` and of what `prepare` makes of its cut copies; the latter's traces of the forward."""
+    out = first_tensor(model(**inputs))
+    upstream = torch.randn(out.shape)
+    (out * upstream).sum().backward()
+    want = gradients(model)
+    model.zero_grad()
+
+    def rank(group):
+        mine = prepare(tensor_parallel(copy.deepcopy(model), plan, group, **options))
+        with traced(group) as trace:
+            y = first_tensor(mine(**inputs))
+        (y * upstream).sum().backward()
+        return y.detach(), gradients(mine), trace
+
+    results = run_local(world, rank)
+    for y, _, _ in results:
+        assert_close(y, out.detach())
+    assert_same_gradients(want, [grads for _, grads, _ in results])
+    return [trace for _, _, trace in results]
+
+
+def family(name, **changes):
+    torch.manual_seed(0)
+    return randomize(FAMILIES[name].model(**changes)), FAMILIES[name].inputs(12)
+
+
+def checkpointed(model):
+    set_checkpointing(model.model.layers, True)
+    return model
+
+
+def checkpointed_by_transformers(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+PREPARATIONS = {"checkpointing": checkpointed, "transformers": checkpointed_by_transformers, "deepcopy": copy.deepcopy}
+
+
+@SEQUENCE
+@pytest.mark.parametrize("way", PREPARATIONS)
+def test_recomputed_and_copied_models(way, sequence_parallel):
+    model, inputs = family("llama")
+    compare(2, model, inputs, PREPARATIONS[way], sequence_parallel=sequence_parallel)
+
+
+@SEQUENCE
+def test_one_rank(sequence_parallel):
+    compare(1, *family("qwen2"), sequence_parallel=sequence_parallel)
+
+
+def test_inputs_gathered_again_in_backward():
+    compare(2, *family("whisper"), regather=True, num_chunks=2)
+
+
+@SEQUENCE
+def test_a_cut_language_model_head(sequence_parallel):
+    model, inputs = family("llama")
+    plan = {**plan_for(model), "lm_head": "column_gathered"}
+    compare(4, model, inputs, plan=plan, sequence_parallel=sequence_parallel)
+
+
+def test_a_tied_head_stays_whole_with_its_embeddings():
+    model, inputs = family("llama", tie_word_embeddings=True)
+    compare(2, model, inputs)
+    with pytest.raises(ValueError, match=r"lm_head, model.embed_tokens share a parameter"):
+        tensor_parallel(model, {**plan_for(model), "lm_head": "column_gathered"})
+
+
+@SEQUENCE
+def test_one_gather_serves_all_layers_of_an_attention(sequence_parallel):
+    """Per block two transfers in, two out; without sequence parallelism nothing in, and a sum out."""
+    model, inputs = family("llama")
+    for trace in compare(2, model, inputs, sequence_parallel=sequence_parallel, num_chunks=1):
+        labels = [event.label.split(" ")[0] for event in trace.of("issue")]
+        block = ["all_gather_matmul", "matmul_reduce_scatter"] * 2
+        assert labels == ([*block * 2, "all_gather_into_tensor"] if sequence_parallel else ["all_reduce"] * 4)
+
+
+@SEQUENCE
+def test_frozen_parameters_have_no_gradient(sequence_parallel):
+    model, inputs = family("qwen2")
+    for index, (_, parameter) in enumerate(model.named_parameters()):
+        parameter.requires_grad_(index % 3 == 0)
+    compare(2, model, inputs, sequence_parallel=sequence_parallel)
+    model.requires_grad_(False)
+    model.model.layers[1].mlp.requires_grad_(True)
+    compare(2, model, inputs, sequence_parallel=sequence_parallel)
+
+
+def test_thawing_a_norm_later():
+    """Gradients of a norm are summed from the first forward in which it is trained."""
+
+    def thawed(model):
+        model.requires_grad_(False)
+        first_tensor(model(**inputs))
+        return model.requires_grad_(True)
+
+    model, inputs = family("llama")
+    compare(2, model, inputs, thawed)
+
+
+def test_gradients_accumulate_over_microbatches():
+    model, inputs = family("siglip")
+
+    def once_before(model):
+        first_tensor(model(**inputs)).sum().backward()
+        return model
+
+    first_tensor(model(**inputs)).sum().backward()
+    want = {name: None if grad is None else 2 * grad for name, grad in gradients(model).items()}
+    model.zero_grad()
+
+    def rank(group):
+        mine = once_before(once_before(tensor_parallel(copy.deepcopy(model), group=group)))
+        return gradients(mine)
+
+    assert_same_gradients(want, run_local(2, rank))
+
+
+def test_autocast():
+    model, inputs = family("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(**inputs).logits.float()
+
+    def rank(group):
+        mine = tensor_parallel(copy.deepcopy(model), group=group)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = mine(**inputs).logits
+        logits.float().sum().backward()
+        assert all(p.grad.dtype == torch.float32 for p in mine.parameters())
+        return logits.float()
+
+    for logits in run_local(2, rank):
+        assert (logits - want).abs().max() <= 0.03 * want.abs().max()
+
+
+class Cross(nn.Module):
+    """A cross attention's shape: keys come from another sequence, which is whole on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(6, 8), nn.Linear(6, 8, bias=False), nn.Linear(8, 6)
+
+    def forward(self, x, other):
+        return self.out(self.q(x).relu() * self.k(other).mean(-2, keepdim=True))
+
+
+@SEQUENCE
+def test_a_column_layer_applied_to_another_sequence(sequence_parallel):
+    torch.manual_seed(0)
+    module, x, other = randomize(Cross()), torch.randn(8, 6), torch.randn(5, 6, requires_grad=True)
+    upstream = torch.randn(8, 6)
+    (module(x, other) * upstream).sum().backward()
+    want, d_other = gradients(module), other.grad.clone()
+    module.zero_grad()
+
+    def rank(group):
+        plan = {"": "gather", "q": "column", "k": "column", "out": "row"}
+        mine = tensor_parallel(copy.deepcopy(module), plan, group, sequence_parallel=sequence_parallel)
+        rows = slice(4 * group.rank, 4 * group.rank + 4) if sequence_parallel else slice(None)
+        theirs = other.detach().requires_grad_()
+        (mine(x[rows], other=theirs) * upstream[rows]).sum().backward()
+        assert mine.q.handed is None and mine.k.handed is None
+        return theirs.grad, gradients(mine)
+
+    results = run_local(2, rank)
+    for grad, _ in results:
+        assert_close(grad, d_other)
+    assert_same_gradients(want, [grads for _, grads in results])
+
+
+def test_products_are_released_when_a_module_raises():
+    def rank(group):
+        module = tensor_parallel(Cross(), {"": "gather", "q": "column", "k": "column", "out": "row"}, group)
+        with pytest.raises(AttributeError):
+            module(torch.ones(4, 6), None)
+        return module.q.handed
+
+    assert run_local(2, rank) == [None, None]
+
+
+# ---------------------------------------------------------------------- plans and their errors
+
+
+def test_patterns_match_by_component_and_the_last_one_counts():
+    model, inputs = family("llama")
+    plan = {
+        "model.*": "replicate",
+        "lm_head": "replicate",
+        "model.layers": "layers",
+        "model.layers.*.self_attn": "gather",
+        "model.layers.*.*layernorm": "sequence",
+        "model.layers.*.self_attn.[qkv]_proj": "column",
+        "model.layers.*.self_attn.o_proj": "row",
+        "model.layers.*.mlp": "gather",
+        "model.layers.*.mlp.*_proj": "column",
+        "model.layers.*.mlp.down_proj": "row",
+    }
+    compare(2, model, inputs, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lm_head": None}, r"what becomes of 'lm_head'.*\{'lm_head': \"replicate\"\}"),
+        ({"model.layers.1.mlp.up_proj": None}, "'model.layers.1.mlp.up_proj'"),
+        ({"model.layers.*.nothing": "row"}, "matches no module of LlamaForCausalLM"),
+        ({"model.layers.2": "replicate"}, "'model.layers.2' matches no module"),
+        ({"lm_head": "colwise"}, "'colwise', which is none of column, "),
+        ({"model.norm": "row"}, 'model.norm is a LlamaRMSNorm: only an nn.Linear inside a module can be "row"'),
+        ({"model.layers.0.mlp": "layers"}, "model.layers.0.mlp is a LlamaMLP: only a ModuleList"),
+        ({"model.rotary_emb": "gather"}, 'model.rotary_emb is "gather", but no layer inside'),
+    ],
+)
+def test_a_plan_that_does_not_fit_changes_nothing(change, message):
+    model, _ = family("llama")
+    plan = {path: style for path, style in {**plan_for(model), **change}.items() if style is not None}
+    before = {name: type(part) for name, part in model.named_modules()}
+    with pytest.raises(ValueError, match=message):
+        run_local(2, lambda group: tensor_parallel(model, plan, group))
+    assert {name: type(part) for name, part in model.named_modules()} == before
+    assert not any(part._forward_pre_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "world", "message"),
+    [
+        (
+            "llama",
+            {},
+            3,
+            r"q_proj has 8 heads, which do not divide among 3 ranks: use a number of ranks that divides 8$",
+        ),
+        ("qwen2", {"num_key_value_heads": 2}, 4, r"k_proj has 2 heads.*divides 2, or repeat .* there are 4"),
+        ("llama", {"intermediate_size": 22}, 4, r"mlp.gate_proj: .*out_features 22 do not divide among 4 ranks"),
+        ("siglip", {}, 16, r"q_proj has 8 heads.* there are 16$"),
+    ],
+)
+def test_heads_and_features_must_divide(name, changes, world, message):
+    model, _ = family(name, **changes)
+    with pytest.raises(ValueError, match=message):
+        run_local(world, lambda group: tensor_parallel(copy.deepcopy(model), group=group))
+
+
+def test_a_sequence_that_does_not_divide():
+    model, _ = family("llama")
+    inputs = FAMILIES["llama"].inputs(13)
+    with pytest.raises(ValueError, match="a sequence of 13 tokens does not divide among 2 ranks: pad it"):
+        run_local(2, lambda group: tensor_parallel(copy.deepcopy(model), group=group)(**inputs))
+    compare(2, model, inputs, sequence_parallel=False)
+
+
+def test_no_plan_is_known():
+    with pytest.raises(ValueError, match="no plan is known for Cross"):
+        plan_for(Cross())
+    with pytest.raises(ValueError, match="no plan is known"):
+        tensor_parallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="the module itself is a Linear: only an nn"):
+        tensor_parallel(nn.Linear(2, 2), {"": "row"})
+
+
+def test_a_hidden_state_that_cannot_be_found():
+    module = tensor_parallel(Cross(), {"": "gather", "q": "column", "k": "column", "out": "row"})
+    assert any(isinstance(hook, SharedInput) for hook in module._forward_pre_hooks.values())
+    with pytest.raises(TypeError, match="Cross: the tensor to be cut"):
+        module(other=torch.ones(2, 6))
