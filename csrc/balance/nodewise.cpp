@@ -82,6 +82,7 @@ public:
                 node_of_ = best_node_of;
                 held_ = best_held;
                 std::fill(free_from.begin(), free_from.end(), 0);
+                if (round % 2 == 1) shake();
             }
             limit_ = best;
             for (int64_t node = 0; node < volume_.nodes(); ++node) measure(node);
@@ -137,6 +138,19 @@ public:
     }
 
 private:
+    // Exchanges a batch of the bottleneck's node for any other, so that a round does not end where the last one did.
+    void shake() {
+        const int64_t slot = worst_.index() / c_ * c_ + next_random(c_), with = next_random(volume_.instances);
+        std::swap(node_of_[held_[slot]], node_of_[held_[with]]);
+        std::swap(held_[slot], held_[with]);
+    }
+
+    // A linear congruential generator: the same numbers on every platform.
+    int64_t next_random(int64_t below) {
+        random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+        return static_cast<int64_t>((random_ >> 33) % static_cast<uint64_t>(below));
+    }
+
     struct Exchange {
         int64_t slot = -1;
         int32_t batch = -1;
@@ -279,6 +293,7 @@ private:
     std::vector<double> level_;     // (sent / limit)^16 per instance
     std::vector<double> node_level_;
     Tournament worst_;  // keys are negated
+    uint64_t random_ = 0;
     int64_t work_ = 0;  // counted, not timed: every rank must stop at the same placement
     std::vector<Volume::Entry> wanted_;
     std::vector<Offer> offers_;
@@ -290,7 +305,13 @@ std::vector<int32_t> nodewise_placement(const Volume &volume) {
     Placement placement(volume);
     placement.greedy();
     placement.search(nodewise_simple_bound(volume));
-    return placement.ranks();
+    std::vector<int32_t> rank_of = placement.ranks(), unmoved(volume.instances);
+    std::iota(unmoved.begin(), unmoved.end(), 0);
+    const auto bottleneck = [&](const std::vector<int32_t> &ranks) {
+        const std::vector<double> sent = internode_volume(volume, ranks);
+        return *std::max_element(sent.begin(), sent.end());
+    };
+    return bottleneck(unmoved) < bottleneck(rank_of) ? unmoved : rank_of;
 }
 
 std::vector<double> internode_volume(const Volume &volume, const std::vector<int32_t> &rank_of) {

@@ -10,9 +10,12 @@ namespace interlace {
 // OrchMLLM's Algorithm 3: which rank takes batch j, so that the instance that sends most to other nodes sends as little
 // as possible. Starts from a greedy assignment of batches to nodes by the volume that they keep there; then a tabu
 // search over exchanges of one batch of the bottleneck's node for one of another node, until a simple bound is met or a
-// fixed amount of work is done. Within a node every batch goes where most of it lies already. Returns int32
-// [instances], a permutation. (A min-cost flow, which keeps most volume in all, is no better start: on 48 volumes of 64
-// and 256 instances its bottlenecks were 0.2 % lower than greedy's before the search and 0.06 % after it.)
+// fixed amount of work is done. Within a node every batch goes where most of it lies already. Never worse than batch j
+// on rank j. Returns int32 [instances], a permutation.
+//
+// A min-cost flow, which keeps most volume in all, is no better start: on 63 volumes of 64 to 2,560 instances the search
+// ended in the same bottleneck from both in 57, lower from greedy in 3 and from the flow in 3; at 2,560 instances it
+// never differed, and the flow alone took SciPy 130 to 730 ms.
 std::vector<int32_t> nodewise_placement(const Volume &volume);
 
 // What each instance sends to other nodes under a placement.

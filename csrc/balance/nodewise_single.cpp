@@ -156,19 +156,37 @@ private:
     std::vector<Value> scratch_;
 };
 
+// How many batches an instance must keep to send less than a limit.
+int64_t batches_needed(const Volume &volume, int64_t instance, double limit) {
+    std::vector<double> held;
+    for (int64_t at = volume.row_start[instance]; at < volume.row_start[instance + 1]; ++at)
+        held.push_back(volume.rows[at].value);
+    std::sort(held.begin(), held.end(), std::greater<double>());
+    double sends = volume.row_sum[instance];
+    int64_t count = 0;
+    for (; count < static_cast<int64_t>(held.size()) && sends > limit * (1 - 1e-9); ++count) sends -= held[count];
+    return count;
+}
+
 }  // namespace
 
 double nodewise_single_bound(const Volume &volume, const std::vector<double> &sent, double bound, int64_t budget) {
     const double reached = *std::max_element(sent.begin(), sent.end());
     if (bound >= reached || budget == 0) return bound;
-    // Nodes whose instances send most first: one of them usually holds the placement's bottleneck for good.
     std::vector<int64_t> nodes;
     std::vector<double> heaviest(volume.nodes(), 0.0);
-    for (int64_t i = 0; i < volume.instances; ++i)
-        heaviest[i / volume.per_node] = std::max(heaviest[i / volume.per_node], sent[i]);
+    std::vector<int64_t> needed(volume.nodes(), 0);
+    for (int64_t i = 0; i < volume.instances; ++i) {
+        const int64_t node = i / volume.per_node;
+        heaviest[node] = std::max(heaviest[node], sent[i]);
+        needed[node] += batches_needed(volume, i, reached);
+    }
     for (int64_t node = 0; node < volume.nodes(); ++node)
         if (heaviest[node] > bound) nodes.push_back(node);
-    std::stable_sort(nodes.begin(), nodes.end(), [&](int64_t a, int64_t b) { return heaviest[a] > heaviest[b]; });
+    // Where most has to stay first: one of those usually holds the placement's bottleneck for good.
+    std::stable_sort(nodes.begin(), nodes.end(), [&](int64_t a, int64_t b) {
+        return needed[a] != needed[b] ? needed[a] > needed[b] : heaviest[a] > heaviest[b];
+    });
     if (nodes.size() > 16) nodes.resize(16);
     for (const int64_t node : nodes) {
         const auto out_of_reach = [&](double limit) {

@@ -61,6 +61,17 @@ def test_many_small_placements_are_optimal_and_the_bound_holds(case):
     check(*case)
 
 
+@given(st.integers(1, 4), st.integers(1, 8), st.floats(0.05, 1), st.sampled_from([1, 9, 10**6]), st.integers(0, 2**32))
+def test_placement_is_never_worse_than_none(per_node, nodes, density, largest, seed):
+    rng = np.random.default_rng(seed)
+    d = per_node * nodes
+    volume = rng.integers(0, largest, (d, d), endpoint=True) * (rng.random((d, d)) < density)
+    volume += np.diag(rng.integers(0, largest, d) * rng.integers(0, 2))  # most lies where it is to stay, or nothing does
+    reached = balance.internode_volume(volume, balance.nodewise_placement(volume, per_node), per_node).max()
+    assert reached <= balance.internode_volume(volume, np.arange(d), per_node).max()
+    assert balance.nodewise_bound(volume, per_node, iterations=20) <= reached * (1 + 1e-9)
+
+
 def rearranged(d, each, seed):
     """The volume that post-balancing random mini-batches of `each` samples causes."""
     rng = np.random.default_rng(seed)
