@@ -254,8 +254,11 @@ private:
                 possible = !choices[e].empty();
             }
             if (!possible) continue;
+            std::vector<std::vector<const Choice *>> open(encoders);
+            for (size_t e = 0; e < encoders; ++e)
+                for (const Choice &choice : choices[e]) open[e].push_back(&choice);
             chosen_.assign(encoders, nullptr);
-            combine(choices, last, 0, {last.gpus, 0.0, last.slowest, last.sync, 0.0}, colocated);
+            combine(open, last, 0, {last.gpus, 0.0, last.slowest, last.sync, 0.0}, colocated);
         }
     }
 
@@ -273,22 +276,38 @@ private:
         return last.fill + sum.fill + steady() * sum.slowest + static_cast<double>(count_) * sum.reshard + sum.sync;
     }
 
-    void combine(const std::vector<std::vector<Choice>> &choices, const Candidate &last, size_t e, const Partial &sum,
-                 bool colocated) {
+    static Partial join(const Partial &sum, const Choice &choice) {
+        const Candidate &own = choice.candidate;
+        return {sum.gpus + own.gpus, std::max(sum.fill, choice.fill), std::max(sum.slowest, own.slowest),
+                std::max(sum.sync, own.sync), sum.reshard + choice.reshard};
+    }
+
+    // Encoders before e have been chosen; the others have these choices.
+    void combine(const std::vector<std::vector<const Choice *>> &choices, const Candidate &last, size_t e,
+                 const Partial &sum, bool colocated) {
         if (!(time(last, sum) < best_.time)) return;
         if (e == choices.size()) {
             keep(last, time(last, sum), colocated);
             return;
         }
-        const int64_t left = budget_ - static_cast<int64_t>(choices.size() - e - 1);
-        for (const Choice &choice : choices[e]) {
-            const Candidate &own = choice.candidate;
-            if (sum.gpus + own.gpus > left) continue;
-            chosen_[e] = own.option;
-            combine(choices, last, e + 1,
-                    {sum.gpus + own.gpus, std::max(sum.fill, choice.fill), std::max(sum.slowest, own.slowest),
-                     std::max(sum.sync, own.sync), sum.reshard + choice.reshard},
-                    colocated);
+        // Of each encoder those that leave less than the best time if the others cost nothing, and the GPUs that it
+        // takes for that.
+        std::vector<std::vector<const Choice *>> open(choices.size());
+        std::vector<int64_t> fewest(choices.size(), 0);
+        int64_t needed = sum.gpus;
+        for (size_t f = e; f < choices.size(); ++f) {
+            for (const Choice *choice : choices[f]) {
+                if (!(time(last, join(sum, *choice)) < best_.time)) continue;
+                if (open[f].empty() || choice->candidate.gpus < fewest[f]) fewest[f] = choice->candidate.gpus;
+                open[f].push_back(choice);
+            }
+            if (open[f].empty()) return;
+            needed += fewest[f];
+        }
+        for (const Choice *choice : open[e]) {
+            if (needed - fewest[e] + choice->candidate.gpus > budget_) continue;
+            chosen_[e] = choice->candidate.option;
+            combine(open, last, e + 1, join(sum, *choice), colocated);
         }
     }
 
@@ -310,7 +329,7 @@ private:
     std::vector<std::vector<Option>> alone_;  // per encoder
     std::vector<Option> merged_, backbone_;
     std::vector<char> trained_;  // per encoder: whether anything in it has a backward
-    SearchResult best_{kInfinity};
+    SearchResult best_;
     int64_t dp_ = 1, count_ = 1, budget_ = 1;
     std::vector<const Option *> chosen_;
 };

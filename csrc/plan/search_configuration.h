@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace interlace {
@@ -44,7 +45,7 @@ struct GroupConfiguration {
 };
 
 struct SearchResult {
-    double time;  // infinite: nothing fits
+    double time = std::numeric_limits<double>::infinity();  // which means that nothing fits
     int64_t dp = 0;
     bool colocated = false;
     std::vector<GroupConfiguration> groups;  // encoders, then the language model
