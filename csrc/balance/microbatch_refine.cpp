@@ -12,10 +12,10 @@ namespace interlace {
 namespace {
 
 constexpr int partners = 8;
-constexpr int64_t most_pairs = 4'000'000;  // of samples looked at in all: some milliseconds
+constexpr int64_t most_samples = 1'000'000;  // that are looked up in all: some milliseconds
 
 struct Microbatch {
-    std::vector<int32_t> samples;
+    std::vector<int32_t> samples;  // by rising LLM cost, then number
     double encoder = 0.0, llm = 0.0;
 };
 
@@ -31,7 +31,10 @@ public:
           most_encoder_(most_encoder) {
         for (size_t i = 0; i < encoder.size(); ++i)
             microbatches_[microbatch_of[i]].samples.push_back(static_cast<int32_t>(i));
-        for (Microbatch &each : microbatches_) weigh(each);
+        for (Microbatch &each : microbatches_) {
+            std::sort(each.samples.begin(), each.samples.end(), [this](int32_t a, int32_t b) { return before(a, b); });
+            weigh(each);
+        }
     }
 
     void run() {
@@ -41,7 +44,7 @@ public:
         const double enough = total / static_cast<double>(count) * good_enough;
         for (int64_t m = 0; m < count; ++m) update(m);
         // A microbatch that nobody can relieve is left to deferral; the next one may still be relieved.
-        while (heaviest_.key() != Tournament::out && -heaviest_.key() > enough && pairs_ < most_pairs) {
+        while (heaviest_.key() != Tournament::out && -heaviest_.key() > enough && looked_up_ < most_samples) {
             const int64_t from = heaviest_.index();
             std::vector<int64_t> tried;
             bool relieved = false;
@@ -83,34 +86,55 @@ private:
         lightest_.set(m, microbatches_[m].llm);
     }
 
+    bool before(int32_t a, int32_t b) const { return llm_[a] != llm_[b] ? llm_[a] < llm_[b] : a < b; }
+
+    void put(Microbatch &microbatch, int32_t sample) const {
+        const auto at = std::lower_bound(microbatch.samples.begin(), microbatch.samples.end(), sample,
+                                         [this](int32_t a, int32_t b) { return before(a, b); });
+        microbatch.samples.insert(at, sample);
+    }
+
+    void drop(Microbatch &microbatch, int32_t sample) const {
+        microbatch.samples.erase(std::find(microbatch.samples.begin(), microbatch.samples.end(), sample));
+    }
+
     // The exchange (or gift) that shifts nearest to half the difference, if any brings both below the heavier one.
     bool exchange(Microbatch &heavy, Microbatch &light) {
         const double difference = heavy.llm - light.llm;
         double miss = difference / 2;
-        int64_t give = -1, take = -1;
-        const int64_t gives = static_cast<int64_t>(heavy.samples.size());
-        const int64_t takes = static_cast<int64_t>(light.samples.size());
-        pairs_ += gives * (takes + 1);
-        for (int64_t i = 0; i < gives; ++i) {
-            const double llm = llm_[heavy.samples[i]], encoder = encoder_[heavy.samples[i]];
-            for (int64_t j = -1; j < takes; ++j) {
-                const double back = j < 0 ? 0.0 : encoder_[light.samples[j]];
-                const double off = std::abs(llm - (j < 0 ? 0.0 : llm_[light.samples[j]]) - difference / 2);
-                if (!(off < miss) || light.encoder + encoder - back > most_encoder_ ||
-                    heavy.encoder - encoder + back > most_encoder_)
-                    continue;
+        int32_t give = -1, take = -1;
+        const auto allowed = [&](int32_t sample, double back) {
+            return light.encoder + encoder_[sample] - back <= most_encoder_ &&
+                   heavy.encoder - encoder_[sample] + back <= most_encoder_;
+        };
+        for (const int32_t sample : heavy.samples) {
+            // What comes back should cost as much less than what goes.
+            const double wanted = llm_[sample] - difference / 2;
+            const auto try_one = [&](double off, int32_t other) {
+                ++looked_up_;
+                if (!allowed(sample, other < 0 ? 0.0 : encoder_[other])) return false;
                 miss = off;
-                give = i;
-                take = j;
-            }
+                give = sample;
+                take = other;
+                return true;
+            };
+            if (std::abs(wanted) < miss) try_one(std::abs(wanted), -1);
+            const auto first = light.samples.begin(), last = light.samples.end();
+            const auto middle =
+                std::lower_bound(first, last, wanted, [this](int32_t other, double cost) { return llm_[other] < cost; });
+            looked_up_ += 4;
+            for (auto at = middle; at != last && llm_[*at] - wanted < miss; ++at)
+                if (try_one(llm_[*at] - wanted, *at)) break;
+            for (auto at = middle; at != first && wanted - llm_[*(at - 1)] < miss; --at)
+                if (try_one(wanted - llm_[*(at - 1)], *(at - 1))) break;
         }
         // A shift by less than the rounding of the sums is none.
         if (give < 0 || !(difference / 2 - miss > 1e-12 * heavy.llm)) return false;
-        if (take < 0) {
-            light.samples.push_back(heavy.samples[give]);
-            heavy.samples.erase(heavy.samples.begin() + give);
-        } else {
-            std::swap(heavy.samples[give], light.samples[take]);
+        drop(heavy, give);
+        put(light, give);
+        if (take >= 0) {
+            drop(light, take);
+            put(heavy, take);
         }
         weigh(heavy);
         weigh(light);
@@ -121,7 +145,7 @@ private:
     std::vector<Microbatch> microbatches_;
     Tournament heaviest_, lightest_;  // by LLM load; keys of the first are negated
     const double most_encoder_;
-    int64_t pairs_ = 0;
+    int64_t looked_up_ = 0;
 };
 
 }  // namespace

@@ -151,8 +151,9 @@ def assign_microbatches(
     print piles all of them on one), equal encoder loads are told apart by LLM load, and with an odd count the middle
     microbatch belongs to the heavier half, which may stay alone.
 
-    Neither bottleneck is above the printed algorithm's. O(n log n) for steps 1 and 2 and a bounded search; step 3 takes
-    O(n load / 64) per heavier microbatch with loads in units (see `subset_sum`), step 4 as `bottleneck_match`.
+    Neither bottleneck is above the printed algorithm's, and no other deferral of these encoder microbatches is better.
+    O(n log n) for steps 1 and 2 and a bounded search; step 3 takes O(n load / 64) per heavier microbatch with loads in
+    units (see `subset_sum`), step 4 as `bottleneck_match`.
 
     Args:
         encoder_cost: real numbers [n], finite and not negative, in any unit; 0 for a sample without media. Several
