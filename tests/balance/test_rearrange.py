@@ -66,7 +66,7 @@ def test_placement_is_never_worse_than_none(per_node, nodes, density, largest, s
     rng = np.random.default_rng(seed)
     d = per_node * nodes
     volume = rng.integers(0, largest, (d, d), endpoint=True) * (rng.random((d, d)) < density)
-    volume += np.diag(rng.integers(0, largest, d) * rng.integers(0, 2))  # most lies where it is to stay, or nothing does
+    volume += np.diag(rng.integers(0, largest, d) * rng.integers(0, 2))  # half of them lie well already
     reached = balance.internode_volume(volume, balance.nodewise_placement(volume, per_node), per_node).max()
     assert reached <= balance.internode_volume(volume, np.arange(d), per_node).max()
     assert balance.nodewise_bound(volume, per_node, iterations=20) <= reached * (1 + 1e-9)

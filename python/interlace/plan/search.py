@@ -175,9 +175,9 @@ def search_configuration(
         raise ValueError(
             f"no configuration fits {gpus} GPUs of {gpu_memory:.3g} bytes: allow other degrees or more GPUs"
         )
-    placement: Placement = "colocated" if colocated else "parallel"
+    chosen: Placement = "colocated" if colocated else "parallel"
     return _configuration(
-        modules, language_model, groupings[placement], placement, found_dp, groups, time, batch, microbatch
+        modules, language_model, groupings[chosen], chosen, found_dp, groups, time, batch, microbatch
     )
 
 
