@@ -49,6 +49,18 @@ def reorder_microbatches(
 def pipeline_makespan(
     forward: NDArray[np.generic], backward: NDArray[np.generic], ranks: int, transfer: float, order: NDArray[np.generic]
 ) -> float: ...
+def action_columns(
+    actions: list[Any], ops: tuple[Any, ...]
+) -> tuple[
+    NDArray[np.int8],
+    NDArray[np.int64],
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.bool_],
+    list[str],
+]: ...
 def simulate(
     offsets: NDArray[np.generic],
     op: NDArray[np.generic],
