@@ -176,9 +176,7 @@ def search_configuration(
             f"no configuration fits {gpus} GPUs of {gpu_memory:.3g} bytes: allow other degrees or more GPUs"
         )
     chosen: Placement = "colocated" if colocated else "parallel"
-    return _configuration(
-        modules, language_model, groupings[chosen], chosen, found_dp, groups, time, batch, microbatch
-    )
+    return _configuration(modules, language_model, groupings[chosen], chosen, found_dp, groups, time, batch, microbatch)
 
 
 def _check(modules: Mapping[str, SearchModule]) -> None:
