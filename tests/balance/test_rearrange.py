@@ -140,8 +140,22 @@ def test_encoder_to_language_model_in_one_exchange():
     assert (outputs[balance.compose(np.argsort(encoder_order), llm_order)] == llm_order).all()
 
 
-@given(st.integers(1, 6), st.integers(0, 40), st.booleans(), st.randoms(use_true_random=False))
+exchanges = (st.integers(1, 6), st.integers(0, 40), st.booleans(), st.randoms(use_true_random=False))
+
+
+@given(*exchanges)
 def test_all_to_all_delivers(ranks, n, sized, random):
+    check_exchange(ranks, n, sized, random)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(*exchanges)
+def test_all_to_all_delivers_often(ranks, n, sized, random):
+    check_exchange(ranks, n, sized, random)
+
+
+def check_exchange(ranks, n, sized, random):
     source = np.array([random.randrange(ranks) for _ in range(n)], int)
     destination = np.array([random.randrange(ranks) for _ in range(n)], int)
     sizes = np.array([random.randrange(5) for _ in range(n)], int) if sized else np.ones(n, int)
