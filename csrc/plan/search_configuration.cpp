@@ -1,8 +1,11 @@
 #include "plan/search_configuration.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <map>
+#include <numeric>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 
@@ -50,8 +53,13 @@ public:
             if (at.size() < modules.size()) continue;
             for (const char recompute : limits_.recompute) {
                 std::vector<std::vector<double>> seconds;
-                for (size_t m = 0; m < modules.size(); ++m)
+                double total = 0.0;
+                for (size_t m = 0; m < modules.size(); ++m) {
                     seconds.push_back(layer_times(*modules[m], at[m], recompute != 0));
+                    total = std::accumulate(seconds[m].begin(), seconds[m].end(), total);
+                }
+                if (!std::isfinite(total))
+                    throw std::invalid_argument("the seconds of all layers overflow: use a larger unit");
                 for (int64_t pp = 1; pp <= deepest; ++pp)
                     found.push_back(one(modules, at, seconds, pp, recompute != 0));
             }

@@ -12,6 +12,7 @@ struct LinkCost {
     double transfer(double bytes) const { return bytes > 0 ? latency + bytes * per_byte : 0.0; }
     // A ring: 2 (n - 1) steps of bytes / n.
     double all_reduce(double bytes, int64_t ranks) const {
+        if (ranks == 1) return 0.0;
         return 2.0 * static_cast<double>(ranks - 1) * transfer(bytes / static_cast<double>(ranks));
     }
 };
@@ -54,7 +55,8 @@ struct SearchResult {
 // The configuration of least iteration time (Entrain's algorithm 3, dissertation 4.4.3; Cornstarch's algorithm 1,
 // cornstarch-2025-11 section 4.1), over all data-parallel degrees, placements, degrees of every group, pipeline sizes
 // and recomputation; a module is cut at its exact bottleneck (min_bottleneck_partition). python/interlace/plan/search.py
-// has the formulas. modules: encoders, then the language model.
+// has the formulas. modules: encoders, then the language model. Throws std::invalid_argument, which is ValueError in
+// Python, where the layers of a module together take longer than a double can hold.
 //
 // Exact: the language model's options are taken by a lower bound on their time; for each, an encoder's options are
 // those that no other one equals or beats in GPUs, fill, slowest stage and all-reduce, and branch and bound combines

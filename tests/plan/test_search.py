@@ -155,7 +155,7 @@ class Problem:
 
     def every(self):
         """(dp, placement, chosen) of every configuration that the GPUs allow."""
-        for dp in self.dp or range(1, self.gpus + 1):
+        for dp in range(1, self.gpus + 1) if self.dp is None else self.dp:
             if dp > self.gpus or self.batch % (dp * self.microbatch):
                 continue
             budget = self.gpus // dp
@@ -390,6 +390,11 @@ def test_bad_input_is_named():
         plan.search_configuration({LLM: good}, 4, 8, 2)
     with pytest.raises(ValueError, match="the same"):
         plan.search_configuration({LLM: plan.SearchModule({(1, 1): np.ones(1)}, {}, *(np.ones(1),) * 5)}, 4, 8, 2)
+    with pytest.raises(ValueError, match="the seconds of all layers overflow"):
+        huge = plan.SearchModule({(1, 1): np.array([1e308])}, {(1, 1): np.array([1e308])}, *(np.ones(1),) * 5)
+        plan.search_configuration({LLM: huge}, 4, 8, 2)
+    with pytest.raises(ValueError, match="no configuration fits"):
+        plan.search_configuration({LLM: module(rng, 3)}, 4, 8, 2, dp=np.zeros(0, int))
     with pytest.raises(ValueError, match="both positive"):
         wrong = {(0, 1): np.ones(1)}
         plan.search_configuration({LLM: plan.SearchModule(wrong, wrong, *(np.ones(1),) * 5)}, 4, 8, 2)
