@@ -100,7 +100,7 @@ double bound(const py::array &volume, int64_t per_node, int64_t iterations) {
     const py::gil_scoped_release release;
     const std::vector<double> sent = internode_volume(entries, nodewise_placement(entries));
     const double relaxed = nodewise_bound(entries, sent, iterations);
-    return nodewise_single_bound(entries, sent, relaxed, 400 * std::min(iterations, int64_t{1} << 40));
+    return nodewise_single_bound(entries, sent, relaxed, 20 * iterations);
 }
 
 std::vector<int32_t> read_ranks(const py::array &array, const std::string &name, int64_t ranks) {

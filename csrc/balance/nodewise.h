@@ -31,7 +31,7 @@ double nodewise_simple_bound(const Volume &volume);
 double nodewise_bound(const Volume &volume, const std::vector<double> &sent, int64_t iterations);
 
 // Raises a bound by what single nodes need in whole batches even if they choose first, found by tree searches. The
-// relaxation above splits batches between nodes, which hides this. budget: passes over a node's batches, in all.
-double nodewise_single_bound(const Volume &volume, const std::vector<double> &sent, double bound, int64_t budget);
+// relaxation above splits batches between nodes, which hides this. effort: 20 passes over a node's batches each.
+double nodewise_single_bound(const Volume &volume, const std::vector<double> &sent, double bound, int64_t effort);
 
 }  // namespace interlace

@@ -9,6 +9,7 @@ namespace interlace {
 
 namespace {
 
+constexpr int64_t passes_per_effort = 20;
 constexpr int root_passes = 60, inner_passes = 6;  // of the multipliers, at the root of the tree and below
 
 // Whether c batches can bring all instances of a node strictly below a limit, if the node may choose first.
@@ -170,9 +171,10 @@ int64_t batches_needed(const Volume &volume, int64_t instance, double limit) {
 
 }  // namespace
 
-double nodewise_single_bound(const Volume &volume, const std::vector<double> &sent, double bound, int64_t budget) {
+double nodewise_single_bound(const Volume &volume, const std::vector<double> &sent, double bound, int64_t effort) {
     const double reached = *std::max_element(sent.begin(), sent.end());
-    if (bound >= reached || budget == 0) return bound;
+    if (bound >= reached || effort == 0) return bound;
+    int64_t budget = passes_per_effort * std::min(effort, int64_t{1} << 40);
     std::vector<int64_t> nodes;
     std::vector<double> heaviest(volume.nodes(), 0.0);
     std::vector<int64_t> needed(volume.nodes(), 0);

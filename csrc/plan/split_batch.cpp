@@ -62,8 +62,7 @@ public:
         counts_ = around(even);
         keep();
         // Times mu + e_i with sum e = 0 and counts that sum to the total give
-        // mu = even - sum(e_i / T_i) / sum(1 / T_i), and by Cauchy-Schwarz the last fraction is at most sqrt(sum e^2)
-        // times the spread of 1 / T_i.
+        // mu = even - sum(e_i / T_i) / sum(1 / T_i), and by Cauchy-Schwarz the last fraction is at most sqrt(sum e^2) times the spread of 1 / T_i.
         double spread = 0.0;
         const double mean = speed / static_cast<double>(times_.size());
         for (const double time : times_) spread += (1.0 / time - mean) * (1.0 / time - mean);
