@@ -48,7 +48,8 @@ public:
             const int64_t from = heaviest_.index();
             std::vector<int64_t> tried;
             bool relieved = false;
-            while (!relieved && static_cast<int>(tried.size()) < partners && lightest_.key() < microbatches_[from].llm) {
+            while (!relieved && static_cast<int>(tried.size()) < partners &&
+                   lightest_.key() < microbatches_[from].llm) {
                 const int64_t to = lightest_.index();
                 relieved = exchange(microbatches_[from], microbatches_[to]);
                 if (relieved) {
@@ -120,8 +121,8 @@ private:
             };
             if (std::abs(wanted) < miss) try_one(std::abs(wanted), -1);
             const auto first = light.samples.begin(), last = light.samples.end();
-            const auto middle =
-                std::lower_bound(first, last, wanted, [this](int32_t other, double cost) { return llm_[other] < cost; });
+            const auto cheaper = [this](int32_t other, double cost) { return llm_[other] < cost; };
+            const auto middle = std::lower_bound(first, last, wanted, cheaper);
             looked_up_ += 4;
             for (auto at = middle; at != last && llm_[*at] - wanted < miss; ++at)
                 if (try_one(llm_[*at] - wanted, *at)) break;

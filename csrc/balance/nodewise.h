@@ -14,8 +14,8 @@ namespace interlace {
 // on rank j. Returns int32 [instances], a permutation.
 //
 // A min-cost flow, which keeps most volume in all, is hardly a better start: on 63 volumes of 64 to 2,560 instances the
-// search ended in the same bottleneck from both in 59, lower from greedy in 1 and from the flow in 3. At 2,560 instances
-// it never differed, and the flow alone took SciPy 130 to 730 ms.
+// search ended in the same bottleneck from both in 59, lower from greedy in 1 and from the flow in 3. At 2,560
+// instances it never differed, and the flow alone took SciPy 130 to 730 ms.
 std::vector<int32_t> nodewise_placement(const Volume &volume);
 
 // What each instance sends to other nodes under a placement.

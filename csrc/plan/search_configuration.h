@@ -54,9 +54,9 @@ struct SearchResult {
 
 // The configuration of least iteration time (Entrain's algorithm 3, dissertation 4.4.3; Cornstarch's algorithm 1,
 // cornstarch-2025-11 section 4.1), over all data-parallel degrees, placements, degrees of every group, pipeline sizes
-// and recomputation; a module is cut at its exact bottleneck (min_bottleneck_partition). python/interlace/plan/search.py
-// has the formulas. modules: encoders, then the language model. Throws std::invalid_argument, which is ValueError in
-// Python, where the layers of a module together take longer than a double can hold.
+// and recomputation; a module is cut at its exact bottleneck (min_bottleneck_partition), and the formulas are in
+// python/interlace/plan/search.py. modules: encoders, then the language model. Throws std::invalid_argument, which is
+// ValueError in Python, where the layers of a module together take longer than a double can hold.
 //
 // Exact: the language model's options are taken by a lower bound on their time; for each, an encoder's options are
 // those that no other one equals or beats in GPUs, fill, slowest stage and all-reduce, and branch and bound combines
