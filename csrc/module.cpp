@@ -9,9 +9,11 @@ void bind_comm(pybind11::module_ &module);
 void bind_microbatch(pybind11::module_ &module);
 void bind_plan(pybind11::module_ &module);
 void bind_simulate(pybind11::module_ &module);
+void bind_simulate_actions(pybind11::module_ &module);
 void bind_plan_oobleck(pybind11::module_ &module);
 void bind_plan_orchestrate(pybind11::module_ &module);
 void bind_plan_partition_limits(pybind11::module_ &module);
+void bind_plan_search(pybind11::module_ &module);
 }  // namespace interlace
 
 PYBIND11_MODULE(_core, module) {
@@ -23,7 +25,9 @@ PYBIND11_MODULE(_core, module) {
     interlace::bind_microbatch(module);
     interlace::bind_plan(module);
     interlace::bind_simulate(module);
+    interlace::bind_simulate_actions(module);
     interlace::bind_plan_oobleck(module);
     interlace::bind_plan_orchestrate(module);
     interlace::bind_plan_partition_limits(module);
+    interlace::bind_plan_search(module);
 }

@@ -98,7 +98,7 @@ py::array_t<int32_t> bind_assign_replicas(const py::array &encoder_cost, const p
 }
 
 py::dict bind_assign_microbatches(const py::array &encoder_cost, const py::array &llm_cost, int64_t microbatches,
-                                  bool shrink) {
+                                  bool shrink, bool as_printed) {
     std::vector<double> encoder, llm;
     read_both(encoder_cost, llm_cost, encoder, llm);
     if (microbatches < 1) throw py::value_error("microbatches must be at least 1, got " + std::to_string(microbatches));
@@ -106,7 +106,7 @@ py::dict bind_assign_microbatches(const py::array &encoder_cost, const py::array
     {
         const py::gil_scoped_release release;
         const int64_t most = std::min<int64_t>(microbatches, static_cast<int64_t>(encoder.size()));
-        plan = assign_microbatches(encoder, llm, shrink ? effective_microbatches(encoder, most) : most);
+        plan = assign_microbatches(encoder, llm, shrink ? effective_microbatches(encoder, most) : most, as_printed);
     }
     py::dict result;
     result["count"] = plan.count;
@@ -230,7 +230,7 @@ void bind_microbatch(py::module_ &module) {
     module.def("assign_replicas", &bind_assign_replicas, py::arg("encoder_cost"), py::arg("llm_cost"),
                py::arg("replicas"), py::arg("equal_counts"));
     module.def("assign_microbatches", &bind_assign_microbatches, py::arg("encoder_cost"), py::arg("llm_cost"),
-               py::arg("microbatches"), py::arg("shrink"));
+               py::arg("microbatches"), py::arg("shrink"), py::arg("as_printed"));
     module.def("deferral_costs", &bind_deferral_costs, py::arg("overloaded"), py::arg("underloaded"));
     module.def("assign_ascending", &bind_assign_ascending, py::arg("costs"), py::arg("groups"), py::arg("capacity"));
     module.def("reorder_microbatches", &bind_reorder_microbatches, py::arg("forward"), py::arg("backward"),

@@ -8,12 +8,15 @@
 #include <utility>
 
 #include "balance/bottleneck_match.h"
+#include "balance/microbatch_refine.h"
+#include "balance/refine.h"
 #include "balance/subset_sum.h"
 
 namespace interlace {
 
 namespace {
 
+constexpr double near = 1.001;                 // an overload that needs no second try
 constexpr int64_t buckets = int64_t{1} << 14;  // of an overloaded microbatch whose costs are no whole numbers
 
 std::vector<int32_t> by_falling(const std::vector<double> &values) {
@@ -133,15 +136,16 @@ DeferralCosts deferral_costs(const std::vector<std::vector<double>> &overloaded,
     return result;
 }
 
-Deferral assign_microbatches(const std::vector<double> &encoder, const std::vector<double> &llm, int64_t count) {
-    const int64_t n = static_cast<int64_t>(encoder.size());
+namespace {
 
-    // Coarse samples before fine ones, each by falling encoder cost, to the lightest encoder microbatch.
+// Coarse samples before fine ones, each by falling encoder cost, to the lightest encoder microbatch.
+std::vector<int32_t> stratified(const std::vector<double> &encoder, const std::vector<double> &llm, int64_t count) {
+    const int64_t n = static_cast<int64_t>(encoder.size());
     const std::vector<int32_t> by_llm = by_falling(llm);
     std::vector<char> fine(n, 0);
     for (int64_t i = (n + 1) / 2; i < n; ++i) fine[by_llm[i]] = 1;
     const std::vector<int32_t> by_encoder = by_falling(encoder);
-    std::vector<std::vector<int32_t>> members(count);
+    std::vector<int32_t> microbatch_of(n);
     std::vector<double> encoder_loads(count, 0.0), llm_loads(count, 0.0);
     using Key = std::tuple<double, double, int32_t>;
     for (const char pass : {0, 1}) {
@@ -154,7 +158,7 @@ Deferral assign_microbatches(const std::vector<double> &encoder, const std::vect
                 if (fine[sample] != pass || (encoder[sample] > 0.0) != priced) continue;
                 std::pop_heap(heap.begin(), heap.end(), std::greater<Key>());
                 const int32_t m = std::get<2>(heap.back());
-                members[m].push_back(sample);
+                microbatch_of[sample] = m;
                 encoder_loads[m] += encoder[sample];
                 llm_loads[m] += llm[sample];
                 heap.back() = {priced ? encoder_loads[m] : 0.0, llm_loads[m], m};
@@ -162,7 +166,37 @@ Deferral assign_microbatches(const std::vector<double> &encoder, const std::vect
             }
         }
     }
+    return microbatch_of;
+}
 
+std::vector<double> loads_of(const std::vector<double> &costs, const std::vector<int32_t> &microbatch_of,
+                             int64_t count) {
+    std::vector<double> loads(count, 0.0);
+    for (size_t sample = 0; sample < costs.size(); ++sample) loads[microbatch_of[sample]] += costs[sample];
+    return loads;
+}
+
+// What no pairing brings the heaviest below: a pair's loads have half their sum at best.
+double pairing_bound(std::vector<double> loads) {
+    std::sort(loads.begin(), loads.end(), std::greater<double>());
+    double bound = 0.0;
+    const size_t count = loads.size();
+    // Rows that stay above the bound need a partner each; the heaviest do best with the lightest.
+    for (size_t i = 0; i < count / 2; ++i) {
+        const double paired = (loads[i] + loads[count - 1 - i]) / 2;
+        bound = std::max(bound, std::min(loads[i], paired));
+    }
+    return bound;
+}
+
+// Pairwise deferral of the samples of given encoder microbatches, and the order of execution.
+Deferral defer(const std::vector<double> &encoder, const std::vector<double> &llm,
+               const std::vector<int32_t> &microbatch_of, int64_t count) {
+    const int64_t n = static_cast<int64_t>(encoder.size());
+    std::vector<std::vector<int32_t>> members(count);
+    for (int64_t sample = 0; sample < n; ++sample)
+        members[microbatch_of[sample]].push_back(static_cast<int32_t>(sample));
+    const std::vector<double> llm_loads = loads_of(llm, microbatch_of, count);
     const std::vector<int32_t> order = by_falling(llm_loads);
     const int64_t over = (count + 1) / 2, under = count - over;
     std::vector<std::vector<double>> costs(over);
@@ -212,13 +246,44 @@ Deferral assign_microbatches(const std::vector<double> &encoder, const std::vect
         if (i != last) place_overloaded(i, match.partner[i]);
     if (last >= 0) place_overloaded(last, -1);
 
-    result.encoder_loads.assign(count, 0.0);
-    result.llm_loads.assign(count, 0.0);
-    for (int64_t sample = 0; sample < n; ++sample) {
-        result.encoder_loads[result.encoder_of[sample]] += encoder[sample];
-        result.llm_loads[result.llm_of[sample]] += llm[sample];
-    }
+    result.encoder_loads = loads_of(encoder, result.encoder_of, count);
+    result.llm_loads = loads_of(llm, result.llm_of, count);
     return result;
+}
+
+}  // namespace
+
+Deferral assign_microbatches(const std::vector<double> &encoder, const std::vector<double> &llm, int64_t count,
+                             bool as_printed) {
+    const std::vector<int32_t> printed = stratified(encoder, llm, count);
+    if (as_printed) return defer(encoder, llm, printed, count);
+    const auto heaviest = [](const std::vector<double> &loads) {
+        return *std::max_element(loads.begin(), loads.end());
+    };
+    // How far above an equal share the heavier of both bottlenecks is.
+    const double encoder_share = sum(encoder) / static_cast<double>(count);
+    const double llm_share = sum(llm) / static_cast<double>(count);
+    const auto overload = [&](const Deferral &plan) {
+        return std::max(encoder_share > 0.0 ? heaviest(plan.encoder_loads) / encoder_share : 0.0,
+                        llm_share > 0.0 ? heaviest(plan.llm_loads) / llm_share : 0.0);
+    };
+    // The lower the encoder's bottleneck is held, the less freedom is left to the LLM's.
+    const int64_t n = static_cast<int64_t>(encoder.size());
+    const double most = heaviest(loads_of(encoder, printed, count));
+    const std::vector<int32_t> even = refine(encoder, by_falling(encoder), printed, count, n);
+    const double least = heaviest(loads_of(encoder, even, count));
+    const double least_printed = pairing_bound(loads_of(llm, printed, count));
+    Deferral best, plain;
+    for (const double cap : {least, least + (most - least) / 4, most}) {
+        if (best.count > 0 && (least == most || overload(best) <= near)) break;
+        Deferral found = defer(encoder, llm, even_llm_loads(encoder, llm, even, count, cap), count);
+        if (heaviest(found.llm_loads) > least_printed) {
+            if (plain.count == 0) plain = defer(encoder, llm, printed, count);
+            if (heaviest(found.llm_loads) > heaviest(plain.llm_loads)) continue;
+        }
+        if (best.count == 0 || overload(found) < overload(best)) best = std::move(found);
+    }
+    return best.count > 0 ? best : plain;
 }
 
 }  // namespace interlace

@@ -12,12 +12,12 @@ std::vector<int32_t> assign_replicas(const std::vector<double> &encoder, const s
                                      int64_t replicas, bool equal_counts);
 
 struct Deferral {
-    int64_t count;                      // K_eff
+    int64_t count = 0;                  // K_eff
     std::vector<int32_t> encoder_of;    // per sample: microbatch, in the order of execution
     std::vector<int32_t> llm_of;        // per sample: the same or the one after it
     std::vector<double> encoder_loads;  // per microbatch
     std::vector<double> llm_loads;
-    double threshold;                   // of the bottleneck matching: the heaviest LLM microbatch
+    double threshold = 0.0;             // of the bottleneck matching: the heaviest LLM microbatch
 };
 
 // min(microbatches, floor(sum / max)) of the encoder costs, at least 1 and at most the number of samples.
@@ -30,7 +30,11 @@ int64_t effective_microbatches(const std::vector<double> &encoder, int64_t micro
 //   to the one with the least LLM cost. Equal encoder loads are told apart by their LLM load as well, then by index.
 // - With an odd number of microbatches the middle one counts as overloaded. It may then stay alone; as an underloaded
 //   one it could be left without a partner while it is above the threshold.
-Deferral assign_microbatches(const std::vector<double> &encoder, const std::vector<double> &llm, int64_t count);
+// Unless as_printed, samples are exchanged between lines 6 and 7: `refine` lowers the encoder's bottleneck, then
+// `even_llm_loads` the LLM's below one of three limits on the encoder's. Of those results that are no worse than the
+// printed one in either bottleneck, the one whose worse bottleneck is nearest to an equal share is taken.
+Deferral assign_microbatches(const std::vector<double> &encoder, const std::vector<double> &llm, int64_t count,
+                             bool as_printed);
 
 struct DeferralCosts {
     std::vector<double> cost;     // [overloaded, underloaded]: the heavier of both after the transfer (equation 4.3)

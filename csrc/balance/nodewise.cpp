@@ -1,7 +1,9 @@
 #include "balance/nodewise.h"
 
 #include <algorithm>
-#include <cmath>
+#include <functional>
+#include <limits>
+#include <numeric>
 #include <utility>
 
 #include "balance/order.h"
@@ -11,8 +13,12 @@ namespace interlace {
 
 namespace {
 
-constexpr int64_t most_candidates = 64;  // batches that an instance asks for in one step
-constexpr int most_visits = 300;  // of instances, while smoothing
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int64_t most_wanted = 24;       // batches that an instance asks for in one step
+constexpr int64_t most_offers = 8;        // batches that its node offers for one of them
+constexpr int64_t patience = 200;         // steps without a better placement before the search goes back to the best
+constexpr int64_t most_work = 1'000'000;  // about as many entries of the volume are looked at: some 10 ms
+constexpr int64_t tenures[] = {8, 5, 3, 13, 2, 6, 10, 4};  // steps for which a moved batch stays, round by round
 
 class Placement {
 public:
@@ -20,89 +26,145 @@ public:
         : volume_(volume),
           c_(volume.per_node),
           node_of_(volume.instances, -1),
-          held_(volume.nodes()),
+          held_(volume.instances, -1),
           outside_(volume.row_sum),
+          level_(volume.instances, 0.0),
+          node_level_(volume.nodes(), 0.0),
           worst_(volume.instances, 0.0) {}
 
-    // Batches to nodes by falling volume kept there, instance i counting `weight[i]` times.
-    void greedy(const std::vector<double> &weight) {
+    // Batches to nodes by falling volume that they keep there.
+    void greedy() {
         struct Pair {
             int32_t batch, node;
         };
         std::vector<Pair> pairs;
-        std::vector<double> gains;
+        std::vector<double> kept;
         for (int64_t batch = 0; batch < volume_.instances; ++batch) {
             for (int64_t at = volume_.column_start[batch]; at < volume_.column_start[batch + 1];) {
                 const int64_t node = volume_.columns[at].other / c_;
-                double gain = 0.0;
+                double sum = 0.0;
                 for (; at < volume_.column_start[batch + 1] && volume_.columns[at].other / c_ == node; ++at)
-                    gain += weight[volume_.columns[at].other] * volume_.columns[at].value;
+                    sum += volume_.columns[at].value;
                 pairs.push_back({static_cast<int32_t>(batch), static_cast<int32_t>(node)});
-                gains.push_back(gain);
+                kept.push_back(sum);
             }
         }
-        for (const int32_t pair : descending_order(gains)) {
+        std::vector<int64_t> count(volume_.nodes(), 0);
+        const auto put = [&](int32_t batch, int64_t node) {
+            node_of_[batch] = static_cast<int32_t>(node);
+            held_[node * c_ + count[node]++] = batch;
+        };
+        for (const int32_t pair : descending_order(kept)) {
             const auto [batch, node] = pairs[pair];
-            if (node_of_[batch] < 0 && static_cast<int64_t>(held_[node].size()) < c_) put(batch, node);
+            if (node_of_[batch] < 0 && count[node] < c_) put(batch, node);
         }
         int64_t node = 0;
         for (int64_t batch = 0; batch < volume_.instances; ++batch) {
             if (node_of_[batch] >= 0) continue;
-            while (static_cast<int64_t>(held_[node].size()) == c_) ++node;
+            while (count[node] == c_) ++node;
             put(static_cast<int32_t>(batch), node);
         }
-        for (int64_t i = 0; i < volume_.instances; ++i) worst_.set(i, -outside_[i]);
+        for (node = 0; node < volume_.nodes(); ++node) measure(node);
     }
 
-    // Exchanges batches between the bottleneck's node and others while the bottleneck falls.
-    void improve() {
-        for (int64_t step = 0; step < 16 * volume_.instances; ++step)
-            if (!improve_bottleneck()) return;
-    }
-
-    // Lowers sum(sent^16), a smooth stand-in for the bottleneck, by exchanges that start from instances near it: this
-    // makes room elsewhere, so that the bottleneck can fall further.
-    void smooth() {
-        for (int visits = 0; visits < most_visits;) {
-            const double limit = bottleneck();
-            if (limit == 0) return;
-            std::vector<int64_t> near;
-            for (int64_t row = 0; row < volume_.instances; ++row)
-                if (outside_[row] > 0.93 * limit) near.push_back(row);
-            std::stable_sort(near.begin(), near.end(), [&](int64_t a, int64_t b) { return outside_[a] > outside_[b]; });
-            bool any = false;
-            for (const int64_t row : near) {
-                any |= improve_row(row, limit);
-                if (++visits == most_visits) break;
+    // Tabu search: the instance that sends most exchanges a batch of its node for one that it holds more of. Of all
+    // such exchanges the one is made that leaves sum(sent^16), a smooth stand-in for the bottleneck, least, even if
+    // that is more than before; what was moved stays for some steps. Ends at the bound or when the work is spent.
+    void search(double bound) {
+        std::vector<int32_t> best_node_of = node_of_, best_held = held_;
+        double best = bottleneck();
+        // More for nodes so large that a step is a long one.
+        const int64_t enough = most_work * std::clamp<int64_t>(c_ / 64, 1, 4);
+        std::vector<int64_t> free_from(volume_.instances, 0);  // the step from which a batch may move again
+        int64_t step = 0;
+        for (size_t round = 0; best > bound && work_ < enough; ++round) {
+            if (round > 0) {
+                node_of_ = best_node_of;
+                held_ = best_held;
+                std::fill(free_from.begin(), free_from.end(), 0);
+                if (round % 2 == 1) shake();
             }
-            improve();
-            if (!any) return;
+            limit_ = best;
+            for (int64_t node = 0; node < volume_.nodes(); ++node) measure(node);
+            work_ += 4 * volume_.instances;
+            const int64_t tenure = tenures[round % (sizeof tenures / sizeof *tenures)];
+            for (int64_t last = step; step < last + patience && best > bound && work_ < enough; ++step) {
+                work_ += 2 * c_ + 20;
+                const Exchange found = best_exchange(free_from, step);
+                if (found.slot < 0) continue;
+                free_from[held_[found.slot]] = step + tenure / 2;
+                free_from[found.batch] = step + tenure;
+                apply(found);
+                if (bottleneck() < best) {
+                    best = bottleneck();
+                    best_node_of = node_of_;
+                    best_held = held_;
+                    work_ += volume_.instances / 16;
+                    last = step;
+                }
+            }
         }
+        node_of_ = std::move(best_node_of);
+        held_ = std::move(best_held);
     }
 
-    double bottleneck() const { return -worst_.key(); }
-
+    // Within a node every batch goes where most of it lies, by falling volume.
     std::vector<int32_t> ranks() const {
         std::vector<int32_t> rank_of(volume_.instances, -1);
-        std::vector<double> own(c_);
+        std::vector<char> taken(volume_.instances, 0);
         for (int64_t node = 0; node < volume_.nodes(); ++node) {
+            std::vector<std::pair<int32_t, int32_t>> pairs;  // batch, instance
             std::vector<double> kept;
-            for (const int32_t batch : held_[node]) {
-                read(batch, node, own);
-                kept.insert(kept.end(), own.begin(), own.end());
+            for (int64_t slot = node * c_; slot < (node + 1) * c_; ++slot) {
+                for (const Volume::Entry &entry : part(held_[slot], node)) {
+                    pairs.push_back({held_[slot], entry.other});
+                    kept.push_back(entry.value);
+                }
             }
-            std::vector<char> taken(c_, 0);
             for (const int32_t pair : descending_order(kept)) {
-                const int32_t batch = held_[node][pair / c_];
-                if (rank_of[batch] >= 0 || taken[pair % c_]) continue;
-                rank_of[batch] = static_cast<int32_t>(node * c_ + pair % c_);
-                taken[pair % c_] = 1;
+                const auto [batch, instance] = pairs[pair];
+                if (rank_of[batch] >= 0 || taken[instance]) continue;
+                rank_of[batch] = instance;
+                taken[instance] = 1;
+            }
+            int64_t free = node * c_;
+            for (int64_t slot = node * c_; slot < (node + 1) * c_; ++slot) {
+                if (rank_of[held_[slot]] >= 0) continue;
+                while (taken[free]) ++free;
+                rank_of[held_[slot]] = static_cast<int32_t>(free++);
             }
         }
         return rank_of;
     }
 
 private:
+    // Exchanges a batch of the bottleneck's node for any other, so that a round does not end where the last one did.
+    void shake() {
+        const int64_t slot = worst_.index() / c_ * c_ + next_random(c_), with = next_random(volume_.instances);
+        std::swap(node_of_[held_[slot]], node_of_[held_[with]]);
+        std::swap(held_[slot], held_[with]);
+    }
+
+    // A linear congruential generator: the same numbers on every platform.
+    int64_t next_random(int64_t below) {
+        random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+        return static_cast<int64_t>((random_ >> 33) % static_cast<uint64_t>(below));
+    }
+
+    struct Exchange {
+        int64_t slot = -1;
+        int32_t batch = -1;
+        double change = kInfinity;
+    };
+
+    struct Part {
+        const Volume::Entry *first, *last;
+        const Volume::Entry *begin() const { return first; }
+        const Volume::Entry *end() const { return last; }
+    };
+
+    double bottleneck() const { return -worst_.key(); }
+
     static double power_16(double x) {
         x *= x;
         x *= x;
@@ -110,172 +172,146 @@ private:
         return x * x;
     }
 
-    void put(int32_t batch, int64_t node) {
-        node_of_[batch] = static_cast<int32_t>(node);
-        held_[node].push_back(batch);
-        for_each(batch, node, [&](int64_t row, double value) { outside_[node * c_ + row] -= value; });
+    // What the instances of a node hold of a batch.
+    Part part(int32_t batch, int64_t node) const {
+        const Volume::Entry *const end = volume_.columns.data() + volume_.column_start[batch + 1];
+        const auto before = [](const Volume::Entry &entry, int64_t instance) { return entry.other < instance; };
+        Part found;
+        found.first = std::lower_bound(volume_.columns.data() + volume_.column_start[batch], end, node * c_, before);
+        for (found.last = found.first; found.last != end && found.last->other < (node + 1) * c_;) ++found.last;
+        return found;
     }
 
-    template <typename Function>
-    void for_each(int32_t batch, int64_t node, Function function) const {
-        const auto begin = volume_.columns.begin() + volume_.column_start[batch];
-        const auto end = volume_.columns.begin() + volume_.column_start[batch + 1];
-        auto at = std::lower_bound(begin, end, node * c_,
-                                   [](const Volume::Entry &entry, int64_t row) { return entry.other < row; });
-        for (; at != end && at->other < (node + 1) * c_; ++at) function(at->other - node * c_, at->value);
-    }
-
-    // What each instance of the node holds of the batch.
-    void read(int32_t batch, int64_t node, std::vector<double> &values) const {
-        std::fill(values.begin(), values.end(), 0.0);
-        for_each(batch, node, [&](int64_t row, double value) { values[row] = value; });
-    }
-
-    // The most that an instance of the node sends once it gives one batch for another.
-    double after(int64_t node, const double *given, const double *taken, double limit) const {
-        double most = 0.0;
-        for (int64_t row = 0; row < c_; ++row) {
-            const double sent = outside_[node * c_ + row] + given[row] - taken[row];
-            if (sent >= limit) return sent;
-            most = std::max(most, sent);
-        }
-        return most;
-    }
-
-    // Batches on other nodes of which an instance holds most.
-    std::vector<Volume::Entry> wanted(int64_t row) const {
-        std::vector<Volume::Entry> entries;
-        for (int64_t at = volume_.row_start[row]; at < volume_.row_start[row + 1]; ++at)
-            if (node_of_[volume_.rows[at].other] != row / c_) entries.push_back(volume_.rows[at]);
-        const auto larger = [](const Volume::Entry &a, const Volume::Entry &b) {
-            return a.value != b.value ? a.value > b.value : a.other < b.other;
-        };
-        const int64_t count = std::min<int64_t>(most_candidates, entries.size());
-        std::partial_sort(entries.begin(), entries.begin() + count, entries.end(), larger);
-        entries.resize(count);
-        return entries;
-    }
-
-    // For every exchange of a batch of the instance's node for one that it wants more of: judge(slot, batch, other
-    // node, given here, taken here, given there, read taken there).
-    template <typename Judge>
-    void for_each_exchange(int64_t row, Judge judge) {
-        const int64_t node = row / c_;
-        std::vector<double> ours(c_ * c_), taken_here(c_), given_there(c_), column(c_);
-        for (int64_t slot = 0; slot < c_; ++slot) {
-            read(held_[node][slot], node, column);
-            std::copy(column.begin(), column.end(), ours.begin() + slot * c_);
-        }
-        for (const Volume::Entry &entry : wanted(row)) {
-            const int64_t other = node_of_[entry.other];
-            read(entry.other, node, taken_here);
-            read(entry.other, other, given_there);
-            for (int64_t slot = 0; slot < c_; ++slot)
-                if (ours[slot * c_ + row - node * c_] < entry.value)
-                    judge(slot, entry.other, other, ours.data() + slot * c_, taken_here.data(), given_there.data());
+    // What each instance of the node sends, summed afresh: no drift over many steps.
+    void measure(int64_t node) {
+        const int64_t first = node * c_, last = first + c_;
+        std::copy(volume_.row_sum.begin() + first, volume_.row_sum.begin() + last, outside_.begin() + first);
+        for (int64_t slot = first; slot < last; ++slot)
+            for (const Volume::Entry &entry : part(held_[slot], node)) outside_[entry.other] -= entry.value;
+        node_level_[node] = 0.0;
+        for (int64_t instance = first; instance < last; ++instance) {
+            worst_.set(instance, -outside_[instance]);
+            level_[instance] = power_16(outside_[instance] / limit_);
+            node_level_[node] += level_[instance];
         }
     }
 
-    bool improve_bottleneck() {
-        const int64_t row = worst_.index(), node = row / c_;
-        double best = outside_[row];
-        int64_t best_slot = -1;
-        int32_t best_batch = -1;
-        std::vector<double> taken_there(c_);
-        for_each_exchange(row, [&](int64_t slot, int32_t batch, int64_t other, const double *given_here,
-                                   const double *taken_here, const double *given_there) {
-            const double here = after(node, given_here, taken_here, best);
-            if (here >= best) return;
-            read(held_[node][slot], other, taken_there);
-            const double most = std::max(here, after(other, given_there, taken_there.data(), best));
-            if (most >= best) return;
-            best = most;
-            best_slot = slot;
-            best_batch = batch;
-        });
-        if (best_batch < 0) return false;
-        exchange(node, best_slot, best_batch);
-        return true;
-    }
-
-    double potential(int64_t node, const double *given, const double *taken, double limit) const {
+    // How sum((sent / limit)^16) over a node changes if it gives one batch and takes another.
+    double change(Part given, Part taken) {
         double sum = 0.0;
-        for (int64_t row = 0; row < c_; ++row) {
-            const double sent = outside_[node * c_ + row] + (given ? given[row] - taken[row] : 0.0);
-            sum += power_16(sent / limit);
+        work_ += (given.last - given.first) + (taken.last - taken.first) + 1;
+        while (given.first != given.last || taken.first != taken.last) {
+            const int32_t next = given.first == given.last   ? taken.first->other
+                                 : taken.first == taken.last ? given.first->other
+                                                             : std::min(given.first->other, taken.first->other);
+            double sent = outside_[next];
+            if (given.first != given.last && given.first->other == next) sent += given.first++->value;
+            if (taken.first != taken.last && taken.first->other == next) sent -= taken.first++->value;
+            sum += power_16(sent / limit_) - level_[next];
         }
         return sum;
     }
 
-    bool improve_row(int64_t row, double limit) {
-        const int64_t node = row / c_;
-        const double now = potential(node, nullptr, nullptr, limit);
-        double best = 1e-6;
-        int64_t best_slot = -1, known = -1;
-        int32_t best_batch = -1;
-        double there_now = 0.0;
-        std::vector<double> taken_there(c_);
-        for_each_exchange(row, [&](int64_t slot, int32_t batch, int64_t other, const double *given_here,
-                                   const double *taken_here, const double *given_there) {
-            const double gain = now - potential(node, given_here, taken_here, limit);
-            if (known != other) {
-                there_now = potential(other, nullptr, nullptr, limit);
-                known = other;
-            }
-            if (gain + there_now <= best) return;
-            read(held_[node][slot], other, taken_there);
-            const double total = gain + there_now - potential(other, given_there, taken_there.data(), limit);
-            if (total <= best) return;
-            best = total;
-            best_slot = slot;
-            best_batch = batch;
-        });
-        if (best_batch < 0) return false;
-        exchange(node, best_slot, best_batch);
-        return true;
+    // Batches on other nodes of which an instance holds most.
+    void find_wanted(int64_t instance) {
+        wanted_.clear();
+        work_ += volume_.row_start[instance + 1] - volume_.row_start[instance];
+        for (int64_t at = volume_.row_start[instance]; at < volume_.row_start[instance + 1]; ++at)
+            if (node_of_[volume_.rows[at].other] != instance / c_) wanted_.push_back(volume_.rows[at]);
+        const auto larger = [](const Volume::Entry &a, const Volume::Entry &b) {
+            return a.value != b.value ? a.value > b.value : a.other < b.other;
+        };
+        const int64_t count = std::min<int64_t>(most_wanted, wanted_.size());
+        std::partial_sort(wanted_.begin(), wanted_.begin() + count, wanted_.end(), larger);
+        wanted_.resize(count);
     }
 
-    void exchange(int64_t node, int64_t slot, int32_t batch) {
-        const int32_t given = held_[node][slot];
-        const int64_t other = node_of_[batch];
-        held_[node][slot] = batch;
-        *std::find(held_[other].begin(), held_[other].end(), batch) = given;
-        node_of_[batch] = static_cast<int32_t>(node);
-        node_of_[given] = static_cast<int32_t>(other);
-        for (const int64_t changed : {node, other}) {
-            for (int64_t row = changed * c_; row < (changed + 1) * c_; ++row) outside_[row] = volume_.row_sum[row];
-            for (const int32_t kept : held_[changed])
-                for_each(kept, changed, [&](int64_t row, double value) { outside_[changed * c_ + row] -= value; });
-            for (int64_t row = changed * c_; row < (changed + 1) * c_; ++row) worst_.set(row, -outside_[row]);
+    struct Offer {
+        int64_t slot;
+        Part here;
+        double own;   // what the asking instance holds of it
+        double loss;  // see change()
+    };
+
+    // The batches of the node that it can best do without.
+    void find_offers(int64_t instance) {
+        const int64_t node = instance / c_;
+        offers_.clear();
+        for (int64_t slot = node * c_; slot < (node + 1) * c_; ++slot) {
+            Offer offer = {slot, part(held_[slot], node), 0.0, 0.0};
+            for (const Volume::Entry &entry : offer.here)
+                if (entry.other == instance) offer.own = entry.value;
+            if (c_ > most_offers) offer.loss = change(offer.here, {nullptr, nullptr});
+            offers_.push_back(offer);
         }
+        if (c_ <= most_offers) return;
+        const auto cheaper = [](const Offer &a, const Offer &b) {
+            return a.loss != b.loss ? a.loss < b.loss : a.slot < b.slot;
+        };
+        std::partial_sort(offers_.begin(), offers_.begin() + most_offers, offers_.end(), cheaper);
+        offers_.resize(most_offers);
+    }
+
+    Exchange best_exchange(const std::vector<int64_t> &free_from, int64_t step) {
+        const int64_t instance = worst_.index(), node = instance / c_;
+        find_wanted(instance);
+        find_offers(instance);
+        Exchange best;
+        for (const Volume::Entry &entry : wanted_) {
+            if (free_from[entry.other] > step) continue;
+            const int64_t other = node_of_[entry.other];
+            const Part here = part(entry.other, node), there = part(entry.other, other);
+            for (const Offer &offer : offers_) {
+                const int32_t given = held_[offer.slot];
+                if (offer.own >= entry.value || free_from[given] > step) continue;
+                double sum = change(offer.here, here);
+                if (!(sum - node_level_[other] < best.change)) continue;
+                sum += change(there, part(given, other));
+                if (sum < best.change) best = {offer.slot, entry.other, sum};
+            }
+        }
+        return best;
+    }
+
+    void apply(const Exchange &exchange) {
+        const int32_t given = held_[exchange.slot];
+        const int64_t node = exchange.slot / c_, other = node_of_[exchange.batch];
+        held_[exchange.slot] = exchange.batch;
+        *std::find(held_.begin() + other * c_, held_.begin() + (other + 1) * c_, exchange.batch) = given;
+        node_of_[exchange.batch] = static_cast<int32_t>(node);
+        node_of_[given] = static_cast<int32_t>(other);
+        measure(node);
+        measure(other);
     }
 
     const Volume &volume_;
     const int64_t c_;
-    std::vector<int32_t> node_of_;
-    std::vector<std::vector<int32_t>> held_;  // batches of each node
-    std::vector<double> outside_;             // what each instance sends to other nodes
-    Tournament worst_;                        // keys are negated
+    std::vector<int32_t> node_of_;  // per batch
+    std::vector<int32_t> held_;     // slots node * c .. node * c + c - 1 are the batches of a node
+    std::vector<double> outside_;   // what each instance sends to other nodes
+    double limit_ = 1.0;            // scale of the potential
+    std::vector<double> level_;     // (sent / limit)^16 per instance
+    std::vector<double> node_level_;
+    Tournament worst_;  // keys are negated
+    uint64_t random_ = 0;
+    int64_t work_ = 0;  // counted, not timed: every rank must stop at the same placement
+    std::vector<Volume::Entry> wanted_;
+    std::vector<Offer> offers_;
 };
 
 }  // namespace
 
 std::vector<int32_t> nodewise_placement(const Volume &volume) {
-    const int64_t d = volume.instances;
-    const double most = *std::max_element(volume.row_sum.begin(), volume.row_sum.end());
-    Placement alike(volume), by_need(volume);
-    alike.greedy(std::vector<double>(d, 1.0));
-    alike.improve();
-    std::vector<double> need(d, 0.0);
-    for (int64_t i = 0; i < d && most > 0; ++i) {
-        const double share = volume.row_sum[i] / most;
-        need[i] = share * share * share * share;
-    }
-    by_need.greedy(need);
-    by_need.improve();
-    Placement &better = by_need.bottleneck() < alike.bottleneck() ? by_need : alike;
-    better.smooth();
-    return better.ranks();
+    Placement placement(volume);
+    placement.greedy();
+    placement.search(nodewise_simple_bound(volume));
+    std::vector<int32_t> rank_of = placement.ranks(), unmoved(volume.instances);
+    std::iota(unmoved.begin(), unmoved.end(), 0);
+    const auto bottleneck = [&](const std::vector<int32_t> &ranks) {
+        const std::vector<double> sent = internode_volume(volume, ranks);
+        return *std::max_element(sent.begin(), sent.end());
+    };
+    return bottleneck(unmoved) < bottleneck(rank_of) ? unmoved : rank_of;
 }
 
 std::vector<double> internode_volume(const Volume &volume, const std::vector<int32_t> &rank_of) {
@@ -285,6 +321,33 @@ std::vector<double> internode_volume(const Volume &volume, const std::vector<int
             if (rank_of[volume.rows[at].other] / volume.per_node != i / volume.per_node)
                 sent[i] += volume.rows[at].value;
     return sent;
+}
+
+double nodewise_simple_bound(const Volume &volume) {
+    double bound = 0.0;
+    std::vector<double> values;
+    for (int64_t i = 0; i < volume.instances; ++i) {
+        values.clear();
+        for (int64_t at = volume.row_start[i]; at < volume.row_start[i + 1]; ++at)
+            values.push_back(volume.rows[at].value);
+        const int64_t count = std::min<int64_t>(volume.per_node, values.size());
+        std::partial_sort(values.begin(), values.begin() + count, values.end(), std::greater<double>());
+        // Summed like what an instance sends, so that a placement that reaches the bound is seen to.
+        bound = std::max(bound, std::accumulate(values.begin() + count, values.end(), 0.0));
+    }
+    for (int64_t j = 0; j < volume.instances; ++j) {
+        double most = 0.0, second = 0.0;  // held on one node, on another one
+        for (int64_t at = volume.column_start[j]; at < volume.column_start[j + 1];) {
+            const int64_t node = volume.columns[at].other / volume.per_node;
+            double held = 0.0;
+            for (; at < volume.column_start[j + 1] && volume.columns[at].other / volume.per_node == node; ++at)
+                held = std::max(held, volume.columns[at].value);
+            second = std::max(second, std::min(most, held));
+            most = std::max(most, held);
+        }
+        bound = std::max(bound, second);
+    }
+    return bound;
 }
 
 }  // namespace interlace

@@ -2,7 +2,6 @@
 #include <cmath>
 #include <functional>
 #include <limits>
-#include <numeric>
 
 #include "balance/nodewise.h"
 
@@ -102,18 +101,8 @@ double nodewise_bound(const Volume &volume, const std::vector<double> &sent, int
     const int64_t d = volume.instances;
     const double reached = *std::max_element(sent.begin(), sent.end());
     Dual dual(volume);
-    // The best single instance: what it sends when its node takes the batches that it holds most of.
     std::vector<double> best_lambda(d, 0.0), best_price(d, 0.0);
-    double best = 0.0;
-    for (int64_t i = 0; i < d; ++i) {
-        std::vector<double> held;
-        for (int64_t at = volume.row_start[i]; at < volume.row_start[i + 1]; ++at)
-            held.push_back(volume.rows[at].value);
-        const int64_t count = std::min<int64_t>(volume.per_node, held.size());
-        std::partial_sort(held.begin(), held.begin() + count, held.end(), std::greater<double>());
-        const double alone = volume.row_sum[i] - std::accumulate(held.begin(), held.begin() + count, 0.0);
-        best = std::max(best, alone);
-    }
+    double best = nodewise_simple_bound(volume);
 
     // Prices are sums of lambda times volume: they move on the scale of the volume per unit of lambda.
     double squares = 0.0;

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "balance/nodewise.h"
@@ -8,10 +9,15 @@ namespace interlace {
 
 namespace {
 
+constexpr int64_t passes_per_effort = 20;
+constexpr int root_passes = 60, inner_passes = 6;  // of the multipliers, at the root of the tree and below
+
 // Whether c batches can bring all instances of a node strictly below a limit, if the node may choose first.
 // Depth-first: the instance that has most to do, by what its best free batches could still do, must take one of its
-// batches; a batch that was tried is closed to the branches after it. Nodes of the tree are counted, so that the answer
-// is the same everywhere.
+// batches; a batch that was tried is closed to the branches after it. A branch ends where a weighted sum of what the
+// instances still have to do is more than the batches of the highest weighted sums can do; the weights are multipliers,
+// climbed by subgradient steps from those of the branch before. Work is counted, so that the answer is the same
+// everywhere.
 class NodeSearch {
 public:
     NodeSearch(const Volume &volume, int64_t node, int64_t budget) : c_(volume.per_node), budget_(budget) {
@@ -29,65 +35,113 @@ public:
             }
         }
         closed_.assign(held_.size(), 0);
+        weight_.assign(c_, 1.0);
     }
 
     enum class Answer { possible, impossible, unknown };
 
     Answer below(double limit) {
+        // Too much choice for a search to end, and one step would take long.
+        if (static_cast<int64_t>(held_.size()) * c_ > int64_t{1} << 16) return Answer::unknown;
         std::vector<double> excess(c_);
         for (int64_t row = 0; row < c_; ++row) excess[row] = sums_[row] - limit * (1 - 1e-9);
-        return search(excess, c_);
+        return search(excess, c_, root_passes);
     }
 
+    int64_t left() const { return std::max<int64_t>(0, budget_); }
+
 private:
-    // The sum of the `count` largest of what the open batches do, value by value.
-    template <typename Value>
-    double most(int64_t count, Value value) {
+    // The sum of the `count` largest of what the open batches do for one instance.
+    double most(int64_t count, int64_t row) {
         scratch_.clear();
         for (size_t batch = 0; batch < held_.size(); ++batch)
-            if (!closed_[batch]) scratch_.push_back(value(held_[batch]));
-        const int64_t taken = std::min<int64_t>(count, scratch_.size());
-        std::partial_sort(scratch_.begin(), scratch_.begin() + taken, scratch_.end(), std::greater<double>());
+            if (!closed_[batch]) scratch_.push_back({held_[batch][row], batch});
+        count = std::min<int64_t>(count, scratch_.size());
+        std::partial_sort(scratch_.begin(), scratch_.begin() + count, scratch_.end(), std::greater<Value>());
         double sum = 0.0;
-        for (int64_t i = 0; i < taken; ++i) sum += scratch_[i];
+        for (int64_t i = 0; i < count; ++i) sum += scratch_[i].first;
         return sum;
     }
 
-    Answer search(const std::vector<double> &excess, int64_t places) {
+    // Whether some weights prove that `places` open batches do not do what is left, in shares of it.
+    bool hopeless(const std::vector<double> &excess, int64_t places, int passes) {
+        double length = 0.5;
+        std::vector<double> done(c_);
+        for (int pass = 0; pass < passes; ++pass, length *= 0.93) {
+            budget_ -= 1 + static_cast<int64_t>(held_.size()) * c_ / 1024;
+            double needed = 0.0, possible = 0.0;
+            for (int64_t row = 0; row < c_; ++row)
+                if (excess[row] > 0) needed += weight_[row];
+            scratch_.clear();
+            for (size_t batch = 0; batch < held_.size(); ++batch) {
+                if (closed_[batch]) continue;
+                double sum = 0.0;
+                for (int64_t row = 0; row < c_; ++row)
+                    if (excess[row] > 0) sum += weight_[row] * std::min(1.0, held_[batch][row] / excess[row]);
+                scratch_.push_back({sum, batch});
+            }
+            const int64_t taken = std::min<int64_t>(places, scratch_.size());
+            std::partial_sort(scratch_.begin(), scratch_.begin() + taken, scratch_.end(), std::greater<Value>());
+            for (int64_t i = 0; i < taken; ++i) possible += scratch_[i].first;
+            if (possible < needed * (1 - 1e-9)) return true;
+            // Rows that these batches leave undone weigh more from now on, the others less.
+            std::fill(done.begin(), done.end(), 0.0);
+            for (int64_t i = 0; i < taken; ++i)
+                for (int64_t row = 0; row < c_; ++row)
+                    if (excess[row] > 0) done[row] += std::min(1.0, held_[scratch_[i].second][row] / excess[row]);
+            double total = 0.0;
+            for (int64_t row = 0; row < c_; ++row) {
+                if (excess[row] > 0) {
+                    const double lack = std::clamp(1.0 - done[row], -1.0, 1.0);
+                    weight_[row] = std::max(1e-6, weight_[row] * (1.0 + length * lack));
+                }
+                total += weight_[row];
+            }
+            for (double &weight : weight_) weight *= static_cast<double>(c_) / total;
+        }
+        return false;
+    }
+
+    Answer search(const std::vector<double> &excess, int64_t places, int passes) {
         if (*std::max_element(excess.begin(), excess.end()) <= 0) return Answer::possible;
         if (places == 0) return Answer::impossible;
-        if (--budget_ < 0) return Answer::unknown;
+        if (budget_ < 0) return Answer::unknown;
         int64_t tightest = -1;
-        double tightness = 0.0, total = 0.0;
+        double tightness = 0.0;
         for (int64_t row = 0; row < c_; ++row) {
             if (excess[row] <= 0) continue;
-            total += excess[row];
-            const double reach = most(places, [&](const std::vector<double> &held) { return held[row]; });
+            const double reach = most(places, row);
             if (reach < excess[row]) return Answer::impossible;
             if (excess[row] / reach > tightness) {
                 tightness = excess[row] / reach;
                 tightest = row;
             }
         }
-        const auto useful = [&](const std::vector<double> &held) {
-            double sum = 0.0;
-            for (int64_t row = 0; row < c_; ++row) sum += std::max(0.0, std::min(held[row], excess[row]));
-            return sum;
-        };
-        if (most(places, useful) < total * (1 - 1e-9)) return Answer::impossible;
+        if (hopeless(excess, places, passes)) return Answer::impossible;
 
         std::vector<size_t> choices;
         for (size_t batch = 0; batch < held_.size(); ++batch)
             if (!closed_[batch] && held_[batch][tightest] > 0) choices.push_back(batch);
         std::stable_sort(choices.begin(), choices.end(),
                          [&](size_t a, size_t b) { return held_[a][tightest] > held_[b][tightest]; });
+        // A batch that does no more for anybody than one that was tried in vain is in vain too.
+        const auto no_better = [&](size_t batch, size_t other) {
+            for (int64_t row = 0; row < c_; ++row)
+                if (excess[row] > 0 && held_[batch][row] > held_[other][row] && held_[other][row] < excess[row])
+                    return false;
+            return true;
+        };
         Answer answer = Answer::impossible;
         size_t tried = 0;
         for (; tried < choices.size() && answer == Answer::impossible; ++tried) {
+            const size_t batch = choices[tried];
+            closed_[batch] = 1;
+            if (std::any_of(choices.begin(), choices.begin() + tried,
+                            [&](size_t other) { return no_better(batch, other); }))
+                continue;
             std::vector<double> left = excess;
-            for (int64_t row = 0; row < c_; ++row) left[row] -= held_[choices[tried]][row];
-            closed_[choices[tried]] = 1;
-            answer = search(left, places - 1);
+            for (int64_t row = 0; row < c_; ++row) left[row] -= held_[batch][row];
+            answer = search(left, places - 1, inner_passes);
         }
         while (tried > 0) closed_[choices[--tried]] = 0;
         return answer;
@@ -98,26 +152,50 @@ private:
     std::vector<double> sums_;
     std::vector<std::vector<double>> held_;  // by batch, by instance of the node
     std::vector<char> closed_;
-    std::vector<double> scratch_;
+    std::vector<double> weight_;  // per instance
+    using Value = std::pair<double, size_t>;
+    std::vector<Value> scratch_;
 };
+
+// How many batches an instance must keep to send less than a limit.
+int64_t batches_needed(const Volume &volume, int64_t instance, double limit) {
+    std::vector<double> held;
+    for (int64_t at = volume.row_start[instance]; at < volume.row_start[instance + 1]; ++at)
+        held.push_back(volume.rows[at].value);
+    std::sort(held.begin(), held.end(), std::greater<double>());
+    double sends = volume.row_sum[instance];
+    int64_t count = 0;
+    for (; count < static_cast<int64_t>(held.size()) && sends > limit * (1 - 1e-9); ++count) sends -= held[count];
+    return count;
+}
 
 }  // namespace
 
-double nodewise_single_bound(const Volume &volume, const std::vector<double> &sent, double bound, int64_t budget) {
+double nodewise_single_bound(const Volume &volume, const std::vector<double> &sent, double bound, int64_t effort) {
     const double reached = *std::max_element(sent.begin(), sent.end());
-    if (bound >= reached || budget == 0) return bound;
-    // Nodes whose instances send most first: one of them usually holds the placement's bottleneck for good.
+    if (bound >= reached || effort == 0) return bound;
+    int64_t budget = passes_per_effort * std::min(effort, int64_t{1} << 40);
     std::vector<int64_t> nodes;
     std::vector<double> heaviest(volume.nodes(), 0.0);
-    for (int64_t i = 0; i < volume.instances; ++i)
-        heaviest[i / volume.per_node] = std::max(heaviest[i / volume.per_node], sent[i]);
+    std::vector<int64_t> needed(volume.nodes(), 0);
+    for (int64_t i = 0; i < volume.instances; ++i) {
+        const int64_t node = i / volume.per_node;
+        heaviest[node] = std::max(heaviest[node], sent[i]);
+        needed[node] += batches_needed(volume, i, reached);
+    }
     for (int64_t node = 0; node < volume.nodes(); ++node)
         if (heaviest[node] > bound) nodes.push_back(node);
-    std::stable_sort(nodes.begin(), nodes.end(), [&](int64_t a, int64_t b) { return heaviest[a] > heaviest[b]; });
+    // Where most has to stay first: one of those usually holds the placement's bottleneck for good.
+    std::stable_sort(nodes.begin(), nodes.end(), [&](int64_t a, int64_t b) {
+        return needed[a] != needed[b] ? needed[a] > needed[b] : heaviest[a] > heaviest[b];
+    });
     if (nodes.size() > 16) nodes.resize(16);
     for (const int64_t node : nodes) {
         const auto out_of_reach = [&](double limit) {
-            return NodeSearch(volume, node, budget).below(limit) == NodeSearch::Answer::impossible;
+            NodeSearch search(volume, node, budget / 3);  // the first searches tell most
+            const NodeSearch::Answer answer = search.below(limit);
+            budget -= budget / 3 - search.left();
+            return answer == NodeSearch::Answer::impossible;
         };
         double low = bound, high = heaviest[node];
         if (out_of_reach(high)) low = high * (1 - 1e-9);

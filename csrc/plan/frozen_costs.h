@@ -14,8 +14,9 @@ struct BackwardNeeds {
 };
 BackwardNeeds backward_needs(const std::vector<char> &frozen, bool trainable_before);
 
-// Time of one forward and one backward per layer (dissertation 3.3.1, eqs. 3.1-3.2). recompute adds one forward to every
-// layer that has a gradient to compute: activation checkpointing runs it again, and a layer without backward never.
+// Time of one forward and one backward per layer (dissertation 3.3.1, eqs. 3.1-3.2). recompute adds one forward to
+// every layer that has a gradient to compute: activation checkpointing runs it again, and a layer without backward
+// never.
 std::vector<double> frozen_costs(const std::vector<double> &forward, const std::vector<double> &input_grad,
                                  const std::vector<double> &weight_grad, const std::vector<char> &frozen,
                                  bool trainable_before, bool recompute);

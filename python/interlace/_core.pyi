@@ -39,7 +39,7 @@ def assign_replicas(
     encoder_cost: NDArray[np.generic], llm_cost: NDArray[np.generic], replicas: int, equal_counts: bool
 ) -> NDArray[np.int32]: ...
 def assign_microbatches(
-    encoder_cost: NDArray[np.generic], llm_cost: NDArray[np.generic], microbatches: int, shrink: bool
+    encoder_cost: NDArray[np.generic], llm_cost: NDArray[np.generic], microbatches: int, shrink: bool, as_printed: bool
 ) -> dict[str, Any]: ...
 def deferral_costs(overloaded: list[NDArray[np.generic]], underloaded: NDArray[np.generic]) -> NDArray[np.float64]: ...
 def assign_ascending(costs: NDArray[np.generic], groups: int, capacity: int) -> NDArray[np.int32]: ...
@@ -49,6 +49,18 @@ def reorder_microbatches(
 def pipeline_makespan(
     forward: NDArray[np.generic], backward: NDArray[np.generic], ranks: int, transfer: float, order: NDArray[np.generic]
 ) -> float: ...
+def action_columns(
+    actions: list[Any], ops: tuple[Any, ...]
+) -> tuple[
+    NDArray[np.int8],
+    NDArray[np.int64],
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.bool_],
+    list[str],
+]: ...
 def simulate(
     offsets: NDArray[np.generic],
     op: NDArray[np.generic],
@@ -97,6 +109,20 @@ def orchestrate(
     vpp: int,
     gpu_memory: float,
 ) -> tuple[float, NDArray[np.int64]]: ...
+def search_configuration(
+    modules: list[tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]],
+    gpus: int,
+    batch: int,
+    microbatch: int,
+    gpu_memory: float,
+    stage_link: tuple[float, float],
+    tensor_link: tuple[float, float],
+    data_link: tuple[float, float],
+    dp: list[int],
+    recompute: list[bool],
+    parallel: list[list[int]],
+    colocated: list[list[int]],
+) -> tuple[float, int, bool, list[tuple[int, int, int, bool, list[NDArray[np.int32]], float]]]: ...
 def attention_isa() -> str: ...
 def attention_block_lists(
     queries: list[NDArray[np.generic]], keys: list[NDArray[np.generic]], sinks: int, block: int, threads: int

@@ -190,9 +190,7 @@ def test_capacity_is_respected_and_nothing_beats_the_optimum(case):
         assert makespan(weights, bin_of, bins) >= best * (1 - 1e-12)
 
 
-@settings(max_examples=300)
-@given(capped())
-def test_contiguous_is_the_best_that_keeps_the_order(case):
+def check_contiguous(case):
     weights, bins, capacity = case
     bin_of = balance.assign(weights, bins, method="contiguous", capacity=capacity)
     assert (np.diff(bin_of) >= 0).all()
@@ -202,12 +200,36 @@ def test_contiguous_is_the_best_that_keeps_the_order(case):
 
 @settings(max_examples=300)
 @given(capped())
-def test_lower_bound_holds(case):
+def test_contiguous_is_the_best_that_keeps_the_order(case):
+    check_contiguous(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(capped())
+def test_contiguous_is_the_best_that_keeps_the_order_on_many(case):
+    check_contiguous(case)
+
+
+def check_lower_bound(case):
     weights, bins, capacity = case
     for cap in (None, capacity):
         bound = balance.lower_bound(weights, bins, capacity=cap)
         assert bound <= best_assignment(weights, bins, cap) * (1 + 1e-12)
         assert bound >= max(max(weights), math.fsum(weights) / bins * (1 - 1e-12))
+
+
+@settings(max_examples=300)
+@given(capped())
+def test_lower_bound_holds(case):
+    check_lower_bound(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(capped())
+def test_lower_bound_holds_on_many(case):
+    check_lower_bound(case)
 
 
 @pytest.mark.parametrize(

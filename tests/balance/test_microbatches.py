@@ -290,13 +290,22 @@ def least_deferral(members, llm):
 
 
 def check_plan(encoder, llm, microbatches, shrink):
+    printed = balance.assign_microbatches(encoder, llm, microbatches, shrink=shrink, as_printed=True)
+    members = stratified(encoder, llm, printed.microbatches)
+    assert sorted(own.tolist() for own in printed.encoder_microbatches) == sorted(sorted(own) for own in members)
+    check_deferral(printed, encoder, llm, microbatches, shrink)
     plan = balance.assign_microbatches(encoder, llm, microbatches, shrink=shrink)
+    check_deferral(plan, encoder, llm, microbatches, shrink)
+    assert plan.encoder_bottleneck <= printed.encoder_bottleneck * (1 + 1e-12)
+    assert plan.llm_bottleneck <= printed.llm_bottleneck * (1 + 1e-12)
+
+
+def check_deferral(plan, encoder, llm, microbatches, shrink):
+    """Sound, and no other deferral of these encoder microbatches is better."""
     count = min(microbatches, len(encoder))
     if shrink and max(encoder) > 0:
         count = max(1, min(count, math.floor(sum(encoder) / max(encoder) * (1 + 1e-12))))
     assert plan.microbatches == count == len(plan.encoder_loads) == len(plan.llm_loads)
-    members = stratified(encoder, llm, count)
-    assert sorted(own.tolist() for own in plan.encoder_microbatches) == sorted(sorted(own) for own in members)
     step = plan.llm_of - plan.encoder_of
     assert ((step == 0) | (step == 1)).all()  # deferred by one microbatch at most
     assert plan.deferred == {i: plan.encoder_of[i] + 1 for i in np.flatnonzero(step)}
@@ -310,7 +319,7 @@ def check_plan(encoder, llm, microbatches, shrink):
         assert loads == pytest.approx([math.fsum(costs[i] for i in microbatch) for microbatch in own])
     assert plan.llm_bottleneck == plan.llm_loads.max() >= plan.llm_bound * (1 - 1e-12)
     assert plan.encoder_bottleneck >= plan.encoder_bound * (1 - 1e-12)
-    best = least_deferral(members, llm)
+    best = least_deferral(plan.encoder_microbatches, llm)
     if all(float(cost).is_integer() for cost in llm):
         assert plan.llm_bottleneck == best
     else:
@@ -325,14 +334,14 @@ def minibatches(draw):
 
 
 @given(minibatches())
-def test_plans_equal_a_transcription_and_the_best_deferral(case):
+def test_plans_are_no_worse_than_a_transcription_and_defer_best(case):
     check_plan(*case)
 
 
 @pytest.mark.slow
 @settings(max_examples=1500)
 @given(minibatches())
-def test_many_plans_equal_a_transcription_and_the_best_deferral(case):
+def test_many_plans_are_no_worse_than_a_transcription_and_defer_best(case):
     check_plan(*case)
 
 
@@ -364,10 +373,13 @@ def test_text_only_samples_are_spread():
 def test_deferral_is_near_the_bound_at_scale():
     rng = np.random.default_rng(0)
     encoder, llm = rng.lognormal(5, 1, 512), rng.lognormal(6, 0.7, 512)
+    printed = balance.assign_microbatches(encoder, llm, 16, as_printed=True)
+    before = np.bincount(printed.encoder_of, weights=llm).max()
+    assert printed.llm_bottleneck < 1.05 * printed.llm_bound < before
+    assert printed.encoder_bottleneck < 1.05 * printed.encoder_bound
     plan = balance.assign_microbatches(encoder, llm, 16)
-    before = np.bincount(plan.encoder_of, weights=llm).max()
-    assert plan.llm_bottleneck < 1.05 * plan.llm_bound < before
-    assert plan.encoder_bottleneck < 1.05 * plan.encoder_bound
+    assert plan.llm_bottleneck < 1.005 * plan.llm_bound
+    assert plan.encoder_bottleneck < 1.001 * plan.encoder_bound
 
 
 def test_plans_are_frozen_and_repeatable():

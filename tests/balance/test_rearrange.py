@@ -42,7 +42,7 @@ def check(volume, per_node):
     best = best_placement(volume, per_node)
     bound = balance.nodewise_bound(volume, per_node)
     assert bound <= best * (1 + 1e-9) + 1e-9
-    assert best <= reached
+    assert reached == best  # no proof, but so few batches never leave the search stuck
     for dtype in (np.float32, np.int32, np.int16, np.float64):
         assert (balance.nodewise_placement(np.asfortranarray(volume.astype(dtype)), per_node) == placement).all()
     return reached, best
@@ -50,15 +50,26 @@ def check(volume, per_node):
 
 @settings(max_examples=60)
 @given(volumes())
-def test_bound_holds_and_placement_is_a_permutation(case):
+def test_small_placements_are_optimal_and_the_bound_holds(case):
     check(*case)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000)
 @given(volumes())
-def test_bound_holds_on_many(case):
+def test_many_small_placements_are_optimal_and_the_bound_holds(case):
     check(*case)
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.floats(0.05, 1), st.sampled_from([1, 9, 10**6]), st.integers(0, 2**32))
+def test_placement_is_never_worse_than_none(per_node, nodes, density, largest, seed):
+    rng = np.random.default_rng(seed)
+    d = per_node * nodes
+    volume = rng.integers(0, largest, (d, d), endpoint=True) * (rng.random((d, d)) < density)
+    volume += np.diag(rng.integers(0, largest, d) * rng.integers(0, 2))  # half of them lie well already
+    reached = balance.internode_volume(volume, balance.nodewise_placement(volume, per_node), per_node).max()
+    assert reached <= balance.internode_volume(volume, np.arange(d), per_node).max()
+    assert balance.nodewise_bound(volume, per_node, iterations=20) <= reached * (1 + 1e-9)
 
 
 def rearranged(d, each, seed):
@@ -69,7 +80,7 @@ def rearranged(d, each, seed):
     return balance.rearrangement_volume(source, balance.post_balance(lengths, d), lengths, d)
 
 
-@pytest.mark.parametrize(("d", "each", "per_node", "gap"), [(64, 16, 8, 0.03), (256, 60, 8, 1e-6)])
+@pytest.mark.parametrize(("d", "each", "per_node", "gap"), [(64, 16, 8, 0.02), (256, 60, 8, 1e-6)])
 def test_placement_is_near_its_bound(d, each, per_node, gap):
     volume = rearranged(d, each, 0)
     bottleneck = balance.internode_volume(volume, balance.nodewise_placement(volume, per_node), per_node).max()
@@ -138,8 +149,22 @@ def test_encoder_to_language_model_in_one_exchange():
     assert (outputs[balance.compose(np.argsort(encoder_order), llm_order)] == llm_order).all()
 
 
-@given(st.integers(1, 6), st.integers(0, 40), st.booleans(), st.randoms(use_true_random=False))
+exchanges = (st.integers(1, 6), st.integers(0, 40), st.booleans(), st.randoms(use_true_random=False))
+
+
+@given(*exchanges)
 def test_all_to_all_delivers(ranks, n, sized, random):
+    check_exchange(ranks, n, sized, random)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(*exchanges)
+def test_all_to_all_delivers_often(ranks, n, sized, random):
+    check_exchange(ranks, n, sized, random)
+
+
+def check_exchange(ranks, n, sized, random):
     source = np.array([random.randrange(ranks) for _ in range(n)], int)
     destination = np.array([random.randrange(ranks) for _ in range(n)], int)
     sizes = np.array([random.randrange(5) for _ in range(n)], int) if sized else np.ones(n, int)
@@ -187,7 +212,7 @@ def test_bad_rearrangements_are_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_placement_against_a_milp_solver(seed):
-    """Algorithm 3 as printed: the bound holds, and the heuristic is within 5 % of the optimum."""
+    """Algorithm 3 as printed: the bound holds, and the heuristic is within 1 % of the optimum."""
     scipy = pytest.importorskip("scipy.optimize")
     d, c = 24, 4
     volume = rearranged(d, 8, seed)
@@ -213,12 +238,49 @@ def test_placement_against_a_milp_solver(seed):
     assert solved.success
     bottleneck = balance.internode_volume(volume, balance.nodewise_placement(volume, c), c).max()
     assert balance.nodewise_bound(volume, c) <= solved.fun * (1 + 1e-5)
-    assert solved.fun * (1 - 1e-5) <= bottleneck <= 1.05 * solved.fun
+    assert solved.fun * (1 - 1e-5) <= bottleneck <= 1.01 * solved.fun
+
+
+def volumes_of_all_kinds(d, seed):
+    """name -> volume: rearrangements of several length distributions, and matrices that no rearrangement makes."""
+    rng = np.random.default_rng(seed)
+
+    def dealt(each, lengths):
+        source = np.repeat(np.arange(d), each)
+        return balance.rearrangement_volume(source, balance.post_balance(lengths, d), lengths, d)
+
+    few = np.zeros((d, d))
+    for row in few:
+        row[rng.integers(0, d, 3)] = rng.integers(1, 1000, 3)
+    permuted = (rng.random((d, d)) < 0.01) * rng.integers(1, 100, (d, d))
+    permuted[np.arange(d), rng.permutation(d)] += 500
+    return {
+        "4 lognormal": dealt(4, np.round(rng.lognormal(5.8, 1, 4 * d))),
+        "16 lognormal": dealt(16, np.round(rng.lognormal(5.8, 1, 16 * d))),
+        "60 lognormal": dealt(60, np.round(rng.lognormal(5.8, 1, 60 * d))),
+        "heavy tail": dealt(16, np.round(rng.pareto(1.2, 16 * d) * 100) + 1),
+        "uniform": dealt(16, rng.integers(1, 4096, 16 * d)),
+        "bimodal": dealt(16, np.where(rng.random(16 * d) < 0.1, 4096, 64)),
+        "unequal ranks": dealt(16, np.round(rng.lognormal(5.8, 1, 16 * d))) * rng.lognormal(0, 1, d)[:, None],
+        "three entries a row": few,
+        "a permutation and noise": permuted,
+    }
 
 
 @pytest.mark.slow
-def test_placement_is_within_two_per_cent_at_scale():
-    for each in (16, 60):
-        volume = rearranged(2560, each, each)
+@pytest.mark.parametrize("seed", range(3))
+def test_placement_is_within_two_per_cent_at_scale(seed):
+    for name, volume in volumes_of_all_kinds(2560, seed).items():
         bottleneck = balance.internode_volume(volume, balance.nodewise_placement(volume, 8), 8).max()
-        assert bottleneck <= 1.02 * balance.nodewise_bound(volume, 8)
+        assert bottleneck <= 1.02 * balance.nodewise_bound(volume, 8), name
+
+
+@pytest.mark.parametrize("per_node", [1, 4, 64, 128])
+def test_placement_on_nodes_of_any_size(per_node):
+    for name, volume in volumes_of_all_kinds(128, 0).items():
+        placement = balance.nodewise_placement(volume, per_node)
+        assert sorted(placement.tolist()) == list(range(128)), name
+        reached = balance.internode_volume(volume, placement, per_node).max()
+        assert reached >= balance.nodewise_bound(volume, per_node, iterations=50) * (1 - 1e-9), name
+        assert reached <= balance.internode_volume(volume, np.arange(128), per_node).max(), name
+        assert per_node < 128 or reached == 0

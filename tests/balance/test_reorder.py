@@ -233,6 +233,40 @@ def test_small_pipelines_get_the_best_permutation(seed):
     assert ours == 0 <= printed
 
 
+@st.composite
+def small_pipelines(draw):
+    count, ranks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    stages = ranks * (draw(st.integers(1, 2)) if count % ranks == 0 else 1)
+    cost = st.lists(st.integers(0, 9) | st.floats(0, 9), min_size=count * stages, max_size=count * stages)
+    forward, backward = (np.array(draw(cost), np.float64).reshape(count, stages) for _ in range(2))
+    return forward, backward, ranks, draw(st.sampled_from([0.0, 0.5]))
+
+
+def check_best_permutation(case):
+    """Up to seven microbatches all orders are tried; the times of orders are tested above."""
+    forward, backward, ranks, transfer = case
+    found = balance.reorder_microbatches(forward, backward, ranks=ranks, transfer=transfer)
+    best = min(
+        _core.pipeline_makespan(forward, backward, ranks, transfer, np.array(order))
+        for order in itertools.permutations(range(len(forward)))
+    )
+    # The search ends where it meets its bound up to rounding.
+    assert best <= found.seconds <= best * (1 + 1e-12) and found.bound <= best * (1 + 1e-12)
+    assert found.seconds <= found.printed_seconds
+
+
+@given(small_pipelines())
+def test_few_microbatches_get_the_best_permutation(case):
+    check_best_permutation(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(small_pipelines())
+def test_few_microbatches_get_the_best_permutation_often(case):
+    check_best_permutation(case)
+
+
 def test_large_pipelines_gain_on_the_print():
     rng = np.random.default_rng(0)
     forward = rng.uniform(0.8, 1.2, (32, 4))

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import balance
@@ -15,6 +15,17 @@ from interlace.masks import BitfieldMask
 
 @given(st.data())
 def test_shards_are_a_permutation_with_equal_counts(data):
+    check_shards(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(st.data())
+def test_many_shards_are_permutations_with_equal_counts(data):
+    check_shards(data)
+
+
+def check_shards(data):
     batch, n = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 20))
     ranks, block = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
     rows = np.array(data.draw(st.lists(st.integers(0, 9), min_size=batch * n, max_size=batch * n))).reshape(batch, n)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import plan
@@ -13,6 +13,7 @@ from interlace import plan
 seconds = st.floats(0, 100)
 
 
+@settings(max_examples=1000)
 @given(
     st.lists(st.tuples(seconds, seconds, seconds, st.booleans()), min_size=1, max_size=12), st.booleans(), st.booleans()
 )

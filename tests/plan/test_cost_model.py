@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import plan
@@ -32,6 +32,38 @@ def test_fit_stays_positive_and_near_on_noisy_data():
     np.testing.assert_allclose(model.seconds(x), truth, rtol=0.1)
     with pytest.raises(ValueError, match=r"no measurements for \(tp, cp\) = \(4, 1\)"):
         model.seconds(1, 4)
+
+
+@st.composite
+def measurements(draw):
+    """Sizes and the seconds of a few layers that no quadratic need fit."""
+    sizes = draw(st.lists(st.integers(1, 10**5), min_size=1, max_size=6, unique=True))
+    each = st.lists(st.floats(1e-6, 10), min_size=len(sizes), max_size=len(sizes))
+    return np.array(sizes, float), np.array(draw(st.lists(each, min_size=1, max_size=2))).T
+
+
+def check_fit(case):
+    """No coefficients >= 0 have a smaller sum of squared relative errors, says Lawson and Hanson's method."""
+    nnls = pytest.importorskip("scipy.optimize").nnls
+    x, seconds = case
+    model = plan.fit_cost_model(x, {(1, 1): seconds})
+    for layer in range(seconds.shape[1]):
+        rows = np.stack([x * x, x, np.ones_like(x)], axis=-1) / seconds[:, [layer]]
+        _, residual = nnls(rows / np.abs(rows).max(axis=0), np.ones(len(x)))
+        ours = np.linalg.norm(rows @ model.coefficients[1, 1][layer] - 1)
+        assert ours <= residual + 1e-6 and (model.coefficients[1, 1] >= 0).all()
+
+
+@given(measurements())
+def test_no_other_fit_is_nearer(case):
+    check_fit(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(measurements())
+def test_no_other_fit_is_nearer_in_many_cases(case):
+    check_fit(case)
 
 
 def test_link():

@@ -45,6 +45,17 @@ costs_and_stages = (
 @example(([5e-324] * 5, 3))
 @example(([0.3, 0.9, 0.7, 1.0, 0.8, 0.7, 0.5], 6))  # the search ends on two neighbouring doubles
 def test_bottleneck_is_exactly_the_optimum(case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(costs_and_stages)
+def test_bottleneck_is_exactly_the_optimum_in_many_cases(case):
+    check(case)
+
+
+def check(case):
     costs, stages = case
     cuts = plan.partition(costs, stages)
     assert cuts.dtype == np.int32 and cuts.shape == (stages + 1,)

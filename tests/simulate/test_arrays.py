@@ -65,6 +65,11 @@ def agree(case) -> None:
         return
     assert isinstance(found, Timeline), found
     assert found.start == expected.start and found.finish == expected.finish
+    # Costs under general keys, which are looked up once for each op and stage.
+    keys = [key[: rng.integers(2, 4)] if rng.random() < 0.8 else key[0] for key in seconds]
+    general = dict(zip(keys, seconds.values())) | dict.fromkeys(COMPUTE, 0.1)
+    found, expected = (play(schedule, general, **options) for play in (simulate, simulate_in_python))
+    assert found.start == expected.start and found.finish == expected.finish
 
     # On arrays alone: what the Timeline derives in Python.
     arrays = ActionArrays.of_schedule(schedule)
@@ -97,6 +102,28 @@ def test_compiled_and_python_agree_exactly(case):
 @given(priced_schedules())
 def test_compiled_and_python_agree_exactly_on_many(case):
     agree(case)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"op": "F"}, r"actions\[1\].op is 'F': it must be an Op"),
+        ({"stage": 2**31}, r"actions\[1\].stage is 2147483648: more than int32 holds"),
+        ({"microbatch": -(2**70)}, r"actions\[1\].microbatch is -1180591620717411303424: more than int32 holds"),
+    ],
+)
+def test_bad_actions_are_named(change, message):
+    good = Action(Op.FORWARD, "m", 0)
+    with pytest.raises(ValueError, match=message):
+        ActionArrays.of([[good, dataclasses.replace(good, **change)]])
+
+
+def test_actions_of_another_kind_are_type_errors():
+    good = Action(Op.FORWARD, "m", 0)
+    with pytest.raises(TypeError):
+        ActionArrays.of([[dataclasses.replace(good, part=0.5)]])
+    with pytest.raises(AttributeError, match="op"):
+        ActionArrays.of([[good], ["F:m/0@0"]])
 
 
 def test_the_codes_are_the_order_of_op():

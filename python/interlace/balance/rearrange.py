@@ -114,8 +114,11 @@ def nodewise_placement(volume: ArrayLike, ranks_per_node: int) -> NDArray[np.int
     Returns:
         int32 [d], a permutation: the rank of batch j. ``placement[post_balance(...)]`` is the rank of each sample.
 
-    A heuristic (greedy assignment, then exchanges that lower the bottleneck); `nodewise_bound` says how good. One pass
-    over the matrix, then work in proportion to its non-zero entries.
+    A heuristic: greedy assignment, then a tabu search over exchanges of two batches, of bounded work; never worse than
+    batch j on rank j. A min-cost flow in place of the greedy assignment ended in another bottleneck on 4 of 63 volumes
+    (lower on 3, all below d = 2560) and took several times as long. `nodewise_bound` says how good a placement is: at
+    d = 2560 with 8 ranks per node most of rearranged batches are proven optimal, all are within 2 %. One pass over the
+    matrix, O(entries log entries), and the search.
 
     Raises:
         ValueError: volume is not square or the named entry is NaN, infinite or negative; ranks_per_node does not
@@ -127,9 +130,11 @@ def nodewise_placement(volume: ArrayLike, ranks_per_node: int) -> NDArray[np.int
 def nodewise_bound(volume: ArrayLike, ranks_per_node: int, *, iterations: int = 1000) -> float:
     """What the bottleneck of `nodewise_placement` cannot go below, in the unit of volume.
 
-    The larger of two bounds: the Lagrangian dual of Algorithm 3's linear relaxation, climbed by subgradient steps, and
-    what the nodes that are worst off need in whole batches even if they choose first, by a tree search. Valid at any
-    number of iterations (0 or more), which set the steps and the size of the trees; more make it tighter.
+    The largest of three bounds: what every instance sends if it keeps the batches that it holds most of, and all nodes
+    but one of a batch; the Lagrangian dual of Algorithm 3's linear relaxation, climbed by subgradient steps; and what
+    the nodes that are worst off need in whole batches even if they choose first, by a tree search. Valid at any number
+    of iterations (0 or more), which set the steps and the size of the trees; more make it tighter. Tightest where nodes
+    are small: seconds for 8 ranks per node, up to about 10 with 16 or more.
     Arguments and errors as in `nodewise_placement`.
     """
     return _core.nodewise_bound(

@@ -137,6 +137,18 @@ class ParallelPlan:
         """Stages on global rank ``rank``, in the order data takes."""
         return [stage for stage in self.stages if rank % self.num_ranks in stage.ranks]
 
+    def check_executable(self) -> None:
+        """Raises ValueError for a stage split over ranks (tp * cp > 1), as `search_configuration` may propose one.
+
+        This version runs pipeline stages and replicas; several ranks of a stage are copies of it ("replicated").
+        """
+        for stage in self.stages:
+            if len(stage.ranks) > 1 and self.placement != "replicated":
+                raise ValueError(
+                    f"{stage.module} stage {stage.index} is split over ranks {stage.ranks} (tp * cp > 1), which this "
+                    "version does not run: search with (tp, cp) = (1, 1) alone, or use pp and dp"
+                )
+
     @classmethod
     def from_specs(
         cls,

@@ -2,7 +2,7 @@
 
 Entrain's algorithm 3 (dissertation 4.4.3) and Cornstarch's algorithm 1 (cornstarch-2025-11 section 4.1) in one: every
 module has its options (TP, CP, PP, recomputation), cut at the exact bottleneck, and the best combination under a number
-of GPUs is found for encoders in parallel and colocated.
+of GPUs is found for encoders in parallel and colocated. The search itself is in csrc/plan/search_configuration.cpp.
 """
 
 from __future__ import annotations
@@ -10,30 +10,34 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from interlace import _core
 from interlace.plan.cost_model import Degrees, LinkModel
-from interlace.plan.parallel_plan import LANGUAGE_MODEL, ParallelPlan, ParallelSpec, StagePlan
-from interlace.plan.partitioning import partition
+from interlace.plan.parallel_plan import LANGUAGE_MODEL, ParallelPlan, ParallelSpec, Placement, StagePlan
 from interlace.plan.stable_batch import proportional_allocation
 
 Floats = NDArray[np.float64]
 FREE = LinkModel()
+_BYTES = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "input_bytes")
 
 
 @dataclass(frozen=True)
 class SearchModule:
     """What one module costs for one microbatch, float64 [layers] each.
 
-    forward, backward: (tp, cp) -> seconds with tensor and context communication in them (`CostModel.layers`,
-        `frozen_costs`; a layer without a backward has 0). These keys are the degrees that are tried.
-    weight_bytes: parameters, on every tensor-parallel group whole; gradient_bytes: of trainable parameters;
+    forward, backward: (tp, cp) -> seconds (`CostModel.layers`, `frozen_costs`; a layer without a backward has 0), with
+        context-parallel communication in them. These keys are the degrees that are tried.
+    weight_bytes: parameters, whole on every tensor-parallel group; gradient_bytes: of trainable parameters;
         optimizer_bytes: sharded over dp * cp (ZeRO-1).
-    activation_bytes: kept from forward to backward; with recomputation only input_bytes are.
+    activation_bytes: kept from forward to backward; with recomputation only input_bytes are, and of one layer at a time
+        the rest.
     input_bytes: the hidden state before the layer, also what travels where a stage begins.
+    tensor_reduces: all-reduces of a tensor of input_bytes that a forward makes among tensor-parallel ranks (2 for a
+        transformer layer; as many again for a backward). None: 0, for times measured with that communication in them.
     """
 
     forward: Mapping[Degrees, Floats]
@@ -43,12 +47,17 @@ class SearchModule:
     optimizer_bytes: Floats
     activation_bytes: Floats
     input_bytes: Floats
+    tensor_reduces: Floats | None = None
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """plan: stages and ranks of a replica (tp * cp ranks per stage). iteration_time in seconds, throughput in samples
-    per second. specs and recompute per module; peak_bytes: the fullest GPU of each module."""
+    """What `search_configuration` found.
+
+    plan: stages and ranks of a replica, tp * cp ranks per stage.
+    specs, recompute: per module. peak_bytes: the fullest GPU of each module.
+    iteration_time: seconds of one step. throughput: samples per second.
+    """
 
     plan: ParallelPlan
     specs: dict[str, ParallelSpec]
@@ -57,31 +66,6 @@ class Configuration:
     microbatches: int
     iteration_time: float
     throughput: float
-
-
-@dataclass(frozen=True)
-class _Option:
-    """One way to run a group of modules: all cut into pp stages under one (tp, cp)."""
-
-    tp: int
-    cp: int
-    pp: int
-    recompute: bool
-    cuts: dict[str, NDArray[np.int32]]
-    slowest: float
-    fill: float  # all stages once, and the transfers between them, forward and backward
-    sync: float  # all-reduce of the stage with most gradients
-    fixed: Floats  # bytes per stage
-    kept: Floats  # bytes per stage and microbatch in flight
-    entry: float  # bytes that enter each of its ranks, for transfers from outside
-
-    @property
-    def gpus(self) -> int:
-        return self.tp * self.cp * self.pp
-
-    def peak(self, downstream: int, microbatches: int) -> float:
-        """Bytes of the fullest GPU. Stage i holds as many microbatches as there are stages from it to the sink."""
-        return float((self.fixed + self.kept * in_flight(self.pp, downstream, microbatches)).max())
 
 
 def in_flight(stages: int, downstream: int, microbatches: int) -> Floats:
@@ -101,37 +85,53 @@ def search_configuration(
     language_model: str = LANGUAGE_MODEL,
     gpu_memory: float = np.inf,
     stage_link: LinkModel = FREE,
+    tensor_link: LinkModel = FREE,
     data_link: LinkModel = FREE,
     dp: Sequence[int] | None = None,
     placements: Sequence[Literal["parallel", "colocated"]] = ("parallel", "colocated"),
     allocation: Literal["any", "proportional"] = "any",
     recompute: Sequence[bool] = (False, True),
 ) -> Configuration:
-    """The configuration with the highest throughput under this cost, over all options:
+    """The configuration with the highest throughput under this cost, exact over all options:
 
         T = sum of the stages on the longest path + transfers between them + (K - 1) * the slowest stage   (eq. 4.2)
             + K * resharding where an encoder's (tp, cp) is not the language model's + the slowest gradient all-reduce
 
-    with K = batch / (dp * microbatch). Transfers between stages count once per microbatch on the path, forward and
-    backward; in the steady phase they overlap. Parallel encoders run side by side, so the longest of them counts (the
-    printed sum over components is that of a chain); colocated ones are cut alike and add up stage by stage. Every
-    module is cut at its exact bottleneck. A stage needs weights + gradients + optimizer state + activations of all
-    microbatches that the stage graph keeps in flight there (`in_flight`).
+    with K = batch / (dp * microbatch).
 
-    Complexity: options per module squared for each option of the language model that its own bound does not rule out.
+    - A stage takes its layers' forward and backward, the forward once more where it is recomputed, and for each of
+      these passes the tensor-parallel all-reduces.
+    - Transfers between stages count once per microbatch on the path, forward, and backward where anything before is
+      trained; in the steady phase they overlap. Resharding does not: it is one more such transfer each way.
+    - Parallel encoders run side by side, so the longest of them counts (the printed sum over components is that of a
+      chain); colocated ones are cut alike and add up stage by stage.
+    - A module is cut at its exact bottleneck (`partition`), for its balance alone: a memory limit rejects that cut and
+      looks for no other.
+    - A stage needs weights + gradients + optimizer state + activations of all microbatches that the stage graph keeps
+      in flight there (`in_flight`).
+
+    This runtime executes plans with tp = cp = 1 and refuses the others (`ParallelPlan.check_executable`):
+    give forward and backward for (1, 1) alone to search among those.
+
+    Complexity: for each dp and placement, options of the language model that its own bound does not rule out, times
+    what branch and bound leaves of the product of the encoders' undominated options: some 10 milliseconds for 3 modules
+    on 1,296 GPUs, half a second for 7 with 16 (tp, cp) each.
 
     Args:
         modules: name -> SearchModule; all but `language_model` are its encoders.
         gpus: GPUs in all; replicas may leave some idle. batch, microbatch: samples.
-        gpu_memory: bytes. stage_link, data_link: between stages, and between replicas.
-        dp: data-parallel degrees to try (default: all that divide batch / microbatch).
+        gpu_memory: bytes of one GPU.
+        stage_link, tensor_link, data_link: between stages, inside a tensor-parallel group, between replicas
+            (`fit_link`).
+        dp: data-parallel degrees to try, of which those count that fit gpus and divide batch / microbatch (default:
+            all).
         placements: of encoders (cornstarch-2025-11 section 4.1).
         allocation: "proportional" gives each module the share of its work, rounded (algorithm 3, line 4), instead of
             trying every split.
         recompute: whether activations are recomputed, per module; the values to try.
 
     Raises:
-        ValueError: bad input, or nothing fits.
+        ValueError: bad input (the message names the module, array and index), or nothing fits.
     """
     gpus, batch, microbatch = operator.index(gpus), operator.index(batch), operator.index(microbatch)
     if language_model not in modules:
@@ -140,37 +140,46 @@ def search_configuration(
         raise ValueError(
             f"batch {batch} must be a multiple of microbatch {microbatch}, both and gpus ({gpus}) positive"
         )
+    if allocation not in ("any", "proportional"):
+        raise ValueError(f"unknown allocation {allocation!r}: use 'any' or 'proportional'")
+    for placement in placements:
+        if placement not in ("parallel", "colocated"):
+            raise ValueError(f"unknown placement {placement!r}: use 'parallel' or 'colocated'")
     _check(modules)
     encoders = [name for name in modules if name != language_model]
-    groupings = {"parallel": [[name] for name in encoders], "colocated": [encoders] if encoders else []}
-    per_dp = [d for d in (dp or range(1, gpus + 1)) if batch % (d * microbatch) == 0 and d <= gpus]
-    best: tuple[float, int, str, list[tuple[list[str], _Option]]] | None = None
-    for degree in per_dp:
-        count = batch // (degree * microbatch)
-        budget = gpus // degree
-        for placement in placements:
-            if placement == "colocated" and len(encoders) < 2 and "parallel" in placements:
-                continue  # one encoder is placed alike either way
-            groups = [*groupings[placement], [language_model]]
-            shares = _shares(modules, groups, budget) if allocation == "proportional" else [None] * len(groups)
-            if shares is None:
-                continue
-            options = [
-                _options(
-                    [modules[name] for name in group], group, budget, share, degree, recompute, stage_link, data_link
-                )
-                for group, share in zip(groups, shares, strict=True)
-            ]
-            # Every degree runs the same global batch, so the least time is the highest throughput.
-            limit = np.inf if best is None else best[0]
-            found = _combine(options, budget, count, gpu_memory, stage_link, limit)
-            if found is not None:
-                best = (found[0], degree, placement, list(zip(groups, found[1], strict=True)))
-    if best is None:
+    order = [*encoders, language_model]
+    degrees = [
+        d for d in (range(1, gpus + 1) if dp is None else dp) if 1 <= d <= gpus and batch % (d * microbatch) == 0
+    ]
+    groupings = {"parallel": [[name] for name in order], "colocated": [encoders, [language_model]]}
+    # One encoder, or none, is placed alike either way.
+    wanted = [p for p in placements if len(encoders) > 1 or p == "parallel" or "parallel" not in placements]
+    if not encoders:
+        wanted = ["parallel"] if placements else []
+    shares = {
+        placement: [_shares(modules, groupings[placement], gpus // d, allocation) for d in degrees]
+        for placement in wanted
+    }
+    time, found_dp, colocated, groups = _core.search_configuration(
+        [_arrays(modules[name]) for name in order],
+        gpus,
+        batch,
+        microbatch,
+        float(gpu_memory),
+        (stage_link.latency, stage_link.per_byte),
+        (tensor_link.latency, tensor_link.per_byte),
+        (data_link.latency, data_link.per_byte),
+        degrees,
+        [bool(again) for again in recompute],
+        shares.get("parallel", []),
+        shares.get("colocated", []),
+    )
+    if not groups:
         raise ValueError(
             f"no configuration fits {gpus} GPUs of {gpu_memory:.3g} bytes: allow other degrees or more GPUs"
         )
-    return _configuration(modules, language_model, best, batch, microbatch)
+    chosen: Placement = "colocated" if colocated else "parallel"
+    return _configuration(modules, language_model, groupings[chosen], chosen, found_dp, groups, time, batch, microbatch)
 
 
 def _check(modules: Mapping[str, SearchModule]) -> None:
@@ -178,10 +187,14 @@ def _check(modules: Mapping[str, SearchModule]) -> None:
         layers = len(module.weight_bytes)
         if not module.forward or set(module.forward) != set(module.backward):
             raise ValueError(f"{name}: forward and backward need the same (tp, cp), one at least")
-        rows = {f"forward{list(key)}": row for key, row in module.forward.items()}
+        for degrees in module.forward:
+            if len(degrees) != 2 or any(operator.index(degree) < 1 for degree in degrees):
+                raise ValueError(f"{name}: forward has the key {degrees}: it must be (tp, cp), both positive")
+        rows: dict[str, Any] = {f"forward{list(key)}": row for key, row in module.forward.items()}
         rows |= {f"backward{list(key)}": row for key, row in module.backward.items()}
-        names = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "input_bytes")
-        rows |= {key: getattr(module, key) for key in names}
+        rows |= {key: getattr(module, key) for key in _BYTES}
+        if module.tensor_reduces is not None:
+            rows["tensor_reduces"] = module.tensor_reduces
         for key, row in rows.items():
             values = np.asarray(row, dtype=np.float64)
             if values.shape != (layers,) or not layers:
@@ -191,181 +204,59 @@ def _check(modules: Mapping[str, SearchModule]) -> None:
                 raise ValueError(f"{name}: {key}[{bad[0]}] is {values[bad[0]]}: values must be finite and >= 0")
 
 
-def _shares(modules: Mapping[str, SearchModule], groups: list[list[str]], budget: int) -> list[int | None] | None:
-    if budget < len(groups):
-        return None
-    work = []
-    for group in groups:
-        least = [min(modules[name].forward) for name in group]
-        work.append(
-            sum(
-                float((modules[n].forward[k] + modules[n].backward[k]).sum()) for n, k in zip(group, least, strict=True)
-            )
-        )
-    return [int(share) for share in proportional_allocation(budget, work)]
-
-
-def _options(
-    modules: Sequence[SearchModule],
-    names: Sequence[str],
-    budget: int,
-    share: int | None,
-    dp: int,
-    recompute: Sequence[bool],
-    stage_link: LinkModel,
-    data_link: LinkModel,
-) -> list[_Option]:
-    found = []
-    for tp, cp in sorted(set.intersection(*(set(module.forward) for module in modules))):
-        deepest = min(budget // (tp * cp), *(len(module.weight_bytes) for module in modules))
-        for pp in range(1, deepest + 1):
-            if share is not None and tp * cp * pp != share:
-                continue
-            for again in recompute:
-                found.append(_option(modules, names, tp, cp, pp, again, dp, stage_link, data_link))
-    return found
-
-
-def _option(
-    modules: Sequence[SearchModule],
-    names: Sequence[str],
-    tp: int,
-    cp: int,
-    pp: int,
-    again: bool,
-    dp: int,
-    stage_link: LinkModel,
-    data_link: LinkModel,
-) -> _Option:
-    seconds, fixed, kept, gradients, moved = (np.zeros(pp) for _ in range(5))
-    cuts = {}
-    entry = 0.0
-    for name, module in zip(names, modules, strict=True):
-        forward, backward = np.asarray(module.forward[tp, cp]), np.asarray(module.backward[tp, cp])
-        times = forward + backward + (np.where(backward > 0, forward, 0.0) if again else 0.0)
-        bounds = partition(times, pp)
-        cuts[name] = bounds
-        starts = bounds[:-1]
-
-        def stages(row: Floats, starts: NDArray[np.int32] = starts) -> Floats:
-            return np.asarray(np.add.reduceat(np.asarray(row, dtype=np.float64), starts))
-
-        seconds += stages(times)
-        fixed += stages(module.weight_bytes + module.gradient_bytes + module.optimizer_bytes / (dp * cp)) / tp
-        # A layer without a backward keeps nothing; one that is recomputed keeps its input.
-        held = np.where(backward > 0, module.input_bytes if again else module.activation_bytes, 0.0)
-        kept += stages(held) / (tp * cp)
-        gradients += stages(module.gradient_bytes) / tp
-        moved += np.asarray(module.input_bytes, dtype=np.float64)[starts] / (tp * cp)
-        entry += float(module.input_bytes[0]) / (tp * cp)
-    travel = 2 * sum(stage_link.transfer(size) for size in moved[1:])
-    sync = data_link.all_reduce(float(gradients.max()), dp * cp)
-    return _Option(
-        tp, cp, pp, again, cuts, float(seconds.max()), float(seconds.sum()) + travel, sync, fixed, kept, entry
+def _arrays(module: SearchModule) -> tuple[NDArray[Any], Floats, Floats, Floats]:
+    keys = sorted(module.forward)
+    reduces = np.zeros(len(module.weight_bytes)) if module.tensor_reduces is None else module.tensor_reduces
+    each = [getattr(module, name) for name in _BYTES] + [reduces]
+    return (
+        np.array(keys, dtype=np.int64),
+        np.array([module.forward[key] for key in keys], dtype=np.float64),
+        np.array([module.backward[key] for key in keys], dtype=np.float64),
+        np.array(each, dtype=np.float64),
     )
 
 
-def _combine(
-    options: list[list[_Option]], budget: int, count: int, memory: float, link: LinkModel, limit: float
-) -> tuple[float, list[_Option]] | None:
-    """The best choice of one option per group, the language model's last, if it takes less time than `limit`."""
-    *encoders, backbone = options
-    best: tuple[float, list[_Option]] | None = None
-    order = sorted(range(len(backbone)), key=lambda i: (_alone(backbone[i], count), i))
-    for position in order:
-        last = backbone[position]
-        if _alone(last, count) >= limit:
-            break
-        if last.gpus + len(encoders) > budget or last.peak(0, count) > memory:
-            continue
-        # Rows of (GPUs, fill, slowest stage, all-reduce, reshard), one per choice for the encoders so far.
-        rows = np.array([[0.0, 0.0, 0.0, 0.0, 0.0]])
-        picks: list[tuple[_Option, ...]] = [()]
-        for group in encoders:
-            usable = [o for o in group if o.gpus + last.gpus <= budget and o.peak(last.pp, count) <= memory]
-            if not usable:
-                break
-            own = np.array(
-                [[o.gpus, _toward(o, last, link), o.slowest, o.sync, _reshard(o, last, link)] for o in usable]
-            )
-            joined = np.empty((len(rows), len(own), 5))
-            joined[..., 0] = rows[:, None, 0] + own[None, :, 0]
-            joined[..., 1:] = np.maximum(rows[:, None, 1:], own[None, :, 1:])
-            joined[..., 4] = rows[:, None, 4] + own[None, :, 4]
-            flat = joined.reshape(-1, 5)
-            keep = _undominated(flat, budget - last.gpus)
-            rows = flat[keep]
-            picks = [(*picks[k // len(own)], usable[k % len(own)]) for k in keep]
-        else:
-            if not len(rows):
-                continue
-            times = (
-                last.fill
-                + rows[:, 1]
-                + (count - 1) * np.maximum(rows[:, 2], last.slowest)
-                + count * rows[:, 4]
-                + np.maximum(rows[:, 3], last.sync)
-            )
-            k = int(np.argmin(times))
-            if times[k] < limit:
-                limit = float(times[k])
-                best = (limit, [*picks[k], last])
-    return best
-
-
-def _alone(option: _Option, count: int) -> float:
-    return option.fill + (count - 1) * option.slowest + option.sync
-
-
-def _toward(encoder: _Option, last: _Option, link: LinkModel) -> float:
-    return encoder.fill + 2 * link.transfer(last.entry)
-
-
-def _reshard(encoder: _Option, last: _Option, link: LinkModel) -> float:
-    """Forward and backward, what a rank of the language model misses of its input where the layouts differ."""
-    if (encoder.tp, encoder.cp) == (last.tp, last.cp):
-        return 0.0
-    return 2 * link.transfer(last.entry)
-
-
-def _undominated(rows: Floats, budget: int) -> list[int]:
-    """Rows within the budget that no other row equals or beats in every column; the first of equal ones."""
-    order = [int(k) for k in np.lexsort(rows.T[::-1]) if rows[k, 0] <= budget]
-    kept: list[int] = []
-    front = np.empty((len(order), rows.shape[1]))
-    for k in order:
-        if not (front[: len(kept)] <= rows[k]).all(axis=1).any():
-            front[len(kept)] = rows[k]
-            kept.append(k)
-    return kept
+def _shares(
+    modules: Mapping[str, SearchModule], groups: Sequence[Sequence[str]], budget: int, allocation: str
+) -> list[int]:
+    """GPUs of each group: -1 for any number; nothing where the budget does not reach."""
+    if budget < len(groups):
+        return []
+    if allocation == "any":
+        return [-1] * len(groups)
+    work = []
+    for group in groups:
+        least = {name: min(modules[name].forward) for name in group}
+        work.append(sum(float((modules[n].forward[k] + modules[n].backward[k]).sum()) for n, k in least.items()))
+    return [int(share) for share in proportional_allocation(budget, work)]
 
 
 def _configuration(
     modules: Mapping[str, SearchModule],
     language_model: str,
-    best: tuple[float, int, str, list[tuple[list[str], _Option]]],
+    groups: Sequence[Sequence[str]],
+    placement: Placement,
+    dp: int,
+    chosen: Sequence[tuple[int, int, int, bool, Sequence[NDArray[np.int32]], float]],
+    time: float,
     batch: int,
     microbatch: int,
 ) -> Configuration:
-    _, dp, placement, chosen = best
-    count = batch // (dp * microbatch)
     rank = 0
     stages: list[StagePlan] = []
     specs, recompute, peaks = {}, {}, {}
-    downstream = chosen[-1][1].pp
-    for names, option in chosen:
-        width = option.tp * option.cp
-        for name in names:
-            cuts = option.cuts[name]
-            for index in range(option.pp):
+    for names, (tp, cp, pp, again, cuts, peak) in zip(groups, chosen, strict=True):
+        width = tp * cp
+        for name, own in zip(names, cuts, strict=True):
+            for index in range(pp):
                 ranks = tuple(range(rank + index * width, rank + (index + 1) * width))
-                stages.append(StagePlan(name, index, int(cuts[index]), int(cuts[index + 1]), ranks))
-            specs[name] = ParallelSpec(option.tp, option.cp, option.pp, dp)
-            recompute[name] = option.recompute
-            peaks[name] = option.peak(0 if name == language_model else downstream, count)
-        rank += option.gpus
-    time = best[0]
+                stages.append(StagePlan(name, index, int(own[index]), int(own[index + 1]), ranks))
+            specs[name] = ParallelSpec(tp, cp, pp, dp)
+            recompute[name] = again
+            peaks[name] = peak
+        rank += width * pp
     order = {name: i for i, name in enumerate(modules)}
     stages.sort(key=lambda s: (s.module == language_model, order[s.module], s.index))
-    plan = ParallelPlan(tuple(stages), rank, placement, dp)  # type: ignore[arg-type]
-    return Configuration(plan, specs, recompute, peaks, count, time, batch / time if time > 0 else float("inf"))
+    plan = ParallelPlan(tuple(stages), rank, placement, dp)
+    throughput = batch / time if time > 0 else float("inf")
+    return Configuration(plan, specs, recompute, peaks, batch // (dp * microbatch), time, throughput)

@@ -78,8 +78,9 @@ def parallelize(
         under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer
         (for rank 0 at the start and end of a step up to half as long again: it may be waiting for a lost one itself).
 
-    Raises ValueError when the world's size is not the plan's.
+    Raises ValueError when the world's size is not the plan's, or for a plan that splits a stage (tp * cp > 1).
     """
+    plan.check_executable()
     if schedule not in _GENERATORS:
         raise ValueError(f"unknown schedule {schedule!r}: use one of {', '.join(map(repr, sorted(_GENERATORS)))}")
     if transport is None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -56,20 +54,12 @@ class ActionArrays:
         """
         counts = [len(actions) for actions in lists]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        every = list(chain.from_iterable(lists))
-        n = len(every)
-
-        def column(name: str, dtype: Any) -> NDArray[Any]:
-            return np.fromiter(map(attrgetter(name), every), dtype, n)
-
-        op = np.fromiter(map(_CODES.__getitem__, map(attrgetter("op"), every)), np.int8, n)
-        # No tuple per action: so many new objects would keep the garbage collector busy for longer than all the rest.
-        modules: dict[str, int] = {}
-        module = np.fromiter((modules.setdefault(a.module, len(modules)) for a in every), np.int64, n)
+        op, module, number, microbatch, part, peer, grad, names = _core.action_columns(
+            list(chain.from_iterable(lists)), OPS
+        )
         reducing = op == _CODES[Op.REDUCE_GRAD]
-        part = np.where(reducing, column("part", np.int64), 0)  # which tied weight; the stage itself is 0
-        keys, stage = np.unique(module << 48 | part << 32 | column("stage", np.int64), return_inverse=True)
-        names = list(modules)
+        tied = np.where(reducing, part, 0).astype(np.int64)  # which tied weight; the stage itself is 0
+        keys, stage = np.unique(module << 48 | tied << 32 | number, return_inverse=True)
         stages = tuple((names[key >> 48], key & 0xFFFFFFFF) for key in keys.tolist())
         if copies is None:
             rank = np.repeat(np.arange(len(lists)), counts)
@@ -82,10 +72,10 @@ class ActionArrays:
             offsets,
             op,
             stage.reshape(-1).astype(np.int32),
-            column("microbatch", np.int32),
-            column("part", np.int32),
-            column("peer", np.int32),
-            column("grad", np.bool_),
+            microbatch,
+            part,
+            peer,
+            grad,
             stages,
             found.astype(np.int32),
         )

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace interlace {
+
+struct LinkCost {
+    double latency = 0.0, per_byte = 0.0;
+
+    double transfer(double bytes) const { return bytes > 0 ? latency + bytes * per_byte : 0.0; }
+    // A ring: 2 (n - 1) steps of bytes / n.
+    double all_reduce(double bytes, int64_t ranks) const {
+        if (ranks == 1) return 0.0;
+        return 2.0 * static_cast<double>(ranks - 1) * transfer(bytes / static_cast<double>(ranks));
+    }
+};
+
+// One microbatch through one module.
+struct SearchedModule {
+    std::vector<int64_t> tp, cp;            // the degrees that may be used
+    std::vector<double> forward, backward;  // [degrees, layers]: seconds
+    // [layers]: bytes, and how many all-reduces of the layer's input a forward makes among tensor-parallel ranks.
+    std::vector<double> weights, gradients, optimizer, activations, input, reduces;
+
+    int64_t layers() const { return static_cast<int64_t>(weights.size()); }
+};
+
+struct SearchLimits {
+    int64_t gpus, batch, microbatch;
+    double gpu_memory;
+    LinkCost stage_link, tensor_link, data_link;
+    std::vector<int64_t> dp;
+    std::vector<char> recompute;
+    // GPUs of every group for each dp (-1: any number; an empty row: not with this dp). No rows: not this placement.
+    std::vector<std::vector<int64_t>> parallel, colocated;
+};
+
+// How the modules of a group run: each in a group of its own, or all encoders in one.
+struct GroupConfiguration {
+    int64_t tp = 1, cp = 1, pp = 1;
+    bool recompute = false;
+    std::vector<std::vector<int32_t>> cuts;  // per module: pp + 1 boundaries
+    double peak = 0.0;                       // bytes of its fullest GPU
+};
+
+struct SearchResult {
+    double time = std::numeric_limits<double>::infinity();  // which means that nothing fits
+    int64_t dp = 0;
+    bool colocated = false;
+    std::vector<GroupConfiguration> groups;  // encoders, then the language model
+};
+
+// The configuration of least iteration time (Entrain's algorithm 3, dissertation 4.4.3; Cornstarch's algorithm 1,
+// cornstarch-2025-11 section 4.1), over all data-parallel degrees, placements, degrees of every group, pipeline sizes
+// and recomputation; a module is cut at its exact bottleneck (min_bottleneck_partition), and the formulas are in
+// python/interlace/plan/search.py. modules: encoders, then the language model. Throws std::invalid_argument, which is
+// ValueError in Python, where the layers of a module together take longer than a double can hold.
+//
+// Exact: the language model's options are taken by a lower bound on their time; for each, an encoder's options are
+// those that no other one equals or beats in GPUs, fill, slowest stage and all-reduce, and branch and bound combines
+// the encoders.
+SearchResult best_configuration(const std::vector<SearchedModule> &modules, const SearchLimits &limits);
+
+}  // namespace interlace
