@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from interlace.cli import main
 from interlace.comm.transports import capabilities

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import BitfieldMask, _core
+from interlace.schedule import Action, Op
 
 # In C++ nothing but the end of the process stops a hang, and that is what this method of pytest-timeout does.
 pytestmark = pytest.mark.timeout(600, method="thread")
@@ -163,6 +164,27 @@ def flat(arguments):
         yield from argument if isinstance(argument, list) else [argument]
 
 
+def in_columns(found, actions, *_) -> bool:
+    *columns, modules = found
+    return all(len(column) == len(actions) for column in columns) and within(columns[1], (len(actions),), 0, len(modules))
+
+
+def configured(found, modules, gpus, *_) -> bool:
+    time, dp, _, groups = found
+    used = sum(tp * cp * pp for tp, cp, pp, *_ in groups)
+    return not groups if time == np.inf else finite(time) and 1 <= len(groups) <= len(modules) and dp * used <= gpus
+
+
+def one_of_each_rank() -> list[Action]:
+    return [Action(Op.FORWARD, "vision", 0, 0), Action(Op.BACKWARD, "language_model", 1, 2, grad=True)]
+
+
+def searched(layers: int) -> list[np.ndarray]:
+    """One module: (tp, cp), forward and backward by these, and six figures of every layer."""
+    times = np.arange(1.0, 2 * layers + 1).reshape(2, layers)
+    return [np.array([[1.0, 1], [2, 1]]), times, 2 * times, np.ones((6, layers))]
+
+
 def calls() -> dict[str, Call]:
     w = np.array([3.0, 1.0, 4.0, 1.5, 5.0, 9.0])
     volume = np.array([[4.0, 1, 0, 2], [0, 3, 5, 1], [2, 2, 1, 0], [7, 0, 0, 1]])
@@ -195,7 +217,8 @@ def calls() -> dict[str, Call]:
         "subset_sum": Call((w, 7.0, 0.5), lambda items, w, *_: within(items, items.shape, 0, len(w))),
         "bottleneck_match": Call((table[:, :1] * [1.0, 2, 3], w[:4]), matched),
         "assign_replicas": Call((w, w, 2, True), replicated),
-        "assign_microbatches": Call((w, w, 3, True), deferred),
+        "assign_microbatches": Call((w, w, 3, True, False), deferred),
+        "action_columns": Call((one_of_each_rank(), tuple(Op)), in_columns),
         "deferral_costs": Call(([w[:3], w[3:]], w[:2]), lambda c, a, b: finite(c) and c.shape == (len(a), len(b))),
         "assign_ascending": Call((w, 3, 2), assigned),
         "reorder_microbatches": Call((table, table, 2, 0.1, 100), reordered),
@@ -211,6 +234,9 @@ def calls() -> dict[str, Call]:
         "orchestrate": Call(
             (table[:2], integers(2, 4), np.ones((2, 3)), 1, integers(1, 2), 16, 8, 1, 10.0), orchestrated
         ),
+        "search_configuration": Call(
+            ([searched(2), searched(3)], 4, 8, 1, 1e3, [0.0, 0.5], [0.1, 0.5], [0.0, 1.0], [1, 2], [False, True],
+             [[-1, 2], [1, 1]], [[2, 2], []]), configured),
         "attention_isa": Call((), lambda name: name in ("amx", "avx512", "avx2", "baseline")),
         "flag_load": Call((flags, 1), counted),
         "flag_store": Call((flags, 1, 7), lambda nothing, *_: nothing is None),
@@ -368,7 +394,7 @@ def attempt(name: str, changes: dict[int, Any]) -> None:
             for position, variant in changes.items():
                 arguments[position] = mutated(arguments[position], variant)
         result = getattr(_core, name)(*arguments)
-    except (ValueError, TypeError, OverflowError, IndexError) as error:
+    except (ValueError, TypeError, OverflowError, IndexError, AttributeError) as error:
         assert str(error)
         return
     assert CALLS[name].valid(result, *arguments), (result, arguments)
