@@ -166,7 +166,8 @@ def flat(arguments):
 
 def in_columns(found, actions, *_) -> bool:
     *columns, modules = found
-    return all(len(column) == len(actions) for column in columns) and within(columns[1], (len(actions),), 0, len(modules))
+    number = len(actions)
+    return all(len(column) == number for column in columns) and within(columns[1], (number,), 0, len(modules))
 
 
 def configured(found, modules, gpus, *_) -> bool:
