@@ -111,6 +111,16 @@ def test_masks_of_integers_are_refused(softcap):
         attention(torch.nn.Identity(), q, q, q, torch.ones(1, 1, 5, 5, dtype=torch.int64), softcap=softcap)
 
 
+def test_a_carrier_is_made_under_deterministic_algorithms():
+    """Torch then fills memory that nobody wrote, which it cannot do for every type."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert carrier(AttentionPlan.build(BitfieldMask.causal(1, 6))).shape == (1, 1, 6, 6)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def test_a_carrier_takes_no_memory_and_is_missed_when_lost():
     plan = AttentionPlan.build(BitfieldMask.causal(2, 300))
     mask = carrier(plan)

@@ -92,7 +92,7 @@ def carrier(plan: AttentionPlan, *, backend: str | None = None) -> Tensor:
 
 
 def _carry(plan: AttentionPlan, backend: str | None, *, narrow: bool) -> Tensor:
-    scalar = torch.empty((), dtype=CARRIER_DTYPE, device=plan.device)
+    scalar = torch.zeros((), dtype=torch.uint8, device=plan.device).view(CARRIER_DTYPE)
     mask = scalar.expand(plan.batch, 1, plan.q_len, plan.k_len)
     mask.interlace_plan = (plan, backend, narrow)  # type: ignore[attr-defined]
     # Generation with a static cache calls contiguous() on its masks, which would make a real tensor without the plan.
