@@ -109,6 +109,12 @@ def test_hidden_communication_on_the_page_is_that_of_the_report():
     for operation in {operation for operation, _ in hidden}:
         line = f"| {operation} | " + " | ".join(hidden[operation, chunks] for chunks in (2, 4, 8)) + " |"
         assert line in COPIES.read_text()
+    ends = {
+        chunks: [f"{end(row['hidden'] for row in report['rows'] if row['chunks'] == chunks):.0%}" for end in (min, max)]
+        for chunks in (4, 8)
+    }
+    quoted = f"{' to '.join(ends[4])} at 4 chunks, {' to '.join(ends[8])} at 8"
+    assert quoted in (ROOT / "README.md").read_text(), quoted
 
 
 def test_the_first_example_of_the_readme_runs():
