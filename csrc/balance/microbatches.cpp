@@ -9,6 +9,7 @@
 
 #include "balance/bottleneck_match.h"
 #include "balance/microbatch_refine.h"
+#include "balance/order.h"
 #include "balance/refine.h"
 #include "balance/subset_sum.h"
 
@@ -18,14 +19,6 @@ namespace {
 
 constexpr double near = 1.001;                 // an overload that needs no second try
 constexpr int64_t buckets = int64_t{1} << 14;  // of an overloaded microbatch whose costs are no whole numbers
-
-std::vector<int32_t> by_falling(const std::vector<double> &values) {
-    std::vector<int32_t> order(values.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::sort(order.begin(), order.end(),
-              [&](int32_t a, int32_t b) { return values[a] != values[b] ? values[a] > values[b] : a < b; });
-    return order;
-}
 
 double sum(const std::vector<double> &values) { return std::accumulate(values.begin(), values.end(), 0.0); }
 
@@ -90,7 +83,7 @@ std::vector<int32_t> assign_replicas(const std::vector<double> &encoder, const s
     for (int64_t r = 0; r < replicas; ++r) heap[r] = {0.0, static_cast<int32_t>(r)};
     std::vector<int64_t> counts(replicas, 0);
     std::vector<int32_t> replica_of(n);
-    for (const int32_t sample : by_falling(encoder)) {
+    for (const int32_t sample : descending_order(encoder)) {
         // A replica that has its share stays in the heap as long as any may take one more.
         while (equal_counts && counts[heap.front().second] >= share + (extra > 0)) {
             std::pop_heap(heap.begin(), heap.end(), later);
@@ -141,10 +134,10 @@ namespace {
 // Coarse samples before fine ones, each by falling encoder cost, to the lightest encoder microbatch.
 std::vector<int32_t> stratified(const std::vector<double> &encoder, const std::vector<double> &llm, int64_t count) {
     const int64_t n = static_cast<int64_t>(encoder.size());
-    const std::vector<int32_t> by_llm = by_falling(llm);
+    const std::vector<int32_t> by_llm = descending_order(llm);
     std::vector<char> fine(n, 0);
     for (int64_t i = (n + 1) / 2; i < n; ++i) fine[by_llm[i]] = 1;
-    const std::vector<int32_t> by_encoder = by_falling(encoder);
+    const std::vector<int32_t> by_encoder = descending_order(encoder);
     std::vector<int32_t> microbatch_of(n);
     std::vector<double> encoder_loads(count, 0.0), llm_loads(count, 0.0);
     using Key = std::tuple<double, double, int32_t>;
@@ -197,7 +190,7 @@ Deferral defer(const std::vector<double> &encoder, const std::vector<double> &ll
     for (int64_t sample = 0; sample < n; ++sample)
         members[microbatch_of[sample]].push_back(static_cast<int32_t>(sample));
     const std::vector<double> llm_loads = loads_of(llm, microbatch_of, count);
-    const std::vector<int32_t> order = by_falling(llm_loads);
+    const std::vector<int32_t> order = descending_order(llm_loads);
     const int64_t over = (count + 1) / 2, under = count - over;
     std::vector<std::vector<double>> costs(over);
     std::vector<double> alone(over), loads(under);
@@ -270,7 +263,7 @@ Deferral assign_microbatches(const std::vector<double> &encoder, const std::vect
     // The lower the encoder's bottleneck is held, the less freedom is left to the LLM's.
     const int64_t n = static_cast<int64_t>(encoder.size());
     const double most = heaviest(loads_of(encoder, printed, count));
-    const std::vector<int32_t> even = refine(encoder, by_falling(encoder), printed, count, n);
+    const std::vector<int32_t> even = refine(encoder, descending_order(encoder), printed, count, n);
     const double least = heaviest(loads_of(encoder, even, count));
     const double least_printed = pairing_bound(loads_of(llm, printed, count));
     Deferral best, plain;
