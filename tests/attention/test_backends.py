@@ -169,12 +169,17 @@ def test_the_cpu_backend_is_bitwise_repeatable():
     assert all(torch.equal(one, other) for one, other in zip(*results))
 
 
-def run(script, **environment):
-    """The script's output, in a process of its own."""
-    process = subprocess.run(
+def finished(script, **environment):
+    """The script in a process of its own, with the modules that this one has."""
+    return subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
     )  # fmt: skip
+
+
+def run(script, **environment):
+    """The output of a script that succeeds."""
+    process = finished(script, **environment)
     assert process.returncode == 0, process.stderr[-4000:]
     return process.stdout
 

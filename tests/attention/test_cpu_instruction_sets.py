@@ -5,10 +5,7 @@ Tests in this process run on the best set; where that is AMX they are tests of i
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,7 +17,7 @@ from interlace import _core
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.masks import BitfieldMask
 from tests.attention import cases, test_backends
-from tests.attention.test_backends import ROOT, compare, run
+from tests.attention.test_backends import compare, finished, run
 from tests.mask_strategies import mask_pairs
 
 ISAS = ["amx", "avx512", "avx2", "baseline"]
@@ -62,10 +59,7 @@ import torch
 from interlace import BitfieldMask, bitfield_attention
 bitfield_attention(*(torch.ones(1, 1, 4, 4) for _ in range(3)), BitfieldMask.causal(1, 4), backend="cpu")
 """
-    process = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}/python:{ROOT}", "INTERLACE_CPU_ISA": "sse9"},
-    )  # fmt: skip
+    process = finished(script, INTERLACE_CPU_ISA="sse9")
     assert process.returncode != 0 and '"sse9"; it must be amx, avx512, avx2 or baseline' in process.stderr
 
 
