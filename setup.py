@@ -10,11 +10,14 @@ module that only loads where their runtime libraries are in the process before i
 from __future__ import annotations
 
 import os
+import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
+from setuptools.errors import CompileError
 
 # One compiler process per core; INTERLACE_BUILD_JOBS sets another number.
 ParallelCompile("INTERLACE_BUILD_JOBS", default=0).install()
@@ -35,7 +38,27 @@ class BuildExt(build_ext):
             compile_one(obj, source, ext, cc_args, [*extra_postargs, *flags], pp_opts)
 
         self.compiler._compile = compile_unfused
+        self.check_compiler()
         super().build_extensions()
+
+    def check_compiler(self) -> None:
+        """Ends the build with what to install, where it would end with the failure of a command that nobody knows."""
+        with tempfile.TemporaryDirectory() as folder:
+            probe = Path(folder, "probe.cpp")
+            probe.write_text("#include <Python.h>\n#include <optional>\nstd::optional<int> nothing;\n")
+            headers = sysconfig.get_path("include")
+            try:
+                self.compiler.compile([str(probe)], folder, include_dirs=[headers], extra_postargs=["-std=c++17"])
+            except CompileError as error:
+                raise SystemExit(
+                    f"""
+error: Interlace's C++ part cannot be compiled here ({error}).
+It needs a compiler for C++17 (GCC 9 or later, Clang 10 or later) and the headers of this Python in {headers}:
+  Debian, Ubuntu:  apt-get install g++ python3-dev
+  Fedora, RHEL:    dnf install gcc-c++ python3-devel
+  macOS:           xcode-select --install
+CC and CXX name another compiler. A wheel that was built elsewhere (`make wheel`) needs none."""
+                ) from None
 
 
 # Paths relative to this file: setuptools refuses absolute ones, and they must not depend on the machine.

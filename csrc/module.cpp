@@ -1,5 +1,6 @@
 // interlace._core: what python/interlace/{attention,balance,comm,plan,simulate}/ call. Arrays in, arrays out; every
-// function checks its arguments and releases the GIL while it computes or waits.
+// function checks its arguments and releases the GIL while it computes or waits; Ctrl-C ends those of balance/,
+// plan/ and simulate/.
 #include <pybind11/pybind11.h>
 
 namespace interlace {

@@ -1,4 +1,5 @@
-// The attention kernels for AMX: bf16 on tiles, other types as for avx512. Chosen at run time, as those are.
+// The attention kernels for AMX: bf16 on tiles, other types and values of another head dimension than the keys' as for
+// avx512. Chosen at run time, as those are.
 #include "attention_cpu/problem.h"
 
 #if defined(INTERLACE_AMX)
@@ -33,13 +34,15 @@ namespace {
 #include "attention_cpu/amx_forward.inc"
 #include "attention_cpu/amx_backward.inc"
 
+bool suits_tiles(const Problem &p) { return p.dtype == Dtype::bf16 && p.value_dim == p.head_dim; }
+
 void forward(const Problem &p, const ForwardResult &result) {
-    if (p.dtype != Dtype::bf16) return avx512_kernels.forward(p, result);
+    if (!suits_tiles(p)) return avx512_kernels.forward(p, result);
     forward_on_tiles(p, result);
 }
 
 void backward(const Problem &p, const BackwardInput &in) {
-    if (p.dtype != Dtype::bf16) return avx512_kernels.backward(p, in);
+    if (!suits_tiles(p)) return avx512_kernels.backward(p, in);
     backward_on_tiles(p, in);
 }
 }  // namespace

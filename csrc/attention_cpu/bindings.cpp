@@ -99,7 +99,7 @@ void list(const py::array *arrays, const char *ptr_name, const char *idx_name, i
 
 Problem problem(const py::array &q, const py::array &k, const py::array &v, const std::vector<py::array> &mask,
                 int64_t block, int64_t sinks, double scale, double softcap, int threads) {
-    require(q.ndim() == 4 && k.ndim() == 4, "q and k must have four dimensions");
+    require(q.ndim() == 4 && k.ndim() == 4 && v.ndim() == 4, "q, k and v must have four dimensions");
     require(mask.size() == 13, "the mask must be 13 arrays: nine of tokens, four of block lists");
     require(block >= 1, "block must be at least 1");
     require(threads >= 1 && threads <= MOST_THREADS, "threads must lie between 1 and 1024");
@@ -112,8 +112,9 @@ Problem problem(const py::array &q, const py::array &k, const py::array &v, cons
     p.q_len = q.shape(2);
     p.k_len = k.shape(2);
     p.head_dim = q.shape(3);
-    require(p.kv_heads >= 1 && p.head_dim >= 1 && p.q_heads % p.kv_heads == 0,
-            "the heads of q must be a multiple of those of k");
+    p.value_dim = v.shape(3);
+    require(p.kv_heads >= 1 && p.q_heads % p.kv_heads == 0, "the heads of q must be a multiple of those of k");
+    require(p.head_dim >= 1 && p.value_dim >= 1, "head dimensions must be at least 1");
     p.block = std::min(block, std::max<int64_t>({p.q_len, p.k_len, 1}));  // a larger one is one block too
     require(p.block <= 1 << 15, "blocks of more than 32768 tokens need gigabytes for the bits of one: use smaller ones");
     p.sinks = sinks;
@@ -123,7 +124,7 @@ Problem problem(const py::array &q, const py::array &k, const py::array &v, cons
     p.dtype = dtype_of(q, "q");
     p.q = matrix(q, "q", p.dtype, {p.batch, p.q_heads, p.q_len, p.head_dim});
     p.k = matrix(k, "k", p.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});
-    p.v = matrix(v, "v", p.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});
+    p.v = matrix(v, "v", p.dtype, {p.batch, p.kv_heads, p.k_len, p.value_dim});
     p.queries = tokens(&mask[0], true, p.batch, p.q_len);
     p.keys = tokens(&mask[5], false, p.batch, p.k_len);
     const int64_t rows = p.batch * p.q_blocks();
@@ -153,9 +154,10 @@ void attention_forward(const py::array &q, const py::array &k, const py::array &
                        int64_t block, int64_t sinks, double scale, double softcap, int threads, py::array out,
                        py::array lse) {
     const Problem p = problem(q, k, v, mask, block, sinks, scale, softcap, threads);
-    const ForwardResult to{result(out, "out", q.size(), p.dtype),
-                           result(lse, "lse", q.size() / p.head_dim, computing(p.dtype))};
-    if (q.size() == 0) return;  // other sizes may then be anything
+    const int64_t rows = p.batch * p.q_heads * p.q_len;
+    const ForwardResult to{result(out, "out", rows * p.value_dim, p.dtype),
+                           result(lse, "lse", rows, computing(p.dtype))};
+    if (rows == 0) return;  // other sizes may then be anything
     const py::gil_scoped_release release;
     kernels().forward(p, to);
 }
@@ -165,9 +167,10 @@ void attention_backward(const py::array &dout, const std::optional<py::array> &d
                         const std::vector<py::array> &mask, int64_t block, int64_t sinks, double scale, double softcap,
                         int threads, py::array dq, py::array dk, py::array dv) {
     const Problem p = problem(q, k, v, mask, block, sinks, scale, softcap, threads);
-    const std::array<int64_t, 4> shape{p.batch, p.q_heads, p.q_len, p.head_dim};
+    const std::array<int64_t, 4> shape{p.batch, p.q_heads, p.q_len, p.value_dim};
+    const int64_t rows = p.batch * p.q_heads * p.q_len;
     const auto per_row = [&](const py::array &array, const char *name) {
-        check_layout(array, name, q.size() / p.head_dim, computing(p.dtype));
+        check_layout(array, name, rows, computing(p.dtype));
         return array.data();
     };
     BackwardInput in{};
@@ -176,11 +179,11 @@ void attention_backward(const py::array &dout, const std::optional<py::array> &d
     in.lse = per_row(lse, "lse");
     in.dlse = dlse ? per_row(*dlse, "dlse") : nullptr;
     in.dq = result(dq, "dq", q.size(), p.dtype);
-    // The caller's choice: like k, or as they are summed.
+    // The caller's choice: like k and v, or as they are summed.
     in.wide = dtype_of(dk, "dk") == computing(p.dtype);
     in.dk = result(dk, "dk", k.size(), in.wide ? computing(p.dtype) : p.dtype);
-    in.dv = result(dv, "dv", k.size(), in.wide ? computing(p.dtype) : p.dtype);
-    if (q.size() == 0) {
+    in.dv = result(dv, "dv", v.size(), in.wide ? computing(p.dtype) : p.dtype);
+    if (rows == 0) {
         std::memset(in.dk, 0, static_cast<size_t>(dk.nbytes()));
         std::memset(in.dv, 0, static_cast<size_t>(dv.nbytes()));
         return;
@@ -217,6 +220,8 @@ py::tuple attention_block_lists(const std::vector<py::array> &queries, const std
         all.append(hand_over(one->ptr));
         all.append(hand_over(one->idx));
     }
+    all.append(hand_over(lists.q_doc));
+    all.append(hand_over(lists.k_doc));
     return py::tuple(all);
 }
 

@@ -157,6 +157,65 @@ void transpose(const Lists &by_query, int64_t batch, int64_t q_blocks, int64_t k
     });
 }
 
+// One side's block: the first of its tokens, how many, and which of them (bits of each panel) are done with.
+struct Block {
+    int64_t first, count;
+    std::vector<uint64_t> seen;
+
+    Block(const Tokens &tokens, int64_t first, int64_t count)
+        : first(first), count(count), seen((count + PANEL - 1) / PANEL) {
+        for (int64_t t = 0; t < count; ++t) seen[t / PANEL] |= uint64_t(tokens.doc[first + t] < 0) << t % PANEL;  // padding
+    }
+    bool all() const {
+        for (int64_t p = 0; p * PANEL < count; ++p)
+            if (~seen[p] << std::max<int64_t>(0, PANEL - (count - p * PANEL)) != 0) return false;
+        return true;
+    }
+};
+
+// Which queries see a key among keys[first, last), or which keys are seen by one of queries[first, last).
+void look_at(const Tokens &queries, const Tokens &keys, int64_t first, int64_t last, int64_t sinks, bool of_queries,
+             Block &block) {
+    uint64_t words[PANEL];
+    for (int64_t p = 0; p * PANEL < block.count; ++p) {
+        const int64_t mine = block.first + p * PANEL, here = std::min<int64_t>(PANEL, block.count - p * PANEL);
+        const uint64_t wanted = here == PANEL ? ~uint64_t(0) : (uint64_t(1) << here) - 1;
+        for (int64_t at = first; at < last && (block.seen[p] & wanted) != wanted; at += PANEL) {
+            const int64_t n = std::min<int64_t>(PANEL, last - at);
+            if (of_queries)
+                kernels().mask_tile(from(queries, mine), here, from(keys, at), n, sinks, 1, words);
+            else
+                kernels().mask_tile(from(queries, at), n, from(keys, mine), here, sinks, 1, words);
+            for (int64_t j = 0; j < (of_queries ? n : here); ++j)
+                block.seen[p] |= of_queries ? words[j] : uint64_t(words[j] != 0) << j;
+        }
+    }
+}
+
+// The documents of one side as BlockLists says. Blocks with a full one are done; in most others every token sees itself,
+// so the block at the same place is looked at before the partial ones, of which few are then left.
+std::vector<int32_t> documents(const Tokens &queries, const Tokens &keys, int64_t batch, int64_t block, int64_t sinks,
+                               int threads, bool of_queries, const Lists &full, const Lists &part) {
+    const Tokens &side = of_queries ? queries : keys, &other = of_queries ? keys : queries;
+    const int64_t blocks = (side.length + block - 1) / block;
+    std::vector<int32_t> doc(side.doc, side.doc + batch * side.length);
+    parallel_for(batch * blocks, threads, [&](int64_t row) {
+        if (full.ptr[row + 1] > full.ptr[row]) return;
+        const int64_t b = row / blocks, first = row % blocks * block;
+        const Tokens q = queries.at(b), k = keys.at(b), mine = side.at(b);
+        Block here(mine, first, std::min(block, side.length - first));
+        const auto look = [&](int64_t other_block) {
+            const int64_t start = other_block * block;
+            look_at(q, k, start, std::min(start + block, other.length), sinks, of_queries, here);
+        };
+        look(row % blocks);
+        for (int32_t at = part.ptr[row]; at < part.ptr[row + 1] && !here.all(); ++at) look(part.idx[at]);
+        for (int64_t t = 0; t < here.count; ++t)
+            if (!(here.seen[t / PANEL] >> t % PANEL & 1)) doc[b * side.length + first + t] = -1;
+    });
+    return doc;
+}
+
 }  // namespace
 
 BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch, int64_t sinks, int64_t block,
@@ -217,6 +276,8 @@ BlockLists block_lists(const Tokens &queries, const Tokens &keys, int64_t batch,
     join(part, threads, lists.part_q);
     transpose(lists.full_q, batch, q_blocks, k_blocks, threads, lists.full_k);
     transpose(lists.part_q, batch, q_blocks, k_blocks, threads, lists.part_k);
+    lists.q_doc = documents(queries, keys, batch, block, sinks, threads, true, lists.full_q, lists.part_q);
+    lists.k_doc = documents(queries, keys, batch, block, sinks, threads, false, lists.full_k, lists.part_k);
     return lists;
 }
 

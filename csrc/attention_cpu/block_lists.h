@@ -15,8 +15,11 @@ struct Lists {
 };
 
 // full_q, part_q: key blocks of each row b * q_blocks + i; full_k, part_k: query blocks of each row b * k_blocks + j.
+// q_doc, k_doc [batch, length]: documents as given, but -1 for queries that see nothing and keys that nobody sees. It
+// changes nothing about who sees whom, and tells kernels by one number which rows must not enter a product.
 struct BlockLists {
     Lists full_q, part_q, full_k, part_k;
+    std::vector<int32_t> q_doc, k_doc;
 };
 
 // Exact, in O(q_blocks * k_blocks) time per batch row and memory for the lists themselves: bounds on documents,

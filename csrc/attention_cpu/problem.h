@@ -25,7 +25,8 @@ constexpr int PANEL = 64;
 // Element types of q, k, v, out and their gradients. bf16 and fp16 are computed in fp32.
 enum class Dtype { f32, f64, bf16, f16 };
 
-// The fields of the mask rule (see masks.py) for one side, [batch, length] each.
+// The fields of the mask rule (see masks.py) for one side, [batch, length] each. A query that sees nothing and a key that
+// nobody sees have a negative doc (block_lists.h): what their rows hold is not computed with.
 struct Tokens {
     const int64_t *bits;
     const int32_t *doc, *span, *pos, *window;  // window: queries only
@@ -37,14 +38,15 @@ struct Tokens {
     }
 };
 
-// [batch, heads, tokens, head_dim] with unit stride along head_dim; strides in elements.
+// [batch, heads, tokens, columns] with unit stride along the columns; strides in elements.
 struct Matrix {
     const void *data;
     int64_t stride_b, stride_h, stride_t;
 };
 
+// head_dim is that of q and k, value_dim that of v and out.
 struct Problem {
-    int64_t batch, q_heads, kv_heads, q_len, k_len, head_dim;
+    int64_t batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim;
     int64_t block, sinks;
     double scale, softcap;  // softcap 0: none
     Dtype dtype;
@@ -67,7 +69,7 @@ struct Problem {
     }
 };
 
-// Contiguous results: out like q, lse [batch, q_heads, q_len] in the computing type.
+// Contiguous results: out [batch, q_heads, q_len, value_dim], lse [batch, q_heads, q_len] in the computing type.
 struct ForwardResult {
     void *out, *lse;
 };

@@ -15,6 +15,7 @@
 #include "balance/refine.h"
 #include "balance/zigzag.h"
 #include "common/arrays.h"
+#include "common/interruptible.h"
 #include "plan/partition.h"
 
 namespace interlace {
@@ -41,7 +42,7 @@ py::array_t<int32_t> assign(const py::array &weights, int64_t bins, std::optiona
     const int64_t each = checked_capacity(static_cast<int64_t>(values.size()), bins, capacity);
     std::vector<int32_t> result;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         result = bin_of(values, each);
     }
     return to_numpy(result);
@@ -74,14 +75,24 @@ py::array_t<int32_t> assign_multifit(const py::array &weights, int64_t bins, std
     });
 }
 
-py::tuple assign_exact(const py::array &weights, int64_t bins, std::optional<int64_t> capacity, int64_t nodes) {
+py::tuple assign_exact(const py::array &weights, int64_t bins, std::optional<int64_t> capacity, int64_t nodes,
+                       double seconds) {
     const std::vector<double> values = read_costs(weights, "weights");
     const int64_t each = checked_capacity(static_cast<int64_t>(values.size()), bins, capacity);
     if (nodes < 0) throw py::value_error("nodes must not be negative, got " + std::to_string(nodes));
+    if (!(seconds > 0)) throw py::value_error("seconds must be more than 0, got " + format_number(seconds));
     ExactAssignment best;
-    {
-        const py::gil_scoped_release release;
-        best = exact_assignment(values, useful(bins, values), each, nodes);
+    try {
+        const Interruptible call;
+        best = exact_assignment(values, useful(bins, values), each, nodes, seconds);
+    } catch (const OutOfTime &found) {
+        const std::string text = "assign_exact has looked at " + std::to_string(found.nodes) + " of " +
+                                 std::to_string(nodes) + " nodes in " + format_number(seconds) +
+                                 " s; its heaviest bin is " + format_number(found.makespan) +
+                                 ", none can be below " + format_number(found.bound) +
+                                 ": use nodes=" + std::to_string(found.nodes) + " to get that answer, or more seconds";
+        PyErr_SetString(PyExc_TimeoutError, text.c_str());
+        throw py::error_already_set();
     }
     return py::make_tuple(to_numpy(best.bin_of), best.makespan, best.bound, best.proven);
 }
@@ -112,7 +123,7 @@ py::array_t<int32_t> assign_rows(const py::array &weights, int64_t rows, int64_t
                               " bins are more than 2^26 lists: assign fewer rows in one call");
     std::vector<int32_t> bin_of;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         const std::vector<int32_t> order = descending_order(values);
         bin_of = rows == 1 ? lpt(values, order, used, each) : grouped_lpt(values, order, used, each, rows);
         if (refined) bin_of = refine(values, order, std::move(bin_of), used, each, rows);
@@ -134,7 +145,7 @@ py::array_t<int32_t> post_balance(const py::array &lengths, const py::array &att
                               " items overflow: use a larger unit");
     std::vector<int32_t> result;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         result = batches(own, quadratic, useful(bins, own));
     }
     return to_numpy(result);
@@ -179,7 +190,7 @@ py::array_t<int32_t> assign_zigzag(const py::array &weights, int64_t bins, std::
 double lower_bound(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
     std::vector<double> values = read_costs(weights, "weights");
     const int64_t each = checked_capacity(static_cast<int64_t>(values.size()), bins, capacity);
-    const py::gil_scoped_release release;
+    const Interruptible call;
     return assignment_lower_bound(std::move(values), bins, each);
 }
 
@@ -202,7 +213,7 @@ void bind_balance(py::module_ &module) {
     module.def("assign_random", &assign_random, py::arg("weights"), py::arg("bins"), py::arg("capacity"),
                py::arg("seed"));
     module.def("assign_exact", &assign_exact, py::arg("weights"), py::arg("bins"), py::arg("capacity"),
-               py::arg("nodes"));
+               py::arg("nodes"), py::arg("seconds"));
     module.def("assign_rows", &assign_rows, py::arg("weights"), py::arg("rows"), py::arg("bins"), py::arg("capacity"),
                py::arg("refined"));
     const auto batching = [&](const char *name, auto function) {

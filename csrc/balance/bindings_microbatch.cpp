@@ -7,10 +7,14 @@
 #include "balance/reorder.h"
 #include "balance/subset_sum.h"
 #include "common/arrays.h"
+#include "common/interruptible.h"
 
 namespace interlace {
 
 namespace {
+
+constexpr int64_t kMostEntries = 1 << 22;  // of a pipeline: its actions and messages take some 600 bytes for each
+constexpr int64_t kMostPairs = 1 << 26;    // of an overloaded and an underloaded microbatch, 32 bytes each
 
 // Costs where infinity says "not allowed"; negative values are as good as others.
 std::vector<double> read_allowed(const py::array &array, const std::string &name) {
@@ -42,6 +46,13 @@ void check_not_negative(double value, const std::string &name) {
         throw py::value_error(name + " is " + format_number(value) + ": it must be finite and not negative");
 }
 
+// Every overloaded microbatch is matched with every underloaded one.
+void check_pairs(int64_t overloaded, int64_t underloaded) {
+    if (overloaded > kMostPairs / std::max<int64_t>(1, underloaded))
+        throw py::value_error(std::to_string(overloaded) + " overloaded and " + std::to_string(underloaded) +
+                              " underloaded microbatches have more than 2^26 pairs: use at most 16384 microbatches");
+}
+
 void read_both(const py::array &encoder_cost, const py::array &llm_cost, std::vector<double> &encoder,
                std::vector<double> &llm) {
     encoder = read_costs(encoder_cost, "encoder_cost");
@@ -58,7 +69,7 @@ py::array_t<int32_t> bind_subset_sum(const py::array &weights, double target, st
         throw py::value_error("resolution is " + format_number(*resolution) + ": it must be finite and positive");
     std::vector<int32_t> chosen;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         chosen = subset_sum(values, target, resolution.value_or(0.0));
     }
     return to_numpy(chosen);
@@ -76,7 +87,7 @@ py::tuple bind_bottleneck_match(const py::array &cost, const py::array &alone) {
     const int64_t columns = cost.shape(1);
     BottleneckMatch match;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         match = bottleneck_match(values, without, columns);
     }
     if (match.threshold == std::numeric_limits<double>::infinity())
@@ -91,7 +102,7 @@ py::array_t<int32_t> bind_assign_replicas(const py::array &encoder_cost, const p
     checked_count(replicas, "replicas", 1, 1 << 30);
     std::vector<int32_t> replica_of;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         replica_of = assign_replicas(encoder, llm, useful(replicas, encoder), equal_counts);
     }
     return to_numpy(replica_of);
@@ -102,11 +113,13 @@ py::dict bind_assign_microbatches(const py::array &encoder_cost, const py::array
     std::vector<double> encoder, llm;
     read_both(encoder_cost, llm_cost, encoder, llm);
     if (microbatches < 1) throw py::value_error("microbatches must be at least 1, got " + std::to_string(microbatches));
+    int64_t count = std::min<int64_t>(microbatches, static_cast<int64_t>(encoder.size()));
+    if (shrink) count = effective_microbatches(encoder, count);
+    check_pairs((count + 1) / 2, count / 2);
     Deferral plan;
     {
-        const py::gil_scoped_release release;
-        const int64_t most = std::min<int64_t>(microbatches, static_cast<int64_t>(encoder.size()));
-        plan = assign_microbatches(encoder, llm, shrink ? effective_microbatches(encoder, most) : most, as_printed);
+        const Interruptible call;
+        plan = assign_microbatches(encoder, llm, count, as_printed);
     }
     py::dict result;
     result["count"] = plan.count;
@@ -124,9 +137,10 @@ py::array_t<double> bind_deferral_costs(const std::vector<py::array> &overloaded
     for (size_t i = 0; i < overloaded.size(); ++i)
         costs.push_back(read_costs(overloaded[i], "overloaded[" + std::to_string(i) + "]"));
     const std::vector<double> loads = read_costs(underloaded, "underloaded");
+    check_pairs(static_cast<int64_t>(costs.size()), static_cast<int64_t>(loads.size()));
     DeferralCosts result;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         result = deferral_costs(costs, loads);
     }
     py::array_t<double> matrix({static_cast<py::ssize_t>(costs.size()), static_cast<py::ssize_t>(loads.size())});
@@ -143,7 +157,7 @@ py::array_t<int32_t> bind_assign_ascending(const py::array &costs, int64_t group
                               std::to_string(capacity));
     std::vector<int32_t> group_of;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         group_of = assign_ascending(values, useful(groups, values), capacity);
     }
     return to_numpy(group_of);
@@ -168,9 +182,9 @@ Pipeline read_pipeline(const py::array &forward, const py::array &backward, int6
     if (stages > ranks && microbatches % ranks != 0)
         throw py::value_error("interleaved 1F1B needs a multiple of " + std::to_string(ranks) +
                               " microbatches, one group per pass over the ranks; got " + std::to_string(microbatches));
-    if (microbatches * stages > INT32_MAX / 6)
+    if (microbatches * stages > kMostEntries)
         throw py::value_error("forward has " + std::to_string(microbatches * stages) +
-                              " entries: more than int32 can index with their messages");
+                              " entries, more than 2^22: merge stages, or order fewer microbatches");
     // No time is above that of everything one after the other.
     double total = transfer * 2.0 * static_cast<double>(microbatches * stages);
     for (const std::vector<double> *costs : {&result.forward, &result.backward})
@@ -189,7 +203,7 @@ py::dict bind_reorder_microbatches(const py::array &forward, const py::array &ba
     checked_count(evaluations, "evaluations", 0, int64_t{1} << 40);
     Reordered reordered;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         reordered = reorder_microbatches(pipeline.costs, evaluations);
     }
     py::dict result;
@@ -218,7 +232,7 @@ double bind_pipeline_makespan(const py::array &forward, const py::array &backwar
         seen[microbatches[i]] = 1;
     }
     const std::vector<int32_t> places(microbatches.begin(), microbatches.end());
-    const py::gil_scoped_release release;
+    const Interruptible call;
     return OneForwardOneBackward(pipeline.costs).makespan(places);
 }
 

@@ -7,6 +7,7 @@
 #include "balance/rearrange.h"
 #include "balance/volume.h"
 #include "common/arrays.h"
+#include "common/interruptible.h"
 
 namespace interlace {
 
@@ -22,7 +23,9 @@ void read_rows(const T *values, Volume &volume) {
     constexpr int64_t chunk = 8;
     const int64_t d = volume.instances;
     volume.row_start.push_back(0);
+    Poll poll;
     for (int64_t i = 0; i < d; ++i, values += d) {
+        poll(d);
         double sum = 0.0;
         for (int64_t j = 0; j < d;) {
             if (j + chunk <= d) {
@@ -54,7 +57,7 @@ template <typename T>
 bool read_as(const py::array &array, Volume &volume) {
     if (!py::isinstance<py::array_t<T, py::array::c_style>>(array) || !is_aligned(array)) return false;
     const T *values = static_cast<const T *>(array.data());
-    const py::gil_scoped_release release;
+    const Interruptible call;
     read_rows(values, volume);
     return true;
 }
@@ -76,9 +79,10 @@ Volume read_volume(const py::array &array, int64_t per_node) {
             throw py::value_error("volume of " + std::to_string(volume.instances) + " instances is too large to be " +
                                   "copied: give it as a contiguous array of float64, float32, int64 or int32");
         const Contiguous<double> converted(array);
-        const py::gil_scoped_release release;
+        const Interruptible call;
         read_rows(converted.data(), volume);
     }
+    const Interruptible call;
     transpose(volume);
     return volume;
 }
@@ -87,7 +91,7 @@ py::array_t<int32_t> place(const py::array &volume, int64_t per_node) {
     const Volume entries = read_volume(volume, per_node);
     std::vector<int32_t> rank_of;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         rank_of = nodewise_placement(entries);
     }
     return to_numpy(rank_of);
@@ -96,7 +100,7 @@ py::array_t<int32_t> place(const py::array &volume, int64_t per_node) {
 double bound(const py::array &volume, int64_t per_node, int64_t iterations) {
     checked_count(iterations, "iterations", 0, 1 << 30);
     Volume entries = read_volume(volume, per_node);
-    const py::gil_scoped_release release;
+    const Interruptible call;
     const int exponent = normalise(entries);  // the dual squares volumes
     const std::vector<double> sent = internode_volume(entries, nodewise_placement(entries));
     const double relaxed = nodewise_bound(entries, sent, iterations);
@@ -117,7 +121,7 @@ py::tuple exchange_orders(const py::array &source, const py::array &destination,
                               std::to_string(to.size()));
     std::vector<int32_t> send, receive;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         send = grouped_order(from, to, ranks);
         receive = grouped_order(to, from, ranks);
     }

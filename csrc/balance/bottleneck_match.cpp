@@ -8,6 +8,8 @@
 #include <emmintrin.h>
 #endif
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 namespace {
@@ -33,9 +35,14 @@ uint64_t at_most(const double *values, int64_t count, double threshold) {
 // Keeps the values with low < value < high, in order. Without a branch, since which ones these are is not predictable.
 void keep_between(std::vector<double> &values, double low, double high) {
     size_t kept = 0;
-    for (const double value : values) {
-        values[kept] = value;
-        kept += (value > low) & (value < high);
+    constexpr size_t piece = 1 << 20;
+    for (size_t start = 0; start < values.size(); start += piece) {
+        check_interrupt();
+        for (size_t i = start; i < std::min(values.size(), start + piece); ++i) {
+            const double value = values[i];
+            values[kept] = value;
+            kept += (value > low) & (value < high);
+        }
     }
     values.resize(kept);
 }
@@ -62,6 +69,7 @@ public:
     bool feasible(double threshold) {
         std::vector<int32_t> unmatched;
         for (int64_t row = 0; row < rows_; ++row) {
+            poll_(1 + words_);
             if (alone_[row] <= threshold) {
                 release(row);
                 continue;
@@ -75,6 +83,7 @@ public:
         }
         for (int64_t row = 0; row < rows_; ++row) {
             if (alone_[row] <= threshold || column_of[row] >= 0) continue;
+            poll_(1 + words_);
             if (!take_free_column(row)) unmatched.push_back(static_cast<int32_t>(row));
         }
         while (!unmatched.empty()) {  // a phase: shortest augmenting paths that share no row
@@ -135,6 +144,7 @@ private:
         for (last_ = 0; !current.empty() && !found; ++last_) {
             next.clear();
             for (const int32_t row : current) {
+                poll_(1 + words_);
                 for (int64_t word = 0; word < words_; ++word) {
                     uint64_t bits = allowed_[row * words_ + word] & unseen_[word];
                     unseen_[word] &= ~bits;
@@ -161,6 +171,7 @@ private:
         std::vector<int32_t> &path = path_;
         path.assign(1, root);
         while (!path.empty()) {
+            poll_(1 + words_);
             const int32_t row = path.back();
             int64_t column = -1;
             for (int64_t word = 0; word < words_ && column < 0; ++word) {
@@ -195,6 +206,7 @@ private:
     }
 
     std::vector<int32_t> path_, tried_;  // rows, and the column that each goes to
+    Poll poll_;
 };
 
 }  // namespace
@@ -205,7 +217,9 @@ BottleneckMatch bottleneck_match(const std::vector<double> &cost, const std::vec
 
     // No row can go below the best it can have at all.
     double least = -std::numeric_limits<double>::infinity();
+    Poll poll;
     for (int64_t row = 0; row < rows; ++row) {
+        poll(columns / 16 + 1);
         double best = alone[row];
         for (int64_t column = 0; column < columns; ++column) best = std::min(best, cost[row * columns + column]);
         least = std::max(least, best);

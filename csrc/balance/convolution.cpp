@@ -9,6 +9,7 @@
 #include "balance/padded.h"
 #include "balance/refine.h"
 #include "balance/tournament.h"
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -32,7 +33,9 @@ public:
 
     double reset(const std::vector<int32_t> &bin_of) {
         for (Batch &batch : batches_) batch = {};
+        Poll poll;
         for (const int32_t item : order_) {
+            poll();
             batches_[bin_of[item]].members.push_back(item);
             batches_[bin_of[item]].sum += lengths_[item];
         }
@@ -101,6 +104,7 @@ private:
         int32_t give = -1, take = -1;
         const bool pairs = heavy.members.size() * light.members.size() <= most_pairs;
         for (const int32_t given : heavy.members) {
+            poll_(pairs ? 1 + static_cast<int64_t>(light.members.size()) : 1);
             const auto consider = [&](int32_t taken) {
                 const double reached = std::max(cost(heavy, given, taken), cost(light, taken, given));
                 if (reached < best) {
@@ -133,6 +137,7 @@ private:
     const std::vector<int32_t> &order_;
     std::vector<int32_t> rank_;
     std::vector<Batch> batches_;
+    Poll poll_;
 };
 
 // Algorithm 5: runs by falling length within the bottleneck of Algorithm 1, what is left to the shortest batch. The
@@ -143,7 +148,9 @@ std::vector<int32_t> printed_batches(const std::vector<double> &lengths, const s
     Tournament shortest(bins, 0.0);
     int64_t bin = 0, members = 0;
     size_t i = 0;
+    Poll poll;
     for (; i < order.size(); ++i) {
+        poll();
         const double length = lengths[order[i]];
         if (static_cast<double>(members + 1) * length > bound) {
             if (bin + 1 == bins) break;
@@ -155,6 +162,7 @@ std::vector<int32_t> printed_batches(const std::vector<double> &lengths, const s
         ++members;
     }
     for (; i < order.size(); ++i) {
+        poll();
         bin_of[order[i]] = shortest.index();
         shortest.set(shortest.index(), shortest.key() + lengths[order[i]]);
     }

@@ -3,6 +3,8 @@
 #include <numeric>
 #include <utility>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 namespace {
@@ -36,9 +38,16 @@ std::vector<int32_t> deal_ring(int64_t items, int64_t bins) {
 std::vector<int32_t> deal_random(int64_t items, int64_t bins, uint64_t seed) {
     std::vector<int32_t> shuffled(items);
     std::iota(shuffled.begin(), shuffled.end(), 0);
-    for (int64_t i = items - 1; i > 0; --i) std::swap(shuffled[i], shuffled[below(seed, i + 1)]);
+    Poll poll;
+    for (int64_t i = items - 1; i > 0; --i) {
+        poll();
+        std::swap(shuffled[i], shuffled[below(seed, i + 1)]);
+    }
     std::vector<int32_t> bin_of(items);
-    for (int64_t i = 0; i < items; ++i) bin_of[shuffled[i]] = static_cast<int32_t>(i % bins);
+    for (int64_t i = 0; i < items; ++i) {
+        poll();
+        bin_of[shuffled[i]] = static_cast<int32_t>(i % bins);
+    }
     return bin_of;
 }
 

@@ -1,6 +1,7 @@
 #include "balance/exact.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "balance/karmarkar_karp.h"
@@ -9,10 +10,13 @@
 #include "balance/multifit.h"
 #include "balance/order.h"
 #include "balance/refine.h"
+#include "common/interrupt.h"
 
 namespace interlace {
 
 namespace {
+
+constexpr int64_t steps_between_looks = 1 << 16;  // at the clock
 
 class Search {
 public:
@@ -30,11 +34,21 @@ public:
     }
 
     // Improves `best` and returns whether the tree was searched to its end (or to the bound).
-    bool run(ExactAssignment &best, int64_t nodes) {
+    bool run(ExactAssignment &best, const int64_t most_nodes, double seconds) {
+        const auto start = std::chrono::steady_clock::now();
+        const auto out_of_time = [&] {
+            return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() > seconds;
+        };
         const size_t n = order_.size();
         size_t depth = 0;
         frames_[0] = {};
+        int64_t nodes = most_nodes, steps = 0;
         while (nodes > 0) {
+            if ((steps += bins_) >= steps_between_looks) {
+                steps = 0;
+                check_interrupt();
+                if (out_of_time()) throw OutOfTime{most_nodes - nodes, best.makespan, best.bound};
+            }
             Frame &frame = frames_[depth];
             if (frame.bin >= 0) take_back(frame);
             if (!place_next(depth, best.makespan)) {
@@ -114,7 +128,8 @@ private:
 
 }  // namespace
 
-ExactAssignment exact_assignment(const std::vector<double> &weights, int64_t bins, int64_t capacity, int64_t nodes) {
+ExactAssignment exact_assignment(const std::vector<double> &weights, int64_t bins, int64_t capacity, int64_t nodes,
+                                 double seconds) {
     const int64_t n = static_cast<int64_t>(weights.size());
     std::vector<int32_t> order = descending_order(weights);
     ExactAssignment best;
@@ -138,7 +153,7 @@ ExactAssignment exact_assignment(const std::vector<double> &weights, int64_t bin
             offer(refine(weights, order, karmarkar_karp(weights, order, bins, capacity < n), bins, capacity));
     }
     best.proven = best.makespan <= best.bound * rounding;
-    if (!best.proven) best.proven = Search(weights, std::move(order), bins, capacity).run(best, nodes);
+    if (!best.proven) best.proven = Search(weights, std::move(order), bins, capacity).run(best, nodes, seconds);
     best.makespan = makespan(weights, best.bin_of, bins);
     if (best.proven) best.bound = best.makespan;
     return best;

@@ -4,6 +4,8 @@
 #include <queue>
 #include <utility>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 namespace {
@@ -34,7 +36,9 @@ std::vector<int32_t> karmarkar_karp(const std::vector<double> &weights, const st
         const double least = static_cast<int64_t>(filled.size()) == bins ? filled.back().load : 0.0;
         queue.push({filled.front().load - least, static_cast<int32_t>(id)});
     };
+    Poll poll;
     for (int64_t i = 0; i < n;) {
+        poll();
         std::vector<Bin> filled;
         do {
             filled.push_back({weights[order[i]], order[i], order[i]});
@@ -44,6 +48,7 @@ std::vector<int32_t> karmarkar_karp(const std::vector<double> &weights, const st
         enqueue(static_cast<int64_t>(solutions.size()) - 1);
     }
     while (queue.size() > 1) {
+        poll(bins);
         const int32_t first = queue.top().id;
         queue.pop();
         const int32_t second = queue.top().id;

@@ -4,11 +4,13 @@
 #include <cmath>
 #include <functional>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 double assignment_lower_bound(std::vector<double> weights, int64_t bins, int64_t capacity) {
     const int64_t n = static_cast<int64_t>(weights.size());
-    std::sort(weights.begin(), weights.end(), std::greater<double>());
+    interruptible_sort(weights.begin(), weights.end(), std::greater<double>());
 
     std::vector<double> prefix(n + 1, 0.0);
     for (int64_t i = 0; i < n; ++i) prefix[i + 1] = prefix[i] + weights[i];

@@ -1,6 +1,7 @@
 #include "balance/lpt.h"
 
 #include "balance/tournament.h"
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -9,7 +10,9 @@ std::vector<int32_t> lpt(const std::vector<double> &weights, const std::vector<i
     Tournament lightest(bins, 0.0);
     std::vector<int32_t> items(bins, 0);
     std::vector<int32_t> bin_of(weights.size());
+    Poll poll;
     for (const int32_t item : order) {
+        poll();
         const int32_t bin = lightest.index();
         bin_of[item] = bin;
         lightest.set(bin, ++items[bin] == capacity ? Tournament::out : lightest.key() + weights[item]);
@@ -23,7 +26,9 @@ std::vector<int32_t> grouped_lpt(const std::vector<double> &weights, const std::
     std::vector<double> loads(bins, 0.0);
     std::vector<int32_t> items(groups * bins, 0);
     std::vector<int32_t> bin_of(weights.size());
+    Poll poll;
     for (const int32_t item : order) {
+        poll(bins);
         int32_t *held = items.data() + item / row_length * bins;
         int64_t best = -1;
         for (int64_t bin = 0; bin < bins; ++bin)

@@ -6,6 +6,7 @@
 
 #include "balance/refine.h"
 #include "balance/tournament.h"
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -32,7 +33,9 @@ public:
         for (size_t i = 0; i < encoder.size(); ++i)
             microbatches_[microbatch_of[i]].samples.push_back(static_cast<int32_t>(i));
         for (Microbatch &each : microbatches_) {
-            std::sort(each.samples.begin(), each.samples.end(), [this](int32_t a, int32_t b) { return before(a, b); });
+            poll_(static_cast<int64_t>(8 * each.samples.size()));
+            interruptible_sort(each.samples.begin(), each.samples.end(),
+                               [this](int32_t a, int32_t b) { return before(a, b); });
             weigh(each);
         }
     }
@@ -42,7 +45,10 @@ public:
         double total = 0.0;
         for (const double cost : llm_) total += cost;
         const double enough = total / static_cast<double>(count) * good_enough;
-        for (int64_t m = 0; m < count; ++m) update(m);
+        for (int64_t m = 0; m < count; ++m) {
+            poll_();
+            update(m);
+        }
         // A microbatch that nobody can relieve is left to deferral; the next one may still be relieved.
         while (heaviest_.key() != Tournament::out && -heaviest_.key() > enough && looked_up_ < most_samples) {
             const int64_t from = heaviest_.index();
@@ -109,6 +115,7 @@ private:
                    heavy.encoder - encoder_[sample] + back <= most_encoder_;
         };
         for (const int32_t sample : heavy.samples) {
+            poll_();
             // What comes back should cost as much less than what goes.
             const double wanted = llm_[sample] - difference / 2;
             const auto try_one = [&](double off, int32_t other) {
@@ -147,6 +154,7 @@ private:
     Tournament heaviest_, lightest_;  // by LLM load; keys of the first are negated
     const double most_encoder_;
     int64_t looked_up_ = 0;
+    Poll poll_;
 };
 
 }  // namespace

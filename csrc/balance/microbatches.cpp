@@ -12,6 +12,7 @@
 #include "balance/order.h"
 #include "balance/refine.h"
 #include "balance/subset_sum.h"
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -83,7 +84,9 @@ std::vector<int32_t> assign_replicas(const std::vector<double> &encoder, const s
     for (int64_t r = 0; r < replicas; ++r) heap[r] = {0.0, static_cast<int32_t>(r)};
     std::vector<int64_t> counts(replicas, 0);
     std::vector<int32_t> replica_of(n);
+    Poll poll;
     for (const int32_t sample : descending_order(encoder)) {
+        poll();
         // A replica that has its share stays in the heap as long as any may take one more.
         while (equal_counts && counts[heap.front().second] >= share + (extra > 0)) {
             std::pop_heap(heap.begin(), heap.end(), later);
@@ -116,11 +119,13 @@ DeferralCosts deferral_costs(const std::vector<std::vector<double>> &overloaded,
     result.moved.reserve(pairs);
     if (underloaded.empty()) return result;
     std::vector<double> targets(underloaded.size());
+    Poll poll;
     for (const std::vector<double> &costs : overloaded) {
         const double load = sum(costs);
         for (size_t j = 0; j < targets.size(); ++j) targets[j] = half_difference(load, underloaded[j]);
         const Transfers transfers(costs, targets, false);
         for (size_t j = 0; j < targets.size(); ++j) {
+            poll();
             const double moved = transfers.moved(targets[j]);
             result.moved.push_back(moved);
             result.cost.push_back(std::max(load - moved, underloaded[j] + moved));
@@ -140,6 +145,7 @@ std::vector<int32_t> stratified(const std::vector<double> &encoder, const std::v
     const std::vector<int32_t> by_encoder = descending_order(encoder);
     std::vector<int32_t> microbatch_of(n);
     std::vector<double> encoder_loads(count, 0.0), llm_loads(count, 0.0);
+    Poll poll;
     using Key = std::tuple<double, double, int32_t>;
     for (const char pass : {0, 1}) {
         for (const bool priced : {true, false}) {  // zero costs come last in each order anyway
@@ -148,6 +154,7 @@ std::vector<int32_t> stratified(const std::vector<double> &encoder, const std::v
                 heap.emplace_back(priced ? encoder_loads[m] : 0.0, llm_loads[m], static_cast<int32_t>(m));
             std::make_heap(heap.begin(), heap.end(), std::greater<Key>());
             for (const int32_t sample : by_encoder) {
+                poll();
                 if (fine[sample] != pass || (encoder[sample] > 0.0) != priced) continue;
                 std::pop_heap(heap.begin(), heap.end(), std::greater<Key>());
                 const int32_t m = std::get<2>(heap.back());
@@ -171,7 +178,7 @@ std::vector<double> loads_of(const std::vector<double> &costs, const std::vector
 
 // What no pairing brings the heaviest below: a pair's loads have half their sum at best.
 double pairing_bound(std::vector<double> loads) {
-    std::sort(loads.begin(), loads.end(), std::greater<double>());
+    interruptible_sort(loads.begin(), loads.end(), std::greater<double>());
     double bound = 0.0;
     const size_t count = loads.size();
     // Rows that stay above the bound need a partner each; the heaviest do best with the lightest.
@@ -194,7 +201,9 @@ Deferral defer(const std::vector<double> &encoder, const std::vector<double> &ll
     const int64_t over = (count + 1) / 2, under = count - over;
     std::vector<std::vector<double>> costs(over);
     std::vector<double> alone(over), loads(under);
+    Poll poll;
     for (int64_t i = 0; i < over; ++i) {
+        poll(1 + static_cast<int64_t>(members[order[i]].size()));
         for (const int32_t sample : members[order[i]]) costs[i].push_back(llm[sample]);
         alone[i] = llm_loads[order[i]];
     }

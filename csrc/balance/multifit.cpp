@@ -5,6 +5,7 @@
 #include "balance/lpt.h"
 #include "balance/refine.h"
 #include "balance/tournament.h"
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -55,11 +56,13 @@ std::vector<int32_t> multifit(const std::vector<double> &weights, const std::vec
     std::vector<int64_t> items(bins);
     const FirstFit empty(bins);
     double limit = low;
+    Poll poll;
     for (int probe = 0; probe < 40 && low < high * (1 - 1e-9); ++probe) {
         FirstFit fit = empty;
         std::fill(items.begin(), items.end(), 0);
         bool packed = true;
         for (const int32_t item : order) {
+            poll();
             const int64_t bin = fit.find(weights[item], limit);
             packed = bin >= 0;
             if (!packed) break;

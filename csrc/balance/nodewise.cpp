@@ -8,6 +8,7 @@
 
 #include "balance/order.h"
 #include "balance/tournament.h"
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -41,6 +42,7 @@ public:
         std::vector<double> kept;
         for (int64_t batch = 0; batch < volume_.instances; ++batch) {
             for (int64_t at = volume_.column_start[batch]; at < volume_.column_start[batch + 1];) {
+                poll_(c_);
                 const int64_t node = volume_.columns[at].other / c_;
                 double sum = 0.0;
                 for (; at < volume_.column_start[batch + 1] && volume_.columns[at].other / c_ == node; ++at)
@@ -55,6 +57,7 @@ public:
             held_[node * c_ + count[node]++] = batch;
         };
         for (const int32_t pair : descending_order(kept)) {
+            poll_();
             const auto [batch, node] = pairs[pair];
             if (node_of_[batch] < 0 && count[node] < c_) put(batch, node);
         }
@@ -89,6 +92,7 @@ public:
             work_ += 4 * volume_.instances;
             const int64_t tenure = tenures[round % (sizeof tenures / sizeof *tenures)];
             for (int64_t last = step; step < last + patience && best > bound && work_ < enough; ++step) {
+                poll_(2 * c_ + 20);
                 work_ += 2 * c_ + 20;
                 const Exchange found = best_exchange(free_from, step);
                 if (found.slot < 0) continue;
@@ -112,10 +116,12 @@ public:
     std::vector<int32_t> ranks() const {
         std::vector<int32_t> rank_of(volume_.instances, -1);
         std::vector<char> taken(volume_.instances, 0);
+        Poll poll;
         for (int64_t node = 0; node < volume_.nodes(); ++node) {
             std::vector<std::pair<int32_t, int32_t>> pairs;  // batch, instance
             std::vector<double> kept;
             for (int64_t slot = node * c_; slot < (node + 1) * c_; ++slot) {
+                poll(c_);
                 for (const Volume::Entry &entry : part(held_[slot], node)) {
                     pairs.push_back({held_[slot], entry.other});
                     kept.push_back(entry.value);
@@ -184,6 +190,7 @@ private:
 
     // What each instance of the node sends, summed afresh: no drift over many steps.
     void measure(int64_t node) {
+        poll_(16 * c_);
         const int64_t first = node * c_, last = first + c_;
         std::copy(volume_.row_sum.begin() + first, volume_.row_sum.begin() + last, outside_.begin() + first);
         for (int64_t slot = first; slot < last; ++slot)
@@ -297,6 +304,7 @@ private:
     int64_t work_ = 0;  // counted, not timed: every rank must stop at the same placement
     std::vector<Volume::Entry> wanted_;
     std::vector<Offer> offers_;
+    Poll poll_;
 };
 
 }  // namespace
@@ -316,17 +324,22 @@ std::vector<int32_t> nodewise_placement(const Volume &volume) {
 
 std::vector<double> internode_volume(const Volume &volume, const std::vector<int32_t> &rank_of) {
     std::vector<double> sent(volume.instances, 0.0);
-    for (int64_t i = 0; i < volume.instances; ++i)
+    Poll poll;
+    for (int64_t i = 0; i < volume.instances; ++i) {
+        poll(volume.row_start[i + 1] - volume.row_start[i]);
         for (int64_t at = volume.row_start[i]; at < volume.row_start[i + 1]; ++at)
             if (rank_of[volume.rows[at].other] / volume.per_node != i / volume.per_node)
                 sent[i] += volume.rows[at].value;
+    }
     return sent;
 }
 
 double nodewise_simple_bound(const Volume &volume) {
     double bound = 0.0;
     std::vector<double> values;
+    Poll poll;
     for (int64_t i = 0; i < volume.instances; ++i) {
+        poll(volume.row_start[i + 1] - volume.row_start[i]);
         values.clear();
         for (int64_t at = volume.row_start[i]; at < volume.row_start[i + 1]; ++at)
             values.push_back(volume.rows[at].value);
@@ -336,6 +349,7 @@ double nodewise_simple_bound(const Volume &volume) {
         bound = std::max(bound, std::accumulate(values.begin() + count, values.end(), 0.0));
     }
     for (int64_t j = 0; j < volume.instances; ++j) {
+        poll(volume.column_start[j + 1] - volume.column_start[j]);
         double most = 0.0, second = 0.0;  // held on one node, on another one
         for (int64_t at = volume.column_start[j]; at < volume.column_start[j + 1];) {
             const int64_t node = volume.columns[at].other / volume.per_node;

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "balance/nodewise.h"
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -37,6 +38,7 @@ public:
             touched_.clear();
             for (int64_t i = node * c; i < (node + 1) * c; ++i) {
                 if (lambda[i] == 0) continue;
+                poll_(1 + volume_.row_start[i + 1] - volume_.row_start[i]);
                 value += lambda[i] * volume_.row_sum[i];
                 for (int64_t at = volume_.row_start[i]; at < volume_.row_start[i + 1]; ++at) {
                     const auto [batch, held] = volume_.rows[at];
@@ -45,6 +47,7 @@ public:
                     score_[batch] += lambda[i] * held;
                 }
             }
+            poll_(1 + static_cast<int64_t>(touched_.size()));
             for (const int32_t batch : touched_) score_[batch] -= price[batch];
             const int64_t count = std::min<int64_t>(c, touched_.size());
             std::partial_sort(touched_.begin(), touched_.begin() + count, touched_.end(), [&](int32_t a, int32_t b) {
@@ -77,6 +80,7 @@ private:
     std::vector<double> score_, rows_, columns_;
     std::vector<int32_t> touched_;  // batches of which the node's instances hold some
     std::vector<char> is_touched_;
+    Poll poll_;
 };
 
 // The nearest point of {x >= 0, sum x = 1}.

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "balance/nodewise.h"
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -53,6 +54,7 @@ public:
 private:
     // The sum of the `count` largest of what the open batches do for one instance.
     double most(int64_t count, int64_t row) {
+        poll_(1 + static_cast<int64_t>(held_.size()));
         scratch_.clear();
         for (size_t batch = 0; batch < held_.size(); ++batch)
             if (!closed_[batch]) scratch_.push_back({held_[batch][row], batch});
@@ -68,6 +70,7 @@ private:
         double length = 0.5;
         std::vector<double> done(c_);
         for (int pass = 0; pass < passes; ++pass, length *= 0.93) {
+            poll_(1 + static_cast<int64_t>(held_.size()) * c_);
             budget_ -= 1 + static_cast<int64_t>(held_.size()) * c_ / 1024;
             double needed = 0.0, possible = 0.0;
             for (int64_t row = 0; row < c_; ++row)
@@ -155,6 +158,7 @@ private:
     std::vector<double> weight_;  // per instance
     using Value = std::pair<double, size_t>;
     std::vector<Value> scratch_;
+    Poll poll_;
 };
 
 // How many batches an instance must keep to send less than a limit.

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 std::vector<int32_t> descending_order(const std::vector<double> &weights) {
@@ -27,6 +29,7 @@ std::vector<int32_t> descending_order(const std::vector<double> &weights) {
     std::array<std::vector<uint32_t>, passes> starts;
     for (int pass = 0; pass < passes; ++pass) starts[pass].assign(buckets[pass], 0);
     uint64_t lower = 0;
+    check_interrupt();
     for (size_t i = 0; i < n; ++i) {
         const double weight = weights[i] + 0.0;  // -0.0 sorts as 0.0
         uint64_t bits;
@@ -45,15 +48,18 @@ std::vector<int32_t> descending_order(const std::vector<double> &weights) {
             start[b] = sum;
             sum += count;
         }
+        check_interrupt();
         for (const uint64_t key : keys) moved[start[(key >> shift[pass]) & mask]++] = key;
         keys.swap(moved);
     }
     for (size_t i = 0; i < n; ++i) order[i] = static_cast<int32_t>(keys[i] & UINT32_MAX);
     if (lower == 0) return order;
 
+    Poll poll;
     for (size_t begin = 0, end; begin < n; begin = end) {
+        poll();
         for (end = begin + 1; end < n && keys[end] >> 32 == keys[begin] >> 32;) ++end;
-        if (end - begin > 1) std::sort(order.begin() + begin, order.begin() + end, heavier);
+        if (end - begin > 1) interruptible_sort(order.begin() + begin, order.begin() + end, heavier);
     }
     return order;
 }

@@ -1,9 +1,12 @@
 #include "balance/padded.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <queue>
 #include <utility>
+
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -32,7 +35,9 @@ Probe runs_within(const Rising &rising, int64_t bins, double limit) {
     const int64_t n = rising.size();
     Probe probe = {false, 0.0, std::numeric_limits<double>::infinity(), {0}};
     int64_t begin = 0;
+    Poll poll;
     for (int64_t bin = 0; bin < bins && begin < n; ++bin) {
+        poll();
         int64_t good = begin, bad = n + 1;  // cost(begin, good) <= limit < cost(begin, bad)
         for (int64_t step = 1; begin + step <= n; step *= 2) {
             if (rising.cost(begin, begin + step) > limit) {
@@ -66,7 +71,9 @@ std::vector<int32_t> padded_batches(const std::vector<double> &own, const std::v
     const int64_t n = static_cast<int64_t>(padded.size());
     Rising rising = {std::vector<double>(n), std::vector<double>(n + 1, 0.0)};
     double total = 0.0;
+    Poll poll;
     for (int64_t i = 0; i < n; ++i) {
+        poll();
         const int32_t item = order[n - 1 - i];
         rising.padded[i] = padded[item];
         rising.own_before[i + 1] = rising.own_before[i] + own[item];
@@ -106,19 +113,25 @@ std::vector<int32_t> padded_batches(const std::vector<double> &own, const std::v
     };
     for (size_t i = 0; i + 1 < best.cuts.size(); ++i) enqueue(best.cuts[i], best.cuts[i + 1]);
     while (!queue.empty() && static_cast<int64_t>(queue.size() + runs.size()) < bins) {
+        poll();
         const auto [begin, end] = queue.top().second;
         queue.pop();
         const int64_t middle = -begin + (end - begin) / -2;
         enqueue(-begin, middle);
         enqueue(middle, -end);
     }
-    for (; !queue.empty(); queue.pop()) runs.push_back({-queue.top().second.first, -queue.top().second.second});
-    std::sort(runs.begin(), runs.end());
+    for (; !queue.empty(); queue.pop()) {
+        poll();
+        runs.push_back({-queue.top().second.first, -queue.top().second.second});
+    }
+    interruptible_sort(runs.begin(), runs.end(), std::less<>());
 
     std::vector<int32_t> bin_of(n);
     for (size_t bin = 0; bin < runs.size(); ++bin)
-        for (int64_t i = runs[bin].first; i < runs[bin].second; ++i)
+        for (int64_t i = runs[bin].first; i < runs[bin].second; ++i) {
+            poll();
             bin_of[order[n - 1 - i]] = static_cast<int32_t>(bin);
+        }
     return bin_of;
 }
 

@@ -2,16 +2,25 @@
 
 #include <numeric>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 namespace {
 
 std::vector<int32_t> stable_by(const std::vector<int32_t> &key, const std::vector<int32_t> &order, int64_t keys) {
     std::vector<int64_t> start(keys + 1, 0);
-    for (const int32_t value : key) ++start[value + 1];
+    Poll poll;
+    for (const int32_t value : key) {
+        poll();
+        ++start[value + 1];
+    }
     std::partial_sum(start.begin(), start.end(), start.begin());
     std::vector<int32_t> sorted(order.size());
-    for (const int32_t item : order) sorted[start[key[item]]++] = item;
+    for (const int32_t item : order) {
+        poll();
+        sorted[start[key[item]]++] = item;
+    }
     return sorted;
 }
 

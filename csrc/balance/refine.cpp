@@ -5,6 +5,7 @@
 
 #include "balance/order.h"
 #include "balance/tournament.h"
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -73,9 +74,11 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
     if (heaviest_before <= enough) return bin_of;
 
     const int64_t row_length = static_cast<int64_t>(weights.size()) / groups;
+    Poll poll;
     // Few bins of many are ever looked at: all get a chain through their items, lightest first, and those few a list.
     std::vector<int32_t> last(bins, -1), previous(weights.size());
     for (const int32_t item : order) {
+        poll();
         previous[item] = last[bin_of[item]];
         last[bin_of[item]] = item;
     }
@@ -92,6 +95,7 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
 
     Tournament heaviest(bins, 0.0), lightest(bins, 0.0);
     for (int64_t bin = 0; bin < bins; ++bin) {
+        poll();
         heaviest.set(bin, -loads[bin]);
         lightest.set(bin, loads[bin]);
     }
@@ -111,6 +115,7 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
             list(to);
             for (int64_t group = 0; group < groups; ++group) {
                 const Items &light = lists[to * groups + group];
+                poll(static_cast<int64_t>(1 + light.size() + lists[from * groups + group].size()));
                 const bool room = static_cast<int64_t>(light.size()) < capacity;
                 best_exchange(lists[from * groups + group], light, room, difference / 2, group, best);
             }

@@ -14,13 +14,16 @@ namespace interlace {
 std::vector<int32_t> assign_ascending(const std::vector<double> &costs, int64_t groups, int64_t capacity) {
     std::vector<int32_t> order(costs.size());
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return costs[a] < costs[b]; });
+    interruptible_sort(order.begin(), order.end(),
+                       [&](int32_t a, int32_t b) { return costs[a] != costs[b] ? costs[a] < costs[b] : a < b; });
     using Group = std::pair<double, int32_t>;
     std::vector<Group> heap(groups);
     for (int64_t group = 0; group < groups; ++group) heap[group] = {0.0, static_cast<int32_t>(group)};
     std::vector<int64_t> counts(groups, 0);
     std::vector<int32_t> group_of(costs.size());
+    Poll poll;
     for (const int32_t sample : order) {
+        poll();
         std::pop_heap(heap.begin(), heap.end(), std::greater<Group>());
         const int32_t group = heap.back().second;
         group_of[sample] = group;
@@ -57,6 +60,7 @@ void OneForwardOneBackward::build() {
     };
     const int64_t ranks = costs_.ranks, count = costs_.microbatches, stages = costs_.stages, chunks = stages / ranks;
     std::vector<std::vector<Compute>> compute(ranks);
+    Poll poll;
     for (int64_t rank = 0; rank < ranks; ++rank) {
         const int64_t total = count * chunks;
         const int64_t ahead = chunks == 1 ? ranks - rank - 1 : 2 * (ranks - rank - 1) + (chunks - 1) * ranks;
@@ -68,6 +72,7 @@ void OneForwardOneBackward::build() {
             return Compute{op, static_cast<int32_t>(stage), static_cast<int32_t>(place)};
         };
         for (int64_t n = 0; n < total + ahead; ++n) {
+            poll();
             if (n < total) compute[rank].push_back(nth(Op::forward, n));
             if (n >= ahead && n - ahead < total) compute[rank].push_back(nth(Op::backward, n - ahead));
         }
@@ -91,6 +96,7 @@ void OneForwardOneBackward::build() {
     };
     for (int64_t rank = 0; rank < ranks; ++rank) {
         for (const Compute &work : compute[rank]) {
+            poll();
             if (target(work) < 0) continue;
             Wire &wire = wires[{rank, target(work)}];
             const bool gradient = work.op == Op::backward;
@@ -108,6 +114,7 @@ void OneForwardOneBackward::build() {
     offsets_.push_back(0);
     for (int64_t rank = 0; rank < ranks; ++rank) {
         for (const Compute &work : compute[rank]) {
+            poll();
             const bool gradient = work.op == Op::backward;
             const int64_t source = gradient ? work.stage + 1 : work.stage - 1;
             if (source >= 0 && source < stages && ranks > 1) {
@@ -126,6 +133,7 @@ void OneForwardOneBackward::build() {
 }
 
 void OneForwardOneBackward::price(const std::vector<int32_t> &order) {
+    poll_(static_cast<int64_t>(op_.size()) / 64 + 1);
     const int64_t placed = static_cast<int64_t>(order.size());
     for (size_t i = 0; i < op_.size(); ++i) {
         const Op op = static_cast<Op>(op_[i]);
@@ -179,11 +187,13 @@ std::vector<int32_t> reorder_as_printed(const PipelineCosts &costs) {
         return order;
     }
     OneForwardOneBackward pipeline(costs);
+    Poll poll;
     while (!left.empty()) {
         double volume = pipeline.interval(order);
         int64_t wanted = order.size() == 1 ? std::max<int64_t>(1, ranks - 1) : 1;
         // Several share the first interval: each takes the one nearest to an equal part of what is left of it.
         for (; wanted > 0 && !left.empty(); --wanted) {
+            poll(static_cast<int64_t>(left.size()));
             const double part = volume / static_cast<double>(wanted);
             const auto closest = std::min_element(left.begin(), left.end(), [&](int32_t a, int32_t b) {
                 return std::abs(forward[a] - part) < std::abs(forward[b] - part);
@@ -202,6 +212,7 @@ double pipeline_bound(const PipelineCosts &costs) {
     const double hop = ranks > 1 ? costs.transfer : 0.0;
     constexpr double infinity = std::numeric_limits<double>::infinity();
     double bound = 0.0;
+    Poll poll;
     for (int64_t k = 0; k < count; ++k) {
         double alone = 2.0 * hop * static_cast<double>(stages - 1);
         for (int64_t s = 0; s < stages; ++s)
@@ -215,6 +226,7 @@ double pipeline_bound(const PipelineCosts &costs) {
         double first[2] = {infinity, infinity}, back[2] = {infinity, infinity};
         int64_t first_of = -1, back_of = -1;
         for (int64_t k = 0; k < count; ++k) {
+            poll(stages);
             double head = hop * static_cast<double>(rank), tail = head;
             for (int64_t s = 0; s < stages; ++s) {
                 const double f = costs.forward[k * stages + s], b = costs.backward[k * stages + s];

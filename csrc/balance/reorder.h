@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "common/interrupt.h"
 #include "simulate/replay.h"
 
 namespace interlace {
@@ -42,6 +43,7 @@ private:
     std::vector<double> seconds_, finish_;
     std::vector<int32_t> first_rank_;  // the compute actions of rank 0
     std::unique_ptr<Replay> replay_;
+    Poll poll_;
 
     void build();
     void price(const std::vector<int32_t> &order);

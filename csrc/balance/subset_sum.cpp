@@ -5,6 +5,8 @@
 #include <functional>
 #include <numeric>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 namespace {
@@ -61,13 +63,16 @@ SubsetSums::SubsetSums(const std::vector<int64_t> &counts, int64_t limit, bool t
     if (traced) stride_ = n * words / most_kept + 1;
     std::vector<int32_t> order(counts.size());
     std::iota(order.begin(), order.end(), 0);
-    std::sort(order.begin(), order.end(),
-              [&](int32_t a, int32_t b) { return counts[a] != counts[b] ? counts[a] < counts[b] : a < b; });
+    interruptible_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+        return counts[a] != counts[b] ? counts[a] < counts[b] : a < b;
+    });
     bits_[0] = 1;
     const bool may_end = !wanted.empty();
     std::sort(wanted.begin(), wanted.end(), std::greater<int64_t>());
     int64_t reach = 0;
+    Poll poll;
     for (const int32_t item : order) {
+        poll(1 + reach / 64);
         if (counts[item] == 0) continue;
         if (counts[item] > limit) break;
         // Decided: possible, or so small that what this item and the larger ones make is further away than nothing.
@@ -132,6 +137,7 @@ std::vector<int32_t> SubsetSums::items(int64_t sum) const {
     for (int64_t i = 0; i < used; ++i)
         reach.push_back(std::min(limit_, (i > 0 ? reach.back() : 0) + counts_[used_[i]]));
     Bits states;  // before each item of one stretch between snapshots
+    Poll poll;
     for (int64_t stretch = (used + stride_ - 1) / stride_ - 1; stretch >= 0 && sum > 0; --stretch) {
         const int64_t start = stretch * stride_, end = std::min(used, start + stride_);
         const uint64_t *first = snapshots_.data() + stretch * words;
@@ -139,6 +145,7 @@ std::vector<int32_t> SubsetSums::items(int64_t sum) const {
             states.resize((end - start) * words);
             std::copy_n(first, words, states.begin());
             for (int64_t i = start; i + 1 < end; ++i) {
+                poll(words);
                 uint64_t *const after = states.data() + (i + 1 - start) * words;
                 std::copy_n(after - words, words, after);
                 add(after, counts_[used_[i]], reach[i]);
@@ -163,9 +170,11 @@ double flip(const std::vector<double> &weights, const std::vector<int32_t> &fall
             std::vector<char> &taken) {
     double sum = 0.0;
     for (size_t i = 0; i < weights.size(); ++i) sum += taken[i] ? weights[i] : 0.0;
+    Poll poll;
     for (bool better = true; better;) {
         better = false;
         for (const int32_t item : falling) {
+            poll();
             const double changed = taken[item] ? sum - weights[item] : sum + weights[item];
             if (!(std::abs(changed - target) < std::abs(sum - target))) continue;
             taken[item] = !taken[item];
@@ -181,8 +190,9 @@ double flip(const std::vector<double> &weights, const std::vector<int32_t> &fall
 void polish(const std::vector<double> &weights, double target, std::vector<char> &taken) {
     std::vector<int32_t> falling(weights.size());
     std::iota(falling.begin(), falling.end(), 0);
-    std::sort(falling.begin(), falling.end(),
-              [&](int32_t a, int32_t b) { return weights[a] != weights[b] ? weights[a] > weights[b] : a < b; });
+    interruptible_sort(falling.begin(), falling.end(), [&](int32_t a, int32_t b) {
+        return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
+    });
     std::vector<char> roomy = taken;
     double sum = 0.0;
     for (size_t i = 0; i < weights.size(); ++i) sum += taken[i] ? weights[i] : 0.0;

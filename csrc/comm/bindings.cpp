@@ -1,3 +1,4 @@
+#include "comm/fingerprint.h"
 #include "comm/flags.h"
 
 #include <cmath>
@@ -40,6 +41,14 @@ bool wait_at_least(const py::array &flags, int64_t index, uint64_t value, double
     return flag_wait_at_least(flag, value, timeout);
 }
 
+uint64_t fingerprint_of(const py::array &data, uint64_t seed) {
+    if (!(data.flags() & py::array::c_style)) throw py::value_error("data must be contiguous");
+    const auto size = static_cast<size_t>(data.nbytes());
+    const void *start = data.data();
+    const py::gil_scoped_release release;  // `data` keeps the memory alive: the caller holds a reference
+    return fingerprint(start, size, seed);
+}
+
 }  // namespace
 
 void bind_comm(py::module_ &module) {
@@ -48,6 +57,7 @@ void bind_comm(py::module_ &module) {
     module.def("flag_add", &add, py::arg("flags"), py::arg("index"), py::arg("amount"));
     module.def("flag_wait_at_least", &wait_at_least, py::arg("flags"), py::arg("index"), py::arg("value"),
                py::arg("timeout"));
+    module.def("fingerprint", &fingerprint_of, py::arg("data"), py::arg("seed") = 0);
 }
 
 }  // namespace interlace

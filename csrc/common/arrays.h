@@ -33,6 +33,12 @@ inline std::string dtype_name(const py::array &array) { return py::str(array.dty
 // Whether sums that are taken in another order, or bounds a little above them, could be infinite.
 inline bool overflows(double total) { return !std::isfinite(total * 1.001); }
 
+// For loops over all items of an argument, which is read with the GIL: Ctrl-C ends them too. item: counts from 0.
+inline void check_signals(int64_t item) {
+    constexpr int64_t every = 1 << 16;
+    if (item % every == every - 1 && PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 // Before any copy: a broadcast array can name terabytes that nobody has.
 inline void check_items(const py::array &array, const std::string &name) {
     if (array.size() > INT32_MAX)
@@ -58,6 +64,7 @@ inline std::vector<double> read_real(const py::array &array, const std::string &
 inline void check_costs(const std::vector<double> &values, const std::string &name, int64_t columns) {
     double total = 0.0;
     for (size_t i = 0; i < values.size(); ++i) {
+        check_signals(static_cast<int64_t>(i));
         total += values[i];
         if (std::isfinite(values[i]) && values[i] >= 0) continue;
         const std::string place = columns == 0 ? std::to_string(i)
@@ -101,10 +108,12 @@ inline Contiguous<int64_t> read_whole(const py::array &array, const std::string 
 // The same in low .. high.
 inline std::vector<int64_t> read_integers(const py::array &array, const std::string &name, int64_t low, int64_t high) {
     const Contiguous<int64_t> values = read_whole(array, name);
-    for (py::ssize_t i = 0; i < values.size(); ++i)
+    for (py::ssize_t i = 0; i < values.size(); ++i) {
+        check_signals(i);
         if (values.data()[i] < low || values.data()[i] > high)
             throw py::value_error(name + "[" + std::to_string(i) + "] is " + std::to_string(values.data()[i]) +
                                   ": values must lie between " + std::to_string(low) + " and " + std::to_string(high));
+    }
     return std::vector<int64_t>(values.data(), values.data() + values.size());
 }
 

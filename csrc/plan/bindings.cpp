@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "common/arrays.h"
+#include "common/interruptible.h"
 #include "plan/frozen_costs.h"
 #include "plan/partition.h"
 
@@ -19,7 +20,7 @@ py::array_t<int32_t> partition(const py::array &costs, int64_t stages) {
                               " stages or a model with more layers");
     std::vector<int32_t> cuts;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         cuts = min_bottleneck_partition(values, stages, layers);
     }
     return to_numpy(cuts);
@@ -42,18 +43,24 @@ py::array_t<double> bind_frozen_costs(const py::array &forward, const py::array 
     const std::vector<char> flags = read_flags(frozen, "frozen", f.size());
     std::vector<double> costs;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         costs = frozen_costs(f, d, w, flags, trainable_before, recompute);
     }
-    for (size_t i = 0; i < costs.size(); ++i)
+    for (size_t i = 0; i < costs.size(); ++i) {
+        check_signals(static_cast<int64_t>(i));
         if (!std::isfinite(costs[i]))
             throw py::value_error("the costs of layer " + std::to_string(i) + " overflow: use a larger unit");
+    }
     return to_numpy(costs);
 }
 
 py::tuple bind_backward_needs(const py::array &frozen, bool trainable_before) {
     const std::vector<char> flags = read_flags(frozen, "frozen", static_cast<size_t>(frozen.size()));
-    const BackwardNeeds needs = backward_needs(flags, trainable_before);
+    BackwardNeeds needs;
+    {
+        const Interruptible call;
+        needs = backward_needs(flags, trainable_before);
+    }
     py::array_t<bool> weight(static_cast<py::ssize_t>(flags.size())), input(static_cast<py::ssize_t>(flags.size()));
     std::copy(needs.weight.begin(), needs.weight.end(), weight.mutable_data());
     std::copy(needs.input.begin(), needs.input.end(), input.mutable_data());

@@ -3,6 +3,7 @@
 #include <numeric>
 #include <set>
 
+#include "common/interruptible.h"
 #include "plan/instantiate.h"
 #include "plan/pipeline_template.h"
 #include "plan/read_arrays.h"
@@ -14,6 +15,7 @@ namespace {
 
 constexpr int64_t kMost = 1 << 30;        // products of two such counts fit int64
 constexpr int64_t kMostStates = 1 << 26;  // of 16 bytes
+constexpr int64_t kMostSteps = 1 << 28;   // a second or two
 
 void check_distinct(const std::vector<int64_t> &values, const std::string &name) {
     std::set<int64_t> seen;
@@ -41,12 +43,17 @@ py::tuple pipeline_template(const py::array &costs, const py::array &widths, int
     if (states > kMostStates || matrix.rows * matrix.columns > kMostStates / (matrix.rows - nodes + 1))
         throw py::value_error(std::to_string(matrix.rows) + " layers on " + std::to_string(nodes * gpus) +
                               " GPUs are more than 2^26 states: merge layers");
+    if (states * matrix.columns > kMostSteps)
+        throw py::value_error(std::to_string(matrix.rows) + " layers on " + std::to_string(nodes * gpus) +
+                              " GPUs with " + std::to_string(matrix.columns) +
+                              " widths are more than 2^28 steps for each of some 50 passes: merge layers or allow " +
+                              "fewer widths");
     const double total = std::accumulate(matrix.values.begin(), matrix.values.end(), 0.0);
     if (overflows(total * 4.0 * static_cast<double>(matrix.rows) * static_cast<double>(per_stage)))
         throw py::value_error("the time of the whole pipeline overflows: use a larger unit");
     PipelineTemplate best;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         best = best_pipeline_template(matrix.values, matrix.rows, each, nodes, gpus, per_stage);
     }
     if (best.cuts.empty())
@@ -72,7 +79,7 @@ py::tuple instantiate(const py::array &node_counts, const py::array &times, int6
     Instantiation best;
     const int64_t most = nodes / *std::min_element(sizes.begin(), sizes.end());
     if (pipelines <= std::min(most, microbatches)) {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         best = best_instantiation(sizes, each, nodes, pipelines, microbatches);
     }
     if (best.counts.empty())
@@ -98,7 +105,7 @@ py::array_t<int64_t> split_batch(const py::array &times, int64_t microbatches, b
                               "so use the min-max objective or leave one of them out");
     std::vector<int64_t> counts;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         counts = variance ? split_least_variance(each, microbatches) : split_min_max(each, microbatches);
     }
     return to_numpy(counts);

@@ -1,3 +1,4 @@
+#include "common/interruptible.h"
 #include "plan/partition_limits.h"
 #include "plan/read_arrays.h"
 
@@ -27,7 +28,7 @@ py::array_t<int32_t> limited(const py::array &costs, const py::array &memory, co
                                   ": the time of all layers overflows");
     std::vector<int32_t> cuts;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         cuts = limited_partition(layers, bytes, most, speed);
     }
     if (cuts.empty()) throw py::value_error("no cut keeps the memory limits: use more stages or more memory");

@@ -1,6 +1,7 @@
 #include <string>
 #include <tuple>
 
+#include "common/interruptible.h"
 #include "plan/read_arrays.h"
 #include "plan/search_configuration.h"
 
@@ -9,13 +10,7 @@ namespace interlace {
 namespace {
 
 constexpr int64_t kMost = 1 << 24;
-
-LinkCost read_link(const std::pair<double, double> &link, const std::string &name) {
-    if (!std::isfinite(link.first) || link.first < 0 || !std::isfinite(link.second) || link.second < 0)
-        throw py::value_error(name + " has latency " + format_number(link.first) + " and per_byte " +
-                              format_number(link.second) + ": both must be finite and not negative");
-    return {link.first, link.second};
-}
+constexpr double kMostStages = 1 << 26;  // of some 30 bytes
 
 // degrees [degrees, 2]: tp, cp; forward, backward [degrees, layers]; layers [6, layers]: weights, gradients, optimizer,
 // activations, input, reduces.
@@ -71,6 +66,14 @@ py::tuple search(const std::vector<ModuleArrays> &modules, int64_t gpus, int64_t
         if (dp[d] < 1 || dp[d] > gpus || batch % (dp[d] * microbatch) != 0)
             throw py::value_error("dp[" + std::to_string(d) + "] is " + std::to_string(dp[d]) +
                                   ": it must be 1 to gpus, and dp * microbatch must divide batch");
+    double stages = 0.0;  // of all options together: 1, 2, ... stages, of a module alone and in a merged group
+    for (const SearchedModule &module : read) {
+        const double deepest = static_cast<double>(std::min(module.layers(), gpus));
+        stages += static_cast<double>(module.tp.size() * recompute.size()) * deepest * (deepest + 1);
+    }
+    if (stages > kMostStages)
+        throw py::value_error("modules have options with " + format_number(stages) +
+                              " stages in all, more than 2^26: merge layers, or give fewer (tp, cp)");
     check_shares(parallel, dp.size(), modules.size(), "parallel");
     check_shares(colocated, dp.size(), 2, "colocated");
     SearchLimits limits{gpus, batch, microbatch, gpu_memory, read_link(stage_link, "stage_link"),
@@ -78,7 +81,7 @@ py::tuple search(const std::vector<ModuleArrays> &modules, int64_t gpus, int64_t
                         {recompute.begin(), recompute.end()}, parallel, colocated};
     SearchResult best;
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         best = best_configuration(read, limits);
     }
     py::list groups;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "common/interrupt.h"
 #include "plan/split_batch.h"
 
 namespace interlace {
@@ -28,8 +29,10 @@ template <typename Value>
 Row<Value> beside(const Row<Value> &a, const Row<Value> &b, Value most) {
     const int64_t n = static_cast<int64_t>(a.size());
     Row<Value> sums(n, -std::numeric_limits<Value>::infinity());
+    Poll poll;
     for (int64_t k = 0; k < n; ++k) {
         if (a[k] < 0) continue;
+        poll(1 + (n - k) / 16);  // a step takes a nanosecond or less
         const Value own = a[k];
         Value *const out = sums.data() + k;
         for (int64_t i = 0; i < n - k; ++i) out[i] = std::max(out[i], own + b[i]);
@@ -42,10 +45,13 @@ Row<Value> beside(const Row<Value> &a, const Row<Value> &b, Value most) {
 template <typename Value>
 Row<Value> beside_one(const Row<Value> &a, const std::vector<Item<Value>> &items, bool or_none, Value most) {
     const int64_t n = static_cast<int64_t>(a.size());
+    Poll poll;
     Row<Value> sums = or_none ? a : Row<Value>(n, -std::numeric_limits<Value>::infinity());
-    for (const Item<Value> &item : items)
+    for (const Item<Value> &item : items) {
+        poll(1 + (n - item.size) / 16);
         for (int64_t i = 0; i < n - item.size; ++i)
             sums[i + item.size] = std::max(sums[i + item.size], a[i] + item.runs);
+    }
     for (Value &sum : sums) sum = std::min(sum, most);
     return sums;
 }
@@ -195,7 +201,9 @@ private:
         runs[0] = 0;
         last_.assign(nodes_ + 1, -1);
         size_t next = 0;
+        Poll poll;
         for (int64_t node = 1; node <= nodes_; ++node) {
+            poll(1 + static_cast<int64_t>(items.size()));
             for (size_t i = 0; i < items.size(); ++i) {
                 const Value sum = std::min(runs[node - items[i].size] + items[i].runs, most_);
                 if (!(sum > runs[node])) continue;

@@ -1,7 +1,10 @@
 #include "plan/orchestrate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
+
+#include "common/interrupt.h"
 
 namespace interlace {
 
@@ -22,10 +25,14 @@ std::vector<int64_t> divisors(int64_t value) {
 
 // One choice of tensor and data parallelism for a module, given the backbone's DP.
 struct Choice {
-    size_t tp;         // index
-    int64_t dp;
-    double warm;       // T * PP: one microbatch through the module
-    double work;       // GPU time per microbatch: warm * tp * dp
+    size_t tp;             // index
+    int64_t dp, samples;   // replicas; samples of a microbatch on the one that has most
+    double warm;           // T * PP: one microbatch through the module
+    double work;           // GPU time per microbatch: warm * tp * dp
+    double sent;           // bytes of a microbatch from each GPU of a stage to the next
+    double hop;            // seconds of that
+    double least;          // T_warm and T_PP with the fewest stages, as far as they are this module's own
+    double least_sum;      // seconds of a gradient sum with the most stages
 };
 
 class Search {
@@ -44,9 +51,11 @@ public:
     }
 
     Orchestration solve() {
-        const std::vector<int64_t> degrees = divisors(limits_.batch);
+        for (size_t m = 0; m < modules_.size(); ++m)
+            if (larger(m, 0) == 0) return best_;  // vpp cuts no whole layers
+        degrees_ = divisors(limits_.batch);
         for (const bool first : {true, false}) {
-            for (const int64_t dp : degrees) {
+            for (const int64_t dp : degrees_) {
                 microbatches_ = limits_.batch / dp;
                 options_.clear();
                 for (size_t m = 0; m < modules_.size(); ++m) options_.push_back(choices(m, dp));
@@ -54,7 +63,7 @@ public:
                 if (first)
                     seed();
                 else
-                    enumerate(0, 0.0, 0.0, 0);
+                    enumerate(0, 0.0, 0.0, 0.0, 0);
             }
         }
         return best_;
@@ -64,11 +73,14 @@ private:
     std::vector<Choice> choices(size_t m, int64_t dp) const {
         std::vector<Choice> found;
         for (size_t t = 0; t < tp_.size(); ++t) {
-            const std::vector<int64_t> degrees = m == backbone_ ? std::vector<int64_t>{dp} : divisors(dp);
-            for (const int64_t own : degrees) {
-                if (own > limits_.gpus / tp_[t]) continue;
-                const double warm = static_cast<double>(dp / own) * modules_[m].forward[t];
-                found.push_back({t, own, warm, warm * static_cast<double>(own * tp_[t])});
+            int64_t enough = 0;  // samples for which fewer replicas are as fast and always fit the memory
+            for (const int64_t own : degrees_) {
+                if (own > dp || own > limits_.gpus / tp_[t] || (m == backbone_ && own != dp)) continue;
+                const int64_t samples = (dp + own - 1) / own;
+                if (samples == enough) continue;
+                found.push_back(choice(m, t, own, samples));
+                if (memory(m, found.back(), larger(m, 0), static_cast<double>(microbatches_)) <= limits_.gpu_memory)
+                    enough = samples;
             }
         }
         // The most promising first, so that good times are found early; ties by tensor-parallel size.
@@ -78,14 +90,30 @@ private:
         return found;
     }
 
-    double promise(const Choice &choice) const {
-        return choice.warm / static_cast<double>(limits_.vpp) +
-               static_cast<double>(microbatches_ - 1) * choice.work / static_cast<double>(limits_.gpus);
+    Choice choice(size_t m, size_t t, int64_t dp, int64_t samples) const {
+        const OrchestratedModule &module = modules_[m];
+        Choice found{t, dp, samples, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
+        found.warm = static_cast<double>(samples) * module.forward[t];
+        found.work = found.warm * static_cast<double>(dp * tp_[t]);
+        found.sent = static_cast<double>(samples) * module.output_bytes / static_cast<double>(tp_[t]);
+        found.hop = limits_.stage_link.transfer(found.sent);
+        // The stage before another module sends, too.
+        const int64_t hops = larger(m, 0) - (m + 1 == modules_.size());
+        found.least = found.warm / static_cast<double>(limits_.vpp) + static_cast<double>(hops) * found.hop;
+        const int64_t most = limits_.gpus / (dp * tp_[t]);
+        found.least_sum = gradient_sum(m, found, module.layers == 0 ? most : std::min(most, sizes_[m].back()));
+        return found;
     }
 
-    double relaxed(double warm, double work) const {
-        return warm / static_cast<double>(limits_.vpp) +
-               static_cast<double>(microbatches_ - 1) * work / static_cast<double>(limits_.gpus);
+    double gradient_sum(size_t m, const Choice &choice, int64_t pp) const {
+        const double bytes = modules_[m].gradient_bytes / static_cast<double>(tp_[choice.tp] * pp);
+        return limits_.data_link.all_reduce(bytes, choice.dp);
+    }
+
+    double promise(const Choice &choice) const { return relaxed(choice.least, choice.work); }
+
+    double relaxed(double least, double work) const {
+        return least + static_cast<double>(microbatches_ - 1) * work / static_cast<double>(limits_.gpus);
     }
 
     // The choice of least relaxed time for this DP, to have a good time before the enumeration.
@@ -97,22 +125,30 @@ private:
         evaluate();
     }
 
-    void enumerate(size_t m, double warm, double work, int64_t gpus) {
+    void enumerate(size_t m, double least, double work, double least_sum, int64_t gpus) {
         if (m == modules_.size()) {
             evaluate();
             return;
         }
-        double rest = 0.0;  // the least that the modules after m add to the bound
+        double rest = 0.0, rest_least = 0.0;  // what the modules after m add to the bound, and without their stages
         for (size_t later = m + 1; later < modules_.size(); ++later) {
             if (options_[later].empty()) return;
             rest += promise(options_[later].front());
+            double fewest = kInfinity;
+            for (const Choice &choice : options_[later]) fewest = std::min(fewest, choice.least);
+            rest_least += fewest;
         }
         for (const Choice &choice : options_[m]) {
-            if (!(relaxed(warm + choice.warm, work + choice.work) + rest < best_.time)) break;  // sorted by promise
-            const int64_t used = gpus + choice.dp * tp_[choice.tp];
-            if (used > limits_.gpus) continue;
+            poll_();
+            const double bound = relaxed(least + choice.least, work + choice.work) + rest;
+            if (!(bound < best_.time)) break;  // sorted by promise
+            const double sum = std::max(least_sum, choice.least_sum);
+            if (!(bound + sum < best_.time)) continue;
+            const int64_t pp = stages_for(m, choice.warm, least + choice.least + rest_least + sum);
+            const int64_t used = gpus + pp * choice.dp * tp_[choice.tp];
+            if (pp == 0 || used > limits_.gpus) continue;
             chosen_[m] = choice;
-            enumerate(m + 1, warm + choice.warm, work + choice.work, used);
+            enumerate(m + 1, least + choice.least, work + choice.work, sum, used);
         }
     }
 
@@ -123,67 +159,131 @@ private:
         return next == sizes_[m].end() ? 0 : *next;
     }
 
+    // The smallest pipeline size whose stages are short enough for a time below the best, if all else takes `others`; 0
+    // if there is none.
+    int64_t stages_for(size_t m, double warm, double others) const {
+        if (microbatches_ == 1 || best_.time == kInfinity) return larger(m, 0);
+        const double stage = (best_.time - others) / static_cast<double>(microbatches_ - 1);
+        const double needed = std::ceil(warm / stage * (1 - 1e-12));  // below the quotient for its rounding
+        if (!(needed <= static_cast<double>(limits_.gpus)) || stage <= 0) return 0;
+        return larger(m, std::max<int64_t>(0, static_cast<int64_t>(needed) - 1));
+    }
+
+    // Bytes per GPU with so many microbatches in flight; less with more stages.
+    double memory(size_t m, const Choice &choice, int64_t pp, double flight) const {
+        const OrchestratedModule &module = modules_[m];
+        const double shards = static_cast<double>(tp_[choice.tp] * pp);
+        return module.weight_bytes / shards + module.optimizer_bytes / (shards * static_cast<double>(choice.dp)) +
+               static_cast<double>(choice.samples) * module.activation_bytes * flight / shards;
+    }
+
     bool memory_fits(size_t m, int64_t pp, int64_t downstream) const {
         if (limits_.gpu_memory == kInfinity) return true;
-        const OrchestratedModule &module = modules_[m];
-        const double shards = static_cast<double>(tp_[chosen_[m].tp] * pp);
         const int64_t depth = pp + downstream;
         double flight = static_cast<double>(depth);
         // Interleaving warms up 2 (depth - 1) + (vpp - 1) depth + 1 chunks of 1 / vpp of a stage each.
         if (limits_.vpp > 1)
             flight = static_cast<double>((limits_.vpp + 1) * depth - 1) / static_cast<double>(limits_.vpp);
-        flight = std::min(flight, static_cast<double>(microbatches_));
-        const double samples = static_cast<double>(chosen_[backbone_].dp / chosen_[m].dp);
-        return module.weight_bytes / shards + module.optimizer_bytes / (shards * static_cast<double>(chosen_[m].dp)) +
-                   samples * module.activation_bytes * flight / shards <=
-               limits_.gpu_memory;
+        return memory(m, chosen_[m], pp, std::min(flight, static_cast<double>(microbatches_))) <= limits_.gpu_memory;
     }
 
     // Raises pipeline sizes to what memory needs, from the sink to the source, since a stage holds as many microbatches
-    // as there are stages from it to the sink. Returns the GPUs, or -1 if no sizes fit.
-    int64_t settle(std::vector<int64_t> &pp) const {
+    // as there are stages from it to the sink. Returns whether the GPUs suffice.
+    bool settle(std::vector<int64_t> &pp) const {
         int64_t downstream = 0, gpus = 0;
         for (size_t m = modules_.size(); m-- > 0;) {
             const int64_t each = tp_[chosen_[m].tp] * chosen_[m].dp;
             while (!memory_fits(m, pp[m], downstream)) {
+                poll_();
                 pp[m] = larger(m, pp[m]);
-                if (pp[m] == 0 || gpus + pp[m] * each > limits_.gpus) return -1;
+                if (pp[m] == 0 || gpus + pp[m] * each > limits_.gpus) return false;
             }
             downstream += pp[m];
             gpus += pp[m] * each;
         }
-        return gpus;
+        return gpus <= limits_.gpus;
+    }
+
+    // What is slowest of all modules, and where.
+    struct Slowest {
+        size_t module = 0;
+        double seconds = -1.0;
+
+        void consider(size_t m, double own) {
+            if (own > seconds) *this = {m, own};
+        }
+    };
+
+    Slowest slowest_sum(const std::vector<int64_t> &pp) const {
+        Slowest found;
+        for (size_t m = 0; m < modules_.size(); ++m) found.consider(m, gradient_sum(m, chosen_[m], pp[m]));
+        return found;
+    }
+
+    // T_warm / vpp, and the transfers from module to module: the GPUs of the side that has more to carry count.
+    double fixed_time() const {
+        double warm = 0.0, between = 0.0;
+        for (size_t m = 0; m < modules_.size(); ++m) {
+            warm += chosen_[m].warm;
+            if (m + 1 == modules_.size()) continue;
+            const Choice &next = chosen_[m + 1];
+            const double taken = static_cast<double>(next.samples) * modules_[m].output_bytes /
+                                 static_cast<double>(tp_[next.tp]);
+            between += limits_.stage_link.transfer(std::max(chosen_[m].sent, taken));
+        }
+        return warm / static_cast<double>(limits_.vpp) + between;
+    }
+
+    double hops(const std::vector<int64_t> &pp) const {
+        double seconds = 0.0;
+        for (size_t m = 0; m < modules_.size(); ++m) seconds += static_cast<double>(pp[m] - 1) * chosen_[m].hop;
+        return seconds;
     }
 
     void evaluate() {
-        double warm = 0.0;
-        for (const Choice &choice : chosen_) warm += choice.warm;
-        warm /= static_cast<double>(limits_.vpp);
-        std::vector<int64_t> pp(modules_.size());
-        for (size_t m = 0; m < modules_.size(); ++m) {
-            pp[m] = larger(m, 0);
-            if (pp[m] == 0) return;
+        const double fixed = fixed_time();
+        std::vector<int64_t> least(modules_.size());
+        for (size_t m = 0; m < modules_.size(); ++m) least[m] = larger(m, 0);
+        double floor = 0.0;  // what a gradient sum and the slowest stages take at least
+        for (const Choice &choice : chosen_) floor = std::max(floor, choice.least_sum);
+        // With every limit on the gradient sums, the best limit on the stages.
+        for (bool first = true; settle(least); first = false) {
+            const Slowest sum = slowest_sum(least);
+            const double stage = raise_stages(least, fixed, floor);
+            if (stage < 0 || sum.seconds <= 0) return;
+            if (first) floor += static_cast<double>(microbatches_ - 1) * stage;
+            least[sum.module] = larger(sum.module, least[sum.module]);
+            if (least[sum.module] == 0 || !(fixed + hops(least) + floor < best_.time)) return;
         }
-        while (true) {
-            const int64_t gpus = settle(pp);
-            if (gpus < 0 || gpus > limits_.gpus) return;
-            size_t slowest = 0;
-            double stage = -1.0;
-            for (size_t m = 0; m < modules_.size(); ++m) {
-                const double each = chosen_[m].warm / static_cast<double>(pp[m]);
-                if (each > stage) stage = each, slowest = m;
-            }
-            const double time = warm + static_cast<double>(microbatches_ - 1) * stage;
+    }
+
+    // Returns the least time of a slowest stage that it came to, or -1 if none is of use.
+    double raise_stages(std::vector<int64_t> pp, double fixed, double floor) {
+        Slowest stage;
+        const double others = fixed + hops(pp);
+        for (size_t m = 0; m < modules_.size(); ++m) {
+            const int64_t needed = stages_for(m, chosen_[m].warm, others);
+            if (needed == 0) return -1.0;
+            pp[m] = std::max(pp[m], needed);
+        }
+        while (settle(pp) && fixed + hops(pp) + floor < best_.time) {
+            poll_(static_cast<int64_t>(modules_.size()));
+            stage = {};
+            for (size_t m = 0; m < modules_.size(); ++m)
+                stage.consider(m, chosen_[m].warm / static_cast<double>(pp[m]));
+            const double without_stages = fixed + hops(pp) + slowest_sum(pp).seconds;
+            const double time = without_stages + static_cast<double>(microbatches_ - 1) * stage.seconds;
             if (time < best_.time) {
                 best_.time = time;
                 best_.degrees.clear();
                 for (size_t m = 0; m < modules_.size(); ++m)
                     best_.degrees.push_back({tp_[chosen_[m].tp], chosen_[m].dp, pp[m]});
             }
-            if (microbatches_ == 1) return;
-            pp[slowest] = larger(slowest, pp[slowest]);
-            if (pp[slowest] == 0) return;
+            if (microbatches_ == 1) break;
+            pp[stage.module] = larger(stage.module, pp[stage.module]);
+            if (pp[stage.module] == 0) break;
         }
+        return std::max(0.0, stage.seconds);
     }
 
     const std::vector<OrchestratedModule> &modules_;
@@ -192,9 +292,11 @@ private:
     OrchestrationLimits limits_;
     Orchestration best_;
     int64_t microbatches_ = 1;
+    std::vector<int64_t> degrees_;             // divisors of the batch
     std::vector<std::vector<int64_t>> sizes_;  // allowed pipeline sizes of modules with a number of layers
     std::vector<std::vector<Choice>> options_;
     std::vector<Choice> chosen_;
+    mutable Poll poll_;
 };
 
 }  // namespace

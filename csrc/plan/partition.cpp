@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 namespace {
@@ -42,10 +44,14 @@ public:
     std::vector<int32_t> even_cuts(double limit) const {
         // earliest[r]: where the last r pieces may begin at the earliest.
         std::vector<int64_t> earliest(parts_ + 1, n_);
-        for (int64_t r = 1; r <= parts_; ++r) earliest[r] = nearest_start(earliest[r - 1], limit);
+        for (int64_t r = 1; r <= parts_; ++r) {
+            poll_();
+            earliest[r] = nearest_start(earliest[r - 1], limit);
+        }
 
         std::vector<int32_t> cuts{0};
         for (int64_t left = parts_ - 1, start = 0; left > 0; --left) {
+            poll_();
             const int64_t low = std::max(start + 1, earliest[left]);
             const int64_t high = std::min(furthest_end(start, limit), n_ - left);
             const double share = prefix_[start] + cost(start, n_) / static_cast<double>(left + 1);
@@ -76,6 +82,7 @@ private:
     Probe probe(double limit) const {
         Probe result{false, 0.0, std::numeric_limits<double>::infinity()};
         for (int64_t part = 0, start = 0; part < parts_; ++part) {
+            poll_();
             const int64_t end = furthest_end(start, limit);
             result.costliest = std::max(result.costliest, cost(start, end));
             if (end == n_) {
@@ -90,6 +97,7 @@ private:
 
     int64_t n_, parts_, most_;
     std::vector<double> prefix_;
+    mutable Poll poll_;
 };
 
 }  // namespace

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 namespace {
@@ -111,8 +113,8 @@ private:
         const double bound = cost_[start] + limit * speeds_[stage];
         int64_t by_cost = std::upper_bound(cost_.begin() + start, cost_.end(), bound) - cost_.begin() - 1;
         by_cost = std::max(by_cost, start);
-        while (by_cost > start && cost(stage, start, by_cost) > limit) --by_cost;
-        while (by_cost < n_ && cost(stage, start, by_cost + 1) <= limit) ++by_cost;
+        for (; by_cost > start && cost(stage, start, by_cost) > limit; --by_cost) poll_();
+        for (; by_cost < n_ && cost(stage, start, by_cost + 1) <= limit; ++by_cost) poll_();
         const auto small = [&](double sum) { return sum - memory_[start] <= limits_[stage]; };
         const int64_t by_memory =
             std::partition_point(memory_.begin() + start, memory_.begin() + by_cost + 1, small) - memory_.begin() - 1;
@@ -129,7 +131,9 @@ private:
             ends.clear();
             const int64_t last = n_ - (stages_ - 1 - stage);  // later stages need a layer each
             for (const Interval &each : starts) {
+                poll_();
                 for (int64_t low = each.low; low <= std::min(each.high, last - 1);) {
+                    poll_();
                     const int64_t stop = std::min(each.high, last - 1);
                     const int64_t misfit = first_misfit(stage, low, stop, limit);
                     if (misfit <= stop) {
@@ -157,7 +161,9 @@ private:
         std::vector<double> speed = prefix_sums(speeds_);
         std::vector<int32_t> cuts(stages_ + 1, 0);
         cuts[stages_] = static_cast<int32_t>(n_);
+        Poll poll;
         for (int64_t stage = stages_ - 1; stage > 0; --stage) {
+            poll(1 + static_cast<int64_t>(ends_[stage - 1].size()));
             const int64_t end = cuts[stage + 1];
             int64_t low = 0, high = end - 1;  // the first start from which this stage fits
             while (low < high) {
@@ -194,6 +200,7 @@ private:
     RangeMax costliest_, largest_;
     std::vector<std::vector<Interval>> ends_;
     double next_ = kInfinity;
+    Poll poll_;
 };
 
 }  // namespace

@@ -20,7 +20,9 @@ struct PipelineTemplate {
 // which, given tau = t_k*, is a sum over stages: t + (per_stage - 1) tau, and besides tau before k*, t after it and 0
 // at it. So a shortest path over (layer, GPU) with a flag "k* has come" solves it for one tau, and for an interval of
 // tau it gives a lower bound; best-first bisection of the sorted costs that stages can have ends at the exact optimum.
-// The paper's divide and conquer fixes sub-problems by an objective that is not the one they enter, and so can miss it.
+// A pass is O(layers GPUs widths), since from layer to layer the ends of a stage only move on; and of the layers only
+// those count that stages within the interval can place before a GPU and after it. The paper's divide and conquer fixes
+// sub-problems by an objective that is not the one they enter, and so can miss it.
 //
 // Feasible only if nodes <= layers and some widths sum to gpus; otherwise time is infinite and cuts is empty.
 PipelineTemplate best_pipeline_template(const std::vector<double> &costs, int64_t layers,

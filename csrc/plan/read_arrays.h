@@ -3,9 +3,11 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/arrays.h"
+#include "plan/link_cost.h"
 
 namespace interlace {
 
@@ -39,6 +41,14 @@ inline std::vector<int64_t> read_some_integers(const py::array &array, const std
     std::vector<int64_t> values = read_integers(array, name, low, high);
     if (values.empty()) throw py::value_error(name + " is empty: at least one item is needed");
     return values;
+}
+
+// (latency, per_byte).
+inline LinkCost read_link(const std::pair<double, double> &link, const std::string &name) {
+    if (!std::isfinite(link.first) || link.first < 0 || !std::isfinite(link.second) || link.second < 0)
+        throw py::value_error(name + " has latency " + format_number(link.first) + " and per_byte " +
+                              format_number(link.second) + ": both must be finite and not negative");
+    return {link.first, link.second};
 }
 
 }  // namespace interlace

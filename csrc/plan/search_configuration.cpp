@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "common/interrupt.h"
 #include "plan/partition.h"
 
 namespace interlace {
@@ -87,6 +88,7 @@ private:
 
     Option one(const std::vector<const SearchedModule *> &modules, const std::vector<size_t> &at,
                const std::vector<std::vector<double>> &seconds, int64_t pp, bool recompute) const {
+        check_interrupt();
         Option option;
         option.tp = modules[0]->tp[at[0]];
         option.cp = modules[0]->cp[at[0]];
@@ -206,7 +208,9 @@ private:
             return std::tie(a.gpus, a.fill, a.slowest, a.sync) < std::tie(b.gpus, b.fill, b.slowest, b.sync);
         });
         size_t kept = 0;
+        Poll poll;
         for (const Candidate &each : found) {
+            poll(1 + static_cast<int64_t>(kept));
             const auto better = [&](const Candidate &other) { return other.beats(each); };
             if (std::none_of(found.begin(), found.begin() + static_cast<int64_t>(kept), better)) found[kept++] = each;
         }
@@ -238,6 +242,7 @@ private:
         std::map<std::pair<size_t, int64_t>, std::vector<Candidate>> any_degrees;
         std::map<std::tuple<size_t, int64_t, int64_t, int64_t>, std::vector<Candidate>> same_degrees;
         for (const Candidate &last : backbone) {
+            poll_();
             if (!(alone(last) < best_.time)) break;
             const Option &own = *last.option;
             if (peak(own, 0) > limits_.gpu_memory) continue;
@@ -304,6 +309,7 @@ private:
         std::vector<int64_t> fewest(choices.size(), 0);
         int64_t needed = sum.gpus;
         for (size_t f = e; f < choices.size(); ++f) {
+            poll_(1 + static_cast<int64_t>(choices[f].size()));
             for (const Choice *choice : choices[f]) {
                 if (!(time(last, join(sum, *choice)) < best_.time)) continue;
                 if (open[f].empty() || choice->candidate.gpus < fewest[f]) fewest[f] = choice->candidate.gpus;
@@ -340,6 +346,7 @@ private:
     SearchResult best_;
     int64_t dp_ = 1, count_ = 1, budget_ = 1;
     std::vector<const Option *> chosen_;
+    Poll poll_;
 };
 
 }  // namespace

@@ -7,6 +7,8 @@
 #include <queue>
 #include <utility>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 namespace {
@@ -19,10 +21,12 @@ void settle(std::vector<int64_t> &counts, int64_t total, const std::function<dou
     int64_t sum = 0;
     for (const int64_t count : counts) sum += count;
     using Entry = std::pair<double, size_t>;
+    Poll poll;
     if (sum < total) {
         std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> next;
         for (size_t i = 0; i < counts.size(); ++i) next.push({price(i, counts[i] + 1), i});
         for (; sum < total; ++sum) {
+            poll();
             const size_t i = next.top().second;
             next.pop();
             ++counts[i];
@@ -33,6 +37,7 @@ void settle(std::vector<int64_t> &counts, int64_t total, const std::function<dou
         for (size_t i = 0; i < counts.size(); ++i)
             if (counts[i] > 1) last.push({price(i, counts[i]), i});
         for (; sum > total; --sum) {
+            poll();
             const size_t i = last.top().second;
             last.pop();
             --counts[i];
@@ -45,6 +50,7 @@ void settle(std::vector<int64_t> &counts, int64_t total, const std::function<dou
 // every unit that is missing then is a step of `settle`.
 double level(double low, double high, int64_t total, const std::function<int64_t(double)> &count) {
     while (true) {
+        check_interrupt();
         const double middle = low + (high - low) / 2;
         if (!(middle > low && middle < high)) break;
         (count(middle) < total ? low : high) = middle;
@@ -62,7 +68,11 @@ public:
         const double margin = centre * 1e-12, stop = last_within(centre, 2 * centre) + margin;
         centre = std::max(0.0, last_within(centre, 0.0) - margin);
         counts_ = around(centre);
-        for (keep(); exchange(centre, stop);) keep();
+        Poll poll;
+        for (keep(); exchange(centre, stop);) {
+            poll(8 * static_cast<int64_t>(times_.size()));
+            keep();
+        }
         return best_counts_;
     }
 
@@ -120,6 +130,7 @@ private:
     // are N_i = max(1, (mu + lambda / T_i) / T_i) for one lambda, which Newton's method finds from above: their sum is
     // convex in it, and a line where it is known which N_i are 1. Those only become more, but for rounding.
     Relaxed relaxed(double mu) const {
+        check_interrupt();
         double lambda = kInfinity;
         for (size_t least = 0; true;) {
             double sum = static_cast<double>(total_), slope = 0.0;

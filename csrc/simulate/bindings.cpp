@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "common/arrays.h"
+#include "common/interruptible.h"
 #include "simulate/events.h"
 
 namespace interlace {
@@ -27,6 +28,7 @@ std::vector<double> read_numbers(const py::array &array, const std::string &name
     std::vector<double> values = read_real(array, name);
     double total = 0.0;
     for (size_t i = 0; i < values.size(); ++i) {
+        check_signals(static_cast<int64_t>(i));
         total += std::abs(values[i]);
         if (!std::isfinite(values[i]) || (!signed_values && values[i] < 0))
             throw py::value_error(name + "[" + std::to_string(i) + "] is " + format_number(values[i]) +
@@ -72,7 +74,7 @@ py::dict simulate(const py::array &offsets, const py::array &op, const py::array
     bool complete;
     double *const starts = start.mutable_data(), *const finishes = finish.mutable_data();
     {
-        const py::gil_scoped_release release;
+        const Interruptible call;
         std::fill(starts, starts + n, 0.0);
         std::fill(finishes, finishes + n, 0.0);
         ActionLists lists;
@@ -87,9 +89,11 @@ py::dict simulate(const py::array &offsets, const py::array &op, const py::array
         EventSimulator simulator(lists);
         complete = simulator.run(seconds_.data(), transfer_.data(), starts, finishes);
         reached = simulator.reached();
+        Poll poll;
         for (int64_t rank = 0; rank < ranks; ++rank) {
             double held = 0.0;
             for (int64_t i = offsets_[rank]; i < offsets_[rank + 1]; ++i) {
+                poll();
                 if (is_compute(static_cast<Op>(op_[i]))) {
                     rank_busy[rank] += seconds_[i];
                     stage_busy[stage_[i]] += seconds_[i];

@@ -87,6 +87,7 @@ py::tuple action_columns(const py::list &actions, const py::tuple &ops) {
     for (std::vector<int32_t> &column : columns) column.resize(n);
     for (size_t i = 0; i < n; ++i) {
         // Reading an attribute may run any code: the list must still be as long, and the action must live on.
+        check_signals(static_cast<int64_t>(i));
         if (actions.size() != n) throw py::value_error("actions changed while they were read");
         const py::object action = actions[i];
         const py::ssize_t place = static_cast<py::ssize_t>(i);

@@ -4,14 +4,18 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 EventSimulator::EventSimulator(const ActionLists &lists)
     : lists_(lists), link_(lists.size, -1), clocks_(lists.ranks), reached_(lists.ranks) {
     std::unordered_map<uint64_t, int32_t> channels, barriers;
     std::vector<int64_t> counts;  // SENDs per channel
+    Poll poll;
     for (int64_t rank = 0; rank < lists.ranks; ++rank) {
         for (int64_t i = lists.offsets[rank]; i < lists.offsets[rank + 1]; ++i) {
+            poll();
             const Op op = static_cast<Op>(lists.op[i]);
             if (op == Op::send || op == Op::recv) {
                 const uint64_t source = op == Op::send ? rank : lists.peer[i];
@@ -53,13 +57,16 @@ bool EventSimulator::run(const double *seconds, const double *transfer, double *
 
     std::vector<int32_t> todo(lists_.ranks);
     std::iota(todo.begin(), todo.end(), 0);
+    Poll poll;
     while (!todo.empty()) {
+        poll();
         const int32_t rank = todo.back();
         todo.pop_back();
         double clock = clocks_[rank];
         const int64_t end = lists_.offsets[rank + 1];
         int64_t i = reached_[rank];
         for (; i < end; ++i) {
+            poll();
             const Op op = static_cast<Op>(lists_.op[i]);
             start[i] = clock;
             if (op == Op::recv) {

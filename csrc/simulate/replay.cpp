@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "common/interrupt.h"
+
 namespace interlace {
 
 Replay::Replay(const ActionLists &lists) : clocks_(lists.ranks) {
@@ -25,7 +27,9 @@ Replay::Replay(const ActionLists &lists) : clocks_(lists.ranks) {
     std::map<std::pair<int32_t, int32_t>, Channel> channels;
     int32_t slots = 0;
     steps_.reserve(lists.size);
+    Poll poll;
     for (const int64_t action : simulator.order()) {
+        poll();
         const int32_t rank = rank_of[action];
         const Op op = static_cast<Op>(lists.op[action]);
         if (op == Op::reduce_grad) throw std::invalid_argument("a replay has no REDUCE_GRAD");
