@@ -19,16 +19,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .bitfield_common import LOG2E, allowed, cap, dot, key_terms, load_tile, query_terms, store_tile, tile_offsets
+from .bitfield_common import (
+    LOG2E,
+    allowed,
+    cap,
+    dot,
+    key_terms,
+    load_tile,
+    query_terms,
+    store_tile,
+    takes_part,
+    tile_offsets,
+)
 
 
 @triton.jit(do_not_specialize=["heads", "length"])
 def delta_kernel(
-    out, dout, lse, dlse, delta, lse2, dout_stride_b, dout_stride_h, dout_stride_t, heads, length,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    out, dout, lse, dlse, delta, lse2, q_doc, dout_stride_b, dout_stride_h, dout_stride_t, heads, length,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
     ALIGN: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta[b, h, t] = sum_d(dout * out) - dlse; 0 where the row saw nothing, whatever dlse holds there.
+    """delta[b, h, t] = sum_d(dout * out) - dlse; 0 where the row saw nothing, whatever these hold there.
 
     lse2[b, h, t] = the LSE in base 2, but +inf where the row saw nothing, so that exp2(s - lse2) is the probability.
     """
@@ -37,19 +48,20 @@ def delta_kernel(
     plane = tl.program_id(0) // tiles  # b * heads + h
     batch = (plane // heads).to(tl.int64)
     head = (plane % heads).to(tl.int64)
-    columns = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_V)
     at = plane.to(tl.int64) * length
-    o_tile = out + at * HEAD_DIM + rows.to(tl.int64)[:, None] * HEAD_DIM + columns[None, :]
+    o_tile = out + at * VALUE_DIM + rows.to(tl.int64)[:, None] * VALUE_DIM + columns[None, :]
     do_base = dout + (batch * dout_stride_b + head * dout_stride_h) * ALIGN
     do_tile = do_base + rows.to(tl.int64)[:, None] * (dout_stride_t * ALIGN) + columns[None, :]
-    o = load_tile(o_tile, rows, columns, length, HEAD_DIM, BLOCK_D, True).to(tl.float32)
-    do = load_tile(do_tile, rows, columns, length, HEAD_DIM, BLOCK_D, True).to(tl.float32)
     inside = rows < length
+    o = load_tile(o_tile, inside, columns, VALUE_DIM, BLOCK_V, True).to(tl.float32)
+    do = load_tile(do_tile, inside, columns, VALUE_DIM, BLOCK_V, True).to(tl.float32)
     value = tl.sum(o * do, 1)
     if HAS_DLSE:
         value -= tl.load(dlse + at + rows, mask=inside, other=0.0)
     natural = tl.load(lse + at + rows, mask=inside, other=0.0)
-    seen = natural != float("-inf")
+    doc = tl.load(q_doc + batch * length + rows, mask=inside, other=-1)
+    seen = (doc >= 0) & (natural != float("-inf"))
     tl.store(delta + at + rows, tl.where(seen, value, 0.0), mask=inside)
     tl.store(lse2 + at + rows, tl.where(seen, natural * LOG2E, float("inf")), mask=inside)
 
@@ -62,21 +74,26 @@ def _query_gradient(
     block_index, begin, end,
     k_bits, k_doc, k_span, k_pos,
     k_length, sinks, scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dq + the contribution of the key blocks block_index[begin:end] (not yet times scale)."""
     tiles: tl.constexpr = BLOCK // BLOCK_N
     BOUNDED: tl.constexpr = MASKED or RAGGED
     columns = tl.arange(0, BLOCK_D)
+    v_columns = tl.arange(0, BLOCK_V)
     k_tile = tile_offsets(k_stride, BLOCK_N, BLOCK_D)
-    v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_D)
+    v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_V)
     for tile in tl.range(begin * tiles, end * tiles, disable_licm=True):
         first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_N
         keys = first + tl.arange(0, BLOCK_N)
         first64 = first.to(tl.int64)
-        k = load_tile(k_base + first64 * k_stride + k_tile, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
-        v = load_tile(v_base + first64 * v_stride + v_tile, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        inside = keys < k_length
+        if MASKED:
+            inside = takes_part(k_doc, keys, k_length)
+        k = load_tile(k_base + first64 * k_stride + k_tile, inside, columns, HEAD_DIM, BLOCK_D, BOUNDED)
+        v = load_tile(v_base + first64 * v_stride + v_tile, inside, v_columns, VALUE_DIM, BLOCK_V, BOUNDED)
         s = dot(q, tl.trans(k), PRECISION, UPCAST)
         dp = dot(do, tl.trans(v), PRECISION, UPCAST)
         if SOFTCAP:
@@ -92,7 +109,7 @@ def _query_gradient(
             )  # fmt: skip
             p = tl.where(see, p, 0.0)
         elif RAGGED:
-            p = tl.where(keys[None, :] < k_length, p, 0.0)
+            p = tl.where(inside[None, :], p, 0.0)
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * slope
@@ -109,7 +126,8 @@ def query_gradient_kernel(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     dout_stride_b, dout_stride_h, dout_stride_t,
     heads, group, q_length, k_length, q_blocks, sinks, scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dQ: one program per (work item, part of a block of queries, query head), as in the forward."""
@@ -132,26 +150,26 @@ def query_gradient_kernel(
     kv_head = (head // group).to(tl.int64)
     first64 = first.to(tl.int64)
 
-    q_base = q + (batch * q_stride_b + head64 * q_stride_h + first64 * q_stride_t) * ALIGN
-    do_base = dout + (batch * dout_stride_b + head64 * dout_stride_h + first64 * dout_stride_t) * ALIGN
-    q_tile = load_tile(
-        q_base + tile_offsets(q_stride_t * ALIGN, BLOCK_M, BLOCK_D), rows, columns, q_length,
-        HEAD_DIM, BLOCK_D, True,
-    )  # fmt: skip
-    do_tile = load_tile(
-        do_base + tile_offsets(dout_stride_t * ALIGN, BLOCK_M, BLOCK_D), rows, columns, q_length,
-        HEAD_DIM, BLOCK_D, True,
-    )  # fmt: skip
-    at = (batch * heads + head) * q_length
-    row_lse2 = tl.load(lse2 + at + rows, mask=rows < q_length, other=float("inf"))
-    row_delta = tl.load(delta + at + rows, mask=rows < q_length, other=0.0)
-    k_base = k + (batch * k_stride_b + kv_head * k_stride_h) * ALIGN
-    v_base = v + (batch * v_stride_b + kv_head * v_stride_h) * ALIGN
     qm = batch * q_length
     km = batch * k_length
     attends, doc, span, last, before = query_terms(
         q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, rows, q_length
     )
+    inside = doc >= 0
+    v_columns = tl.arange(0, BLOCK_V)
+    q_base = q + (batch * q_stride_b + head64 * q_stride_h + first64 * q_stride_t) * ALIGN
+    do_base = dout + (batch * dout_stride_b + head64 * dout_stride_h + first64 * dout_stride_t) * ALIGN
+    q_tile = load_tile(
+        q_base + tile_offsets(q_stride_t * ALIGN, BLOCK_M, BLOCK_D), inside, columns, HEAD_DIM, BLOCK_D, True
+    )
+    do_tile = load_tile(
+        do_base + tile_offsets(dout_stride_t * ALIGN, BLOCK_M, BLOCK_V), inside, v_columns, VALUE_DIM, BLOCK_V, True
+    )
+    at = (batch * heads + head) * q_length
+    row_lse2 = tl.load(lse2 + at + rows, mask=rows < q_length, other=float("inf"))
+    row_delta = tl.load(delta + at + rows, mask=rows < q_length, other=0.0)
+    k_base = k + (batch * k_stride_b + kv_head * k_stride_h) * ALIGN
+    v_base = v + (batch * v_stride_b + kv_head * v_stride_h) * ALIGN
 
     start = tl.load(work_start + item)
     stop = tl.load(work_stop + item)
@@ -164,14 +182,14 @@ def query_gradient_kernel(
         k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-        HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     acc = _query_gradient(
         acc, q_tile, do_tile, row_lse2, row_delta, attends, doc, span, last, before,
         k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-        HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     acc *= scale
 
@@ -192,7 +210,8 @@ def _key_gradients(
     block_index, begin, end,
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_length, k_length, sinks, scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -203,16 +222,20 @@ def _key_gradients(
     tiles: tl.constexpr = BLOCK // BLOCK_M
     BOUNDED: tl.constexpr = MASKED or RAGGED
     columns = tl.arange(0, BLOCK_D)
+    v_columns = tl.arange(0, BLOCK_V)
     q_tile = tile_offsets(q_stride, BLOCK_M, BLOCK_D)
-    do_tile = tile_offsets(do_stride, BLOCK_M, BLOCK_D)
+    do_tile = tile_offsets(do_stride, BLOCK_M, BLOCK_V)
     if MASKED:
         stream, key_doc, key_span, key_pos, window_pos = key_terms(k_bits, k_doc, k_span, k_pos, keys, k_length, sinks)
     for tile in tl.range(begin * tiles, end * tiles, disable_licm=True):
         first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         first64 = first.to(tl.int64)
-        q = load_tile(q_base + first64 * q_stride + q_tile, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
-        do = load_tile(do_base + first64 * do_stride + do_tile, rows, columns, q_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        inside = rows < q_length
+        if MASKED:
+            inside = takes_part(q_doc, rows, q_length)
+        q = load_tile(q_base + first64 * q_stride + q_tile, inside, columns, HEAD_DIM, BLOCK_D, BOUNDED)
+        do = load_tile(do_base + first64 * do_stride + do_tile, inside, v_columns, VALUE_DIM, BLOCK_V, BOUNDED)
         if BOUNDED:
             # Rows that do not exist read an LSE of +inf, so their p is 0 and no other test is needed.
             row_lse2 = tl.load(lse2 + rows, mask=rows < q_length, other=float("inf"))
@@ -243,10 +266,10 @@ def _key_gradients(
         if FUSED:
             dq_t = dot(tl.trans(k), ds, PRECISION, UPCAST) * scale
             to = dq + first64 * HEAD_DIM + tl.arange(0, BLOCK_M)[None, :] * HEAD_DIM + columns[:, None]
-            inside = rows[None, :] < q_length
+            written = rows[None, :] < q_length
             if HEAD_DIM != BLOCK_D:
-                inside = inside & (columns[:, None] < HEAD_DIM)
-            tl.atomic_add(to, dq_t, mask=inside, sem="relaxed")
+                written = written & (columns[:, None] < HEAD_DIM)
+            tl.atomic_add(to, dq_t, mask=written, sem="relaxed")
     return dk, dv
 
 
@@ -259,7 +282,8 @@ def key_gradient_kernel(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     dout_stride_b, dout_stride_h, dout_stride_t,
     heads, group, q_length, k_length, k_blocks, sinks, scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -282,21 +306,21 @@ def key_gradient_kernel(
     local = tl.arange(0, BLOCK_N)
     keys = first + local
     columns = tl.arange(0, BLOCK_D)
+    v_columns = tl.arange(0, BLOCK_V)
     kv64 = kv_head.to(tl.int64)
     first64 = first.to(tl.int64)
+    km = batch * k_length
+    qm = batch * q_length
+    inside = takes_part(k_doc + km, keys, k_length)
 
     k_base = k + (batch * k_stride_b + kv64 * k_stride_h + first64 * k_stride_t) * ALIGN
     v_base = v + (batch * v_stride_b + kv64 * v_stride_h + first64 * v_stride_t) * ALIGN
     k_tile = load_tile(
-        k_base + tile_offsets(k_stride_t * ALIGN, BLOCK_N, BLOCK_D), keys, columns, k_length,
-        HEAD_DIM, BLOCK_D, True,
-    )  # fmt: skip
+        k_base + tile_offsets(k_stride_t * ALIGN, BLOCK_N, BLOCK_D), inside, columns, HEAD_DIM, BLOCK_D, True
+    )
     v_tile = load_tile(
-        v_base + tile_offsets(v_stride_t * ALIGN, BLOCK_N, BLOCK_D), keys, columns, k_length,
-        HEAD_DIM, BLOCK_D, True,
-    )  # fmt: skip
-    km = batch * k_length
-    qm = batch * q_length
+        v_base + tile_offsets(v_stride_t * ALIGN, BLOCK_N, BLOCK_V), inside, v_columns, VALUE_DIM, BLOCK_V, True
+    )
 
     start = tl.load(work_start + item)
     stop = tl.load(work_stop + item)
@@ -304,7 +328,7 @@ def key_gradient_kernel(
     part_from = tl.load(part_ptr + row)
     full = tl.load(full_ptr + row + 1) - full_from
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    acc_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     for member in tl.range(0, group, disable_licm=True):
         head = kv64 * group + member
         q_base = q + (batch * q_stride_b + head * q_stride_h) * ALIGN
@@ -316,7 +340,7 @@ def key_gradient_kernel(
             full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
             q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
-            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, False, RAGGED, SOFTCAP, FUSED, PRECISION, UPCAST,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_M, False, RAGGED, SOFTCAP, FUSED, PRECISION, UPCAST,
         )  # fmt: skip
         acc_k, acc_v = _key_gradients(
             acc_k, acc_v, k_tile, v_tile, keys, dq + at * HEAD_DIM,
@@ -324,17 +348,18 @@ def key_gradient_kernel(
             part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
             q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm,
             k_bits + km, k_doc + km, k_span + km, k_pos + km, q_length, k_length, sinks, scale, softcap,
-            HEAD_DIM, BLOCK_D, BLOCK, BLOCK_M, True, RAGGED, SOFTCAP, FUSED, PRECISION, UPCAST,
+            HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_M, True, RAGGED, SOFTCAP, FUSED, PRECISION, UPCAST,
         )  # fmt: skip
     acc_k *= scale
 
     slot = tl.load(work_slot + item)
-    tile = local[:, None] * HEAD_DIM + columns[None, :]
+    k_tile = local[:, None] * HEAD_DIM + columns[None, :]
+    v_tile = local[:, None] * VALUE_DIM + v_columns[None, :]
     if slot < 0:
-        to = ((batch * heads + kv_head) * k_length + first) * HEAD_DIM
-        store_tile(dk + to + tile, acc_k, keys, columns, k_length, HEAD_DIM, BLOCK_D)
-        store_tile(dv + to + tile, acc_v, keys, columns, k_length, HEAD_DIM, BLOCK_D)
+        to = (batch * heads + kv_head) * k_length + first
+        store_tile(dk + to * HEAD_DIM + k_tile, acc_k, keys, columns, k_length, HEAD_DIM, BLOCK_D)
+        store_tile(dv + to * VALUE_DIM + v_tile, acc_v, keys, v_columns, k_length, VALUE_DIM, BLOCK_V)
     else:
-        to = ((slot.to(tl.int64) * heads + kv_head) * BLOCK + within) * HEAD_DIM
-        store_tile(slot_dk + to + tile, acc_k, local, columns, BLOCK_N, HEAD_DIM, BLOCK_D)
-        store_tile(slot_dv + to + tile, acc_v, local, columns, BLOCK_N, HEAD_DIM, BLOCK_D)
+        to = (slot.to(tl.int64) * heads + kv_head) * BLOCK + within
+        store_tile(slot_dk + to * HEAD_DIM + k_tile, acc_k, local, columns, BLOCK_N, HEAD_DIM, BLOCK_D)
+        store_tile(slot_dv + to * VALUE_DIM + v_tile, acc_v, local, v_columns, BLOCK_N, VALUE_DIM, BLOCK_V)

@@ -6,6 +6,9 @@ The predicate is the one of ``interlace.masks`` (query i sees key j), rearranged
     and (pos_j > pos_i - window_i or pos_j < sinks)
     and ((ATTENDS_i has OWN_j and (not CAUSAL_i or pos_j <= pos_i)) or span_i == span_j >= 0)
 
+A token that takes no part (padding, a query that sees nothing, a key that nobody sees: doc < 0 in a plan) may hold NaN
+or infinity, and 0 times that is NaN: its rows are read as zeros wherever a product contracts them.
+
 Everything that depends on one side alone is folded into vectors first (``query_terms``, ``key_terms``); only
 ``allowed`` touches pairs. Rows and keys outside the tensors get document numbers that equal nothing, so the length
 bounds need no arithmetic of their own.
@@ -41,6 +44,12 @@ def query_terms(bits_ptr, doc_ptr, span_ptr, pos_ptr, window_ptr, rows, length):
 
 
 @triton.jit
+def takes_part(doc_ptr, rows, length):
+    """Whether rows exist and their tokens take part: others may hold NaN or infinity, and 0 times these is NaN."""
+    return tl.load(doc_ptr + rows, mask=rows < length, other=-1) >= 0
+
+
+@triton.jit
 def key_terms(bits_ptr, doc_ptr, span_ptr, pos_ptr, rows, length, sinks):
     """Vectors of the predicate that depend on the key: (stream bit, doc, span, position, position for the window)."""
     inside = rows < length
@@ -69,18 +78,21 @@ def allowed(attends, q_doc, q_span, last, before, stream, k_doc, k_span, k_pos, 
 
 @triton.jit
 def tile_offsets(stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Offsets of a [rows, head_dim] tile from its first element: int32, so that a loop keeps half the registers."""
+    """Offsets of a [rows, columns] tile from its first element: int32, so that a loop keeps half the registers."""
     return tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
-def load_tile(pointers, rows, columns, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):
-    """A [rows, head_dim] tile, zero outside. Bounds are only tested where the tile can cross them."""
+def load_tile(pointers, inside, columns, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):
+    """A [rows, columns] tile, zero in rows that are not ``inside`` and beyond ``HEAD_DIM`` columns.
+
+    Rows are only tested where that is BOUNDED: a tile may cross the end, or hold tokens that take no part.
+    """
     if BOUNDED:
         if HEAD_DIM == BLOCK_D:
-            return tl.load(pointers, mask=rows[:, None] < length, other=0.0)
+            return tl.load(pointers, mask=inside[:, None], other=0.0)
         else:
-            return tl.load(pointers, mask=(rows[:, None] < length) & (columns[None, :] < HEAD_DIM), other=0.0)
+            return tl.load(pointers, mask=inside[:, None] & (columns[None, :] < HEAD_DIM), other=0.0)
     else:
         if HEAD_DIM == BLOCK_D:
             return tl.load(pointers)
@@ -90,7 +102,7 @@ def load_tile(pointers, rows, columns, length, HEAD_DIM: tl.constexpr, BLOCK_D: 
 
 @triton.jit
 def store_tile(pointers, value, rows, columns, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store a [rows, head_dim] tile, cut at ``length`` rows and ``HEAD_DIM`` columns."""
+    """Store a [rows, columns] tile, cut at ``length`` rows and ``HEAD_DIM`` columns."""
     inside = rows[:, None] < length
     if HEAD_DIM != BLOCK_D:
         inside = inside & (columns[None, :] < HEAD_DIM)

@@ -13,7 +13,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .bitfield_common import LN2, LOG2E, allowed, cap, dot, key_terms, load_tile, query_terms, store_tile, tile_offsets
+from .bitfield_common import (
+    LN2,
+    LOG2E,
+    allowed,
+    cap,
+    dot,
+    key_terms,
+    load_tile,
+    query_terms,
+    store_tile,
+    takes_part,
+    tile_offsets,
+)
 
 
 @triton.jit
@@ -24,7 +36,8 @@ def _attend(
     block_index, begin, end,
     k_bits, k_doc, k_span, k_pos,
     k_length, sinks, scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key blocks block_index[begin:end]; returns the new (acc, m, total).
@@ -34,14 +47,18 @@ def _attend(
     tiles: tl.constexpr = BLOCK // BLOCK_N
     BOUNDED: tl.constexpr = MASKED or RAGGED
     columns = tl.arange(0, BLOCK_D)
+    v_columns = tl.arange(0, BLOCK_V)
     k_tile = tile_offsets(k_stride, BLOCK_N, BLOCK_D)
-    v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_D)
+    v_tile = tile_offsets(v_stride, BLOCK_N, BLOCK_V)
     for tile in range(begin * tiles, end * tiles):
         first = tl.load(block_index + tile // tiles) * BLOCK + (tile % tiles) * BLOCK_N
         keys = first + tl.arange(0, BLOCK_N)
         first64 = first.to(tl.int64)
-        k = load_tile(k_base + first64 * k_stride + k_tile, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
-        v = load_tile(v_base + first64 * v_stride + v_tile, keys, columns, k_length, HEAD_DIM, BLOCK_D, BOUNDED)
+        inside = keys < k_length
+        k = load_tile(k_base + first64 * k_stride + k_tile, inside, columns, HEAD_DIM, BLOCK_D, BOUNDED)
+        if MASKED:
+            inside = takes_part(k_doc, keys, k_length)
+        v = load_tile(v_base + first64 * v_stride + v_tile, inside, v_columns, VALUE_DIM, BLOCK_V, BOUNDED)
         s = dot(q, tl.trans(k), PRECISION, UPCAST)
         if SOFTCAP:
             s, _ = cap(s * scale, softcap)
@@ -56,7 +73,7 @@ def _attend(
             )  # fmt: skip
             s = tl.where(see, s, float("-inf"))
         elif RAGGED:
-            s = tl.where(keys[None, :] < k_length, s, float("-inf"))
+            s = tl.where(inside[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * to_base_2)
         if BOUNDED:
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
@@ -78,7 +95,8 @@ def forward_kernel(
     q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     heads, group, q_length, k_length, q_blocks, sinks, scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, RAGGED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # Heads vary fastest: programs that run side by side share a mask row, and the heads of a group share keys.
@@ -103,8 +121,7 @@ def forward_kernel(
     # Strides come divided by ALIGN, so that the compiler knows how far they can be vectorised.
     q_base = q + (batch64 * q_stride_b + head.to(tl.int64) * q_stride_h + first.to(tl.int64) * q_stride_t) * ALIGN
     q_tile = load_tile(
-        q_base + tile_offsets(q_stride_t * ALIGN, BLOCK_M, BLOCK_D), rows, columns, q_length,
-        HEAD_DIM, BLOCK_D, True,
+        q_base + tile_offsets(q_stride_t * ALIGN, BLOCK_M, BLOCK_D), rows < q_length, columns, HEAD_DIM, BLOCK_D, True
     )  # fmt: skip
     k_base = k + (batch64 * k_stride_b + kv_head * k_stride_h) * ALIGN
     v_base = v + (batch64 * v_stride_b + kv_head * v_stride_h) * ALIGN
@@ -123,30 +140,31 @@ def forward_kernel(
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     acc, m, total = _attend(
         acc, m, total, q_tile, attends, doc, span, last, before, k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         full_idx + full_from, tl.minimum(start, full), tl.minimum(stop, full),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-        HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, False, RAGGED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     acc, m, total = _attend(
         acc, m, total, q_tile, attends, doc, span, last, before, k_base, v_base, k_stride_t * ALIGN, v_stride_t * ALIGN,
         part_idx + part_from, tl.maximum(start - full, 0), tl.maximum(stop - full, 0),
         k_bits + km, k_doc + km, k_span + km, k_pos + km, k_length, sinks, scale, softcap,
-        HEAD_DIM, BLOCK_D, BLOCK, BLOCK_N, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
+        HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK, BLOCK_N, True, RAGGED, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     lse2 = tl.where(total == 0.0, float("-inf"), m + tl.log2(tl.where(total == 0.0, 1.0, total)))
+    v_columns = tl.arange(0, BLOCK_V)
     slot = tl.load(work_slot + item)
     if slot < 0:
         at = (batch64 * heads + head) * q_length
         tl.store(lse + at + rows, lse2 * LN2, mask=rows < q_length)
-        out_tile = out + (at + first) * HEAD_DIM + local[:, None] * HEAD_DIM + columns[None, :]
-        store_tile(out_tile, acc, rows, columns, q_length, HEAD_DIM, BLOCK_D)
+        out_tile = out + (at + first) * VALUE_DIM + local[:, None] * VALUE_DIM + v_columns[None, :]
+        store_tile(out_tile, acc, rows, v_columns, q_length, VALUE_DIM, BLOCK_V)
     else:
         at = (slot.to(tl.int64) * heads + head) * BLOCK + within
         tl.store(slot_lse + at + local, lse2)
-        slot_tile = slot_out + at * HEAD_DIM + local[:, None] * HEAD_DIM + columns[None, :]
-        store_tile(slot_tile, acc, local, columns, BLOCK_M, HEAD_DIM, BLOCK_D)
+        slot_tile = slot_out + at * VALUE_DIM + local[:, None] * VALUE_DIM + v_columns[None, :]
+        store_tile(slot_tile, acc, local, v_columns, BLOCK_M, VALUE_DIM, BLOCK_V)

@@ -24,7 +24,8 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 def gluon_forward_calls(
     q: Tensor, k: Tensor, v: Tensor, plan: Any, out: Tensor, lse: Tensor, scale: float, softcap: float | None
 ) -> list[Call]:
-    """As forward_calls, on sm_90: 16-bit tensors that `loadable` passes, head_dim up to 128, plans of blocks of 128."""
+    """As forward_calls, on sm_90: 16-bit tensors that `loadable` passes, one head_dim up to 128, blocks of 128 tokens.
+    Rows of v that nobody sees are zeros."""
     heads, head_dim = q.shape[1], q.shape[3]
     padded = 64 if head_dim <= 64 else 128
     slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
@@ -50,7 +51,7 @@ def gluon_forward_calls(
     if slots:
         calls.append(
             aggregate_call(
-                merge_kernel, plan.row_slots, plan.slot_row, plan, q, padded,
+                merge_kernel, plan.row_slots, plan.slot_row, plan, out, 90,
                 slot_out=slot_out, slot_lse=slot_lse, out=out, lse=lse,
             )
         )  # fmt: skip

@@ -32,7 +32,6 @@ AGGREGATE_ROWS = 16
 AGGREGATE_WARPS = 8  # with 4, Triton 3.6 spills at padded head dimensions
 DELTA_ROWS = 32
 DELTA_WARPS = 8  # the same, at head dimension 256
-MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,19 @@ def block_d(head_dim: int, architecture: int) -> int:
     return max(1 << (head_dim - 1).bit_length(), 64 if architecture else 16)
 
 
-def can_fuse(q: Tensor, architecture: int) -> bool:
-    """Whether backward_calls(fused=True) is there for tensors like q."""
-    return has_fused(architecture, block_d(q.shape[3], architecture), float32=q.dtype == torch.float32)
+def _dims(q: Tensor, v: Tensor, architecture: int) -> dict[str, int]:
+    """The head dimensions of q and k, and of v and out, as constexprs; both padded."""
+    head_dim, value_dim = q.shape[3], v.shape[3]
+    return dict(
+        HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim, architecture),
+        VALUE_DIM=value_dim, BLOCK_V=block_d(value_dim, architecture),
+    )  # fmt: skip
+
+
+def can_fuse(q: Tensor, v: Tensor, architecture: int) -> bool:
+    """Whether backward_calls(fused=True) is there for tensors like q and v."""
+    padded = (block_d(x.shape[3], architecture) for x in (q, v))
+    return has_fused(architecture, *padded, float32=q.dtype == torch.float32)
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -100,11 +109,16 @@ def forward_calls(
 
     scale is above 0 (see positive_scale).
     """
-    heads, head_dim = q.shape[1], q.shape[3]
-    padded = block_d(head_dim, architecture)
-    tile = choose(FORWARD, architecture, padded, plan.block, float32=q.dtype == torch.float32)
+    heads, value_dim = q.shape[1], v.shape[3]
+    dims = _dims(q, v, architecture)
+    padded = (dims["BLOCK_D"], dims["BLOCK_V"])
+    ragged = k.shape[2] % plan.block != 0
+    tile = choose(
+        FORWARD, architecture, *padded, plan.block,
+        float32=q.dtype == torch.float32, capped=softcap is not None, ragged=ragged,
+    )  # fmt: skip
     slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
-    slot_out = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
+    slot_out = q.new_empty((slots, heads, plan.block, value_dim), dtype=torch.float32)
     slot_lse = q.new_empty((slots, heads, plan.block), dtype=torch.float32)
     strides, align = _strides(q=q, k=k, v=v)
     calls = [
@@ -115,9 +129,9 @@ def forward_calls(
                 q=q, k=k, v=v, out=out, lse=lse, slot_out=slot_out, slot_lse=slot_lse,
                 **query_lists(plan), **token_arguments(plan), **strides, **size_arguments(q, k, plan),
                 q_blocks=block_count(plan.q_bits, plan.block),
-                scale=scale, softcap=softcap or 0.0,
-                HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK=plan.block, BLOCK_M=tile.m, BLOCK_N=tile.n, ALIGN=align,
-                RAGGED=k.shape[2] % plan.block != 0, SOFTCAP=softcap is not None, **_arithmetic(q),
+                scale=scale, softcap=softcap or 0.0, **dims, BLOCK=plan.block,
+                BLOCK_M=tile.m, BLOCK_N=tile.n, ALIGN=align,
+                RAGGED=ragged, SOFTCAP=softcap is not None, **_arithmetic(q),
             ),
             tile.warps,
             tile.stages,
@@ -126,7 +140,7 @@ def forward_calls(
     if slots:
         calls.append(
             aggregate_call(
-                merge_kernel, plan.row_slots, plan.slot_row, plan, q, padded,
+                merge_kernel, plan.row_slots, plan.slot_row, plan, out, architecture,
                 slot_out=slot_out, slot_lse=slot_lse, out=out, lse=lse,
             )
         )  # fmt: skip
@@ -142,14 +156,13 @@ def backward_calls(
 
     fused (if can_fuse): one kernel for the three gradients, which adds to dq by atomics; dq must be fp32 and zero.
     """
-    heads, head_dim = q.shape[1], q.shape[3]
-    padded = block_d(head_dim, architecture)
+    heads = q.shape[1]
+    dims = _dims(q, v, architecture)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     strides, align = _strides(q=q, k=k, v=v, dout=dout)
     shared = dict(
         q=q, k=k, v=v, dout=dout, lse2=lse2, delta=delta, **token_arguments(plan), **strides,
-        scale=scale, softcap=softcap or 0.0,
-        HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK=plan.block, ALIGN=align, SOFTCAP=softcap is not None,
+        scale=scale, softcap=softcap or 0.0, **dims, BLOCK=plan.block, ALIGN=align, SOFTCAP=softcap is not None,
         **_arithmetic(q),
     )  # fmt: skip
     calls = [
@@ -157,10 +170,11 @@ def backward_calls(
             delta_kernel,
             q.shape[0] * heads * -(-q.shape[2] // DELTA_ROWS),
             dict(
-                out=out, dout=dout, lse=lse, dlse=lse if dlse is None else dlse, delta=delta, lse2=lse2,
+                out=out, dout=dout, lse=lse, dlse=lse if dlse is None else dlse, q_doc=plan.q_doc,
+                delta=delta, lse2=lse2,
                 **{name: value for name, value in strides.items() if name.startswith("dout")},
-                heads=heads, length=q.shape[2], HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK_M=DELTA_ROWS,
-                ALIGN=align, HAS_DLSE=dlse is not None,
+                heads=heads, length=q.shape[2], VALUE_DIM=dims["VALUE_DIM"], BLOCK_V=dims["BLOCK_V"],
+                BLOCK_M=DELTA_ROWS, ALIGN=align, HAS_DLSE=dlse is not None,
             ),
             DELTA_WARPS,
             1,
@@ -171,20 +185,20 @@ def backward_calls(
     if not fused:
         calls += _query_gradient_calls(q, plan, dq, shared, architecture, k.shape[2] % plan.block != 0)
     return calls + _key_gradient_calls(
-        q, k, plan, dq, dk, dv, shared, architecture, q.shape[2] % plan.block != 0, fused
+        q, k, v, plan, dq, dk, dv, shared, architecture, q.shape[2] % plan.block != 0, fused
     )
 
 
 def _query_gradient_calls(
     q: Tensor, plan: Any, dq: Tensor, shared: dict[str, Any], architecture: int, ragged: bool
 ) -> list[Call]:
-    heads, head_dim, padded = q.shape[1], q.shape[3], shared["BLOCK_D"]
+    heads = q.shape[1]
     tile = choose(
-        QUERY_GRADIENT, architecture, padded, plan.block,
+        QUERY_GRADIENT, architecture, shared["BLOCK_D"], shared["BLOCK_V"], plan.block,
         float32=q.dtype == torch.float32, capped=shared["SOFTCAP"], ragged=ragged,
     )  # fmt: skip
     slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
-    slot_dq = q.new_empty((slots, heads, plan.block, head_dim), dtype=torch.float32)
+    slot_dq = q.new_empty((slots, heads, plan.block, q.shape[3]), dtype=torch.float32)
     calls = [
         Call(
             query_gradient_kernel,
@@ -199,22 +213,26 @@ def _query_gradient_calls(
     ]  # fmt: skip
     if slots:
         calls.append(
-            aggregate_call(sum_kernel, plan.row_slots, plan.slot_row, plan, q, padded, slot_grad=slot_dq, grad=dq)
+            aggregate_call(
+                sum_kernel, plan.row_slots, plan.slot_row, plan, dq, architecture, slot_grad=slot_dq, grad=dq
+            )
         )
     return calls
 
 
 def _key_gradient_calls(
-    q: Tensor, k: Tensor, plan: Any, dq: Tensor, dk: Tensor, dv: Tensor, shared: dict[str, Any], architecture: int,
-    ragged: bool, fused: bool,
+    q: Tensor, k: Tensor, v: Tensor, plan: Any, dq: Tensor, dk: Tensor, dv: Tensor, shared: dict[str, Any],
+    architecture: int, ragged: bool, fused: bool,
 ) -> list[Call]:  # fmt: skip
-    kv_heads, head_dim, padded = k.shape[1], k.shape[3], shared["BLOCK_D"]
+    kv_heads = k.shape[1]
     kernel = FUSED_GRADIENT if fused else KEY_GRADIENT
     float32, capped = q.dtype == torch.float32, shared["SOFTCAP"]
-    tile = choose(kernel, architecture, padded, plan.block, float32=float32, capped=capped, ragged=ragged)
+    tile = choose(
+        kernel, architecture, shared["BLOCK_D"], shared["BLOCK_V"], plan.block,
+        float32=float32, capped=capped, ragged=ragged,
+    )  # fmt: skip
     slots = plan.slot_k_row.numel() if has_slots(plan.slot_k_row) else 0
-    slot_dk = k.new_empty((slots, kv_heads, plan.block, head_dim), dtype=torch.float32)
-    slot_dv = torch.empty_like(slot_dk)
+    slot_dk, slot_dv = (x.new_empty((slots, kv_heads, plan.block, x.shape[3]), dtype=torch.float32) for x in (k, v))
     calls = [
         Call(
             key_gradient_kernel,
@@ -232,24 +250,24 @@ def _key_gradient_calls(
         for slot, grad in ((slot_dk, dk), (slot_dv, dv)):
             calls.append(
                 aggregate_call(
-                    sum_kernel, plan.row_k_slots, plan.slot_k_row, plan, k, padded, slot_grad=slot, grad=grad
+                    sum_kernel, plan.row_k_slots, plan.slot_k_row, plan, grad, architecture, slot_grad=slot, grad=grad
                 )
             )
     return calls
 
 
 def aggregate_call(
-    kernel: Any, row_slots: Tensor, slot_row: Tensor, plan: Any, like: Tensor, padded: int, **tensors: Tensor
+    kernel: Any, row_slots: Tensor, slot_row: Tensor, plan: Any, result: Tensor, architecture: int, **tensors: Tensor
 ) -> Call:
-    """`like`: q or k, whose heads and length the rows have."""
+    """result: [B, heads, length, columns], which the partial results of split rows are for."""
     rows = min(AGGREGATE_ROWS, plan.block)
     return Call(
         kernel,
-        slot_row.numel() * (plan.block // rows) * like.shape[1],
+        slot_row.numel() * (plan.block // rows) * result.shape[1],
         dict(
             **tensors, row_slots=row_slots, slot_row=slot_row,
-            heads=like.shape[1], length=like.shape[2], blocks=-(-like.shape[2] // plan.block),
-            HEAD_DIM=like.shape[3], BLOCK_D=padded, BLOCK=plan.block, BLOCK_M=rows,
+            heads=result.shape[1], length=result.shape[2], blocks=-(-result.shape[2] // plan.block),
+            HEAD_DIM=result.shape[3], BLOCK_D=block_d(result.shape[3], architecture), BLOCK=plan.block, BLOCK_M=rows,
         ),
         AGGREGATE_WARPS,
         1,

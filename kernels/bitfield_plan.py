@@ -5,6 +5,7 @@
     decide_kernel     UNDECIDED pairs, element by element until both a visible and an invisible pair have been met
     (torch)           counts per row and column, their running sums, and the one read of the two totals
     list_kernel       rows of the class matrix -> q-major lists, columns -> k-major lists, ascending
+    documents_kernel  tokens of blocks without a FULL one -> documents, but -1 for who sees, or is seen by, nobody
 
 Exact, by the rules for summaries of csrc/attention_cpu/block_lists.cpp (the paper's implementation evaluates every
 element instead: Cornstarch 2025-11, section 6.1). Nothing of size T x T exists: the class matrix has
@@ -13,7 +14,7 @@ element instead: Cornstarch 2025-11, section 6.1). Nothing of size T x T exists:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ FULL = tl.constexpr(2)
 UNDECIDED = tl.constexpr(3)
 
 CHUNK = 64  # key blocks per program that classifies or decides
-KEYS = 16  # keys per step of an element test: 128 x 16 pairs fit in the registers of 8 warps
+KEYS = 16  # keys (or queries) per step of an element test: 128 x 16 pairs fit in the registers of 8 warps
 LINES, STEPS = 16, 128  # rows (or columns) of the class matrix per program that lists, and entries per step
 RANGES = 10  # int32 fields of a summary
 WORDS = 3  # int64 fields of a summary
@@ -211,6 +212,77 @@ def list_kernel(
         part_at += tl.sum(part, 1)
 
 
+@triton.jit(do_not_specialize=["q_length", "k_length", "blocks", "sinks"])
+def documents_kernel(
+    result, full_ptr, part_ptr, part_idx, q_bits, q_doc, q_span, q_pos, q_window, k_bits, k_doc, k_span, k_pos,
+    q_length, k_length, blocks, sinks,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, STEP: tl.constexpr, OF_QUERIES: tl.constexpr,
+):  # fmt: skip
+    """One program per block of queries (else keys): result = their doc, but -1 where the token takes no part.
+
+    Blocks that meet a FULL one are done. In most others every token sees itself, so the block at the same place of the
+    other side is looked at before the PARTIAL ones of the list, until nobody is left.
+    """
+    row = tl.program_id(0)
+    batch = (row // blocks).to(tl.int64)
+    qm = batch * q_length
+    km = batch * k_length
+    local = tl.arange(0, PADDED)
+    token = (row % blocks) * BLOCK + local
+    if OF_QUERIES:
+        length = q_length
+        other_length = k_length
+        mine = qm
+        given = q_doc
+    else:
+        length = k_length
+        other_length = q_length
+        mine = km
+        given = k_doc
+    exists = (local < BLOCK) & (token < length)
+    doc = tl.load(given + mine + token, mask=exists, other=-1)
+    from_part = tl.load(part_ptr + row)
+    parts = tl.load(part_ptr + row + 1) - from_part
+    left = doc >= 0  # who has not been found to take part
+    if tl.load(full_ptr + row + 1) > tl.load(full_ptr + row):
+        left = left & (token < 0)
+    waiting = tl.max(left.to(tl.int32), 0)
+    n = -1
+    while (n < parts) & (waiting == 1):
+        block = tl.where(n < 0, row % blocks, tl.load(part_idx + from_part + n, mask=n >= 0, other=0))
+        at = block * BLOCK
+        end = tl.minimum(at + BLOCK, other_length)
+        while (at < end) & (waiting == 1):
+            others = at + tl.arange(0, STEP)
+            if OF_QUERIES:
+                attends, docs, spans, last, before = query_terms(
+                    q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, token, q_length
+                )
+                stream, k_docs, k_spans, pos, window_pos = key_terms(
+                    k_bits + km, k_doc + km, k_span + km, k_pos + km, others, end, sinks
+                )
+                see = allowed(
+                    attends[:, None], docs[:, None], spans[:, None], last[:, None], before[:, None],
+                    stream[None, :], k_docs[None, :], k_spans[None, :], pos[None, :], window_pos[None, :],
+                )  # fmt: skip
+            else:
+                attends, docs, spans, last, before = query_terms(
+                    q_bits + qm, q_doc + qm, q_span + qm, q_pos + qm, q_window + qm, others, end
+                )
+                stream, k_docs, k_spans, pos, window_pos = key_terms(
+                    k_bits + km, k_doc + km, k_span + km, k_pos + km, token, k_length, sinks
+                )
+                see = allowed(
+                    attends[None, :], docs[None, :], spans[None, :], last[None, :], before[None, :],
+                    stream[:, None], k_docs[:, None], k_spans[:, None], pos[:, None], window_pos[:, None],
+                )  # fmt: skip
+            left = left & (tl.max(see.to(tl.int32), 1) == 0)
+            waiting = tl.max(left.to(tl.int32), 0)
+            at += STEP
+        n += 1
+    tl.store(result + mine + token, tl.where(left, -1, doc), mask=exists)
+
+
 def block_lists(
     q: Any, k: Any, sinks: int, block: int, also: Callable[..., Tensor] | None = None
 ) -> tuple[tuple[Tensor, ...], list[int]]:
@@ -222,8 +294,9 @@ def block_lists(
 
     also: numbers, int64 [n], that the caller wants to know of full_q_ptr, part_q_ptr, full_k_ptr, part_k_ptr.
 
-    Returns full_q_ptr [B * q_blocks + 1], full_q_idx, part_q_ptr, part_q_idx, then the same four k-major, all int32,
-    and the numbers of `also`. Waits for the device once, for the lengths of the lists and those numbers.
+    Returns full_q_ptr [B * q_blocks + 1], full_q_idx, part_q_ptr, part_q_idx, then the same four k-major, then q_doc
+    and k_doc with -1 for tokens that take no part, all int32; and the numbers of `also`. Waits for the device once, for
+    the lengths of the lists and those numbers.
     """
     batch, q_length = q.bits.shape
     k_length = k.bits.shape[1]
@@ -237,9 +310,11 @@ def block_lists(
         asked = sizes if also is None else torch.cat([sizes, also(*pointers)])
         full, partial, *numbers = asked.tolist()  # the one synchronisation
         indices = [classes.new_empty(count, dtype=torch.int32) for count in (full, partial) * 2]
-        for call in list_calls(classes, pointers, indices):
+        lists = [tensor for pair in zip(pointers, indices) for tensor in pair]
+        documents = [torch.empty_like(tokens.doc) for tokens in (q, k)]
+        for call in [*list_calls(classes, pointers, indices), *document_calls(q, k, sinks, block, lists, documents)]:
             call.run()
-    return tuple(tensor for pair in zip(pointers, indices) for tensor in pair), numbers
+    return (*lists, *documents), numbers
 
 
 def class_calls(q: Any, k: Any, sinks: int, block: int, classes: Tensor) -> list[Call]:
@@ -308,6 +383,27 @@ def list_calls(classes: Tensor, pointers: list[Tensor], indices: list[Tensor]) -
         )
         for at, (per_batch, length, line, step) in zip((0, 2), directions)
     ]  # fmt: skip
+
+
+def document_calls(
+    q: Any, k: Any, sinks: int, block: int, lists: Sequence[Tensor], documents: Sequence[Tensor]
+) -> list[Call]:
+    """The launches that fill `documents` (q_doc, k_doc) from the lists, pointers and indices by turns."""
+    padded = triton.next_power_of_2(block)
+    calls = []
+    for side, (doc, of_queries) in enumerate(zip(documents, (True, False))):
+        full_ptr, _, part_ptr, part_idx = lists[4 * side : 4 * side + 4]
+        batch, length = doc.shape
+        blocks = -(-length // block)
+        arguments = dict(
+            result=doc, full_ptr=full_ptr, part_ptr=part_ptr, part_idx=part_idx,
+            q_bits=q.bits, q_doc=q.doc, q_span=q.span, q_pos=q.pos, q_window=q.window,
+            k_bits=k.bits, k_doc=k.doc, k_span=k.span, k_pos=k.pos,
+            q_length=q.bits.shape[1], k_length=k.bits.shape[1], blocks=blocks, sinks=sinks,
+            BLOCK=block, PADDED=padded, STEP=min(KEYS, padded), OF_QUERIES=of_queries,
+        )  # fmt: skip
+        calls.append(Call(documents_kernel, batch * blocks, arguments, 4, 1))
+    return calls
 
 
 def _pointers(chosen: Tensor, axis: int) -> Tensor:

@@ -21,37 +21,89 @@ class Tile(NamedTuple):
 FORWARD, QUERY_GRADIENT, KEY_GRADIENT = "forward", "query_gradient", "key_gradient"
 FUSED_GRADIENT = "fused_gradient"
 
-# 16-bit inputs. architecture -> kernel -> {head dimension, rounded up to a power of two: tile}; 64 serves all below it.
+# 16-bit inputs. architecture -> kernel -> {`width` of the head dimensions: tile}.
 TILES: dict[int, dict[str, dict[int, Tile]]] = {
     80: {
-        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
-        QUERY_GRADIENT: {64: Tile(64, 32, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
-        KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
+        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 192: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 2)},
+        QUERY_GRADIENT: {
+            64: Tile(64, 32, 4, 2),
+            128: Tile(32, 64, 8, 2),
+            192: Tile(32, 32, 8, 2),
+            256: Tile(64, 32, 8, 1),
+        },
+        KEY_GRADIENT: {
+            64: Tile(32, 128, 8, 2),
+            128: Tile(64, 32, 8, 2),
+            192: Tile(32, 32, 8, 2),
+            256: Tile(32, 32, 8, 1),
+        },
     },
     90: {
-        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
-        QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
-        KEY_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 64, 8, 1)},
+        FORWARD: {
+            64: Tile(128, 64, 8, 3),
+            128: Tile(128, 64, 8, 3),
+            192: Tile(128, 64, 8, 2),
+            256: Tile(128, 32, 8, 2),
+        },
+        QUERY_GRADIENT: {
+            64: Tile(128, 64, 8, 3),
+            128: Tile(128, 64, 8, 2),
+            192: Tile(64, 32, 8, 2),
+            256: Tile(128, 32, 8, 2),
+        },
+        KEY_GRADIENT: {
+            64: Tile(32, 128, 8, 2),
+            128: Tile(32, 64, 8, 2),
+            192: Tile(32, 64, 8, 1),
+            256: Tile(16, 64, 8, 1),
+        },
         FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2)},
     },
     100: {
-        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-        QUERY_GRADIENT: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
-        KEY_GRADIENT: {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 3), 192: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+        QUERY_GRADIENT: {
+            64: Tile(128, 64, 8, 3),
+            128: Tile(64, 64, 8, 2),
+            192: Tile(128, 32, 8, 2),
+            256: Tile(128, 32, 8, 2),
+        },
+        KEY_GRADIENT: {
+            64: Tile(64, 128, 8, 3),
+            128: Tile(32, 128, 8, 2),
+            192: Tile(64, 64, 8, 1),
+            256: Tile(32, 64, 8, 1),
+        },
         FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1)},
     },
 }
-# Where larger tiles are clean without a softcap and with lengths that are multiples of the block.
-PLAIN = {(90, KEY_GRADIENT, 128): Tile(32, 128, 8, 2)}
+# Another tile without a softcap and with lengths that are multiples of the block: a larger one is clean there, or (80)
+# that of TILES spills under Triton 3.6.
+PLAIN = {(90, KEY_GRADIENT, 128): Tile(64, 64, 8, 2), (80, FORWARD, 256): Tile(64, 16, 8, 2)}
 # Where the tile of TILES spills once there is a softcap. 32 keys are too few for wgmma: it is HMMA, at half the rate.
-CAPPED = {(90, KEY_GRADIENT, 256): Tile(32, 32, 8, 1), (100, QUERY_GRADIENT, 128): Tile(64, 32, 8, 2)}
-# Exact fp32 products run on the plain cores, which hold their operands in registers: larger tiles spill.
+CAPPED = {
+    (90, KEY_GRADIENT, 192): Tile(32, 32, 8, 1),
+    (90, KEY_GRADIENT, 256): Tile(32, 32, 8, 1),
+    (100, QUERY_GRADIENT, 128): Tile(64, 32, 8, 2),
+}
+# Where it spills once v is padded to less than q and k, as 64 beside 96.
+NARROW_VALUES = {(100, QUERY_GRADIENT, 128): Tile(64, 32, 8, 2)}
+# Exact fp32 products run on the plain cores, which hold their operands in registers: larger tiles spill, but for these.
 FLOAT32 = Tile(16, 16, 8, 1)
-FLOAT32_KEY_GRADIENT = {64: FLOAT32, 128: Tile(16, 32, 8, 1), 256: FLOAT32}
+FLOAT32_LARGER = {
+    (QUERY_GRADIENT, 64): Tile(32, 16, 8, 1),
+    (QUERY_GRADIENT, 192): Tile(16, 32, 8, 1),
+    (KEY_GRADIENT, 128): Tile(16, 32, 8, 1),
+}
 INTERPRETED = Tile(32, 32, 1, 1)
 
 
-def has_fused(architecture: int, block_d: int, *, float32: bool) -> bool:
+def width(block_d: int, block_v: int) -> int:
+    """What tiles go by: 64, 128 or 256, the wider of the padded head dimensions of q and k and of v; or 192 for q and k
+    padded to 256 beside v padded to 128 or less, as for DeepSeek's 192 and 128."""
+    return 192 if block_d > 128 >= block_v else max(block_d, block_v, 64)
+
+
+def has_fused(architecture: int, block_d: int, block_v: int, *, float32: bool) -> bool:
     """Whether FUSED_GRADIENT has a tile.
 
     Its atomics write 4 bytes per 10 * n products, n keys per tile: the small tiles of fp32 and of head dimension 256
@@ -59,13 +111,14 @@ def has_fused(architecture: int, block_d: int, *, float32: bool) -> bool:
     """
     if architecture == 0:
         return True
-    return not float32 and max(block_d, 64) in TILES[_known(architecture)].get(FUSED_GRADIENT, {})
+    return not float32 and width(block_d, block_v) in TILES[_known(architecture)].get(FUSED_GRADIENT, {})
 
 
 def choose(
     kernel: str,
     architecture: int,
     block_d: int,
+    block_v: int,
     block: int,
     *,
     float32: bool,
@@ -74,18 +127,22 @@ def choose(
 ) -> Tile:
     """The tile of `kernel` for `architecture` (10 * major; 0 = the interpreter), cut to the plan's block.
 
+    block_d, block_v: padded head dimensions of q and k, and of v.
     capped: with a softcap. ragged: a block that is looped over may end beyond the sequence.
     """
     if architecture == 0:
         tile = INTERPRETED
     else:
-        known, width = _known(architecture), max(block_d, 64)
+        known, wide = _known(architecture), width(block_d, block_v)
         if float32:
-            tile = FLOAT32_KEY_GRADIENT[width] if kernel == KEY_GRADIENT else FLOAT32
+            tile = FLOAT32_LARGER.get((kernel, wide), FLOAT32)
         else:
-            tile = TILES[known][kernel][width]
+            key = (known, kernel, wide)
+            tile = TILES[known][kernel][wide]
             if capped or not ragged:
-                tile = (CAPPED if capped else PLAIN).get((known, kernel, width), tile)
+                tile = (CAPPED if capped else PLAIN).get(key, tile)
+            if block_v < block_d:
+                tile = NARROW_VALUES.get(key, tile)
     return tile._replace(m=min(tile.m, block), n=min(tile.n, block))
 
 

@@ -248,16 +248,18 @@ class BitfieldMask:
         Every token is causal and attends every stream; a segment that is not "text" is also a span of its own, so its
         tokens see each other both ways (the rule of Gemma-3: causal over what is before, both ways within the image).
         Streams: text is 0; other kinds are numbered 1, 2, ... in the order in which they first appear anywhere in
-        `sequences`, unless `streams` names their number; `Segment.stream` overrides both for its segment. Span ids
-        count 0, 1, ... along each row. Raises ValueError on a length below 0 or a stream outside 0..55.
+        `sequences`, unless `streams` names their number; `Segment.stream` overrides both for its segment. Kinds beyond
+        the last free number share stream 55: since every token attends every stream, nobody sees more or less by that,
+        and only names and colours are shared. Span ids count 0, 1, ... along each row. Raises ValueError on a length
+        below 0 or a given stream outside 0..55.
         """
         rows = [[Segment(*segment) for segment in sequence] for sequence in sequences]
         numbers = {"text": 0, **(streams or {})}
-        free = (n for n in range(1, MAX_STREAM + 2) if n not in set((streams or {}).values()))
+        free = (n for n in range(1, MAX_STREAM + 1) if n not in set((streams or {}).values()))
         for segment in (segment for row in rows for segment in row):
             _integer(f"length of segment {segment.kind!r}", segment.length, least=0)
             if segment.kind not in numbers and segment.stream is None:
-                numbers[segment.kind] = next(free)  # one past the last stream when none is left: word() refuses it
+                numbers[segment.kind] = next(free, MAX_STREAM)
         length = max((sum(segment.length for segment in row) for row in rows), default=0)
         bits = torch.zeros(len(rows), length, dtype=torch.int64)
         doc = torch.full((len(rows), length), -1, dtype=torch.int32)

@@ -22,7 +22,8 @@ from interlace.masks import Tokens
 class BlockLists(NamedTuple):
     """Compressed rows, int32: row r of a list is idx[ptr[r] : ptr[r + 1]], ascending.
 
-    q: key blocks of row b * q_blocks + i; k: query blocks of row b * k_blocks + j.
+    q: key blocks of row b * q_blocks + i; k: query blocks of row b * k_blocks + j. q_doc [B, Tq], k_doc [B, Tk]: the
+    documents, but -1 for queries that see nothing and for keys that nobody sees.
     """
 
     full_q_ptr: Tensor
@@ -33,6 +34,8 @@ class BlockLists(NamedTuple):
     full_k_idx: Tensor
     part_k_ptr: Tensor
     part_k_idx: Tensor
+    q_doc: Tensor
+    k_doc: Tensor
 
 
 def block_lists(
@@ -48,13 +51,14 @@ def block_lists(
         from interlace.kernels.bitfield_plan import block_lists as build
 
         tensors, numbers = build(q, k, sinks, block, also)
-        return BlockLists(*tensors), numbers
+        return BlockLists._make(tensors), numbers
     queries = [field.cpu().numpy() for field in q]
     keys = [field.cpu().numpy() for field in k[:4]]
     arrays = _core.attention_block_lists(queries, keys, sinks, block, torch.get_num_threads())
-    lists = BlockLists(*(torch.from_numpy(array) for array in arrays))
+    lists = BlockLists._make(torch.from_numpy(array) for array in arrays)
+    lists = lists._replace(q_doc=lists.q_doc.view(q.doc.shape), k_doc=lists.k_doc.view(k.doc.shape))
     numbers = also(lists.full_q_ptr, lists.part_q_ptr, lists.full_k_ptr, lists.part_k_ptr).tolist()
-    return BlockLists(*(tensor.to(device) for tensor in lists)), numbers
+    return BlockLists._make(tensor.to(device) for tensor in lists), numbers
 
 
 @cache

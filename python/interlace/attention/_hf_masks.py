@@ -100,27 +100,29 @@ class Pattern:
 def translate(function: MaskFunction, at: Sides) -> Pattern:
     """The pattern of `function` for queries and keys of these indices; raises Unknown."""
     name = name_of(function)
-    cells = {}
-    if getattr(function, "__closure__", None):
-        try:
-            cells = {
-                key: cell.cell_contents for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
-            }
-        except ValueError as error:
-            raise Unknown(f"mask function {name} refers to a variable that is not set yet") from error
+    cells = cells_of(function)
     reader = _READERS.get(name)
     if reader is not None:
         try:
             return reader(cells, at)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise Unknown(f"mask function {name} is not built as expected ({type(error).__name__}: {error})") from error
-    if _is_constant(function) and bool(function(*(at.q.new_zeros(()) for _ in range(4)))):
+    if is_constant_true(function):
         return Pattern()
     raise Unknown(f"mask function {name} is unknown")
 
 
 def name_of(function: MaskFunction) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def cells_of(function: MaskFunction) -> dict[str, Any]:
+    """What a closure has captured, by name; raises Unknown for a variable that is not set yet."""
+    try:
+        cells = getattr(function, "__closure__", None) or ()
+        return {key: cell.cell_contents for key, cell in zip(function.__code__.co_freevars, cells)} if cells else {}
+    except ValueError as error:
+        raise Unknown(f"mask function {name_of(function)} refers to a variable that is not set yet") from error
 
 
 def describe(function: MaskFunction) -> str:
@@ -134,12 +136,14 @@ def describe(function: MaskFunction) -> str:
     return name.removesuffix(".<locals>.inner_mask")
 
 
-def _is_constant(function: MaskFunction) -> bool:
-    """Whether a function reads none of its arguments nor anything captured (`lambda *args: torch.tensor(True)`)."""
+def is_constant_true(function: MaskFunction) -> bool:
+    """Whether a function reads no argument and nothing captured and says yes (`lambda *a: torch.tensor(True)`)."""
     code = getattr(function, "__code__", None)
     if code is None or code.co_freevars:
         return False
-    return not any(step.opname.startswith("LOAD_FAST") for step in dis.get_instructions(code))
+    if any(step.opname.startswith("LOAD_FAST") for step in dis.get_instructions(code)):
+        return False
+    return bool(function(*torch.zeros(4, dtype=torch.int64)))
 
 
 def _band(below: float, above: float, at: Sides) -> Pattern:
@@ -203,7 +207,8 @@ def _shifted(cells: dict[str, Any], at: Sides) -> Pattern:
     return translate(cells["mask_function"], Sides(at.q + cells["q_offset"], at.k + cells["kv_offset"]))
 
 
-def _inner(factory: str) -> str:
+def inner(factory: str) -> str:
+    """The qualified name of what `factory` returns."""
     return f"{factory}.<locals>.inner_mask"
 
 
@@ -212,23 +217,23 @@ _READERS: dict[str, Callable[[dict[str, Any], Sides], Pattern]] = {
     "or_masks.<locals>.or_mask": lambda c, at: reduce(_either, [translate(f, at) for f in c["mask_functions"]]),
     "causal_mask_function": lambda c, at: _band(math.inf, 0, at),
     "bidirectional_mask_function": lambda c, at: Pattern(),
-    _inner("sliding_window_overlay"): lambda c, at: _band(c["sliding_window"], math.inf, at),
-    _inner("sliding_window_bidirectional_overlay"): lambda c, at: _band(
+    inner("sliding_window_overlay"): lambda c, at: _band(c["sliding_window"], math.inf, at),
+    inner("sliding_window_bidirectional_overlay"): lambda c, at: _band(
         c["sliding_window"] + 1, c["sliding_window"], at
     ),
-    _inner("_bidirectional_window_overlay"): lambda c, at: _band(c["sliding_window"], c["sliding_window"] - 1, at),
-    _inner("sliding_window_mask_function"): _two_sided,
-    _inner("chunked_overlay"): _chunks,
-    _inner("_legacy_chunked_overlay"): _chunks,
-    _inner("blockwise_overlay"): lambda c, at: Pattern(inner=None, span=_look_up(c["block_sequence_ids"], at)),
-    _inner("token_type_ids_mask_function"): _images,
-    _inner("packed_sequence_mask_function"): lambda c, at: Pattern(same=(_look_up(c["packed_sequence_mask"], at),)),
-    _inner("remap_positions_for_packed_sequence"): _remapped,
-    _inner("add_offsets_to_mask_function"): _shifted,
-    _inner("padding_mask_function"): lambda c, at: _keys(c["padding_mask"], at),
+    inner("_bidirectional_window_overlay"): lambda c, at: _band(c["sliding_window"], c["sliding_window"] - 1, at),
+    inner("sliding_window_mask_function"): _two_sided,
+    inner("chunked_overlay"): _chunks,
+    inner("_legacy_chunked_overlay"): _chunks,
+    inner("blockwise_overlay"): lambda c, at: Pattern(inner=None, span=_look_up(c["block_sequence_ids"], at)),
+    inner("token_type_ids_mask_function"): _images,
+    inner("packed_sequence_mask_function"): lambda c, at: Pattern(same=(_look_up(c["packed_sequence_mask"], at),)),
+    inner("remap_positions_for_packed_sequence"): _remapped,
+    inner("add_offsets_to_mask_function"): _shifted,
+    inner("padding_mask_function"): lambda c, at: _keys(c["padding_mask"], at),
     # T5Gemma, transformers 4.57
-    _inner("bidirectional_mask_function"): lambda c, at: _keys(c["attention_mask"], at),
-    _inner("sliding_window_bidirectional_mask_function"): lambda c, at: _band(
+    inner("bidirectional_mask_function"): lambda c, at: _keys(c["attention_mask"], at),
+    inner("sliding_window_bidirectional_mask_function"): lambda c, at: _band(
         c["sliding_window"], c["sliding_window"] - 1, at
     ),
 }

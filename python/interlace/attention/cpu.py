@@ -10,13 +10,14 @@ fp32 and fp64 are computed as they are, fp16 in fp32. So is bf16, unless the pro
 bf16 and sum in fp32, with the softmax in fp32 and its weights (backward: and the gradients of the scores) rounded to
 bf16 for their products, as on GPUs. Against exact attention, outputs then err as SDPA's in bf16 do (measured: 1.0 to
 1.1 times its error), gradients as SDPA's or less. The instruction set is the best of AMX, AVX-512, AVX2 and 128-bit
-vectors that processor and system allow (INTERLACE_CPU_ISA=avx512, avx2 or baseline asks for less).
+vectors that processor and system allow (INTERLACE_CPU_ISA=avx512, avx2 or baseline asks for less). Where v has another
+head dimension than q and k, AMX stands aside for AVX-512.
 
 Memory beyond inputs and outputs: tiles (below 1 MiB per thread up to head dimension 128 and blocks of 1,024, some more
 on AMX), at most 64 MiB for the bits of partial blocks, and, where dk and dv cannot be summed in place (16-bit types,
-head dimensions that are no multiple of a vector, fewer key heads than threads), 8 Tk D bytes of sums for each of as
-many key heads as fit 64 MiB, but always for one per thread. k and v are neither packed nor copied, but for 64 keys at a
-time on AMX.
+head dimensions that are no multiple of a vector, fewer key heads than threads), 4 Tk (D + Dv) bytes of sums for each
+of as many key heads as fit 64 MiB, but always for one per thread. k and v are neither packed nor copied, but for 64
+keys at a time on AMX.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from interlace.attention.plan import AttentionPlan
 from interlace.attention.reference import accumulate_dtype
 
 
-def why_not(q: Tensor) -> str | None:
-    """Why this backend cannot run on `q`; None when it can."""
+def why_not(q: Tensor, v: Tensor) -> str | None:
+    """Why this backend cannot run on `q` and `v`; None when it can."""
     if q.device.type != "cpu":
         return f"it runs on CPU tensors and q is on {q.device}"
     return None
@@ -41,9 +42,10 @@ def why_not(q: Tensor) -> str | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse [B, Hq, Tq] (natural log; -inf = empty row)."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], dtype=accumulate_dtype(q.dtype), device=q.device)
+    """q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] -> out [B, Hq, Tq, Dv], lse [B, Hq, Tq] (natural log;
+    -inf = empty row)."""
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
     _core.attention_forward(
         _rows(q),
         _rows(k),

@@ -23,15 +23,20 @@ backward = _triton.backward
 atomic_backward = _triton.atomic_backward
 
 
-def why_not(q: Tensor) -> str | None:
-    """Why this backend cannot run tensors like `q` [B, H, T, D] on this machine; None when it can."""
+def why_not(q: Tensor, v: Tensor) -> str | None:
+    """Why this backend cannot run tensors like `q` and `v` [B, H, T, D] on this machine; None when it can."""
     if q.dtype not in DTYPES:
         return f"the Gluon kernel takes fp16 and bf16, not {q.dtype}"
     if q.shape[-1] > MAX_HEAD_DIM or q.shape[-1] % 8:
         return f"the Gluon kernel takes head dimensions that are multiples of 8 up to {MAX_HEAD_DIM}, not {q.shape[-1]}"
+    if q.shape[-1] != v.shape[-1]:
+        return (
+            f"the Gluon kernel takes one head dimension, not {q.shape[-1]} for q and k and {v.shape[-1]} for v: "
+            'use "triton"'
+        )
     if q.device.type != "cuda":
         return f"the Gluon kernel runs on Hopper GPUs, not on {q.device.type}; Triton's interpreter cannot run it"
-    if (reason := _triton.why_not(q)) is not None:
+    if (reason := _triton.why_not(q, v)) is not None:
         return reason
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         major, minor = torch.cuda.get_device_capability(q.device)
@@ -42,7 +47,10 @@ def why_not(q: Tensor) -> str | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse fp32 [B, Hq, Tq] (natural log; -inf = empty row)."""
+    """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse fp32 [B, Hq, Tq] (natural log; -inf = empty row).
+
+    TMA loads whole boxes: rows of keys that nobody sees are made zero before, in a copy of v.
+    """
     from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls, loadable
     from interlace.kernels.bitfield_launch import on_device, positive_scale
 
@@ -53,6 +61,7 @@ def forward(
     if min(q.shape[0], q.shape[2], k.shape[2]) == 0:  # a TMA descriptor cannot describe an empty tensor
         return _triton.forward(q, k, v, plan, scale, softcap)
     q, scale = positive_scale(q, scale)
+    v = v.masked_fill((plan.k_doc < 0)[:, None, :, None], 0.0)
     q, k, v = loadable(q), loadable(k), loadable(v)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)

@@ -1,9 +1,12 @@
 """Bitfield attention inside unmodified HuggingFace models: `attn_implementation="interlace"`, transformers 4.57 and 5.
 
 Two ways lead a mask to the attention layers. `use_plan(plan)` sets a context variable that every layer consults when
-the model passes it no mask (vision and audio encoders). Language models insist on making a mask themselves; they let
-a 4-D tensor through untouched, so `carrier(plan)` makes one that takes no memory (a scalar expanded to [B, 1, Q, K])
-and has the plan attached.
+the model passes it no mask (vision and audio encoders), and from which masks are made when a model asks for one per
+kind of layer (language models): the plan, narrowed by the kind's own window or chunks (`_hf_limits`). Both hold in code
+that torch.compile makes one graph of, too (`_active`, `_traced`). Where a context does not reach (other threads),
+`carrier(plan)` is a 4-D attention mask that models let through untouched: a scalar expanded to [B, 1, Q, K] that takes
+no memory and has the plan attached. What a model would have put into the mask that it did not make then is lost, so
+layers that may have a window there are refused.
 
 Without a plan the implementation is a drop-in. The mask function that the model composes (causal or not, windows,
 padding, packed positions, chunks, image blocks) is taken apart and becomes a plan, checked against the function itself
@@ -23,9 +26,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -36,11 +37,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from interlace.attention import _hf_masks
+from interlace.attention._active import current_plan, current_plan_is_unset, under_current_plan, use_plan
+from interlace.attention._carrier import DTYPE as CARRIER_DTYPE
+from interlace.attention._carrier import Carrier
+from interlace.attention._hf_limits import Limits, limits_of
 from interlace.attention._hf_masks import Sides, Unknown
+from interlace.attention._hf_plans import cut, narrowed, packed_plan
+from interlace.attention._traced import interval_plan, whole_graph
 from interlace.attention.op import bitfield_attention
 from interlace.attention.plan import AttentionPlan
 from interlace.attention.reference import accumulate_dtype
-from interlace.masks import BitfieldMask, Tokens, word
+
+__all__ = ["attention", "carrier", "current_plan", "make_mask", "register", "under_current_plan", "use_plan"]
 
 NAME = "interlace"
 FLASH_NAME = "interlace_flash"
@@ -56,49 +64,21 @@ REFUSED = {
     "cache": "a paged cache",
 }
 
-# Torch computes nothing with it: a model that reads its mask instead of passing it on (Doge makes another out of it)
-# fails at once, as does a copy that lost its plan. Numbers would be taken for a mask that hides nothing.
-CARRIER_DTYPE = torch.bits8
-
-_active: ContextVar[tuple[AttentionPlan | None, str | None]] = ContextVar("interlace_plan", default=(None, None))
-
-
-@contextmanager
-def use_plan(plan: AttentionPlan | None, *, backend: str | None = None) -> Iterator[None]:
-    """Attention layers called inside follow `plan` wherever their model passes them no mask.
-
-    `backend` names the attention backend for these calls (None = the fastest). None as plan switches back to the
-    model's own masks. Nests; each thread has its own.
-    """
-    token = _active.set((plan, backend))
-    try:
-        yield
-    finally:
-        _active.reset(token)
-
-
-def current_plan() -> tuple[AttentionPlan | None, str | None]:
-    """The plan and backend that `use_plan` set here."""
-    return _active.get()
+_UNSAID: Any = object()  # stands for a sliding_window that a layer does not speak of
 
 
 def carrier(plan: AttentionPlan, *, backend: str | None = None) -> Tensor:
     """A tensor [B, 1, Q, K] without memory or values that HuggingFace passes on as an attention mask, holding `plan`.
 
-    `backend` names the attention backend for the layers that receive it (None = the fastest). Layers with a sliding
-    window of their own narrow the plan by it.
+    `backend` names the attention backend for the layers that receive it (None = the fastest). Layers that pass a
+    sliding window of their own narrow the plan by it; those that have theirs in the mask which the model makes, and
+    does not make here (PhiMoE, Llama 4), are refused: `use_plan` is the way for them.
     """
     return _carry(plan, backend, narrow=True)
 
 
 def _carry(plan: AttentionPlan, backend: str | None, *, narrow: bool) -> Tensor:
-    scalar = torch.zeros((), dtype=torch.uint8, device=plan.device).view(CARRIER_DTYPE)
-    mask = scalar.expand(plan.batch, 1, plan.q_len, plan.k_len)
-    mask.interlace_plan = (plan, backend, narrow)  # type: ignore[attr-defined]
-    # Generation with a static cache calls contiguous() on its masks, which would make a real tensor without the plan.
-    itself = weakref.ref(mask)
-    mask.contiguous = lambda *args, **kwargs: itself()  # type: ignore[assignment, method-assign]
-    return mask
+    return Carrier.of(plan, backend, narrow)
 
 
 # ---------------------------------------------------------------------- the attention function
@@ -113,14 +93,15 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """HuggingFace's attention interface: q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> [B, Tq, Hq, D].
 
-    Raises ValueError for what bitfield attention does not have (see REFUSED, and dropout under a plan) and for a mask
-    that is neither 4-D nor None.
+    Raises ValueError for what bitfield attention does not have (see REFUSED, and dropout under a plan), for a mask
+    that is neither 4-D nor None, and for a plan that the model contradicts: by a dense mask, or by a window that a
+    carrier cannot know of.
     """
+    sliding_window: int | None = kwargs.pop("sliding_window", _UNSAID)
     for name, meaning in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -131,11 +112,16 @@ def attention(
         _warn("attention weights are never formed: output_attentions=True returns None in their place")
     narrow = True
     if attention_mask is None:
-        plan, backend = _active.get()
+        plan, backend = current_plan()
+        _check_recomputed(module, plan)
     else:
         plan, backend, narrow = getattr(attention_mask, "interlace_plan", (None, None, True))
         if plan is None:
             _check_dense(attention_mask)
+            _check_alone(module)
+        elif narrow and sliding_window is _UNSAID:
+            _check_unlimited(module, plan)
+    sliding_window = None if sliding_window is _UNSAID else sliding_window
     boundaries = _boundaries(kwargs)
     if boundaries is not None and query.shape[2] > 1:
         if plan is None and attention_mask is None:
@@ -147,7 +133,7 @@ def attention(
         elif plan is None:
             raise ValueError("cu_seq_lens_q comes with a dense attention mask: give one or the other")
         elif not narrow:  # made from the model's own mask function, which does not know of these boundaries
-            plan = _cut(plan, *boundaries)
+            plan = cut(plan, *boundaries)
     if plan is None:
         if softcap is not None:
             return _softcapped(query, key, value, attention_mask, scaling, softcap, dropout), None
@@ -157,7 +143,7 @@ def attention(
     if dropout:
         raise ValueError(f"attention dropout is {dropout}; bitfield attention has none: set attention_dropout to 0")
     if sliding_window is not None and narrow:
-        plan = windowed(plan, sliding_window)
+        plan = narrowed(plan, Limits(back=sliding_window))
     out = bitfield_attention(query, key, value, plan, scale=scaling, softcap=softcap, backend=backend)
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
@@ -170,13 +156,33 @@ def _flash_attention(
 
     Some models (Pixtral) say which patch belongs to which image by position ids alone once a name contains "flash".
     """
-    unmarked = attention_mask is None and kwargs.get("cu_seq_lens_q") is None and _active.get()[0] is None
+    unmarked = attention_mask is None and kwargs.get("cu_seq_lens_q") is None and current_plan()[0] is None
     if unmarked and query.shape[2] > 1 and kwargs.get("position_ids") is not None:
         raise ValueError(
             f'{type(module).__name__} under "{FLASH_NAME}" marks its images by position_ids alone: '
             f'use attn_implementation="{NAME}" for it'
         )
     return attention(module, query, key, value, attention_mask, **kwargs)
+
+
+_followed_a_plan: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _check_recomputed(module: nn.Module, plan: AttentionPlan | None) -> None:
+    """Raise ValueError where a backward pass recomputes a layer without the plan that its forward followed."""
+    if torch.compiler.is_compiling():
+        return
+    if plan is not None:
+        if module.training or torch.is_grad_enabled():
+            _followed_a_plan.add(module)
+    elif current_plan_is_unset() and module in _followed_a_plan and torch._C._current_graph_task_id() != -1:
+        raise ValueError(
+            f"{type(module).__name__} is recomputed in the backward pass outside interlace.attention.hf.use_plan whose "
+            "plan its forward followed: it would see other tokens. Call backward inside use_plan too; or checkpoint "
+            "with interlace.model.set_checkpointing(layers, True), or with model.gradient_checkpointing_enable() after "
+            "importing interlace.attention.hf, which both remember the plan. If this layer's forward had none, only "
+            "others before it, run it inside use_plan(None)"
+        )
 
 
 def _check_dense(mask: Tensor) -> None:
@@ -193,6 +199,31 @@ def _check_dense(mask: Tensor) -> None:
         )
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise ValueError(f"an attention mask is {mask.dtype}; it must be bool (True: seen) or floating (added)")
+
+
+def _check_alone(module: nn.Module) -> None:
+    if current_plan()[0] is not None:
+        raise ValueError(
+            f"{type(module).__name__} is given a dense mask inside use_plan(plan): its model makes masks in a way of "
+            "its own, or one was passed to it, and either contradicts the plan. Pass attention_mask=None; if it is "
+            "None, this model cannot follow a plan"
+        )
+
+
+def _check_unlimited(module: nn.Module, plan: AttentionPlan) -> None:
+    """Refuse a carrier where the mask that the model did not make could have held a window or chunks."""
+    config = getattr(module, "config", None)
+    tokens = plan.k_len  # positions of compiled code are not known before it runs
+    if not torch.compiler.is_compiling():
+        tokens = 1 + int(plan.k_pos.max()) if plan.k_pos.numel() else 0
+    for name in ("sliding_window", "attention_chunk_size"):
+        limit = getattr(config, name, None)
+        if isinstance(limit, int) and tokens > limit:
+            raise ValueError(
+                f"{type(module).__name__} has {name} = {limit} in the masks that its model makes, and a carrier takes "
+                "their place: run the model inside interlace.attention.hf.use_plan(plan) with attention_mask=None, "
+                "where the plan is narrowed by it"
+            )
 
 
 def _softcapped(
@@ -219,85 +250,12 @@ def _softcapped(
     return (weights @ value).transpose(1, 2).contiguous()
 
 
-# ---------------------------------------------------------------------- plans
-
-
-def windowed(plan: AttentionPlan, window: int) -> AttentionPlan:
-    """`plan` with queries that see at most `window` positions back; made once per plan and window."""
-    made: dict[Any, AttentionPlan] = plan.__dict__.setdefault("_windowed", {})
-    if window not in made:
-        made[window] = _changed(plan, lambda q, k: (q._replace(window=q.window.clamp(max=window)), k))
-    return made[window]
-
-
-def _cut(plan: AttentionPlan, q_ends: Tensor, k_ends: Tensor) -> AttentionPlan:
-    """`plan` without the pairs that lie in two sequences; made once per plan and ends, which are as in packed_plan."""
-    if plan.batch != 1:
-        raise ValueError(f"cu_seq_lens_q describes one row of packed sequences, but the batch is {plan.batch}")
-    made: dict[Any, tuple[AttentionPlan, Any]] = plan.__dict__.setdefault("_cut", {})
-    key = (id(q_ends), q_ends._version, id(k_ends), k_ends._version)
-    if key not in made:
-        of = (_segments(q_ends, plan.q_len), _segments(k_ends, plan.k_len))
-        count = max(q_ends.numel(), k_ends.numel())
-
-        def narrow(tokens: Tokens, segment: Tensor) -> Tokens:
-            doc = torch.where((tokens.doc >= 0) & (segment >= 0), tokens.doc * count + segment, -1)
-            span = torch.where(tokens.span >= 0, tokens.span * count + segment.clamp(min=0), -1)
-            return tokens._replace(doc=doc.to(torch.int32), span=span.to(torch.int32))
-
-        cut = _changed(plan, lambda q, k: (narrow(q, of[0]), narrow(k, of[1])))
-        made[key] = (cut, (q_ends, k_ends))  # which keeps the ids in the key from being given to other tensors
-    return made[key][0]
-
-
-@torch.compiler.disable(recursive=True)
-def _changed(plan: AttentionPlan, change: Callable[[Tokens, Tokens], tuple[Tokens, Tokens]]) -> AttentionPlan:
-    q, k = change(plan.queries(), plan.keys())
-    queries = BitfieldMask(q.bits, doc=q.doc, span=q.span, pos=q.pos, window=q.window, sinks=plan.sinks)
-    return AttentionPlan.build(queries, BitfieldMask(k.bits, doc=k.doc, span=k.span, pos=k.pos), block=plan.block)
-
-
 def _boundaries(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     q_ends = kwargs.get("cu_seq_lens_q")
     if q_ends is None:
         return None
     k_ends = kwargs.get("cu_seq_lens_k")
     return q_ends, q_ends if k_ends is None else k_ends
-
-
-def packed_plan(q_ends: Tensor, k_ends: Tensor, q_len: int, k_len: int, *, causal: bool) -> AttentionPlan:
-    """The plan of sequences side by side in one row, each of which sees itself alone: FlashAttention's cu_seqlens.
-
-    q_ends, k_ends: int [n + 1], 0 and then the end of each sequence among the queries and keys; what lies past the
-    last end is padding. causal needs both to be the same. Kept on `q_ends`, so that the layers of a tower share one
-    plan. Raises ValueError for boundaries that do not fit.
-    """
-    made: dict[Any, tuple[AttentionPlan, Tensor]] = q_ends.__dict__.setdefault("_interlace_plans", {})
-    key = (q_ends._version, id(k_ends), k_ends._version, q_len, k_len, causal)
-    if key not in made:
-        made[key] = (_build_packed(q_ends, k_ends, q_len, k_len, causal), k_ends)
-    return made[key][0]
-
-
-@torch.compiler.disable(recursive=True)
-def _build_packed(q_ends: Tensor, k_ends: Tensor, q_len: int, k_len: int, causal: bool) -> AttentionPlan:
-    if q_ends.shape != k_ends.shape:
-        raise ValueError(f"{q_ends.numel() - 1} query sequences but {k_ends.numel() - 1} key sequences")
-    if causal and not torch.equal(q_ends, k_ends):
-        raise ValueError("causal attention between packed sequences of different lengths is not supported")
-    sides = []
-    for name, ends, length in (("q", q_ends, q_len), ("k", k_ends, k_len)):
-        if int(ends[-1]) > length:
-            raise ValueError(f"cu_seq_lens_{name} ends at {int(ends[-1])}, past the {length} tokens there are")
-        bits = torch.full((1, length), word(0, causal=causal), dtype=torch.int64, device=ends.device)
-        sides.append(BitfieldMask(bits, doc=_segments(ends, length).to(torch.int32)))
-    return AttentionPlan.build(*sides)
-
-
-def _segments(ends: Tensor, length: int) -> Tensor:
-    """int64 [1, length]: which sequence each token lies in, -1 past the last one."""
-    of = torch.searchsorted(ends, torch.arange(length, device=ends.device, dtype=ends.dtype), right=True) - 1
-    return torch.where(of < ends.numel() - 1, of, -1).unsqueeze(0)
 
 
 # ---------------------------------------------------------------------- the mask function
@@ -315,12 +273,19 @@ def make_mask(
 ) -> Tensor | None:
     """HuggingFace's mask interface: a carrier of the active plan, or of one made for what the model asks.
 
-    transformers 5 names the queries by q_length and q_offset, 4.57 by cache_position. Returns a dense mask where the
-    mask function is not understood, with one warning that names it, and for a single query.
+    transformers 5 names the queries by q_length and q_offset, 4.57 by cache_position. The active plan is narrowed by
+    the window or chunks of the mask function; one that is not understood, or padding that the plan does not know,
+    raises ValueError. Without a plan returns a dense mask where the mask function is not understood, with one warning
+    that names it, and for a single query.
     """
-    plan, backend = _active.get()
+    plan, backend = current_plan()
+    whole = torch.compiler.is_compiling() and whole_graph()
+    if plan is not None and whole:  # the function cannot be taken apart, so the layers narrow the plan or refuse it
+        if attention_mask is not None:
+            raise ValueError("a compiled model cannot compare padding with the active plan: pass attention_mask=None")
+        return _carry(plan, backend, narrow=True)
     if plan is not None:
-        return carrier(plan, backend=backend)
+        return _carry(_narrowed_for(plan, mask_function, attention_mask), backend, narrow=False)
     given = {
         **kwargs,
         "batch_size": batch_size,
@@ -336,11 +301,35 @@ def make_mask(
         return None  # shapes are all that is asked for, and a plan depends on values
     if q_length == 1:
         return _dense(given, skip=skip_for_one_token)
+    if whole:
+        seen = _dense(given, skip=False)
+        assert seen is not None
+        return _carry(interval_plan(seen), None, narrow=False)
     if cache_position is None:
         cache_position = torch.arange(q_length, device=device) + kwargs.get("q_offset", 0)
     at = Sides(cache_position.unsqueeze(0).long(), torch.arange(kv_length, device=device).unsqueeze(0) + kv_offset)
     made = _plan_of(mask_function, at, batch_size, attention_mask)
     return _dense(given, skip=False) if made is None else _carry(made, backend, narrow=False)
+
+
+@torch.compiler.disable(recursive=True)
+def _narrowed_for(plan: AttentionPlan, function: Callable[..., Any], padding: Tensor | None) -> AttentionPlan:
+    """The active plan within the limits of the mask that the model asks for; raises ValueError."""
+    if padding is not None and padding.dim() == 2:
+        seen = nn.functional.pad(padding.to(plan.k_doc.device).bool(), (0, max(0, plan.k_len - padding.shape[1])))
+        if bool(((plan.k_doc >= 0) & ~seen[:, : plan.k_len]).any()):
+            raise ValueError(
+                "the attention mask hides tokens that the active plan shows: say padding in the plan (doc = -1) and "
+                "pass attention_mask=None"
+            )
+    try:
+        limits = limits_of(function)
+    except Unknown as error:
+        raise ValueError(
+            f"a plan cannot take the place of the mask {_hf_masks.describe(function)}, which would be lost: {error}. "
+            "Run this model without a plan, on one sample per row"
+        ) from error
+    return narrowed(plan, limits)
 
 
 def _dense(given: dict[str, Any], *, skip: bool) -> Tensor | None:
@@ -397,6 +386,7 @@ def register() -> None:
     # A decoding step without any mask would look like an unmarked row of images.
     AttentionMaskInterface.register(FLASH_NAME, partial(make_mask, skip_for_one_token=False))
     _spare_the_download()
+    _remember_plans()
 
 
 def _spare_the_download() -> None:
@@ -410,6 +400,19 @@ def _spare_the_download() -> None:
 
         load_others.spares_interlace = True  # type: ignore[attr-defined]
         modeling_utils.lazy_import_flash_attention = load_others
+
+
+def _remember_plans() -> None:
+    """Layers that transformers checkpoints are recomputed under the plan that their forward followed."""
+    checkpoint = modeling_utils.checkpoint
+    if not hasattr(checkpoint, "remembers_plans"):
+
+        @wraps(checkpoint)
+        def checkpoint_under_plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(under_current_plan(function), *args, **kwargs)
+
+        checkpoint_under_plan.remembers_plans = True  # type: ignore[attr-defined]
+        modeling_utils.checkpoint = checkpoint_under_plan
 
 
 register()

@@ -2,6 +2,7 @@
 
     bitfield_attention(q, k, v, mask) ── checks shapes, builds the plan if given a mask
       ├─ _Eager, where nobody watches (below)
+      ├─ _transforms, under torch.func
       └─ interlace::bitfield_attention ── casts under autocast, picks the backend   (torch.compile sees one opaque node)
            └─ backend.forward
       └─ interlace::bitfield_attention_backward                                      (autograd formula, also opaque)
@@ -9,8 +10,7 @@
 
 torch.library needs a few hundred microseconds to take a plan apart and together, more than a small attention takes. So
 plain tensors in eager mode go through an autograd function, which computes the same by the same code; compilers,
-tracers, dispatch modes (fake tensors, flop counters, selective checkpointing), transforms, subclasses and autocast see
-the op.
+tracers, dispatch modes (fake tensors, flop counters, selective checkpointing), subclasses and autocast see the op.
 
 A custom op's schema takes tensors and numbers only, so the plan crosses it as a list of its tensors. Everything about
 a plan that may change from step to step is in those tensors, hence new masks do not compile again. Gradients flow into
@@ -28,6 +28,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from interlace.attention import _transforms
 from interlace.attention.plan import AttentionPlan
 from interlace.attention.reference import accumulate_dtype
 from interlace.masks import BitfieldMask
@@ -51,8 +52,9 @@ def bitfield_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention under a bitfield mask: softmax(scale * q k^T where visible) v, with gradients.
 
-    q: [B, Hq, Tq, D]; k, v: [B, Hkv, Tk, D], Hq a multiple of Hkv (head h uses key head h // (Hq / Hkv)); one dtype
-    among fp16, bf16, fp32, fp64 and one device (under autocast: cast to autocast's dtype).
+    q: [B, Hq, Tq, D]; k: [B, Hkv, Tk, D]; v: [B, Hkv, Tk, Dv], Dv often D; Hq a multiple of Hkv (head h uses key head
+    h // (Hq / Hkv)); one dtype among fp16, bf16, fp32, fp64 and one device (under autocast: cast to autocast's dtype).
+    What rows of padding hold, and of other tokens that see nothing or that nobody sees, is not computed with.
     mask: an AttentionPlan, built once and used in every layer, or a BitfieldMask, for which a plan is built on each
     call. kv_mask: the mask of the keys when they are not the queries' own tokens (with a BitfieldMask only).
     scale: default D ** -0.5. softcap: scores become softcap * tanh(scores / softcap) before masking.
@@ -64,8 +66,9 @@ def bitfield_attention(
     backend: "reference" (dense, any device), "cpu", "triton"; None picks the fastest of these that supports the inputs.
     "gluon" (Hopper, fp16 and bf16) is experimental and has to be named.
 
-    Returns out [B, Hq, Tq, D] contiguous in q's dtype, or (out, lse). Raises TypeError or ValueError for tensors that
-    do not fit each other or the mask, and for a named backend that cannot run them, with the reason.
+    Returns out [B, Hq, Tq, Dv] contiguous in q's dtype, or (out, lse). Raises TypeError or ValueError for tensors that
+    do not fit each other or the mask, and for a named backend that cannot run them, with the reason. Derivatives are of
+    first order and reverse mode, also under torch.func: others raise.
     """
     check_shapes(q, k, v)
     if isinstance(mask, BitfieldMask):
@@ -80,6 +83,8 @@ def bitfield_attention(
     numbers = check_options(q, scale, softcap, deterministic, backend)
     if _nobody_watches(q, k, v):
         out, lse = _Eager.apply(q, k, v, plan, *numbers)
+    elif _transforms.transforming():
+        out, lse = _transforms.attend(*cast_for_autocast(q, k, v), plan, *numbers)
     else:
         out, lse = _forward(q, k, v, plan.tensors(), plan.block, plan.sinks, *numbers)
     return (out, lse) if return_lse else out
@@ -92,13 +97,17 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} must be a tensor [batch, heads, tokens, head_dim], got {got}")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device} but q is on {q.device}; move one of them")
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {list(k.shape)} and v {list(v.shape)}; they must be equal")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k has shape {list(k.shape)} and v {list(v.shape)}; batch, heads and tokens must be equal "
+            "(head dimensions may differ)"
+        )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q has shape {list(q.shape)} and k {list(k.shape)}; batch and head_dim must be equal")
-    if min(q.shape[1], k.shape[1], q.shape[3]) < 1:
+    if min(q.shape[1], k.shape[1], q.shape[3], v.shape[3]) < 1:
         raise ValueError(
-            f"q has {q.shape[1]} heads, k has {k.shape[1]} and head_dim is {q.shape[3]}; each must be at least 1"
+            f"q has {q.shape[1]} heads, k has {k.shape[1]} and head_dim is {q.shape[3]}, that of v {v.shape[3]}; "
+            "each must be at least 1"
         )
     if q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
@@ -123,6 +132,15 @@ def check_options(
     return float(scale), None if softcap is None else float(softcap), deterministic, backend or ""
 
 
+def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As an autocast region has them: in its dtype, but for fp64, as scaled_dot_product_attention does."""
+    device_type = q.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Apart from the shapes because autocast may still change them before the op runs."""
     if q.dtype not in DTYPES:
@@ -134,22 +152,22 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 # ---------------------------------------------------------------------- backends
 
 
-def why_not(backend: str, q: Tensor) -> str | None:
-    """Why `backend` cannot run tensors like `q` on this machine; None when it can."""
+def why_not(backend: str, q: Tensor, v: Tensor | None = None) -> str | None:
+    """Why `backend` cannot run tensors like `q` and `v` (default: as wide as q) on this machine; None when it can."""
     module = _module(backend)
-    return module if isinstance(module, str) else module.why_not(q)
+    return module if isinstance(module, str) else module.why_not(q, q if v is None else v)
 
 
-def _choose(backend: str, q: Tensor) -> ModuleType:
+def _choose(backend: str, q: Tensor, v: Tensor) -> ModuleType:
     if not backend:
         if q.device.type == "cpu":
             backend = "cpu"
-        elif (reason := why_not("triton", q)) is None:
+        elif (reason := why_not("triton", q, v)) is None:
             backend = "triton"
         else:
             _warn_of_fallback(q.device.type, reason)
             backend = "reference"
-    if (reason := why_not(backend, q)) is not None:
+    if (reason := why_not(backend, q, v)) is not None:
         raise ValueError(f'backend "{backend}" cannot run this: {reason}')
     module = _module(backend)
     assert isinstance(module, ModuleType)
@@ -178,7 +196,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse by `backend`, "" to choose; outside autograd, shapes unchecked."""
     check_dtypes(q, k, v)
-    out, lse = _choose(backend, q).forward(q, k, v, plan, scale, softcap)
+    out, lse = _choose(backend, q, v).forward(q, k, v, plan, scale, softcap)
     return out.contiguous(), lse.contiguous()
 
 
@@ -189,7 +207,7 @@ def run_backward(
     """dq, dk, dv of a forward that gave out and lse; wide: dk, dv in `accumulate_dtype`, for who adds more to them."""
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -math.inf, 0.0)  # an empty row has no gradient, though d f(-inf) may be infinite
-    run = _choose(backend, q)
+    run = _choose(backend, q, v)
     repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
     backward = run.backward if repeatable else getattr(run, "atomic_backward", run.backward)
     grads = backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, wide)
@@ -234,10 +252,13 @@ class _Eager(torch.autograd.Function):
     def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
         if dout is None and dlse is None:
             return (None,) * 8
+        _transforms.refuse_batched_gradients(dout, dlse)
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         watched = not _nobody_watches(q, k, v, *(grad for grad in (dout, dlse) if grad is not None))
-        if watched or torch.is_grad_enabled():  # create_graph wants a second derivative: the op says that it has none
+        if _transforms.transforming():
+            grads = _transforms.gradients(dout, dlse, q, k, v, out, lse, ctx.plan, *ctx.numbers)
+        elif watched or torch.is_grad_enabled():  # create_graph wants a second derivative: the op says it has none
             plan = (ctx.plan.tensors(), ctx.plan.block, ctx.plan.sinks)
             grads = _backward(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
         else:
@@ -261,6 +282,7 @@ def _forward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    _transforms.refuse_forward_mode()
     return run_forward(q, k, v, AttentionPlan.from_tensors(plan, block, sinks), scale, softcap, backend)
 
 
@@ -277,8 +299,9 @@ def _forward_fake(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    _transforms.refuse_forward_mode()
     check_dtypes(q, k, v)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
 
 @torch.library.custom_op("interlace::bitfield_attention_backward", mutates_args=())
@@ -298,6 +321,7 @@ def _backward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _transforms.refuse_forward_mode()
     whole = AttentionPlan.from_tensors(plan, block, sinks)
     return run_backward(dout, dlse, q, k, v, out, lse, whole, scale, softcap, deterministic, backend)
 
@@ -333,39 +357,23 @@ def _gradients(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     nothing = ([None] * len(plan), *(None for _ in ctx.numbers))
     if dout is None and dlse is None:
         return (None, None, None, *nothing)
+    _transforms.refuse_batched_gradients(dout, dlse)
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     return (*_backward(dout, dlse, q, k, v, out, lse, plan, *ctx.numbers), *nothing)
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
-
-
-def _row_by_row(function):  # type: ignore[no-untyped-def]
-    """A vmap rule: one call per row, all with the same plan."""
-
-    def rule(info, in_dims, *args):  # type: ignore[no-untyped-def]
-        rows = [
-            function(*(x.select(d, i) if isinstance(d, int) else x for x, d in zip(args, in_dims)))
-            for i in range(info.batch_size)
-        ]
-        return tuple(torch.stack(outputs) for outputs in zip(*rows)), (0,) * len(rows[0])
-
-    return rule
-
-
-_forward.register_vmap(_row_by_row(_forward))
-_backward.register_vmap(_row_by_row(_backward))
+_backward.register_autograd(_transforms.no_second_derivative)
+_forward.register_vmap(_transforms.row_by_row(_forward))
+_backward.register_vmap(_transforms.row_by_row(_backward))
 
 
 def _register_autocast(device_type: str, key: str) -> None:
-    """Under autocast, cast q, k and v to autocast's own dtype, as scaled_dot_product_attention does.
-
-    `register_autocast` fixes one dtype when it is called; users choose theirs (fp16 or bf16) by the context.
-    """
+    """Casts where autocast runs the op. `register_autocast` would fix one dtype when it is called; users choose theirs
+    (fp16 or bf16) by the context."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-        dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        q, k, v = cast_for_autocast(q, k, v)
         with torch.autocast(device_type, enabled=False):
             return _forward(q, k, v, *rest)  # type: ignore[no-any-return]
 

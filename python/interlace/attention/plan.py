@@ -4,6 +4,10 @@ Built once per microbatch from a BitfieldMask and used by every layer, head and 
 is visible), FULL (every pair that exists is) or PARTIAL, exactly. "That exists": at the ragged end of a sequence a
 block is shorter and what lies beyond the end does not count, so a last block may be FULL: kernels check bounds there.
 
+A query that sees nothing and a key that nobody sees belong to no document in a plan, as padding does in a mask: q_doc
+and k_doc are -1 there. Who sees whom stays as it was, and kernels know by one number whose rows must not enter a
+product, where 0 times what they hold (NaN, infinity) would be NaN.
+
 Bounds per block (document, position and span ranges, OR and AND of the bits) decide most blocks, groups of them at
 once, and only the rest are looked at element by element. Nothing of size T x T ever exists (dissertation 3.4.2;
 Cornstarch 2025-11 section 6.1 evaluates every element instead).
@@ -67,12 +71,12 @@ class AttentionPlan:
     part_k_ptr: Tensor
     part_k_idx: Tensor
     q_bits: Tensor  # int64 [B, Tq]
-    q_doc: Tensor  # [B, Tq]; 0 where the mask has none, -1 = padding
+    q_doc: Tensor  # [B, Tq]; 0 where the mask has none, -1 = padding or a query that sees nothing
     q_span: Tensor  # -1 where the mask has none
     q_pos: Tensor
     q_window: Tensor  # 2**30 where the mask has none
     k_bits: Tensor  # int64 [B, Tk]
-    k_doc: Tensor
+    k_doc: Tensor  # -1 = padding or a key that nobody sees
     k_span: Tensor
     k_pos: Tensor
     work_row: Tensor  # [W]
@@ -136,8 +140,8 @@ class AttentionPlan:
             mask.sinks,
             lists.full_q_ptr, _room(lists.full_q_idx), lists.part_q_ptr, _room(lists.part_q_idx),
             lists.full_k_ptr, _room(lists.full_k_idx), lists.part_k_ptr, _room(lists.part_k_idx),
-            q.bits, q.doc, q.span, q.pos, q.window,
-            k.bits, k.doc, k.span, k.pos,
+            q.bits, lists.q_doc, q.span, q.pos, q.window,
+            k.bits, lists.k_doc, k.span, k.pos,
             *splitting.work(lists.full_q_ptr, lists.part_q_ptr, heads, *sizes[:2]),
             *splitting.work(lists.full_k_ptr, lists.part_k_ptr, kv_heads or heads, *sizes[2:]),
         )  # fmt: skip

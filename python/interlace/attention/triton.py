@@ -19,14 +19,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
 
-def why_not(q: Tensor) -> str | None:
-    """Why this backend cannot run tensors like `q` [B, H, T, D] on this machine; None when it can."""
+def why_not(q: Tensor, v: Tensor) -> str | None:
+    """Why this backend cannot run tensors like `q` and `v` [B, H, T, D] on this machine; None when it can."""
     if (reason := _missing()) is not None:
         return reason
     if q.dtype not in DTYPES:
         return f"the Triton kernels take fp16, bf16 and fp32, not {q.dtype}"
-    if q.shape[-1] > MAX_HEAD_DIM:
-        return f"the Triton kernels take head dimensions up to {MAX_HEAD_DIM}, not {q.shape[-1]}"
+    if (widest := max(q.shape[-1], v.shape[-1])) > MAX_HEAD_DIM:
+        return f"the Triton kernels take head dimensions up to {MAX_HEAD_DIM}, not {widest}"
     interpreted = _interpreted()
     if q.device.type == "cpu":
         if not interpreted:
@@ -44,13 +44,14 @@ def why_not(q: Tensor) -> str | None:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse fp32 [B, Hq, Tq] (natural log; -inf = empty row)."""
+    """q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] -> out [B, Hq, Tq, Dv], lse fp32 [B, Hq, Tq] (natural
+    log; -inf = empty row)."""
     from interlace.kernels.bitfield_launch import architecture_of, forward_calls, on_device, positive_scale
 
     _check_block(plan.block)
     q, scale = positive_scale(q, scale)
     q, k, v = _rows(q), _rows(k), _rows(v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with on_device(q.device):
         for call in forward_calls(q, k, v, plan, out, lse, scale, softcap, architecture_of(q.device)):
@@ -119,7 +120,7 @@ def _backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device) for x in (k, v))
     architecture = architecture_of(q.device)
-    fused = fused and can_fuse(q, architecture)
+    fused = fused and can_fuse(q, v, architecture)
     if fused:
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     with on_device(q.device):

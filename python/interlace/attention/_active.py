@@ -1,0 +1,123 @@
+"""The plan that attention layers follow where their model passes them no mask: set by `use_plan`, one per thread.
+
+Code that torch.compile traces cannot read a context variable, nor guard on one. It reads `_shared` instead, a copy that
+torch.compile guards on like on any global: of the one thread that is inside use_plan, if there is only one. What it
+read is compared with the thread's own plan when the compiled code runs, since another thread may have entered between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interlace.attention.plan import AttentionPlan
+
+Active = tuple[AttentionPlan | None, str | None]
+NOTHING: Active = (None, None)  # by identity: nobody has called use_plan, not even with None
+
+_active: ContextVar[Active] = ContextVar("interlace_plan", default=NOTHING)
+
+
+@contextmanager
+def use_plan(plan: AttentionPlan | None, *, backend: str | None = None) -> Iterator[None]:
+    """Attention layers called inside follow `plan` wherever their model passes them no mask.
+
+    `backend` names the attention backend for these calls (None = the fastest). None as plan switches back to the
+    model's own masks. Nests; each thread has its own.
+    """
+    entered: Active = (plan, backend)
+    token = _active.set(entered)
+    thread = threading.get_ident()
+    _shared.enter(thread, entered)
+    try:
+        yield
+    finally:
+        _shared.leave(thread, entered)
+        _active.reset(token)
+
+
+def current_plan() -> Active:
+    """The plan and backend that `use_plan` set here."""
+    if not torch.compiler.is_compiling() or _shared.several:  # the latter breaks the graph
+        return _active.get()
+    plan = _shared.plan
+    if plan is None:
+        return None, _shared.backend
+    return replace(plan, q_bits=_own(plan.q_bits)), _shared.backend
+
+
+def current_plan_is_unset() -> bool:
+    """Whether no use_plan surrounds this, not even one with None; not for code that is being compiled."""
+    return _active.get() is NOTHING
+
+
+def under_current_plan(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as it is to run later, in a backward pass that recomputes it: under the plan that is active now."""
+    if torch.compiler.is_compiling():
+        return function  # what it reads is an input of the compiled code, and stays so
+    plan, backend = _active.get()  # also if there is none: the backward pass may run inside use_plan
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with use_plan(plan, backend=backend):
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Shared:
+    """plan and backend of the only thread inside use_plan, None without; several: more than one thread is."""
+
+    def __init__(self) -> None:
+        self.plan: AttentionPlan | None = None
+        self.backend: str | None = None
+        self.several = False
+        self._entered: dict[int, list[Active]] = {}
+        self._lock = threading.Lock()
+
+    def enter(self, thread: int, entered: Active) -> None:
+        with self._lock:
+            self._entered.setdefault(thread, []).append(entered)
+            self._update()
+
+    def leave(self, thread: int, entered: Active) -> None:
+        with self._lock:
+            mine = self._entered[thread]
+            del mine[max(i for i, other in enumerate(mine) if other is entered)]
+            if not mine:
+                del self._entered[thread]
+            self._update()
+
+    def _update(self) -> None:
+        self.several = len(self._entered) > 1
+        tops = [entered[-1] for entered in self._entered.values()]
+        self.plan, self.backend = tops[0] if len(tops) == 1 else NOTHING
+
+
+_shared = _Shared()
+
+
+@torch.library.custom_op("interlace::own_plan", mutates_args=())
+def _own(q_bits: Tensor) -> Tensor:
+    """A copy of a plan's q_bits, if that plan is the running thread's own."""
+    plan, _ = _active.get()
+    recomputing = torch._C._current_graph_task_id() != -1  # in a backward pass: the forward has compared
+    if not recomputing and (plan is None or plan.q_bits.data_ptr() != q_bits.data_ptr()):
+        raise RuntimeError(
+            "compiled code was to follow a plan that another thread set with use_plan: call it inside use_plan in each "
+            "thread, or pass attention_mask=interlace.attention.hf.carrier(plan)"
+        )
+    return q_bits.clone()
+
+
+@_own.register_fake
+def _own_fake(q_bits: Tensor) -> Tensor:
+    return torch.empty_like(q_bits)
