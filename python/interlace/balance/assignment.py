@@ -26,12 +26,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from interlace import _core
 
-EXACT_NODES = 20_000_000
-"""Tree nodes that the exact method looks at by default: about half a second for 8 bins."""
+EXACT_STEPS = 160_000_000
+"""Nodes times bins that the exact method looks at by default: about half a second."""
+EXACT_SECONDS = 60.0
+"""After so long it gives up where more nodes were asked for."""
 
 
 def _exact(weights: NDArray[np.generic], bins: int, capacity: int | None) -> NDArray[np.int32]:
-    return _core.assign_exact(weights, bins, capacity, EXACT_NODES)[0]
+    return assign_exact(weights, bins, capacity=capacity).bins
 
 
 METHODS: dict[str, Callable[[NDArray[np.generic], int, int | None], NDArray[np.int32]]] = {
@@ -99,7 +101,12 @@ def assign(
 
 
 def assign_exact(
-    weights: ArrayLike, bins: int, *, capacity: int | None = None, nodes: int = EXACT_NODES
+    weights: ArrayLike,
+    bins: int,
+    *,
+    capacity: int | None = None,
+    nodes: int | None = None,
+    seconds: float = EXACT_SECONDS,
 ) -> ExactAssignment:
     """The assignment whose heaviest bin is as light as any can be, or the best one found with a bound on the optimum.
 
@@ -109,10 +116,19 @@ def assign_exact(
     the tree is usually done; with many items per bin the bound is usually reached at once; between the two lies the
     hard range, where the gap between makespan and bound is what is known. Exact for whole numbers whose sum is below
     2^53, otherwise up to rounding of the sums. Other arguments and errors as in `assign`.
+
+    Args:
+        nodes: by default as many as take about half a second, `EXACT_STEPS` / bins.
+        seconds: how long the tree may take (math.inf: as long as it does).
+
+    Raises:
+        TimeoutError: the tree took longer; the message says how many nodes that were, and what they found. No answer
+            is returned then, since it would differ from machine to machine.
     """
-    found = _core.assign_exact(
-        as_numpy(weights), bounded_index(bins, "bins"), _optional_index(capacity), bounded_index(nodes, "nodes")
-    )
+    values, bins = as_numpy(weights), bounded_index(bins, "bins")
+    if nodes is None:
+        nodes = max(1, EXACT_STEPS // max(1, min(bins, values.size)))
+    found = _core.assign_exact(values, bins, _optional_index(capacity), bounded_index(nodes, "nodes"), float(seconds))
     return ExactAssignment(*found)
 
 

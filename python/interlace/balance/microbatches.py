@@ -164,7 +164,8 @@ def assign_microbatches(
         as_printed: without the exchanges of step 2, for comparison.
 
     Raises:
-        ValueError: costs are empty, of different length, or the named one is NaN, infinite or negative.
+        ValueError: costs are empty, of different length, or the named one is NaN, infinite or negative; more than
+            16,384 microbatches, whose pairs would fill the memory.
     """
     encoder, llm = np.asarray(encoder_cost), np.asarray(llm_cost)
     found = _core.assign_microbatches(encoder, llm, operator.index(microbatches), bool(shrink), bool(as_printed))

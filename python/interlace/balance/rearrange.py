@@ -76,7 +76,7 @@ def post_balance(
     balanced = _core.post_balance_packed(values, attention, ranks)
     if 1 < ranks < len(values) <= EXACT_SAMPLES:
         costs = values + attention
-        exact, makespan, _, _ = _core.assign_exact(costs, ranks, None, EXACT_NODES)
+        exact, makespan, _, _ = _core.assign_exact(costs, ranks, None, EXACT_NODES, np.inf)
         if makespan < np.bincount(balanced, costs).max():
             return exact
     return balanced

@@ -114,7 +114,8 @@ def reorder_microbatches(
             paper's order alone.
 
     Raises:
-        ValueError: shapes disagree, the named entry is NaN, infinite or negative, or ranks do not fit.
+        ValueError: shapes disagree, the named entry is NaN, infinite or negative, ranks do not fit, or there are more
+            than 2^22 entries.
     """
     costs = np.asarray(forward)
     if ranks is None:

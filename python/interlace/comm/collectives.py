@@ -5,22 +5,27 @@ first and added by its receiver); sums are made in float32 (float64 for float64,
 the ranks, so that their bits repeat and are the same on every rank; and the operations are differentiable: where
 `input` requires a gradient, `output` is made part of the graph, in place. The backward pass of a collective is one too
 and needs every rank: either all inputs require gradients or none, and every rank's loss depends on its output.
+What else all ranks must pass alike is in `agreement`, and compared in every call.
 Under torch.compile the graph breaks there, as at everything of this package that moves bytes.
 
-With `async_op` the call returns a `Work`; input and output must be left alone until its `wait`.
+With `async_op` the call returns a `Work`; input and output must be left alone until its `wait`. They may not share
+memory, but that without gradients the input of a gather, and the output of a reduce-scatter, may be this rank's piece
+of the other, as in torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.comm.agreement import arguments_of
 from interlace.comm.group import Group, resolve
-from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+from interlace.comm.reverse_mode import check_reverse_mode
+from interlace.comm.transports.base import Arguments, Copy, Ticket, Transport, peers_of
 
 SUM = dist.ReduceOp.SUM
 _NAMES = {
@@ -67,10 +72,11 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Group = None, a
         async_op: return a Work instead of waiting.
 
     Raises:
-        ValueError: sizes, dtypes or devices do not fit. CommError: a peer is lost, late, or passes something else.
+        ValueError: sizes, dtypes or devices do not fit, or memory is shared. CommError: a peer is lost, late, or passes
+        something else; another thread uses the transport.
     """
     transport = resolve(group, input.device)
-    _check(transport, "all_gather_into_tensor", output, input, transport.world * input.numel(), transport.world)
+    _check("all_gather_into_tensor", output, input, transport.world * input.numel(), transport.world)
     return _run(_gather, "all_gather_into_tensor", transport, output, input, async_op, None)
 
 
@@ -88,7 +94,7 @@ def reduce_scatter_tensor(
     Other arguments and errors as for `all_gather_into_tensor`.
     """
     transport, name = resolve(group, input.device), "reduce_scatter_tensor"
-    _check(transport, name, input, output, transport.world * output.numel(), transport.world)
+    _check(name, input, output, transport.world * output.numel(), transport.world)
     return _run(_scatter, name, transport, output, input, async_op, _reduction(name, op, input.dtype))
 
 
@@ -139,47 +145,51 @@ def all_to_all_single(
 # ---------------------------------------------------------------------- the four, on contiguous tensors
 
 
-def _gather(transport: Transport, output: Tensor, input: Tensor, label: str, _: None) -> list[Ticket]:
+def _gather(call: _Call, output: Tensor, input: Tensor, _: None) -> list[Ticket]:
+    transport = call.transport
     pieces = list(output.view(transport.world, -1).unbind(0))
-    pieces[transport.rank].copy_(input.view(-1))
-    return [gather_pieces(transport, input, pieces, label)]
+    mine = pieces[transport.rank]
+    if mine.data_ptr() != input.data_ptr():
+        mine.copy_(input.view(-1))
+    return [gather_pieces(transport, input, pieces, call.name, call.arguments)]
 
 
-def _scatter(transport: Transport, output: Tensor, input: Tensor, label: str, op: str) -> list[Ticket]:
-    pieces = list(input.view(transport.world, -1).unbind(0))
-    return [reduce_pieces(transport, pieces, output.view(-1), label, op)]
+def _scatter(call: _Call, output: Tensor, input: Tensor, op: str) -> list[Ticket]:
+    pieces = list(input.view(call.transport.world, -1).unbind(0))
+    return [reduce_pieces(call.transport, pieces, output.view(-1), call.name, call.arguments, op)]
 
 
-def _reduce(transport: Transport, tensor: Tensor, _: Tensor, label: str, op: str) -> list[Ticket]:
-    flat = tensor.view(-1)
+def _reduce(call: _Call, tensor: Tensor, _: Tensor, op: str) -> list[Ticket]:
+    transport, flat = call.transport, tensor.view(-1)
     if flat.numel() * flat.element_size() <= ONE_ROUND:
-        return [reduce_pieces(transport, [flat] * transport.world, flat, label, op)]
+        return [reduce_pieces(transport, [flat] * transport.world, flat, call.name, call.arguments, op)]
     pieces = list(flat.tensor_split(transport.world))
     mine = pieces[transport.rank]
-    first = reduce_pieces(transport, pieces, mine, f"{label}, reduce", op)
-    return [first, gather_pieces(transport, mine, pieces, f"{label}, gather")]
+    first = reduce_pieces(transport, pieces, mine, f"{call.name}, reduce", call.arguments, op)
+    return [first, gather_pieces(transport, mine, pieces, f"{call.name}, gather", call.arguments)]
 
 
-def _exchange(
-    transport: Transport, output: Tensor, input: Tensor, label: str, splits: tuple[list[int], list[int]]
-) -> list[Ticket]:
-    takes, gives = splits
+def _exchange(call: _Call, output: Tensor, input: Tensor, splits: tuple[list[int], list[int]]) -> list[Ticket]:
+    transport, (takes, gives) = call.transport, splits
     to, source = output.split(takes), input.split(gives)
     to[transport.rank].copy_(source[transport.rank])
     peers = peers_of(transport.rank, transport.world)
     outgoing = [Copy(peer, source[peer]) for peer in peers]
-    return [transport.copy_batch(outgoing, [Copy(peer, to[peer]) for peer in peers], label)]
+    incoming = [Copy(peer, to[peer]) for peer in peers]
+    return [transport.copy_batch(outgoing, incoming, call.name, None, call.arguments)]
 
 
-def gather_pieces(transport: Transport, source: Tensor, pieces: Sequence[Tensor], label: str) -> Ticket:
+def gather_pieces(
+    transport: Transport, source: Tensor, pieces: Sequence[Tensor], label: str, arguments: Arguments
+) -> Ticket:
     """Starts filling pieces[r] with the source of every other rank r; contiguous, pieces[own rank] is left alone."""
     peers = peers_of(transport.rank, transport.world)
     outgoing = [Copy(peer, source) for peer in peers]
-    return transport.copy_batch(outgoing, [Copy(peer, pieces[peer]) for peer in peers], label)
+    return transport.copy_batch(outgoing, [Copy(peer, pieces[peer]) for peer in peers], label, None, arguments)
 
 
 def reduce_pieces(
-    transport: Transport, pieces: Sequence[Tensor], output: Tensor, label: str, op: str = "sum"
+    transport: Transport, pieces: Sequence[Tensor], output: Tensor, label: str, arguments: Arguments, op: str = "sum"
 ) -> Ticket:
     """Starts output = the reduction over ranks of the piece that each has for this rank; contiguous.
 
@@ -192,6 +202,7 @@ def reduce_pieces(
         [Copy(peer, arrived[peer]) for peer in peers],
         label,
         lambda: reduce_in_order([part.view_as(output) for part in arrived], output, op),
+        arguments,
     )
 
 
@@ -223,41 +234,84 @@ def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") ->
     output.copy_(total)
 
 
+def gather_rows(name: str, transport: Transport, output: Tensor, input: Tensor, **agreed: object) -> None:
+    """As `all_gather_into_tensor`, for an operation of another name, of which ranks have to pass `agreed` alike too."""
+    _run(_gather, name, transport, output, input, False, None, **agreed)
+
+
 # ---------------------------------------------------------------------- checks, strides, gradients
 
 
+class _Call(NamedTuple):
+    """What the copies of one call share."""
+
+    transport: Transport
+    name: str
+    arguments: Arguments
+    recorded: bool  # for a backward pass, in which memory that was written may not stand for what it held
+
+
 def _run(
-    body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, async_op: bool, options: Any
-) -> Work | None:
-    if torch.is_grad_enabled() and (input.requires_grad or output.requires_grad):
-        if options in ("max", "min") and input.requires_grad:
-            raise ValueError(f"{name}: {options} has no gradient: detach the tensor, or use SUM or AVG")
-        works: list[Work] = []
-        _Differentiable.apply(output, input, body, name, transport, options, works)
-        work = works[0]
+    body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, async_op: bool, options: Any,
+    **agreed: object,
+) -> Work | None:  # fmt: skip
+    """agreed: what ranks must pass alike beyond what this takes from the tensors."""
+    check_reverse_mode(name, input, output)
+    recorded = torch.is_grad_enabled() and (input.requires_grad or output.requires_grad)
+    backward = recorded and input.requires_grad
+    if body is _exchange:
+        agreed["row"] = input.shape[1:]
     else:
-        work = _start(body, name, transport, output, input, options)
-    if async_op:
-        return work
-    work.wait()
-    return None
+        agreed["tensor" if body is _reduce else "input"] = input.shape
+    if body in (_scatter, _reduce):
+        agreed["op"] = options
+    call = _Call(transport, name, arguments_of(input.dtype, backward, **agreed), recorded)
+    with transport.used_for(name):
+        if recorded:
+            if options in ("max", "min") and input.requires_grad:
+                raise ValueError(f"{name}: {options} has no gradient: detach the tensor, or use SUM or AVG")
+            works: list[Work] = []
+            _Differentiable.apply(output, input, body, call, options, works)
+            work = works[0]
+        else:
+            work = _start(body, call, output, input, options)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
 
-def _start(body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, options: Any) -> Work:
-    label = f"{name} {list(input.shape)} {str(input.dtype).removeprefix('torch.')}" if body is not _exchange else name
+def _start(body: Any, call: _Call, output: Tensor, input: Tensor, options: Any) -> Work:
     with torch.no_grad():
         source = input.contiguous().resolve_conj().resolve_neg()
-        if input is output:
+        if input is output and body is _reduce:
             to = source
         elif output.is_contiguous() and not (output.is_conj() or output.is_neg()):
             to = output
         else:
             to = torch.empty_like(output, memory_format=torch.contiguous_format)
-        tickets = body(transport, to, source, label, options)
+        if body is not _reduce:
+            _check_memory(body, call, to, source)
+        tickets = body(call, to, source, options)
         # Transports write memory, which autograd does not see: a tensor that it kept for a backward pass is now wrong.
         if not output.is_inference():  # which autograd cannot keep
             torch.autograd.graph.increment_version(output)
         return Work(tickets, None if to is output else (output, to))
+
+
+def _check_memory(body: Any, call: _Call, output: Tensor, input: Tensor) -> None:
+    """Raises ValueError if bytes would be read after they were written; both contiguous."""
+    start, other = output.data_ptr(), input.data_ptr()
+    if min(start + output.nbytes, other + input.nbytes) <= max(start, other):
+        return
+    whole, piece = (other, output) if body is _scatter else (start, input)
+    if body is not _exchange and not call.recorded:
+        if piece.data_ptr() == whole + call.transport.rank * piece.nbytes:
+            return
+    raise ValueError(
+        f"{call.name}: output and input share memory, which would be read after it was written: pass input.clone(), or "
+        "another output"
+    )
 
 
 class _Differentiable(torch.autograd.Function):
@@ -265,19 +319,18 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, input: Tensor, body: Any, name: str, transport: Transport, options: Any,
-        works: list[Work],
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, output: Tensor, input: Tensor, body: Any, call: _Call, options: Any, works: list[Work]
+    ) -> Tensor:
         ctx.mark_dirty(output)
-        ctx.saved = body, transport, options, input.shape, input is output
-        works.append(_start(body, name, transport, output, output if input is output else input, options))
+        ctx.saved = body, call.transport, options, input.shape, input is output
+        works.append(_start(body, call, output, output if input is output else input, options))
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         body, transport, options, shape, in_place = ctx.saved
         if not (in_place or ctx.needs_input_grad[1]):  # what was in `output` before has no influence
-            return (None,) * 7
+            return (None,) * 6
         grad = grads[0]
         result = grad.new_empty(shape)
         if body is _gather:
@@ -292,7 +345,7 @@ class _Differentiable(torch.autograd.Function):
             _run(_exchange, "backward of all_to_all", transport, result, grad, False, (gives, takes))
         if options == "mean":
             result = result / transport.world
-        return (result if in_place else None, None if in_place else result, None, None, None, None, None)
+        return (result if in_place else None, None if in_place else result, None, None, None, None)
 
 
 def _reduction(name: str, op: Any, dtype: torch.dtype) -> str:
@@ -310,7 +363,7 @@ def _check_pair(name: str, a: Tensor, b: Tensor) -> None:
         raise ValueError(f"{name}: one tensor is {a.dtype} on {a.device}, the other {b.dtype} on {b.device}")
 
 
-def _check(transport: Transport, name: str, whole: Tensor, piece: Tensor, elements: int, world: int) -> None:
+def _check(name: str, whole: Tensor, piece: Tensor, elements: int, world: int) -> None:
     _check_pair(name, whole, piece)
     if whole.numel() != elements:
         raise ValueError(

@@ -39,14 +39,23 @@ import torch
 from torch import Tensor
 
 from interlace.attention import AttentionPlan
-from interlace.attention.op import check_dtypes, check_options, check_shapes, run_backward, run_forward
+from interlace.attention.op import (
+    cast_for_autocast,
+    check_dtypes,
+    check_options,
+    check_shapes,
+    run_backward,
+    run_forward,
+)
 from interlace.attention.reference import accumulate_dtype
 from interlace.balance import TokenShards
+from interlace.comm.agreement import Fingerprint, arguments_of, fingerprint_of_mask, fingerprint_of_shards
 from interlace.comm.collectives import reduce_in_order
 from interlace.comm.group import Group, resolve
+from interlace.comm.reverse_mode import check_reverse_mode
 from interlace.comm.shards import check_rank, check_ranks, shard_mask
 from interlace.comm.trace import computing
-from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+from interlace.comm.transports.base import Arguments, Copy, Ticket, Transport, peers_of
 from interlace.masks import BitfieldMask
 
 _NAME = "context_parallel_attention"  # begins what errors and traces call its transfers
@@ -56,11 +65,15 @@ LEAST_ROWS = 16_384  # (query, head) rows per chunk on a GPU: one block of 128 f
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelPlan:
-    """The mask of a microbatch as one rank needs it: its own rows against the keys of all. See `build`."""
+    """The mask of a microbatch as one rank needs it: its own rows against the keys of all. See `build`.
+
+    fingerprint: of the mask of the whole microbatch, which has to be the same on every rank; None with one rank.
+    """
 
     shards: TokenShards
     rank: int
     plan: AttentionPlan
+    fingerprint: Fingerprint | None
 
     @classmethod
     def build(
@@ -93,7 +106,7 @@ class ContextParallelPlan:
         rank = check_rank(shards, rank)
         rows, keys = shard_mask(mask, shards, rank), shard_mask(mask, shards)
         plan = AttentionPlan.build(rows, keys, block=block, cap=cap, heads=heads, kv_heads=kv_heads)
-        return cls(shards, rank, plan)
+        return cls(shards, rank, plan, fingerprint_of_mask(mask) if shards.ranks > 1 else None)
 
 
 @torch.compiler.disable
@@ -114,31 +127,34 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`bitfield_attention` of the whole sequences, of which each rank has the tokens that `shards` gives it.
 
-    Collective, forward and backward: all ranks call it with equal shapes and options. With the same inputs, number of
-    threads and heads per chunk, the same bits come out.
+    Collective, forward and backward: all ranks call it with equal shapes, mask, shards and options, which is compared
+    (`return_lse` and `backend` are each rank's own). With the same inputs, number of threads and heads per chunk, the
+    same bits come out.
 
     Args:
-        q: [B, Hq, tokens_per_rank, D]. k, v: [B, Hkv, tokens_per_rank, D]. This rank's tokens in the order of
-            `shards.tokens(rank)`, as `shard(x, shards, rank)` gives them; what padding holds is not looked at unless
-            it is NaN or infinite.
+        q: [B, Hq, tokens_per_rank, D]. k: [B, Hkv, tokens_per_rank, D]. v: [B, Hkv, tokens_per_rank, Dv]. This rank's
+            tokens in the order of `shards.tokens(rank)`, as `shard(x, shards, rank, dim=2)` gives them; what padding
+            holds is not looked at.
         mask: the whole microbatch's [B, T], or what `ContextParallelPlan.build` made of it, which saves making it in
             every layer.
         shards: of this microbatch.
         group: a Transport, ProcessGroup, DeviceMesh or None (see `interlace.comm.group`).
         heads_per_chunk: key heads, with the query heads that share them, that are gathered and attended to at a time;
             need not divide Hkv. "auto": as few as make transfers of 1 MiB per peer and, on a GPU, fill it. Memory for
-            two chunks is used: 4 * B * heads * padded_length * D numbers, in the backward pass three times as much.
+            two chunks is used: 2 * B * heads * padded_length * (D + Dv) numbers, in the backward pass three times as
+            much.
         scale, softcap, return_lse, deterministic, backend: see `bitfield_attention`.
 
     Returns:
-        out [B, Hq, tokens_per_rank, D] contiguous in q's dtype, or (out, lse [B, Hq, tokens_per_rank]). Rows of padding
-        are 0.
+        out [B, Hq, tokens_per_rank, Dv] contiguous in q's dtype, or (out, lse [B, Hq, tokens_per_rank]). Rows of
+        padding are 0.
 
     Raises:
         TypeError, ValueError: tensors, mask, shards and group do not fit each other, with the reason. CommError: a peer
-            is lost or late, or its shapes differ.
+            is lost or late, or what it passes differs.
     """
     check_shapes(q, k, v)
+    check_reverse_mode(_NAME, q, k, v)
     if not isinstance(shards, TokenShards):
         raise TypeError(f"shards must be a TokenShards (balance.distribute_tokens), got {type(shards).__name__}")
     transport = resolve(group, q.device)
@@ -148,16 +164,21 @@ def context_parallel_attention(
         if (tensor.shape[0], tensor.shape[2]) != expected:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}: batch {tensor.shape[0]} and {tensor.shape[2]} tokens, but "
-                f"every rank of shards holds {expected[0]} sequences of {expected[1]} tokens (shard(x, shards, rank))"
+                f"every rank of shards holds {expected[0]} sequences of {expected[1]} tokens (shard(x, shards, rank, "
+                "dim=2))"
             )
     options = check_options(q, scale, softcap, deterministic, backend)
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    q, k, v = cast_for_autocast(q, k, v)
     check_dtypes(q, k, v)
-    chunks = _chunks(q, k, transport.world, heads_per_chunk)
-    plan = _plan(mask, shards, transport, q, k, len(chunks))
-    out, lse = _ContextParallel.apply(q, k, v, _Job(transport, plan, chunks, *options))
+    chunks = _chunks(q, k, v, transport.world, heads_per_chunk)
+    built = _plan(mask, shards, transport, q, k, len(chunks))
+    arguments = arguments_of(
+        q.dtype, torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        q=q.shape, k=k.shape, v=v.shape, shards=fingerprint_of_shards(shards), mask=built.fingerprint,
+        scale=options[0], softcap=options[1], deterministic=options[2], chunks=len(chunks),
+    )  # fmt: skip
+    with transport.used_for(_NAME):
+        out, lse = _ContextParallel.apply(q, k, v, _Job(transport, arguments, built.plan, chunks, *options))
     return (out, lse) if return_lse else out
 
 
@@ -168,7 +189,7 @@ def _plan(
     q: Tensor,
     k: Tensor,
     chunks: int,
-) -> AttentionPlan:
+) -> ContextParallelPlan:
     if isinstance(mask, BitfieldMask):
         heads, kv_heads = -(-q.shape[1] // chunks), -(-k.shape[1] // chunks)
         mask = ContextParallelPlan.build(mask, shards, transport.rank, heads=heads, kv_heads=kv_heads)
@@ -180,17 +201,17 @@ def _plan(
         raise ValueError(f"mask was built for rank {mask.rank}, but this is rank {transport.rank} of the group")
     if mask.plan.device != q.device:
         raise ValueError(f"the mask is on {mask.plan.device} but q is on {q.device}: build it from mask.to(q.device)")
-    return mask.plan
+    return mask
 
 
-def _chunks(q: Tensor, k: Tensor, world: int, heads: int | str) -> list[slice]:
+def _chunks(q: Tensor, k: Tensor, v: Tensor, world: int, heads: int | str) -> list[slice]:
     """Runs of key heads, of equal length but for the last; the same on every rank."""
     total = k.shape[1]
     if heads == "auto":
         if world == 1:
             heads = total
         else:
-            each = 2 * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
+            each = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
             heads = -(-LEAST_BYTES // each)
             if k.device.type == "cuda":
                 heads = max(heads, -(-LEAST_ROWS * total // (q.shape[0] * q.shape[1] * q.shape[2])))
@@ -205,6 +226,7 @@ class _Job:
     """What the passes of one call share."""
 
     transport: Transport
+    arguments: Arguments
     plan: AttentionPlan
     chunks: list[slice]  # of key heads
     scale: float
@@ -221,10 +243,10 @@ class _Job:
 class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
         with torch.autocast(q.device.type, enabled=False):
-            keys = _GatheredHeads(job.transport, k, v, job.chunks)
+            keys = _GatheredHeads(job, k, v)
             for number, chunk in enumerate(job.chunks):
                 rows = job.queries(chunk, q, k)
                 with keys.ready(number) as (k_all, v_all), computing(job.transport, f"attention, {_named(chunk)}"):
@@ -238,7 +260,12 @@ class _ContextParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), torch.autocast(ctx.job.transport.device.type, enabled=False):
+        transport = ctx.job.transport
+        with (
+            transport.used_for(f"backward of {_NAME}"),
+            torch.no_grad(),
+            torch.autocast(transport.device.type, enabled=False),
+        ):
             grads = _ContextParallel._backward(ctx.job, dout, dlse, *ctx.saved_tensors)
         if torch.is_grad_enabled():  # create_graph=True
             grads = _NoSecondDerivative.apply(*(grad.requires_grad_() for grad in grads))
@@ -251,8 +278,8 @@ class _ContextParallel(torch.autograd.Function):
         # Other ranks may use an output that this one does not: all take part.
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        keys = _GatheredHeads(job.transport, k, v, job.chunks)
-        owners = _ScatteredGradients(job.transport)
+        keys = _GatheredHeads(job, k, v)
+        owners = _ScatteredGradients(job)
         for number, chunk in enumerate(job.chunks):
             rows = job.queries(chunk, q, k)
             with keys.ready(number) as (k_all, v_all), computing(job.transport, f"backward, {_named(chunk)}"):
@@ -284,13 +311,14 @@ class _GatheredHeads:
 
     BUFFERS = 2
 
-    def __init__(self, transport: Transport, k: Tensor, v: Tensor, chunks: Sequence[slice]) -> None:
-        self.transport, self.chunks = transport, chunks
+    def __init__(self, job: _Job, k: Tensor, v: Tensor) -> None:
+        self.transport, self.arguments, self.chunks = job.transport, job.arguments, job.chunks
+        transport, chunks = self.transport, self.chunks
         self.sources = (k.contiguous(), v.contiguous())
         self.tickets: dict[int, Ticket] = {}
         if transport.world > 1:
             most = max(chunk.stop - chunk.start for chunk in chunks)
-            size = 2 * transport.world * k[:, :most].numel()
+            size = transport.world * sum(source[:, :most].numel() for source in self.sources)
             self.room = [k.new_empty(size) for _ in range(min(self.BUFFERS, len(chunks)))]
             for number in range(len(self.room)):
                 self._start(number)
@@ -304,7 +332,7 @@ class _GatheredHeads:
             return
         self.tickets.pop(number).wait()
         began = time.perf_counter()
-        keys, values = self._buffer(number).flatten(3, 4).unbind(0)
+        keys, values = (part.flatten(2, 3) for part in self._buffer(number))
         yield keys, values
         if self.transport.trace is not None:
             self.transport.trace.add("read", self._name(number), began, time.perf_counter())
@@ -312,25 +340,29 @@ class _GatheredHeads:
             self._start(number + len(self.room))
 
     def _start(self, number: int) -> None:
-        transport, chunk, buffer = self.transport, self.chunks[number], self._buffer(number)
+        transport, chunk = self.transport, self.chunks[number]
         began = time.perf_counter()
         outgoing, incoming = [], []
         peers = peers_of(transport.rank, transport.world)
-        for source, to in zip(self.sources, buffer):
+        for source, to in zip(self.sources, self._buffer(number)):
             mine = source[:, chunk]
             to[:, :, transport.rank].copy_(mine)
             outgoing += [Copy(peer, piece) for peer in peers for piece in _pieces(mine)]
             incoming += [Copy(peer, piece) for peer in peers for piece in _pieces(to[:, :, peer])]
         trace = transport.trace
         filled = None if trace is None else lambda: trace.add("write", self._name(number), began, time.perf_counter())
-        self.tickets[number] = transport.copy_batch(outgoing, incoming, f"{_NAME}, gather of {_named(chunk)}", filled)
+        label = f"{_NAME}, gather of {_named(chunk)}"
+        self.tickets[number] = transport.copy_batch(outgoing, incoming, label, filled, self.arguments)
 
-    def _buffer(self, number: int) -> Tensor:
-        """[2, B, heads, world, tokens, D]: k and v of a chunk; every rank's tokens of a head are contiguous."""
-        batch, _, tokens, dim = self.sources[0].shape
-        chunk = self.chunks[number]
-        shape = torch.Size((2, batch, chunk.stop - chunk.start, self.transport.world, tokens, dim))
-        return self.room[number % len(self.room)][: shape.numel()].view(shape)
+    def _buffer(self, number: int) -> list[Tensor]:
+        """k and v of a chunk, [B, heads, world, tokens, D or Dv]; every rank's tokens of a head are contiguous."""
+        room, chunk, parts = self.room[number % len(self.room)], self.chunks[number], []
+        for source in self.sources:
+            batch, _, tokens, dim = source.shape
+            shape = torch.Size((batch, chunk.stop - chunk.start, self.transport.world, tokens, dim))
+            parts.append(room[: shape.numel()].view(shape))
+            room = room[shape.numel() :]
+        return parts
 
     def _name(self, number: int) -> str:
         return f"buffer {number % len(self.room)}, {_named(self.chunks[number])}"
@@ -339,13 +371,13 @@ class _GatheredHeads:
 class _ScatteredGradients:
     """Sends each rank its part of a chunk's dk and dv, and adds up what comes; the next chunk computes meanwhile."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, job: _Job) -> None:
+        self.transport, self.arguments = job.transport, job.arguments
         self.last: Ticket | None = None
 
     def start(self, parts: Sequence[Tensor], results: Sequence[Tensor], chunk: str) -> None:
-        """parts: dk and dv of this rank's queries, [B, heads, all tokens, D], in the dtype that sums have.
-        results: where the sums of this rank's tokens go, [B, heads, tokens, D]."""
+        """parts: dk and dv of this rank's queries, [B, heads, all tokens, D or Dv], in the dtype that sums have.
+        results: where the sums of this rank's tokens go, [B, heads, tokens, D or Dv]."""
         rank, world = self.transport.rank, self.transport.world
         if world == 1:
             for part, result in zip(parts, results):
@@ -353,19 +385,18 @@ class _ScatteredGradients:
             return
         peers = peers_of(rank, world)
         by_rank = [part.unflatten(2, (world, -1)).unbind(2) for part in parts]
-        arrived = parts[0].new_empty(world, len(parts), *results[0].shape)
-        for to, part in zip(arrived[rank], by_rank):
-            to.copy_(part[rank])
-        total = torch.empty(arrived.shape[1:], dtype=results[0].dtype, device=arrived.device)
+        arrived = [part.new_empty(world, *result.shape) for part, result in zip(parts, results)]
+        for to, part in zip(arrived, by_rank):
+            to[rank].copy_(part[rank])
         outgoing = [Copy(peer, piece) for peer in peers for part in by_rank for piece in _pieces(part[peer])]
-        incoming = [Copy(peer, piece) for peer in peers for piece in _pieces(arrived[peer])]
+        incoming = [Copy(peer, piece) for peer in peers for part in arrived for piece in _pieces(part[peer])]
 
         def add_up() -> None:
-            reduce_in_order(arrived.unbind(), total)
-            for result, piece in zip(results, total):
-                result.copy_(piece)
+            for part, result in zip(arrived, results):
+                reduce_in_order(part.unbind(), result)
 
-        ticket = self.transport.copy_batch(outgoing, incoming, f"{_NAME}, gradients of {chunk}", add_up)
+        label = f"{_NAME}, gradients of {chunk}"
+        ticket = self.transport.copy_batch(outgoing, incoming, label, add_up, self.arguments)
         self.finish()  # so that the parts of two chunks are in memory at most
         self.last = ticket
 

@@ -23,6 +23,8 @@ Group = Any  # Transport | ProcessGroup | DeviceMesh | None
 _here = threading.local()
 _connected: weakref.WeakKeyDictionary[Any, dict[str, Transport]] = weakref.WeakKeyDictionary()
 _alone: dict[torch.device, Transport] = {}
+_connecting: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_finding = threading.Lock()  # of what is in these tables; never held while ranks wait for each other
 
 
 @contextmanager
@@ -70,11 +72,15 @@ def resolve(group: Group, device: torch.device | str = "cpu") -> Transport:
             _alone[device] = LocalTransport(0, LocalHub(1), device=device)
         return _alone[device]
     found = process_group(group)
-    transports = _connected.setdefault(found, {})
+    with _finding:
+        transports = _connected.setdefault(found, {})
+        connecting = _connecting.setdefault(found, threading.Lock())
     if device.type not in transports:
         from interlace.comm.transports.choose import connect
 
-        transports[device.type] = connect(found, device=device)
+        with connecting:  # once, though several threads may come first
+            if device.type not in transports:
+                transports[device.type] = connect(found, device=device)
     return transports[device.type]
 
 

@@ -26,8 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from interlace.comm.agreement import arguments_of
 from interlace.comm.group import Group, resolve
 from interlace.comm.pipeline import Schedule, gather_products, scatter_products
+from interlace.comm.reverse_mode import check_reverse_mode
 from interlace.comm.trace import computing
 from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
 
@@ -80,10 +82,17 @@ def all_gather_matmul(
     transport = resolve(group, x.device)
     if transport.world == 1:
         return x, [nn.functional.linear(x, weight) for weight in weights]
+    check_reverse_mode("all_gather_matmul", x, *weights)
     leading, (rows, width) = x.shape[:-2], x.shape[-2:]
     x = x.reshape(leading.numel(), rows, width)
-    schedule = _schedule("all_gather_matmul", x, transport, num_chunks, layout, x.shape)
-    gathered, *products = _AllGatherMatmul.apply(x, transport, schedule, regather, *weights)
+    watched = torch.is_grad_enabled()
+    again = "with gradients of weights" if watched and any(weight.requires_grad for weight in weights) else "alone"
+    schedule = _schedule(
+        "all_gather_matmul", x, transport, num_chunks, layout, x.shape, watched and x.requires_grad,
+        x=torch.Size((*leading, rows, width)), regather=again if regather else False,
+    )  # fmt: skip
+    with transport.used_for(schedule.label):
+        gathered, *products = _AllGatherMatmul.apply(x, transport, schedule, regather, *weights)
     total = transport.world * rows
     return gathered.view(*leading, total, width), [p.view(*leading, total, p.shape[-1]) for p in products]
 
@@ -103,8 +112,8 @@ def matmul_reduce_scatter(
         x: [..., world * m, K], the rows for all ranks, rank by rank; K may differ between ranks. Any strides.
         weight: [N, K], with x's dtype and device. Both gradients are local.
 
-    Other arguments and errors as for `all_gather_matmul`. Whether x, and whether weight, requires a gradient must be
-    the same on every rank.
+    Other arguments and errors as for `all_gather_matmul`. Whether x or weight requires a gradient must be the same on
+    every rank.
 
     Returns:
         [..., m, N].
@@ -117,14 +126,18 @@ def matmul_reduce_scatter(
     leading, (total, width), world = x.shape[:-2], x.shape[-2:], transport.world
     if world == 1:
         return nn.functional.linear(x, weight)
+    check_reverse_mode("matmul_reduce_scatter", x, weight)
     if total % world:
         raise ValueError(
             f"matmul_reduce_scatter: {total} rows do not divide among {world} ranks: pad the sequence to a multiple"
         )
     x = x.reshape(leading.numel(), world, total // world, width)
     shape = torch.Size((leading.numel(), total // world, weight.shape[0]))
-    schedule = _schedule("matmul_reduce_scatter", x, transport, num_chunks, layout, shape)
-    return _MatmulReduceScatter.apply(x, transport, schedule, weight).view(*leading, *shape[1:])
+    result = torch.Size((*leading, *shape[1:]))
+    backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    schedule = _schedule("matmul_reduce_scatter", x, transport, num_chunks, layout, shape, backward, result=result)
+    with transport.used_for(schedule.label):
+        return _MatmulReduceScatter.apply(x, transport, schedule, weight).view(result)
 
 
 def chunks_for(rows: int, row_bytes: int, batch: int, world: int) -> int:
@@ -139,12 +152,13 @@ def chunks_for(rows: int, row_bytes: int, batch: int, world: int) -> int:
 
 
 def _schedule(
-    name: str, x: Tensor, transport: Transport, num_chunks: int | str, layout: str, shape: torch.Size
-) -> Schedule:
-    """How `shape` [B, m, columns], what one rank sends to another, is cut."""
+    name: str, like: Tensor, transport: Transport, num_chunks: int | str, layout: str, shape: torch.Size,
+    backward: bool, **options: object,
+) -> Schedule:  # fmt: skip
+    """How `shape` [B, m, columns], what one rank sends to another, is cut. Ranks must agree on `options` too."""
     batch, rows, columns = shape
     if num_chunks == "auto":
-        chunks = chunks_for(rows, columns * x.element_size(), batch, transport.world)
+        chunks = chunks_for(rows, columns * like.element_size(), batch, transport.world)
     elif isinstance(num_chunks, int) and not isinstance(num_chunks, bool) and num_chunks >= 1:
         chunks = max(1, min(num_chunks, rows))
     else:
@@ -152,9 +166,8 @@ def _schedule(
     if layout not in ("auto", "direct", "remap"):
         raise ValueError(f'{name}: layout must be "auto", "direct" or "remap", got {layout!r}')
     direct = rows >= DIRECT_ROWS * chunks if layout == "auto" else layout == "direct"
-    # The label travels with every batch: ranks that pass other shapes are told so.
-    label = f"{name} {list(shape)} {str(x.dtype).removeprefix('torch.')}"
-    return Schedule(chunks, direct, label)
+    laid = "direct" if direct else "remap"
+    return Schedule(chunks, direct, name, arguments_of(like.dtype, backward, chunks=chunks, layout=laid, **options))
 
 
 class _AllGatherMatmul(torch.autograd.Function):
@@ -178,7 +191,15 @@ class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_gathered: Tensor | None, *d_products: Tensor | None) -> tuple[Tensor | None, ...]:
-        transport, schedule = ctx.transport, _backward_of(ctx.schedule)
+        schedule = _backward_of(ctx.schedule)
+        with ctx.transport.used_for(schedule.label):
+            return _AllGatherMatmul._backward(ctx, ctx.transport, schedule, d_gathered, d_products)
+
+    @staticmethod
+    def _backward(
+        ctx: Any, transport: Transport, schedule: Schedule, d_gathered: Tensor | None,
+        d_products: Sequence[Tensor | None],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         saved = ctx.saved_tensors  # once: under activation checkpointing every access unpacks anew
         weights, kept = saved[: len(needs)], saved[len(needs) :]
@@ -226,14 +247,15 @@ class _MatmulReduceScatter(torch.autograd.Function):
         weight, x = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
         matrices = [weight] if needs_x else []
-        done = gather_products(transport, d_y.contiguous(), matrices, schedule)
         d_weight = None
-        if needs_weight:
-            done.wait_rows()
-            # The remap of the last products may still run beside this one.
-            with computing(transport, f"{schedule.label}, weight gradient"):
-                d_weight = _weight_gradient(done.rows, x)
-        done.wait()
+        with transport.used_for(schedule.label):
+            done = gather_products(transport, d_y.contiguous(), matrices, schedule)
+            if needs_weight:
+                done.wait_rows()
+                # The remap of the last products may still run beside this one.
+                with computing(transport, f"{schedule.label}, weight gradient"):
+                    d_weight = _weight_gradient(done.rows, x)
+            done.wait()
         return done.products[0] if needs_x else None, None, None, d_weight
 
 
@@ -245,7 +267,8 @@ class _Regather:
         self._rows = x.new_empty(x.shape[0], transport.world, *x.shape[1:])
         outgoing = [Copy(peer, part) for peer in peers for part in x.unbind()]
         incoming = [Copy(peer, part) for peer in peers for part in self._rows[:, peer].unbind()]
-        self._ticket: Ticket = transport.copy_batch(outgoing, incoming, f"{schedule.label}, gather again")
+        label = f"{schedule.label}, gather again"
+        self._ticket: Ticket = transport.copy_batch(outgoing, incoming, label, None, schedule.arguments)
         self._rows[:, rank].copy_(x)
 
     def wait(self) -> Tensor:

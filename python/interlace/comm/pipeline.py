@@ -35,18 +35,20 @@ from torch import Tensor
 
 from interlace.comm.collectives import reduce_in_order, reduce_pieces
 from interlace.comm.trace import computing
-from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
+from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Copy, Ticket, Transport, peers_of
 
 T = TypeVar("T")
 Wait = Callable[[], None]
 
 
 class Schedule(NamedTuple):
-    """How an operation is cut: `chunks` of each rank's rows; where a chunk's pieces lie; its name in traces."""
+    """How an operation is cut: `chunks` of each rank's rows; where a chunk's pieces lie; its name in traces; what all
+    ranks must pass alike to it."""
 
     chunks: int
     direct: bool
     label: str
+    arguments: Arguments = NO_ARGUMENTS
 
     def cuts(self, rows: int) -> list[slice]:
         """`rows` in `chunks` pieces, the longer ones first; lengths differ by one at most."""
@@ -203,7 +205,8 @@ def _gather_whole(transport: Transport, x: Tensor, gathered: Tensor, schedule: S
     ranks = gathered.transpose(0, 1)
     arrives = ranks if ranks.is_contiguous() else torch.empty_like(ranks, memory_format=torch.contiguous_format)
     outgoing = [Copy(peer, x) for peer in peers]
-    ticket = transport.copy_batch(outgoing, [Copy(peer, arrives[peer]) for peer in peers], schedule.chunk(0))
+    incoming = [Copy(peer, arrives[peer]) for peer in peers]
+    ticket = transport.copy_batch(outgoing, incoming, schedule.chunk(0), None, schedule.arguments)
     arrives[transport.rank].copy_(x)
     ticket.wait()
     if arrives is not ranks:
@@ -220,7 +223,7 @@ def _gather_direct(
     for i, cut in enumerate(cuts):
         outgoing = [Copy(peer, piece) for peer in peers for piece in x[:, cut].unbind()]
         incoming = [Copy(peer, piece) for peer in peers for piece in gathered[peer, :, cut].unbind()]
-        tickets.append(transport.copy_batch(outgoing, incoming, schedule.chunk(i)))
+        tickets.append(transport.copy_batch(outgoing, incoming, schedule.chunk(i), None, schedule.arguments))
     _own_rows(transport, x, gathered, matrices, products, schedule)
     for i, (cut, ticket) in enumerate(zip(cuts, tickets)):
         ticket.wait()
@@ -249,7 +252,7 @@ def _gather_remapped(
         source = x[:, cuts[i]].contiguous()
         outgoing = [Copy(peer, source) for peer in peers]
         incoming = [Copy(peer, buffer[0][_slot(transport, peer)]) for peer in peers]
-        return transport.copy_batch(outgoing, incoming, schedule.chunk(i)), buffer
+        return transport.copy_batch(outgoing, incoming, schedule.chunk(i), None, schedule.arguments), buffer
 
     def place(i: int, sources: Sequence[Tensor], wholes: Sequence[Tensor]) -> Wait:
         def copy() -> None:
@@ -329,7 +332,8 @@ def scatter_products(
         outgoing = [Copy(peer, sends[_slot(transport, peer) if own_last else peer]) for peer in peers]
         incoming = [Copy(peer, arrives[_slot(transport, peer)]) for peer in peers]
         then = None if own_last else partial(_sum, transport, arrives, sends[rank], out[:, cut])
-        turns.filled(i, transport.copy_batch(outgoing, incoming, schedule.chunk(i), then).wait)
+        ticket = transport.copy_batch(outgoing, incoming, schedule.chunk(i), then, schedule.arguments)
+        turns.filled(i, ticket.wait)
         arrived.append(arrives)
     if meanwhile is not None:
         meanwhile()
@@ -356,7 +360,7 @@ def _scatter_whole(
         _produce(terms, extra, [slice(None)], slice(None), whole, True)  # everything, the leading dimension first
         if whole is not by_rank:
             by_rank.copy_(whole)
-    ticket = reduce_pieces(transport, list(sends.unbind()), out, schedule.chunk(0))
+    ticket = reduce_pieces(transport, list(sends.unbind()), out, schedule.chunk(0), schedule.arguments)
     meanwhile()
     ticket.wait()
 

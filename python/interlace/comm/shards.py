@@ -11,25 +11,28 @@ neighbours has to be made before: shift labels first, then shard them, with RoPE
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from interlace.balance import TokenShards
-from interlace.comm.collectives import all_gather_into_tensor
+from interlace.comm.agreement import fingerprint_of_shards
+from interlace.comm.collectives import gather_rows
 from interlace.comm.group import Group, resolve
 from interlace.comm.transports.base import Transport
 from interlace.masks import NO_WINDOW, BitfieldMask
 
 
-def shard(x: Tensor, shards: TokenShards, rank: int, *, dim: int = 1, pad: float = 0) -> Tensor:
+def shard(x: Tensor, shards: TokenShards, rank: int, *, dim: int | None = None, pad: float = 0) -> Tensor:
     """The tokens of `rank`, in rising order of position within each sequence; differentiable.
 
     Args:
-        x: [B, T, ...], with the tokens in dimension `dim` instead if given (2 for [B, heads, T, D]); T is the number
-            of tokens that `shards` was made for, or anything up to its padded length that needs as many blocks. A
-            batch of 1 stands for B equal sequences (position ids).
+        x: [B, T, ...]; T is the number of tokens that `shards` was made for, or anything up to its padded length that
+            needs as many blocks. A batch of 1 stands for B equal sequences (position ids).
         rank: of the context-parallel group, 0 .. shards.ranks - 1.
+        dim: where the tokens are: 2 for the queries, keys and values of attention, [B, heads, T, D]; 1 by default.
+            Must be given where dimension 2 of four or more could be the tokens as well.
         pad: what tokens beyond T are: 0, -100 for labels that the loss is to ignore.
 
     Returns:
@@ -38,7 +41,8 @@ def shard(x: Tensor, shards: TokenShards, rank: int, *, dim: int = 1, pad: float
     Raises:
         ValueError: a shape that does not fit shards, a rank or dimension out of range.
     """
-    rows = _tokens_second("x", x, dim)
+    dim = _dimension("x", x, dim, lambda length: _fits(shards, length))
+    rows = x.movedim(dim, 1)
     batch, length = len(shards.block_order), rows.shape[1]
     check_length("x", shards, length)
     if rows.shape[0] not in (1, batch):
@@ -57,14 +61,15 @@ def shard(x: Tensor, shards: TokenShards, rank: int, *, dim: int = 1, pad: float
 
 
 def unshard(
-    local: Tensor, shards: TokenShards, group: Group = None, *, dim: int = 1, length: int | None = None
+    local: Tensor, shards: TokenShards, group: Group = None, *, dim: int | None = None, length: int | None = None
 ) -> Tensor:
     """All tokens in their order, on every rank, from each rank's share; what `shard` took apart. Collective.
 
     Args:
-        local: [B, tokens_per_rank, ...] (tokens in dimension `dim`), the same shape and dtype on every rank. Its
-            gradient is the sum of all ranks' gradients of these tokens.
+        local: [B, tokens_per_rank, ...], the same shape and dtype on every rank. Its gradient is the sum of all ranks'
+            gradients of these tokens.
         group: a Transport, ProcessGroup, DeviceMesh or None (see `interlace.comm.group`).
+        dim: as for `shard`.
         length: tokens T of the result; default: the longest of shards.lengths.
 
     Returns:
@@ -73,7 +78,8 @@ def unshard(
     Raises:
         ValueError: a shape, group or length that does not fit shards. CommError: see `all_gather_into_tensor`.
     """
-    rows = _tokens_second("local", local, dim).contiguous()
+    dim = _dimension("local", local, dim, lambda length: length == shards.tokens_per_rank)
+    rows = local.movedim(dim, 1).contiguous()
     transport = resolve(group, local.device)
     check_ranks(shards, transport)
     batch, each = len(shards.block_order), shards.tokens_per_rank
@@ -86,7 +92,7 @@ def unshard(
     if not 0 <= length <= shards.padded_length:
         raise ValueError(f"length must lie between 0 and {shards.padded_length}, got {length}")
     gathered = rows.new_empty(shards.ranks, *rows.shape)
-    all_gather_into_tensor(gathered, rows, transport)
+    gather_rows("unshard", transport, gathered, rows, shards=fingerprint_of_shards(shards))
     place = _on_device(shards, "inverse", local.device)[:, :length]
     row = torch.arange(batch, device=local.device)[:, None]
     return gathered[place // each, row, place % each].movedim(1, dim)
@@ -123,21 +129,32 @@ def check_rank(shards: TokenShards, rank: int) -> int:
 
 def check_length(name: str, shards: TokenShards, length: int) -> None:
     """Raises ValueError unless `length` tokens need exactly the blocks that `shards` dealt."""
-    blocks = -(-length // shards.block)
-    if -(-max(blocks, 1) // shards.ranks) * shards.ranks * shards.block != shards.padded_length:
+    if not _fits(shards, length):
         raise ValueError(
             f"{name} has {length} tokens, but shards holds {shards.padded_length} in blocks of {shards.block} for "
             f"{shards.ranks} ranks: distribute_tokens has to be given the row_blocks of these tokens"
         )
 
 
-def _tokens_second(name: str, x: Tensor, dim: int) -> Tensor:
-    """[B, T, ...] of a tensor with its tokens in dimension `dim`."""
-    if x.dim() < 2 or not 1 <= dim < x.dim():
+def _fits(shards: TokenShards, length: int) -> bool:
+    blocks = -(-length // shards.block)
+    return -(-max(blocks, 1) // shards.ranks) * shards.ranks * shards.block == shards.padded_length
+
+
+def _dimension(name: str, x: Tensor, dim: int | None, may_be_tokens: Callable[[int], bool]) -> int:
+    """The dimension of the tokens, of which dimension 0 is the batch."""
+    if x.dim() < 2 or not (dim is None or 1 <= dim < x.dim()):
+        mend = f": pass {name}[None], a batch of one" if x.dim() == 1 else ""
         raise ValueError(
-            f"{name} has shape {list(x.shape)} and dim is {dim}: dimension 0 is the batch and a later one the tokens"
+            f"{name} has shape {list(x.shape)} and dim is {dim}: dimension 0 is the batch and a later one the "
+            f"tokens{mend}"
         )
-    return x.movedim(dim, 1)
+    if dim is None and x.dim() > 3 and may_be_tokens(x.shape[2]):
+        raise ValueError(
+            f"{name} has shape {list(x.shape)}, of which dimension 2 could be the tokens: pass dim=2 if it is "
+            "[B, heads, T, D], or dim=1"
+        )
+    return 1 if dim is None else dim
 
 
 def _padded(mask: BitfieldMask, length: int) -> BitfieldMask:

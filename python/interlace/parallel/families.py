@@ -1,104 +1,276 @@
-"""Ready plans for HuggingFace families: what becomes of each part, by the name of its class. Nothing is imported.
+"""Ready plans for HuggingFace models, derived from what their blocks are made of.
 
-A family is one entry per class; a class that inherits from one of them needs none.
+A block is cut where all of it is known, or `plan_for` refuses and says which part is not:
+
+    attention   q_proj, k_proj, v_proj, or qkv in thirds, then one layer back; norms within heads
+    MLP         gate_proj and up_proj, fc1, or gate_up_proj in halves, then one layer back
+    experts     whole on every rank, each rank routing its own rows
+    the rest    norms and scales that work on each token alone; no parameter of another kind
+
+Where transformers has a plan of its own for a model (`base_model_tp_plan`), what it does not cut is not cut here.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import fnmatch
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
-_ATTENTION = {f"self_attn.{name}_proj": "column" for name in "qkv"}
-_DECODER = {
-    "input_layernorm": "sequence",
-    "self_attn": "gather",
-    **_ATTENTION,
-    "self_attn.o_proj": "row",
-    "post_attention_layernorm": "sequence",
-    "mlp": "gather",
-    "mlp.gate_proj": "column",
-    "mlp.up_proj": "column",
-    "mlp.down_proj": "row",
-}
-_QWEN3 = {**_DECODER, "self_attn.q_norm": "heads", "self_attn.k_norm": "heads"}
-_SIGLIP = {
-    "layer_norm1": "sequence",
-    "self_attn": "gather",
-    **_ATTENTION,
-    "self_attn.out_proj": "row",
-    "layer_norm2": "sequence",
-    "mlp.fc1": "column",
-    "mlp.fc2": "row",
-}
-_WHISPER = {
-    "self_attn_layer_norm": "sequence",
-    "self_attn": "gather",
-    **_ATTENTION,
-    "self_attn.out_proj": "row",
-    "final_layer_norm": "sequence",
+COLUMNS = {  # layers whose outputs are cut, and how
+    "q_proj": "column",
+    "k_proj": "column",
+    "v_proj": "column",
+    "gate_proj": "column",
+    "up_proj": "column",
     "fc1": "column",
-    "fc2": "row",
+    "linear_fc1": "column",
+    "c_fc": "column",
+    "gate_up_proj": "column_halves",
+    "weights_in": "column_halves",
+    "qkv": "column_thirds",
 }
-_LANGUAGE_MODEL = {"embed_tokens": "replicate", "layers": "layers", "norm": "replicate"}
-_SIGLIP_MODEL = {"embeddings": "replicate", "post_layernorm": "replicate", "head": "replicate"}
+ATTENTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv",))
+BACK_FROM_ATTENTION = ("o_proj", "out_proj", "projection_layer", "dense", "proj")
+MLPS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("weights_in",), "weights_out"),
+    (("fc1",), "fc2"),
+    (("linear_fc1",), "linear_fc2"),
+    (("c_fc",), "c_proj"),
+)
+_PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
 
-CLASSES: dict[str, dict[str, str]] = {
-    "LlamaDecoderLayer": _DECODER,
-    "Qwen2DecoderLayer": _DECODER,
-    "Qwen3DecoderLayer": _QWEN3,
-    "SiglipEncoderLayer": _SIGLIP,
-    "WhisperEncoderLayer": _WHISPER,
-    **{f"{family}Model": _LANGUAGE_MODEL for family in ("Llama", "Qwen2", "Qwen3")},
-    **{f"{family}ForCausalLM": {"lm_head": "replicate"} for family in ("Llama", "Qwen2", "Qwen3")},
-    "SiglipVisionModel": _SIGLIP_MODEL,
-    "SiglipVisionTransformer": _SIGLIP_MODEL,  # transformers 4
-    "SiglipEncoder": {"layers": "layers"},
-    "WhisperEncoder": {
-        "conv1": "replicate",
-        "conv2": "replicate",
-        "embed_positions": "replicate",
-        "layers": "layers",
-        "layer_norm": "replicate",
-    },
-}
+
+class Unknown(Exception):
+    """A part for which no plan can be derived: why."""
 
 
 def plan_for(module: nn.Module) -> dict[str, str]:
-    """The plan of `tensor_parallel` for what is known inside `module`: its blocks, and what stands around them.
+    """The plan of `tensor_parallel` for a HuggingFace model, a block of one, or the models inside `module`.
 
-    Parts of other classes are left out, for the caller to add; a language model's head may be made "column_gathered"
-    where it is not tied to the embeddings. Raises ValueError when nothing is known.
+    What belongs to none of them (a projector) is left out, for the caller to add; a language model's head may be made
+    "column_gathered" where it is not tied to the embeddings. Raises ValueError where a block has a part that is not
+    known, naming it, and where there is no block.
     """
+    parts = dict(module.named_modules())
+    lists = {path: part for path, part in parts.items() if isinstance(part, nn.ModuleList)}
+    blocks = {path: part for path, part in lists.items() if any(map(_has_attention, part))}
+    # A list of heads or experts inside a block is that block's.
+    blocks = {path: part for path, part in blocks.items() if not any(_inside(path, outer) for outer in blocks)}
     plan: dict[str, str] = {}
-    for path, part in module.named_modules():
-        known = next((CLASSES[base.__name__] for base in type(part).__mro__ if base.__name__ in CLASSES), {})
-        for inside, style in known.items():
-            if _has(part, inside):
-                plan[f"{path}.{inside}" if path else inside] = style
-    if not plan:
-        raise ValueError(
-            f"no plan is known for {type(module).__name__}: write one, module path -> style (see "
-            f"interlace.parallel.tensor). Known are {', '.join(CLASSES)}"
-        )
-    return _for_transformers_4(module, plan)
-
-
-def _for_transformers_4(module: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     try:
-        old = int(version("transformers").split(".")[0]) < 5
-    except PackageNotFoundError:
-        old = False
-    return {
-        path: "gather_narrow" if old and type(module.get_submodule(path)).__name__ == "SiglipAttention" else style
-        for path, style in plan.items()
-    }
+        if not blocks:
+            if not _has_attention(module):
+                raise Unknown(_unknown_attention(module))
+            plan = _block(module, "")
+        for path, there in blocks.items():
+            for index, block in enumerate(there):
+                plan |= _block(block, f"{path}.{index}")
+            plan[path] = "layers"
+            _agree(parts, path, plan)
+    except Unknown as error:
+        raise ValueError(
+            f"no plan is known for {type(module).__name__}: {error}. Write one, module path -> style (see "
+            "interlace.parallel.tensor)"
+        ) from None
+    for path in blocks:
+        model = min((outer for outer in (path, *around(path)) if _is_model(parts[outer])), key=len, default=None)
+        if model is not None:
+            plan |= dict.fromkeys(_apart(parts[model], model, set(blocks)), "replicate")
+    return plan
 
 
-def _has(module: nn.Module, path: str) -> bool:
-    for name in path.split("."):
-        found = getattr(module, name, None)
-        if not isinstance(found, nn.Module):
-            return False
-        module = found
-    return True
+def _inside(path: str, outer: str) -> bool:
+    return path.startswith(f"{outer}.")
+
+
+def around(path: str) -> Iterator[str]:
+    """The paths of the modules around a module, the innermost first; "" is the whole."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _is_model(module: nn.Module) -> bool:
+    """Whether it is a model of HuggingFace, or a part of one that could be."""
+    return hasattr(module, "base_model_prefix")
+
+
+def _apart(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str]:
+    """Paths of what has parameters in `module` outside its blocks."""
+    if path in blocks:
+        return
+    if not any(_inside(block, path) or not path for block in blocks):
+        if next(module.parameters(), None) is not None:
+            yield path
+        return
+    if any(parameter is not None for parameter in module._parameters.values()):
+        yield path
+    for name, child in module.named_children():
+        yield from _apart(child, _joined(path, name), blocks)
+
+
+# ---------------------------------------------------------------------- a block
+
+
+def _has_attention(module: nn.Module) -> bool:
+    return any(_layers_of_attention(part) for part in module.modules())
+
+
+def _unknown_attention(module: nn.Module) -> str:
+    """What a module without a known attention has instead."""
+    for path, part in module.named_modules():
+        layers = [name for name, child in part.named_children() if hasattr(child, "weight")]
+        if path and "attention" in type(part).__name__.lower() and layers:
+            return f"{path} ({type(part).__name__}) has {', '.join(layers)}, where q_proj, k_proj and v_proj are known"
+    return "it has no attention"
+
+
+def _layers_of_attention(module: nn.Module) -> tuple[str, ...]:
+    for names in ATTENTIONS:
+        if all(isinstance(getattr(module, name, None), nn.Linear) for name in names):
+            return names
+    return ()
+
+
+def _block(block: nn.Module, path: str) -> dict[str, str]:
+    """The plan of one block. Raises Unknown."""
+    attentions = [name for name, part in block.named_modules() if _layers_of_attention(part)]
+    if len(attentions) != 1:
+        what = f"has {len(attentions)} attentions that are known" if attentions else "has no attention that is known"
+        raise Unknown(f"{path or type(block).__name__} ({type(block).__name__}) {what}")
+    here = attentions[0]
+    if not here:  # the module is an attention, without a block around it
+        return _attention(block, path)[0]
+    plan, hidden = _attention(block.get_submodule(here), _joined(path, here))
+    if direct := [name for name, parameter in block._parameters.items() if parameter is not None]:
+        _check_each_token(block, path, hidden, direct)
+        plan[path] = "sequence"
+    names = {name: child for name, child in block.named_children() if name != here.partition(".")[0]}
+    if here.count("."):
+        raise Unknown(f"{_joined(path, here)} lies deeper inside its block than is known")
+    for into, back in MLPS:  # of a block that holds the layers of its MLP itself (Whisper)
+        if back in names and all(isinstance(names.get(name), nn.Linear) for name in (*into, back)):
+            plan |= _mlp(block, path, into, back, hidden)
+            names = {name: child for name, child in names.items() if name not in (*into, back)}
+    for name, child in names.items():
+        where = _joined(path, name)
+        if next(child.parameters(), None) is None:
+            continue
+        if "experts" in dict(child.named_children()):
+            plan[where] = _experts(child, where)
+        elif found := _known_mlp(child, where, hidden):
+            plan |= {where: "gather", **found}
+        else:
+            _check_each_token(child, where, hidden, [key for key, _ in child.named_parameters()])
+            plan[where] = "sequence"
+    return plan
+
+
+def _attention(module: nn.Module, path: str) -> tuple[dict[str, str], int]:
+    """The plan of an attention, and the size of the hidden state. Raises Unknown."""
+    into = _layers_of_attention(module)
+    back = [name for name in BACK_FROM_ATTENTION if isinstance(getattr(module, name, None), nn.Linear)]
+    where = f"{path or 'it'} ({type(module).__name__})"
+    if len(back) != 1:
+        raise Unknown(f"{where} has no layer back that is known")
+    layers = {name: getattr(module, name) for name in (*into, back[0])}
+    size = getattr(module, "head_dim", None)
+    first, last = layers[into[0]], layers[back[0]]
+    queries = first.out_features // _PARTS[COLUMNS[into[0]]]
+    if not isinstance(size, int) or queries % size or last.in_features != queries:
+        raise Unknown(f"the heads of {where} cannot be told (head_dim, and the sizes of its layers)")
+    plan = {_joined(path, name): COLUMNS[name] for name in into} | {_joined(path, back[0]): "row"}
+    for name, child in module.named_children():
+        parameters = list(child.parameters())
+        if name in layers or not parameters:
+            continue
+        if list(child.children()) or any(tuple(parameter.shape) != (size,) for parameter in parameters):
+            raise Unknown(f"{_joined(path, name)} ({type(child).__name__}) is not applied to each head alone")
+        plan[_joined(path, name)] = "heads"
+    if any(parameter is not None for parameter in module._parameters.values()):
+        raise Unknown(f"{where} has parameters of its own ({', '.join(module._parameters)})")
+    plan[path] = "gather_narrow" if _takes_width_of_input(module) else "gather"
+    return plan, last.out_features
+
+
+def _known_mlp(module: nn.Module, path: str, hidden: int) -> dict[str, str]:
+    """The plan of the layers of a gated or plain MLP; nothing if it is none."""
+    layers = {name for name, child in module.named_modules() if next(child.parameters(recurse=False), None) is not None}
+    for into, back in MLPS:
+        if layers == {*into, back} and all(isinstance(getattr(module, name), nn.Linear) for name in layers):
+            return _mlp(module, path, into, back, hidden)
+    return {}
+
+
+def _mlp(module: nn.Module, path: str, into: tuple[str, ...], back: str, hidden: int) -> dict[str, str]:
+    features = getattr(module, back).in_features
+    for name in into:
+        layer = getattr(module, name)
+        if layer.in_features != hidden or layer.out_features != features * _PARTS[COLUMNS[name]]:
+            raise Unknown(f"{_joined(path, name)} has {layer.out_features} outputs, and {back} {features} inputs")
+    return {_joined(path, name): COLUMNS[name] for name in into} | {_joined(path, back): "row"}
+
+
+def _experts(module: nn.Module, path: str) -> str:
+    experts = module.get_submodule("experts")
+    if isinstance(experts, nn.ModuleList) or not list(experts.parameters(recurse=False)):
+        raise Unknown(
+            f"{path} ({type(module).__name__}) keeps its experts as modules, of which each rank would train others: "
+            "their gradients could not be summed"
+        )
+    return "sequence"
+
+
+def _check_each_token(module: nn.Module, path: str, hidden: int, names: list[str]) -> None:
+    """Raise Unknown unless the parameters are such as scale or shift the features of each token."""
+    if any(tuple(module.get_parameter(name).shape) != (hidden,) for name in names):
+        raise Unknown(f"{path} ({type(module).__name__}) is no attention, MLP or norm that is known")
+
+
+def _takes_width_of_input(module: nn.Module) -> bool:
+    """Whether the code joins its heads to the width of its input (SigLIP in transformers 4), not to that of theirs."""
+    try:
+        code = inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return False
+    width = re.search(r"\w+, \w+, (\w+) = hidden_states\.(?:shape|size\(\))", code)
+    return width is not None and bool(re.search(rf"\.reshape\([^()]*\b{width[1]}\)", code))
+
+
+# ---------------------------------------------------------------------- transformers' own plans
+
+
+def _agree(parts: dict[str, Any], path: str, plan: dict[str, str]) -> None:
+    """Raise Unknown where transformers' plan for the model of these blocks leaves whole what `plan` cuts."""
+    owner = next((parts[outer] for outer in around(path) if getattr(parts[outer], "config", None) is not None), None)
+    theirs: dict[str, str] = getattr(getattr(owner, "config", None), "base_model_tp_plan", None) or {}
+    for inside, style in plan.items():
+        if style not in ("column", "row") or not _inside(inside, path):
+            continue
+        for pattern, meaning in theirs.items():
+            if fnmatch.fnmatchcase(f".{inside}", f"*.{pattern}") and meaning in _NOT_CUT.get(style, ()):
+                if not _follows_fused(inside, plan):
+                    raise Unknown(f"{inside} is left whole by transformers' own plan ({meaning!r})")
+
+
+_NOT_CUT = {
+    "column": ("colwise_gather_output", "colwise_rep", "replicated"),
+    "row": ("rowwise_split_input", "rowwise_rep", "replicated"),
+}
+
+
+def _follows_fused(path: str, plan: dict[str, str]) -> bool:
+    """Whether a layer back comes from halves or thirds, which are cut here such that nothing has to be joined."""
+    around = path.rpartition(".")[0]
+    return any(_inside(other, around) and style in ("column_halves", "column_thirds") for other, style in plan.items())

@@ -30,6 +30,7 @@ class ParallelLinear(nn.Module):
     """What both kinds share: a piece of the parameters of an nn.Linear, of whose whole in_ and out_features speak."""
 
     cut: ClassVar[dict[str, int]]  # parameter -> dimension along which ranks share it; others are whole everywhere
+    parts = 1  # layers of one size that are one layer, each of which is cut
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -57,6 +58,11 @@ class ParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.ranks = group if isinstance(group, Ranks) else Ranks(group)
         self.sequence_parallel, self.num_chunks = sequence_parallel, num_chunks
+        if self.ranks is not group:
+            self.ranks.must_agree(
+                type(self).__name__, in_features=in_features, out_features=out_features, bias=bias,
+                sequence_parallel=sequence_parallel, num_chunks=num_chunks,
+            )  # fmt: skip
         cut, name = (out_features, "out") if self.cut["weight"] == 0 else (in_features, "in")
         if cut % self.ranks.world:
             raise ValueError(
@@ -101,12 +107,23 @@ class ParallelLinear(nn.Module):
         return whole.train(self.training)
 
     def piece(self, key: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter (or of its gradient, or of an optimizer's state of its shape), a view."""
-        return self.ranks.piece(whole, self.cut[key]) if key in self.cut else whole
+        """This rank's part of a parameter (or of its gradient, or of an optimizer's state of its shape).
+
+        A view, but for layers of several parts.
+        """
+        if key not in self.cut:
+            return whole
+        pieces = [self.ranks.piece(part, self.cut[key]) for part in whole.chunk(self.parts, self.cut[key])]
+        return pieces[0] if self.parts == 1 else torch.cat(pieces, self.cut[key])
 
     def whole(self, key: str, piece: Tensor) -> Tensor:
         """The inverse of `piece`. Collective."""
-        return self.ranks.gather(piece, self.cut[key]) if key in self.cut else piece.detach()
+        if key not in self.cut:
+            return piece.detach()
+        if self.parts == 1:
+            return self.ranks.gather(piece, self.cut[key])
+        dim = self.cut[key]
+        return torch.cat([self.ranks.gather(part, dim) for part in piece.chunk(self.parts, dim)], dim)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for key, parameter in self.named_parameters():
@@ -139,11 +156,15 @@ class ColumnParallelLinear(ParallelLinear):
     Args:
         gather_output: join the outputs of all ranks; every rank must use them alike.
         regather: see `all_gather_matmul`.
+        parts: of the outputs, equally large, of each of which a rank has its piece (2: gate and up in one layer).
     """
 
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
-    def __init__(self, *args: Any, gather_output: bool = False, regather: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, gather_output: bool = False, regather: bool = False, parts: int = 1, **options: Any
+    ) -> None:
+        self.parts = parts
         super().__init__(*args, **options)
         self.gather_output, self.regather = gather_output, regather
         self.handed: tuple[Tensor, Tensor] | None = None  # (an input, its product), from `SharedInput`

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from interlace.comm import Transport, all_gather_into_tensor, all_reduce, resolve
 from interlace.comm.group import Group, here, members
+from interlace.comm.reverse_mode import check_reverse_mode
+from interlace.comm.transports.base import Arguments
 
 
 class Ranks:
@@ -32,9 +34,19 @@ class Ranks:
     def __init__(self, group: Group = None) -> None:
         self.group = here() if group is None else group
         self.rank, self.world = members(self.group)
+        self._to_compare: tuple[str, Arguments] | None = None
 
+    def must_agree(self, what: str, **values: object) -> None:
+        """Has `values` compared when something is first transferred: `what` was made on each rank by itself."""
+        self._to_compare = what, Arguments(**values)
+
+    @torch.compiler.disable
     def transport(self, tensor: Tensor) -> Transport:
-        return resolve(self.group, tensor.device)
+        found = resolve(self.group, tensor.device)
+        if self._to_compare is not None:
+            (what, arguments), self._to_compare = self._to_compare, None
+            found.copy_batch([], [], what, None, arguments).wait()
+        return found
 
     def piece(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's of `world` equal pieces, a view."""
@@ -54,12 +66,17 @@ class Ranks:
 
 def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
     """x, whose gradient is summed over ranks."""
-    return x if ranks.world == 1 else _Copy.apply(x, ranks)
+    return _mapped("copy_to_ranks", _Copy, x, ranks)
+
+
+def whole_on_each(x: Tensor, ranks: Ranks) -> Tensor:
+    """x, of which each rank computes the whole gradient, though the backward pass of x adds up those of all ranks."""
+    return _mapped("whole_on_each", _WholeOnEach, x, ranks)
 
 
 def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of all ranks' x, the same bits everywhere."""
-    return x if ranks.world == 1 else _Sum.apply(x, ranks)
+    return _mapped("sum_over_ranks", _Sum, x, ranks)
 
 
 def split(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -69,12 +86,19 @@ def split(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
         raise ValueError(
             f"{what} does not divide among {ranks.world} ranks: pad it to a multiple, or pass sequence_parallel=False"
         )
-    return x if ranks.world == 1 else _Split.apply(x, ranks, dim)
+    return _mapped("split", _Split, x, ranks, dim)
 
 
 def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """The pieces of all ranks joined along `dim`, to be used by every rank alike."""
-    return x if ranks.world == 1 else _Gather.apply(x, ranks, dim)
+    return _mapped("gather", _Gather, x, ranks, dim)
+
+
+def _mapped(name: str, function: type[torch.autograd.Function], x: Tensor, ranks: Ranks, *rest: Any) -> Tensor:
+    if ranks.world == 1:
+        return x
+    check_reverse_mode(name, x)
+    return function.apply(x, ranks, *rest)  # type: ignore[no-any-return]
 
 
 class _Copy(torch.autograd.Function):
@@ -86,6 +110,17 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _reduced(grads[0], ctx.ranks), None
+
+
+class _WholeOnEach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.world = ranks.world
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] / ctx.world, None
 
 
 class _Sum(torch.autograd.Function):

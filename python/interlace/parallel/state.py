@@ -45,6 +45,11 @@ def dtensor_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
         if isinstance(owner, ParallelLinear) and name in owner.cut:
             if owner.ranks.world != mesh.size():
                 raise ValueError(f"{key} is cut among {owner.ranks.world} ranks, mesh has {mesh.size()}")
+            if owner.parts > 1 and owner.ranks.world > 1:
+                raise ValueError(
+                    f"{key} is {owner.parts} layers in one, each of them cut, which no DTensor says: "
+                    "save full_state_dict(module)"
+                )
             placement = Shard(owner.cut[name])
         if isinstance(value, Tensor):
             value = DTensor.from_local(value.detach(), mesh, [placement], run_check=False)

@@ -7,12 +7,15 @@
     state = full_state_dict(model)                               # the ordinary one again
 
     "column"           an nn.Linear, cut by its outputs
+    "column_halves"    the same, of two layers in one (gate and up): each half is cut, so that chunk(2) works as before
+    "column_thirds"    the same, of three (queries, keys and values)
     "column_gathered"  the same, its outputs joined on every rank: a language model's head
     "row"              an nn.Linear, cut by its inputs
     "gather"           a module whose "column" layers are applied to its input (an attention, a gated MLP): the rows of
                        all ranks are gathered once for all of them, under their products; counts of heads are divided
     "gather_narrow"    the same, for code that takes the width of its result from its input (SigLIP in transformers 4)
-    "sequence"         works on this rank's rows (a norm between blocks): whole, its gradients are summed over ranks
+    "sequence"         works on this rank's rows (a norm between blocks): whole, its gradients are summed over ranks;
+                       what is inside and has a style of its own is left to that
     "heads"            works on this rank's heads (a norm of queries): likewise
     "replicate"        works on all rows: whole, gradients are the same on every rank
     "layers"           a ModuleList of blocks: each rank keeps its rows before the first, all are joined after the last
@@ -32,22 +35,25 @@ be the same everywhere.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from interlace.comm import all_gather_matmul
+from interlace.comm.agreement import Fingerprint
 from interlace.comm.group import Group
-from interlace.parallel.families import plan_for
-from interlace.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from interlace.parallel.mappings import Ranks, SummedGradients, copy_to_ranks, gather, split
+from interlace.parallel.families import around, plan_for
+from interlace.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from interlace.parallel.mappings import Ranks, SummedGradients, copy_to_ranks, gather, split, whole_on_each
 
-CUT = ("column", "column_gathered", "row")
+PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
+CUT = (*PARTS, "column_gathered", "row")
 WHOLE = ("sequence", "heads", "replicate")
 AROUND = ("gather", "gather_narrow", "layers")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
+HEAD_WIDTHS = ("embed_dim", "all_head_size")  # of all heads of an attention, if it has these
 
 
 def tensor_parallel(
@@ -59,12 +65,13 @@ def tensor_parallel(
     num_chunks: int | Literal["auto"] = "auto",
     regather: bool = False,
 ) -> nn.Module:
-    """Cuts `module` among the ranks of `group`, in place, and returns it. All ranks must hold the same module.
+    """Cuts `module` among the ranks of `group`, in place, and returns it. All ranks must hold the same module and pass
+    the same plan and options: what they are, though not the weights, is compared before the first transfer.
 
     Args:
         module: with parameters of any dtype and device, on meta too (weights are then loaded afterwards). Frozen
             parameters stay frozen.
-        plan: see above; by default `plan_for(module)`, which knows Llama, Qwen2, Qwen3, SigLIP and Whisper's encoder.
+        plan: see above; by default `plan_for(module)`, which derives it for most of HuggingFace's transformers.
         group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.group`).
         sequence_parallel: cut the sequence between the products; its length must then be a multiple of the ranks.
         num_chunks, regather: of `all_gather_matmul`.
@@ -78,7 +85,12 @@ def tensor_parallel(
     styles = _styles(module, plan)
     _check(module, styles)
     shared = _shared_inputs(styles)
-    _check_heads(module, shared, ranks)
+    _check_heads(module, shared, styles, ranks)
+    ranks.must_agree(
+        "tensor_parallel", module=type(module).__name__, plan=Fingerprint(repr(sorted(styles.items())), []),
+        parameters=Fingerprint(repr([(name, p.shape, p.dtype) for name, p in module.named_parameters()]), []),
+        sequence_parallel=sequence_parallel, num_chunks=num_chunks, regather=regather,
+    )  # fmt: skip
     parts = {
         path: _part(module, path, style, ranks, sequence_parallel, num_chunks, regather, shared)
         for path, style in styles.items()
@@ -90,8 +102,9 @@ def tensor_parallel(
     for path, style in styles.items():
         there = module.get_submodule(path)
         if style == "heads" or (style == "sequence" and sequence_parallel):
-            for inside in there.modules():
-                inside.register_forward_pre_hook(SummedGradients(ranks))
+            for name, inside in there.named_modules(prefix=path):
+                if path == next(outer for outer in (name, *around(name)) if outer in styles):
+                    inside.register_forward_pre_hook(SummedGradients(ranks))
         elif style == "layers" and sequence_parallel:
             blocks = list(there.children())
             blocks[0].register_forward_pre_hook(SplitInput(ranks), with_kwargs=True)
@@ -102,16 +115,15 @@ def tensor_parallel(
         hook = SharedInput(ranks, names, sequence_parallel, num_chunks, regather, styles[path] == "gather_narrow")
         there.register_forward_pre_hook(hook, with_kwargs=True)
         there.register_forward_hook(hook.release, always_call=True)
-        for count in HEAD_COUNTS if hasattr(there, "head_dim") else ():
-            if isinstance(getattr(there, count, None), int):
-                setattr(there, count, getattr(there, count) // ranks.world)
+        if hasattr(there, "head_dim"):
+            _divide_heads(there, max(parts[column].out_features // PARTS[styles[column]] for column in columns), ranks)
     return module
 
 
 def _part(
     module: nn.Module, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
     num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]],
-) -> nn.Module:  # fmt: skip
+) -> ParallelLinear:  # fmt: skip
     whole = module.get_submodule(path)
     assert isinstance(whole, nn.Linear)
     try:
@@ -119,13 +131,23 @@ def _part(
             return RowParallelLinear.from_linear(
                 whole, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks
             )
+        if PARTS.get(style, 1) > 1 and whole.out_features % (PARTS[style] * ranks.world):
+            raise ValueError(f"{whole.out_features} outputs in {PARTS[style]} parts do not divide among {ranks.world}")
         given_rows = style == "column_gathered" or any(path in columns for columns in shared.values())
         return ColumnParallelLinear.from_linear(
             whole, ranks, sequence_parallel=sequence_parallel and not given_rows, num_chunks=num_chunks,
-            gather_output=style == "column_gathered", regather=regather,
+            gather_output=style == "column_gathered", regather=regather, parts=PARTS.get(style, 1),
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _divide_heads(attention: nn.Module, width: int, ranks: Ranks) -> None:
+    """What the code of an attention, whose queries were of `width`, knows of its heads: of this rank's from now on."""
+    for name in (*HEAD_COUNTS, *HEAD_WIDTHS):
+        value = getattr(attention, name, None)
+        if isinstance(value, int) and (name in HEAD_COUNTS or value == width):
+            setattr(attention, name, value // ranks.world)
 
 
 # ---------------------------------------------------------------------- hooks
@@ -158,7 +180,8 @@ class SharedInput:
     """Forward pre-hook: gathers a module's input once for its column layers, which get their products with it.
 
     The module is handed the gathered rows; a layer that is then called with that very tensor returns its product, and
-    with any other (the other sequence of a cross attention) computes as without sequence parallelism.
+    with any other (one made of it, or the other sequence of a cross attention) computes as without sequence
+    parallelism.
     """
 
     def __init__(
@@ -179,7 +202,8 @@ class SharedInput:
         else:
             rows = copy_to_ranks(given, self.ranks)
             products = [linear(rows, weight) for weight in weights]
-        handed = rows[..., : weights[0].shape[0]] if self.narrow else rows
+        # What the module makes of these rows gets to the column layers through copy_to_ranks, which adds up gradients.
+        handed = whole_on_each(rows[..., : weights[0].shape[0]] if self.narrow else rows, self.ranks)
         for column, product in zip(columns, products):
             column.handed = (handed, product)
         return _replaced(args, kwargs, given, handed)
@@ -234,20 +258,13 @@ def _matches(path: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
 
-def _around(path: str) -> Iterator[str]:
-    """The paths of the modules around a module, the innermost first; "" is the whole."""
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
 def _check(module: nn.Module, styles: Mapping[str, str]) -> None:
     missing = [
         path
         for path, part in module.named_modules()
         if any(parameter is not None for parameter in part._parameters.values())
         and styles.get(path) not in (*CUT, *WHOLE)
-        and not any(styles.get(outer) in WHOLE for outer in _around(path))
+        and not any(styles.get(outer) in WHOLE for outer in around(path))
     ]
     if missing:
         listed = ", ".join(repr(path) for path in missing[:8]) + (" ..." if len(missing) > 8 else "")
@@ -288,8 +305,8 @@ def _shared_inputs(styles: Mapping[str, str]) -> dict[str, list[str]]:
     """Module that gathers its input -> its column layers."""
     found: dict[str, list[str]] = {path: [] for path, style in styles.items() if style.startswith("gather")}
     for path, style in styles.items():
-        inner = next((outer for outer in _around(path) if outer in found), None)
-        if style == "column" and inner is not None:
+        inner = next((outer for outer in around(path) if outer in found), None)
+        if style in PARTS and inner is not None:
             found[inner].append(path)
     for path, columns in found.items():
         if not columns:
@@ -297,11 +314,11 @@ def _shared_inputs(styles: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _check_heads(module: nn.Module, shared: Mapping[str, list[str]], ranks: Ranks) -> None:
+def _check_heads(module: nn.Module, shared: Mapping[str, list[str]], styles: Mapping[str, str], ranks: Ranks) -> None:
     for path, columns in shared.items():
         size = getattr(module.get_submodule(path), "head_dim", None)
         for column in columns:
-            features = cast(nn.Linear, module.get_submodule(column)).out_features
+            features = cast(nn.Linear, module.get_submodule(column)).out_features // PARTS[styles[column]]
             if not isinstance(size, int) or features % size or (features // size) % ranks.world == 0:
                 continue
             heads = features // size

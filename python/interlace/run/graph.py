@@ -16,8 +16,10 @@ def stage_graph(mllm: Any, plan: ParallelPlan) -> StageGraph:
     """Stages of one replica with their edges, and which of them have a backward.
 
     A stage needs the gradient of its inputs if anything trainable lies strictly before it on any path, across
-    modules, and a backward if it needs that or holds something trainable itself.
+    modules, and a backward if it needs that or holds something trainable itself. Raises ValueError for a stage split
+    over ranks (`ParallelPlan.check_executable`): several ranks of a stage are copies of it here.
     """
+    plan.check_executable()
     ranks: dict[str, list[tuple[int, ...]]] = {name: [] for name in mllm.modules_order()}
     trainable: dict[str, list[bool]] = {name: [] for name in ranks}
     layers = {name: [layer.trainable for layer in mllm.layers(name)] for name in ranks}

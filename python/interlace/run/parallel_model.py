@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from interlace import balance
 from interlace.model import MultimodalModel
 from interlace.plan import ParallelPlan, StagePlan
+from interlace.run import agreement, copies
 from interlace.run.channel import Channel, LocalChannel, LocalNetwork, PipelineError
 from interlace.run.distributed import DistributedChannel
 from interlace.run.executor import Executor, Key, StageRuntime, Step
@@ -72,7 +73,8 @@ def parallelize(
     """Place ``mllm`` as ``plan`` says. What is frozen is fixed here: freeze before.
 
     transport: "local" plays all ranks in this process, one rank on ``mllm``'s own parameters, several on a copy of the
-        model each (`ParallelModel.copy_to` brings back what they learned). "distributed" is one rank of the default
+        model each: optimize ``parallel.named_parameters()``, as a step of an optimizer over ``mllm.parameters()``
+        raises, and bring back what they learned with `ParallelModel.copy_to`. "distributed" is one rank of the default
         process group, on ``mllm``'s own parameters; the default where such a group of more than one rank exists.
     schedule: "1f1b" or "gpipe". checkpointing: recompute each layer's activations in backward. autocast: run forwards
         under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer
@@ -107,7 +109,10 @@ def parallelize(
         channels = [channel]
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
-    return ParallelModel(mllm, plan, _GENERATORS[schedule], ranks, models, channels, checkpointing, autocast)
+    parallel = ParallelModel(mllm, plan, _GENERATORS[schedule], ranks, models, channels, checkpointing, autocast)
+    if models != [mllm]:
+        copies.watch(parallel, mllm)
+    return parallel
 
 
 class ParallelModel:
@@ -129,6 +134,7 @@ class ParallelModel:
         self.ranks = list(ranks)
         self.graph = stage_graph(mllm, plan)
         self._generator = generator
+        self._agreed = agreement.of_model(mllm, plan, schedule=generator.__name__, autocast=autocast)
         self._autocast = autocast
         self._channels = dict(zip(ranks, channels, strict=True))
         self._schedules: dict[tuple[bool, tuple[frozenset[str], ...], frozenset[str]], Schedule] = {}
@@ -252,15 +258,18 @@ class ParallelModel:
             here = [sample for group in groups[rank // self.plan.num_ranks] for sample in group]
             first = rank % self.plan.num_ranks == 0
             targets = sum(int((sample.labels != -100).sum()) for sample in here) if first else 0
-            facts[rank] = (refused is not None, targets, {n for n in encoders if any(s.media.get(n) for s in here)})
+            present = ",".join(n for n in encoders if any(s.media.get(n) for s in here))
+            given = agreement.of_samples(groups[rank // self.plan.num_ranks]).text
+            facts[rank] = [refused is not None, targets, present, f"{self._agreed.text}; train={train}", given]
         everyone = self._exchange(facts, "start of the step")
         if refused is not None:
             raise refused
-        bad = [str(rank) for rank, (is_bad, _, _) in enumerate(everyone) if is_bad]
+        bad = [str(rank) for rank, (is_bad, *_) in enumerate(everyone) if is_bad]
         if bad:
             raise ValueError(f"rank {', '.join(bad)} refused its batch, so no rank runs this step: see its error")
-        tokens = sum(count for _, count, _ in everyone)
-        active = frozenset({language_model}.union(*(names for _, _, names in everyone)))
+        self._check_agreement([model for *_, model, _ in everyone], [samples for *_, samples in everyone])
+        tokens = sum(count for _, count, *_ in everyone)
+        active = frozenset({language_model}.union(*(names.split(",") for _, _, names, *_ in everyone if names)))
         if tokens == 0:
             if train:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
@@ -288,6 +297,14 @@ class ParallelModel:
         self._records = [record for step in steps.values() for record in step.records]
         sums = self._exchange({rank: step.loss_sum for rank, step in steps.items()}, "loss")
         return StepResult(sum(sums) / tokens, tokens, len(split[0]))
+
+    def _check_agreement(self, models: Sequence[str], samples: Sequence[str]) -> None:
+        wrong = agreement.disagreement(dict(enumerate(models)))
+        for first in range(0, self.plan.world_size, self.plan.num_ranks):
+            replica = range(first, first + self.plan.num_ranks)
+            wrong = wrong or agreement.disagreement({rank: samples[rank] for rank in replica})
+        if wrong:
+            raise ValueError(f"the ranks were not given the same, so none runs this step: {wrong}")
 
     def _set_shared_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Take the gradients of earlier steps off what ranks share: those are sums over ranks already."""
@@ -435,10 +452,20 @@ class ParallelModel:
         """Measured timeline of the last step over all ranks. Collective; every rank returns the same."""
         if self._last is None:
             raise PipelineError("no step has run yet: call step() before timeline()")
-        records = dict.fromkeys(self.ranks, self._records)
-        parts = self._exchange(records, "timeline") if len(self.ranks) < self.plan.world_size else [self._records]
-        together = [record for part in parts for record in part]
-        return Timeline.from_records(together, num_ranks=self.plan.world_size)
+        records = self._records
+        if len(self.ranks) < self.plan.world_size:
+            text = "\n".join(f"{rank} {action} {start!r} {finish!r}" for rank, action, start, finish in records)
+            parts = self._exchange(dict.fromkeys(self.ranks, text), "timeline")
+            records = [_record(line) for part in parts for line in part.splitlines()]
+        return Timeline.from_records(records, num_ranks=self.plan.world_size)
+
+
+def _record(line: str) -> tuple[int, Action, float, float]:
+    try:
+        rank, action, start, finish = line.split()
+        return int(rank), Action.parse(action), float(start), float(finish)
+    except ValueError as error:
+        raise PipelineError(f"another rank's timeline has the line {line[:100]!r}: {error}") from error
 
 
 def _stage(mllm: MultimodalModel, stage: StagePlan, checkpointing: bool = False) -> nn.Module:

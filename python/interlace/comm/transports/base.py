@@ -2,8 +2,9 @@
 
 A transport moves bytes and nothing else; reductions, chunking and autograd are built on top of it. Copies are
 collective: all ranks call `copy_batch` the same number of times in the same order, and what rank a sends to b in its
-n-th batch is what b expects from a in its n-th. Each batch carries a label and sizes, which the receiver checks, so a
-rank that is elsewhere in the program, or has another shape, is an error and not a hang or garbage.
+n-th batch is what b expects from a in its n-th. Each batch carries a label, arguments and sizes, which the receiver
+checks, so a rank that is elsewhere in the program, or asks for something else, is an error and not a hang or garbage.
+For the same reason one thread uses a transport at a time: the calls of two have no order that all ranks share.
 
 `QueueTransport` runs batches on a thread of its own, in order, so that the caller computes meanwhile. On CUDA the
 thread only enqueues, on a stream of its own.
@@ -21,7 +22,9 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,10 +33,29 @@ from torch import Tensor
 from interlace.comm.trace import Trace
 
 DEFAULT_TIMEOUT = 60.0  # seconds
+BETWEEN_ARGUMENTS = "; "  # in their text; no value contains it
 
 
 class CommError(RuntimeError):
     """A transfer cannot be completed: says which rank, in which operation, waited for whom and why it gave up."""
+
+
+class Arguments:
+    """What every rank must pass alike to an operation, by name; `interlace.comm.agreement` says what that is.
+
+    A value may be anything whose text says it all. It becomes text when the first header is written, which is on the
+    thread of the transport: one that a GPU still computes is waited for there.
+    """
+
+    def __init__(self, **values: object) -> None:
+        self._values = values
+
+    @cached_property
+    def text(self) -> str:
+        return BETWEEN_ARGUMENTS.join(f"{name}={value}" for name, value in self._values.items())
+
+
+NO_ARGUMENTS = Arguments()
 
 
 class Copy(NamedTuple):
@@ -100,13 +122,27 @@ class Transport(ABC):
         incoming: Sequence[Copy],
         label: str,
         then: Callable[[], None] | None = None,
+        arguments: Arguments = NO_ARGUMENTS,
     ) -> Ticket:
         """Starts one batch of copies; collective (see the module). Copies of one pair of ranks match in their order.
 
         label: names the operation, equal on all ranks.
+        arguments: of the operation, equal on all ranks.
         then: called when the batch has arrived, before its ticket is done and before the next batch reads its tensors:
             a reduction, say. On the transport's thread; on CUDA under its stream.
         """
+
+    def used_for(self, what: str) -> AbstractContextManager[None]:
+        """A block in which this thread uses the transport. One after the other, any threads may; within it, the thread
+        may again. Where another is inside, raises CommError, and the peers are told."""
+        inside = self.__dict__.get("_use")
+        if self.world == 1 or (inside is not None and inside[0] == threading.get_ident()):
+            return _ANYBODY
+        return _Use(self, what)
+
+    def _give_up(self, error: CommError) -> None:
+        """Lets the peers know that this rank will not go on."""
+        self.close()
 
     @abstractmethod
     def signal(self, peer: int) -> None:
@@ -119,10 +155,11 @@ class Transport(ABC):
     def barrier(self) -> None:
         """Returns when every rank has called it. Raises CommError after the timeout."""
         peers = [peer for peer in range(self.world) if peer != self.rank]
-        for peer in peers:
-            self.signal(peer)
-        for peer in peers:
-            self.wait(peer)
+        with self.used_for("barrier"):
+            for peer in peers:
+                self.signal(peer)
+            for peer in peers:
+                self.wait(peer)
 
     @abstractmethod
     def close(self) -> None:
@@ -138,6 +175,40 @@ class Transport(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class _Use:
+    """The block of `Transport.used_for`."""
+
+    __slots__ = ("state", "transport", "what")
+
+    def __init__(self, transport: Transport, what: str) -> None:
+        self.transport, self.what = transport, what
+
+    def __enter__(self) -> None:
+        self.state = state = self.transport.__dict__
+        lock = state.get("_user") or state.setdefault("_user", threading.Lock())
+        if not lock.acquire(blocking=False):
+            raise self._refused(*(state.get("_use") or (0, "an operation")))
+        state["_use"] = threading.get_ident(), self.what
+
+    def __exit__(self, *exc: object) -> None:
+        self.state["_use"] = None
+        self.state["_user"].release()
+
+    def _refused(self, other: int, operation: str) -> CommError:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}  # not of threads of autograd
+        here, there = (names.get(thread, f"number {thread}") for thread in (threading.get_ident(), other))
+        error = CommError(
+            f"rank {self.transport.rank}, {self.what}: thread {here} uses the {self.transport.name} transport while "
+            f"thread {there} is in {operation}: the calls of several threads have no order that is the same on every "
+            "rank; let one wait for the other, or give each a transport of its own (comm.connect)"
+        )
+        self.transport._give_up(error)
+        return error
+
+
+_ANYBODY = contextlib.nullcontext()  # nobody waits for a rank that is alone, nor a thread for itself
 
 
 def peers_of(rank: int, world: int) -> list[int]:
@@ -210,7 +281,9 @@ class QueueTransport(Transport):
         _open.add(self)
 
     @abstractmethod
-    def _run(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
+    def _run(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+    ) -> None:
         """One batch of flat tensors, whole: returns when the incoming ones are written, the outgoing ones may be.
 
         On CUDA it runs under the transport's stream and returns when all that is enqueued.
@@ -225,7 +298,7 @@ class QueueTransport(Transport):
     def _tell(self, reason: str) -> None:
         """Lets the peers know that this rank gave up, and why, so that none waits for it until the timeout."""
 
-    def _fail(self, error: CommError) -> None:
+    def _give_up(self, error: CommError) -> None:
         """From now on every use raises; peers are told. Only the first error counts."""
         forget_locals(error)
         if self.failed is None:
@@ -239,7 +312,15 @@ class QueueTransport(Transport):
         incoming: Sequence[Copy],
         label: str,
         then: Callable[[], None] | None = None,
+        arguments: Arguments = NO_ARGUMENTS,
     ) -> Ticket:
+        with self.used_for(label):
+            return self._enqueue(outgoing, incoming, label, then, arguments)
+
+    def _enqueue(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None,
+        arguments: Arguments,
+    ) -> Ticket:  # fmt: skip
         self._check_open(label)
         outgoing, incoming = (_flat(self, copies, label) for copies in (outgoing, incoming))
         sequence = self.batches
@@ -258,7 +339,7 @@ class QueueTransport(Transport):
             with torch.inference_mode(inference), torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)
-                self._run(outgoing, incoming, label, sequence)
+                self._run(outgoing, incoming, label, arguments, sequence)
                 if self.trace is not None:
                     self.trace.add("copy", label, began, time.perf_counter())
                 if then is not None:
@@ -309,7 +390,7 @@ def _work(owner: weakref.ref[QueueTransport], batches: queue.SimpleQueue[Any]) -
         except BaseException as error:
             ticket.error = _failure(ticket.what, error)
             if transport is not None:
-                transport._fail(ticket.error)
+                transport._give_up(ticket.error)
         ticket.finished.set()
         del run, ticket, item, transport
 

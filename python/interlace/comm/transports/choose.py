@@ -138,7 +138,11 @@ def _introduction(wanted: str, device: torch.device) -> dict[str, Any]:
         "wanted": wanted,
         "device": device.type,
         "host": _host(),
-        "can": {name: found for name, found in capabilities().items() if name != "local"},
+        "can": {
+            name: [found.device, found.one_host, found.missing]
+            for name, found in capabilities().items()
+            if name != "local"
+        },
     }
 
 
@@ -176,12 +180,13 @@ def _reasons(said: list[dict[str, Any]]) -> dict[str, str]:
     device, hosts = said[0]["device"], {introduction["host"] for introduction in said}
     reasons = {}
     for name, *_ in PREFERENCE:
-        found: list[Capabilities] = [introduction["can"][name] for introduction in said]
-        missing = {rank: capability.missing for rank, capability in enumerate(found) if capability.missing}
+        moves, one_host, _ = said[0]["can"][name]
+        missing = {rank: introduction["can"][name][2] for rank, introduction in enumerate(said)}
+        missing = {rank: why for rank, why in missing.items() if why}
         reason = "; ".join(f"{why} on {named([r for r in missing if missing[r] == why])}" for why in _unique(missing))
-        if found[0].device != device:
-            reason = f"{_OTHER_DEVICE} {found[0].device} tensors"
-        elif not reason and found[0].one_host and len(hosts) > 1:
+        if moves != device:
+            reason = f"{_OTHER_DEVICE} {moves} tensors"
+        elif not reason and one_host and len(hosts) > 1:
             reason = f"the ranks are on {len(hosts)} hosts or in as many containers"
         reasons[name] = reason
     return reasons

@@ -58,9 +58,9 @@ class IpcWindow:
             with meeting.together("sharing device memory"), _trying(f"share {size} of device memory"):
                 self._own = _cupy().malloc(SLOTS * slot_bytes)
                 handle = _cupy().ipcGetMemHandle(self._own)
-            handles = meeting.exchange(handle, "exchanging handles of memory")
+            handles = _exchanged(meeting, [handle], "exchanging handles of memory")
             with meeting.together("mapping device memory"):
-                for rank, found in enumerate(handles):
+                for rank, (found,) in enumerate(handles):
                     with _trying(f"map the device memory of rank {rank}"):
                         self.addresses.append(self._own if rank == meeting.rank else _cupy().ipcOpenMemHandle(found))
             undo.pop_all()
@@ -93,7 +93,7 @@ class Events:
                     self._made.append(runtime.eventCreateWithFlags(flags))
                     handles.append(runtime.ipcGetEventHandle(self._made[-1]))
             own = list(self._made)
-            given = meeting.exchange(handles, "exchanging handles of events")
+            given = _exchanged(meeting, handles, "exchanging handles of events")
             with meeting.together("opening events"):
                 for rank, found in enumerate(given):
                     self._of.append(own if rank == meeting.rank else [])
@@ -226,6 +226,21 @@ def _reach(meeting: Meeting) -> None:
                 continue  # not visible to this process: opening its handle will tell
             if other != name and not runtime.deviceCanAccessPeer(meeting.device.index, index):
                 raise CommError(f"no peer access from {name} to {other} of rank {rank}")
+
+
+def _exchanged(meeting: Meeting, handles: Sequence[bytes], what: str) -> list[list[bytes]]:
+    """Every rank's handles. Raises CommError if one is not of this rank's length."""
+    given = meeting.exchange([handle.hex() for handle in handles], what)
+    with meeting.together(what):
+        read = [[_handle(text, len(mine)) for text, mine in zip(texts, handles)] for texts in given]
+    return read
+
+
+def _handle(text: str, length: int) -> bytes:
+    handle = bytes.fromhex(text)
+    if len(handle) != length:
+        raise CommError(f"a handle has {len(handle)} bytes instead of {length}")
+    return handle
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from interlace.comm.transports.base import Capabilities, Copy, Ticket, Transport
+from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Capabilities, CommError, Copy, Ticket, Transport
 
 
 class EmulatedTransport(Transport):
@@ -48,6 +48,7 @@ class EmulatedTransport(Transport):
         incoming: Sequence[Copy],
         label: str,
         then: Callable[[], None] | None = None,
+        arguments: Arguments = NO_ARGUMENTS,
     ) -> Ticket:
         size = sum(tensor.nbytes for _, tensor in incoming)
         with self._lock:
@@ -64,7 +65,10 @@ class EmulatedTransport(Transport):
             if then is not None:
                 then()
 
-        return self.inner.copy_batch(outgoing, incoming, label, arrive)
+        return self.inner.copy_batch(outgoing, incoming, label, arrive, arguments)
+
+    def _give_up(self, error: CommError) -> None:
+        self.inner._give_up(error)
 
     def signal(self, peer: int) -> None:
         self.inner.signal(peer)

@@ -1,8 +1,8 @@
-"""What precedes the bytes of a batch from one process to another: which batch it is, and what comes.
+"""What precedes the bytes of a batch from one process to another: which batch it is, what was asked for, what comes.
 
-A rank that is elsewhere in its program, or passes other shapes, is reported by its peers in words instead of filling
-their tensors with bytes of something else. Fixed size, so that it can be received without knowing what will come; texts
-that are too long are cut for display and compared by their digest.
+A rank that is elsewhere in its program, or passes other arguments or shapes, is reported by its peers in words instead
+of filling their tensors with bytes of something else. Fixed size, so that it can be received without knowing what will
+come; texts that are too long are cut for display and compared by their digest.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from interlace.comm.transports.base import CommError
+from interlace.comm.transports.base import BETWEEN_ARGUMENTS, Arguments, CommError
 
-_FORMAT = struct.Struct("<8sQ16s16sHH")
+_FORMAT = struct.Struct("<8sQ16s16s16sHHH")
 _MAGIC, _REFUSED = b"ilcopies", b"ilrefuse"
-HEADER_BYTES = 512
+HEADER_BYTES = 1024
 _LABEL_BYTES = 200
-_SIZES_BYTES = HEADER_BYTES - _FORMAT.size - _LABEL_BYTES
+_ARGUMENT_BYTES = 520
+_SIZES_BYTES = HEADER_BYTES - _FORMAT.size - _LABEL_BYTES - _ARGUMENT_BYTES
 
 
 class Manifest(NamedTuple):
@@ -28,53 +31,65 @@ class Manifest(NamedTuple):
 
     sequence: int
     label: str
-    sizes: list[tuple[int, str]]
+    arguments: str
+    sizes: tuple[tuple[int, torch.dtype], ...]
 
 
-def manifest(sequence: int, label: str, tensors: Sequence[Tensor]) -> Manifest:
-    return Manifest(sequence, label, [(t.numel(), str(t.dtype).removeprefix("torch.")) for t in tensors])
+def manifest(sequence: int, label: str, arguments: Arguments, tensors: Sequence[Tensor]) -> Manifest:
+    return Manifest(sequence, label, arguments.text, tuple([(t.numel(), t.dtype) for t in tensors]))
 
 
 def pack(found: Manifest) -> bytes:
     """HEADER_BYTES bytes."""
-    label, sizes = found.label.encode(), described(found.sizes).encode()
-    shown = label[:_LABEL_BYTES], sizes[:_SIZES_BYTES]
-    head = _FORMAT.pack(_MAGIC, found.sequence, _digest(label), _digest(sizes), len(shown[0]), len(shown[1]))
-    return (head + shown[0] + shown[1]).ljust(HEADER_BYTES, b"\0")
+    label, shown = _digested(found.label, _LABEL_BYTES)
+    arguments, asked = _digested(found.arguments, _ARGUMENT_BYTES)
+    sizes, comes = _digested(described(found.sizes), _SIZES_BYTES)
+    head = _FORMAT.pack(_MAGIC, found.sequence, label, arguments, sizes, len(shown), len(asked), len(comes))
+    return (head + shown + asked + comes).ljust(HEADER_BYTES, b"\0")
 
 
 def pack_refusal(reason: str) -> bytes:
     """HEADER_BYTES bytes that say: nothing will come, and why."""
     shown = reason.encode()[: HEADER_BYTES - _FORMAT.size]
-    return (_FORMAT.pack(_REFUSED, 0, b"", b"", len(shown), 0) + shown).ljust(HEADER_BYTES, b"\0")
+    return (_FORMAT.pack(_REFUSED, 0, b"", b"", b"", len(shown), 0, 0) + shown).ljust(HEADER_BYTES, b"\0")
 
 
 def check_packed(rank: int, peer: int, expected: Manifest, raw: bytes) -> None:
     """Raises CommError unless `raw`, from `peer`, announces what `rank` expects."""
-    magic, sequence, label_digest, sizes_digest, label_length, sizes_length = _FORMAT.unpack_from(raw)
-    texts = raw[_FORMAT.size :]
-    first = texts[:label_length].decode(errors="replace")
+    if raw == pack(expected):
+        return
+    magic, sequence, label, arguments, sizes, *lengths = _FORMAT.unpack_from(raw)
+    texts, start = [], _FORMAT.size
+    for length in lengths:
+        texts.append(raw[start : start + length].decode(errors="replace"))
+        start += length
     if magic == _REFUSED:
-        raise CommError(f"rank {rank}, {expected.label}: rank {peer} gave up ({first})")
+        raise CommError(f"rank {rank}, {expected.label}: rank {peer} gave up ({texts[0]})")
     if magic != _MAGIC:
         raise CommError(f"rank {rank}, {expected.label}: what rank {peer} sent is no header: its program differs")
-    if (sequence, label_digest) != (expected.sequence, _digest(expected.label.encode())):
-        raise _elsewhere(rank, peer, expected, sequence, first)
-    if sizes_digest != _digest(described(expected.sizes).encode()):
-        second = texts[label_length : label_length + sizes_length].decode(errors="replace")
-        raise _other_sizes(rank, peer, expected, second)
+    if (sequence, label) != (expected.sequence, _digested(expected.label, 0)[0]):
+        raise _elsewhere(rank, peer, expected, sequence, texts[0])
+    if arguments != _digested(expected.arguments, 0)[0]:
+        raise _other_arguments(rank, peer, expected, texts[1], cut=lengths[1] == _ARGUMENT_BYTES)
+    if sizes != _digested(described(expected.sizes), 0)[0]:
+        raise _other_sizes(rank, peer, expected, texts[2])
+    raise CommError(f"rank {rank}, {expected.label}: the header that rank {peer} sent is damaged")
 
 
 def check(rank: int, peer: int, expected: Manifest, found: Manifest) -> None:
     """Raises CommError unless `found`, from `peer`, is what `rank` expects."""
+    if found == expected:
+        return
     if (found.sequence, found.label) != (expected.sequence, expected.label):
         raise _elsewhere(rank, peer, expected, found.sequence, found.label)
-    if found.sizes != expected.sizes:
-        raise _other_sizes(rank, peer, expected, described(found.sizes))
+    if found.arguments != expected.arguments:
+        raise _other_arguments(rank, peer, expected, found.arguments, cut=False)
+    raise _other_sizes(rank, peer, expected, described(found.sizes))
 
 
-def described(sizes: Sequence[tuple[int, str]]) -> str:
-    return " + ".join(f"{count} {dtype}" for count, dtype in sizes) or "nothing"
+@lru_cache(4096)  # those of one step come again in the next
+def described(sizes: Sequence[tuple[int, torch.dtype]]) -> str:
+    return " + ".join(f"{count} {str(dtype).removeprefix('torch.')}" for count, dtype in sizes) or "nothing"
 
 
 def _elsewhere(rank: int, peer: int, expected: Manifest, sequence: int, label: str) -> CommError:
@@ -84,6 +99,30 @@ def _elsewhere(rank: int, peer: int, expected: Manifest, sequence: int, label: s
     )
 
 
+def differences(mine: str, theirs: str, here: str, there: str, cut: bool = False) -> list[str]:
+    """Which of the arguments of two texts differ, with both values. cut: the end of the second one is missing."""
+    ours, others = _named(mine), _named(theirs)
+    if cut and others:  # the last one may not be whole
+        others.popitem()
+    names = [name for name in (*ours, *(others.keys() - ours.keys())) if name in others or not cut]
+    return [
+        f"{name} is {ours.get(name, 'not given')} {here} but {others.get(name, 'not given')} {there}"
+        for name in names
+        if ours.get(name) != others.get(name)
+    ]
+
+
+def _other_arguments(rank: int, peer: int, expected: Manifest, text: str, cut: bool) -> CommError:
+    different = differences(expected.arguments, text, "here", f"on rank {peer}", cut)
+    what = "; ".join(different) or f"what rank {peer} passes differs, beyond what a header can show"
+    return CommError(f"rank {rank}, {expected.label}: {what}: every rank must pass the same")
+
+
+def _named(arguments: str) -> dict[str, str]:
+    pairs = (pair.partition("=") for pair in arguments.split(BETWEEN_ARGUMENTS) if pair)
+    return {name: value for name, _, value in pairs}
+
+
 def _other_sizes(rank: int, peer: int, expected: Manifest, sizes: str) -> CommError:
     return CommError(
         f"rank {rank}, {expected.label}: rank {peer} sends {sizes}, {described(expected.sizes)} expected: the ranks "
@@ -91,5 +130,8 @@ def _other_sizes(rank: int, peer: int, expected: Manifest, sizes: str) -> CommEr
     )
 
 
-def _digest(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=16).digest()
+@lru_cache(4096)
+def _digested(text: str, room: int) -> tuple[bytes, bytes]:
+    """The digest of a text, and what of it is shown."""
+    raw = text.encode()
+    return hashlib.blake2b(raw, digest_size=16).digest(), raw[:room]

@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from interlace.comm.copiers import Copier, plain_copies
-from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Copy, QueueTransport, peers_of
+from interlace.comm.transports.base import (
+    DEFAULT_TIMEOUT,
+    Arguments,
+    Capabilities,
+    CommError,
+    Copy,
+    QueueTransport,
+    peers_of,
+)
 from interlace.comm.transports.header import Manifest, check, manifest
 
 T = TypeVar("T")
@@ -95,7 +103,9 @@ class LocalTransport(QueueTransport):
     def capabilities(cls) -> Capabilities:
         return Capabilities("local", "any", one_host=True)
 
-    def _run(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
+    def _run(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+    ) -> None:
         hub, rank = self.hub, self.rank
         hub.before(rank, "post")
         ready = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
@@ -103,14 +113,14 @@ class LocalTransport(QueueTransport):
         with hub.changed:
             for peer in peers:  # an empty parcel too: so a peer that expects something is told, and nobody waits
                 tensors = [tensor for to, tensor in outgoing if to == peer]
-                hub.posted[rank, peer].append(_Parcel(manifest(sequence, what, tensors), tensors, ready))
+                hub.posted[rank, peer].append(_Parcel(manifest(sequence, what, arguments, tensors), tensors, ready))
             hub.changed.notify_all()
 
         for peer in peers:
             edge = (peer, rank)
             parcel = hub.wait_for(rank, peer, what, self.timeout, partial(_first, hub.posted[edge]))
             expected = [tensor for source, tensor in incoming if source == peer]
-            check(rank, peer, manifest(sequence, what, expected), parcel.manifest)
+            check(rank, peer, manifest(sequence, what, arguments, expected), parcel.manifest)
             hub.before(rank, "take")
             if parcel.ready is not None:
                 torch.cuda.current_stream().wait_event(parcel.ready)

@@ -2,11 +2,12 @@
 
 Values go through the store of the process group, not through its collectives: a rank that does not come is then named,
 and the group is left as it was. (A wait of gloo that runs out closes the connections of the whole group.)
+
+They travel as JSON, and one that has not the form of this rank's own is refused: what peers say is never executed.
 """
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.transports.base import CommError
+from interlace.comm.transports.messages import Elsewhere, decode, encode
 
 _POLL = 0.005  # seconds
+_LONGEST = 1 << 20  # bytes of what a rank says
 _GRACE = 2.0  # seconds more for those whose own wait in a step ran out just now, to say so
 
 
@@ -42,13 +45,14 @@ class Meeting:
         self._round = 0
 
     def exchange(self, value: Any, what: str, since: float | None = None) -> list[Any]:
-        """Every rank's `value` (a small object, pickled), by rank. Raises CommError that names who does not come.
+        """Every rank's `value`, by rank. Raises CommError that names who does not come, or says something else.
 
+        value: what JSON can hold, on every rank with the same types in the same places, keys and lengths.
         since: when the step began that all ranks took, from where the timeout counts; default: now.
         """
         prefix, self._round = f"round {self._round} of rank ", self._round + 1
         with self._asking_the_store(what):
-            self.store.set(f"{prefix}{self.rank}", pickle.dumps((what, value)))
+            self.store.set(f"{prefix}{self.rank}", encode(what, value))
             now = time.monotonic()
             deadline = now + self.timeout if since is None else max(since + self.timeout, now) + _GRACE
             missing = list(range(self.world))
@@ -59,13 +63,18 @@ class Meeting:
                         "rank of the process group has to connect"
                     )
                 time.sleep(_POLL)
-            found = [pickle.loads(self.store.get(f"{prefix}{rank}")) for rank in range(self.world)]
-            for rank, (theirs, _) in enumerate(found):
-                if theirs != what:
-                    raise CommError(
-                        f"rank {self.rank} is in {what}, but rank {rank} is in {theirs}: the programs differ"
-                    )
-        return [value for _, value in found]
+            return [self._read(self.store.get(f"{prefix}{rank}"), rank, value, what) for rank in range(self.world)]
+
+    def _read(self, raw: bytes, rank: int, mine: Any, what: str) -> Any:
+        """What `rank` said, of the form of `mine`."""
+        try:
+            if len(raw) > _LONGEST:
+                raise ValueError(f"says {len(raw)} bytes, more than {_LONGEST}")
+            return decode(raw, what, mine)
+        except Elsewhere as error:
+            raise CommError(f"rank {self.rank} is in {what}, but rank {rank} {error}: the programs differ") from error
+        except ValueError as error:
+            raise CommError(f"rank {self.rank}, {what}: rank {rank} {error}") from error
 
     @contextmanager
     def _asking_the_store(self, what: str) -> Iterator[None]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.comm.transports.base import Capabilities, CommError, Copy, QueueTransport, peers_of
+from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, QueueTransport, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
 from interlace.comm.transports.meeting import Meeting
 
@@ -68,19 +68,23 @@ class GlooTransport(QueueTransport):
     def _try(self) -> None:
         """Raises RuntimeError if what worked so far does not move anything."""
 
-    def _run(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
+    def _run(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+    ) -> None:
         self.before(self.rank, "post")
-        self._announce(outgoing, incoming, what, sequence)
+        self._announce(outgoing, incoming, what, arguments, sequence)
         self.before(self.rank, "take")
         self._move(outgoing, incoming, what)
 
-    def _announce(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
+    def _announce(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+    ) -> None:
         """Exchanges headers with every peer; raises CommError unless they say what is expected."""
         sent: list[tuple[int, Work, Tensor]] = []
         asked: list[tuple[int, Work, Tensor]] = []
         lost: CommError | None = None
         for peer in self._peers:
-            mine = _bytes(pack(manifest(sequence, what, [tensor for to, tensor in outgoing if to == peer])))
+            mine = _bytes(pack(manifest(sequence, what, arguments, [tensor for to, tensor in outgoing if to == peer])))
             theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             try:
                 sent.append((peer, self._start(peer, what, "send", mine, _HEADER), mine))
@@ -93,7 +97,7 @@ class GlooTransport(QueueTransport):
             except CommError as error:  # another peer may have said why
                 lost = lost or error
                 continue
-            expected = manifest(sequence, what, [tensor for source, tensor in incoming if source == peer])
+            expected = manifest(sequence, what, arguments, [tensor for source, tensor in incoming if source == peer])
             check_packed(self.rank, peer, expected, theirs.numpy().tobytes())
         if lost is not None:
             raise lost
@@ -142,7 +146,7 @@ class GlooTransport(QueueTransport):
                 self._finish(peer, "signal", sent.popleft()[0])
             sent.append((self._start(peer, "signal", "send", flag, _SIGNAL), flag))
         except CommError as error:
-            self._fail(error)
+            self._give_up(error)
             raise
 
     def wait(self, peer: int) -> None:
@@ -151,7 +155,7 @@ class GlooTransport(QueueTransport):
         try:
             self._finish(peer, "wait", self._start(peer, "wait", "recv", flag, _SIGNAL))
         except CommError as error:
-            self._fail(error)
+            self._give_up(error)
             raise
 
     def barrier(self) -> None:
@@ -162,7 +166,7 @@ class GlooTransport(QueueTransport):
                 while sent:
                     self._finish(peer, "barrier", sent.popleft()[0])
         except CommError as error:
-            self._fail(error)
+            self._give_up(error)
             raise
 
     def _tell(self, reason: str) -> None:

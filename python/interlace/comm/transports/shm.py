@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import stat
 import sys
 import time
 from collections import deque
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
-from interlace.comm.transports.base import Capabilities, CommError, Copy, QueueTransport, peers_of
+from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, QueueTransport, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack
 from interlace.comm.transports.meeting import Meeting, named
 
@@ -53,6 +54,7 @@ class Segment:
         size = cls.size(world, slot_bytes)
         descriptor = os.memfd_create("interlace", os.MFD_CLOEXEC)
         try:
+            os.fchmod(descriptor, 0o600)
             os.posix_fallocate(descriptor, 0, size)  # without it, a lack of memory would be SIGBUS later
         except OSError as error:
             os.close(descriptor)
@@ -201,17 +203,16 @@ class ShmTransport(QueueTransport):
     @staticmethod
     def share(meeting: Meeting, slot_bytes: int) -> tuple[Segment, list[tuple[int, int]]]:
         """The memory that all ranks map, and their (process id, start time); collective, raises as `connect`."""
-        what, descriptor, path = "connecting by shared memory", -1, ""
+        what, descriptor = "connecting by shared memory", -1
         try:
             with meeting.together(what):
                 if meeting.rank == 0:
                     descriptor = Segment.create(meeting.world, slot_bytes)
-                    path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            found = meeting.exchange((path, os.getpid(), born(os.getpid())), what)
+            found = meeting.exchange([descriptor, os.getpid(), born(os.getpid()) or -1], what)
             processes = [(process, start) for _, process, start in found]
             with meeting.together(what):
                 if meeting.rank > 0:
-                    descriptor = os.open(found[0][0], os.O_RDWR | os.O_CLOEXEC)
+                    descriptor = _opened(found[0][1], found[0][0], Segment.size(meeting.world, slot_bytes))
                 segment = Segment(meeting.world, slot_bytes, descriptor)
                 hidden = [rank for rank, (process, start) in enumerate(processes) if born(process) != start]
                 if hidden:
@@ -221,16 +222,18 @@ class ShmTransport(QueueTransport):
                 os.close(descriptor)
         return segment, processes
 
-    def _run(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
+    def _run(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+    ) -> None:
         segment, rank = self._memory(what), self.rank
         self.before(rank, "post")
         for peer in self._peers:
-            sent = manifest(sequence, what, [tensor for to, tensor in outgoing if to == peer])
+            sent = manifest(sequence, what, arguments, [tensor for to, tensor in outgoing if to == peer])
             segment.header(rank, peer)[:] = np.frombuffer(pack(sent), np.uint8)
             flag_store(segment.flags, segment.headers(rank, peer), sequence + 1)
             segment.ring(peer)
         expected = {
-            peer: manifest(sequence, what, [tensor for source, tensor in incoming if source == peer])
+            peer: manifest(sequence, what, arguments, [tensor for source, tensor in incoming if source == peer])
             for peer in self._peers
         }
         batch = _Batch(outgoing, incoming, self._peers, self.piece_bytes)
@@ -289,6 +292,8 @@ class ShmTransport(QueueTransport):
         self.before(self.rank, "take")
         address, size = batch.takes[peer].popleft()
         slot = int(segment.flags[segment.slot_of(peer, self.rank, took)])
+        if slot >= SLOTS:
+            raise CommError(f"rank {self.rank}: rank {peer} names slot {slot} of {SLOTS}: its memory is damaged")
         self._copy_out(segment, peer, slot, address, size)
         self._took[peer] += 1
         flag_store(segment.flags, segment.taken(peer, self.rank), self._took[peer])
@@ -375,7 +380,7 @@ class ShmTransport(QueueTransport):
         try:
             self._until(segment, lambda: flag_load(segment.flags, flag) >= count, lambda other: other == peer, "wait")
         except CommError as error:
-            self._fail(error)
+            self._give_up(error)
             raise
 
     def _memory(self, what: str) -> Segment:
@@ -403,6 +408,19 @@ class ShmTransport(QueueTransport):
 
     def _shut(self) -> None:
         self._segment = None  # unmapped when nothing refers to it any more: a thread that hangs, say
+
+
+def _opened(process: int, number: int, size: int) -> int:
+    """A descriptor of the memory that a process of this user holds under a number of its own."""
+    path = f"/proc/{process}/fd/{number}"
+    there = os.stat(path)  # before it is opened, which may do something where it is a device
+    if (there.st_size, there.st_nlink, there.st_uid) != (size, 0, os.geteuid()) or not stat.S_ISREG(there.st_mode):
+        raise CommError(f"descriptor {number} of process {process} is not the memory that rank 0 made")
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if not os.path.samestat(there, os.fstat(descriptor)):
+        os.close(descriptor)
+        raise CommError(f"descriptor {number} of process {process} became something else while it was opened")
+    return descriptor
 
 
 def born(process: int) -> int | None:

@@ -1,0 +1,55 @@
+"""The store through which processes meet, on the address that was given and on no other.
+
+A TCPStore that torch opens by itself listens on every interface of the machine, and whoever reaches it may read and
+write what the ranks tell each other.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+def tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> dist.TCPStore:
+    """The store of `world` ranks: rank 0 serves it at `host`:`port`, the others connect. Returns when all have come.
+
+    Raises:
+        OSError: on rank 0, `host` is no address of this machine, or the port is taken. RuntimeError (torch's own): a
+            rank did not come within `timeout` seconds.
+    """
+    wait = timedelta(seconds=timeout)
+    if rank > 0:
+        return dist.TCPStore(host, port, world, False, timeout=wait)
+    listening = _listen(host, port)
+    # Detached: from here on the store closes it, also when it fails to come up.
+    return dist.TCPStore(host, port, world, True, timeout=wait, master_listen_fd=listening.detach())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what `host` means on this machine is reached from this machine alone."""
+    return ipaddress.ip_address(_addresses(host, 0)[0][1][0]).is_loopback
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    failure = OSError(f"{host} has no address")
+    for family, address in _addresses(host, port):
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(socket.SOMAXCONN)
+            return listening
+        except OSError as error:
+            listening.close()
+            failure = OSError(f"cannot listen on {address[0]} port {port} ({error.strerror})")
+    raise failure
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
+    """What a name or number means: (family, address), IPv4 first, which every rank can reach."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted(((family, address) for family, _, _, _, address in found), key=lambda each: each[0] != socket.AF_INET)
