@@ -22,6 +22,8 @@ from interlace.data.tokenizer import ByteTokenizer
 from interlace.model.sample import IGNORE, Media, Sample
 
 MODALITIES = ("vision", "audio")
+MOST_BLANK = 8  # items read as blank, and
+MOST_BLANK_SHARE = 0.01  # the share of all items read, beyond both of which the data are lost rather than damaged
 log = logging.getLogger("interlace.data")
 
 
@@ -85,6 +87,10 @@ class MultimodalDataset(Dataset[Sample], ABC):
         """File -> why it is left out although it is not broken (too long, too elongated, ...)."""
         self.totals: dict[str, int] = {}
         """Kind of file ("pictures", "clips", "captions") -> how many there are, the broken ones included."""
+        self.read_items = 0
+        """Items that this process has read for samples."""
+        self.blank_items = 0
+        """How many of these could no longer be read, so that the sample has a blank instead."""
         self._token_counts: dict[tuple[str, tuple[int, ...]], int] = {}
 
     # What a dataset defines -------------------------------------------------------------------------------
@@ -177,14 +183,24 @@ class MultimodalDataset(Dataset[Sample], ABC):
 
     def _data(self, item: MediaRef) -> torch.Tensor:
         """The item's input tensor. Files were verified before; one that fails all the same (a disk fault, a deleted
-        file) must not change the sequence, which other ranks cannot see: it is reported and read as blank."""
+        file) must not change the sequence, which other ranks cannot see: it is reported, counted and read as blank.
+
+        Raises DecodeError when that happens too often: samples would teach answers to nothing.
+        """
         spec = self.specs[item.modality]
+        self.read_items += 1
         try:
             return to_tensor(self.read(item), spec)
         except (DecodeError, OSError) as error:
             if item.source not in self.failures:
                 log.error("%s can no longer be read, blank used instead: %s", item.source, error)
             self.failures[item.source] = f"failed after it was verified: {error}"
+            self.blank_items += 1
+            if self.blank_items > max(MOST_BLANK, MOST_BLANK_SHARE * self.read_items):
+                raise DecodeError(
+                    f"{self.blank_items} of {self.read_items} items that were verified before the run can no longer be "
+                    f"read, the last {item.source}: {error}; bring the files back and go on with --resume"
+                ) from None
             return torch.zeros(item.shape)
 
     def fingerprint(self) -> str:

@@ -2,12 +2,13 @@
 
 One pass does two jobs. It *verifies*: a file that fails is known by name and reason before the first step, on every
 rank, so the sample sequence never depends on which rank decodes. And it *caches*: resized pixels (uint8) and mel
-features (float16) go to flat files read by memory map, so training decodes nothing.
+features (float16) go to flat files, so training decodes nothing.
 
 - Workers are separate Python processes, not forks: a decoder that crashes or hangs costs that file,
   not the run, and torch's threads are never forked.
 - A pack is keyed by the files, the specification and the decoder versions; it is built under a lock, moved into place
   whole, checked by size when opened and by CRC when read. A damaged pack is rebuilt, a damaged item decoded afresh.
+- Read by plain reads: a file that is cut short under a memory map would kill the process.
 - Bounded: past ``limit_bytes`` items are verified but not kept; the 6 packs used last per modality stay on disk.
 
 For the real package (7,171 clips, 1,033 pictures) that costs 50 s of processor time, shared by the cores, and 190 MB;
@@ -58,7 +59,10 @@ class Pack:
     shapes: dict[str, tuple[int, ...]]
     entries: dict[str, tuple[int, int, int]]  # file number, offset (-1: not kept), CRC
     failures: dict[str, str]
-    _maps: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
+    _files: dict[int, IO[bytes]] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}  # open files stay with the process: data workers get none
 
     def read(self, path: str) -> np.ndarray:
         """The decoded item: uint8 [3, H, W] or float16 [mel_bins, frames]. Raises DecodeError, KeyError."""
@@ -67,13 +71,15 @@ class Pack:
         if offset >= 0:
             dtype = np.dtype(np.float16 if isinstance(self.spec, AudioSpec) else np.uint8)
             size = int(np.prod(shape)) * dtype.itemsize
+            raw = np.empty(size, dtype=np.uint8)
             try:
-                if number not in self._maps:
-                    self._maps[number] = np.memmap(self.folder / f"part{number}.bin", dtype=np.uint8, mode="r")
-                raw = np.array(self._maps[number][offset : offset + size])
-            except (OSError, ValueError):
-                raw = np.empty(0, dtype=np.uint8)
-            if raw.nbytes == size and zlib.crc32(raw.data) == crc:
+                file = self._files.get(number)
+                if file is None:  # threads may open it at once: all take the first one's
+                    file = self._files.setdefault(number, open(self.folder / f"part{number}.bin", "rb", buffering=0))
+                whole = os.preadv(file.fileno(), [raw.data], offset) == size
+            except OSError:
+                whole = False
+            if whole and zlib.crc32(raw.data) == crc:
                 return raw.view(dtype).reshape(shape)
             log.warning("%s: its cached copy in %s is damaged; decoding the file again", path, self.folder)
             self.entries[path] = (number, -1, crc)
@@ -148,8 +154,9 @@ def _build(folder: Path, root: Path, items: Sequence[Item], spec: Spec, workers:
     started = time.monotonic()
     if workers is None:
         workers = 0 if len(items) < IN_PROCESS_ITEMS else min(16, _cores())
+    for stale in folder.parent.glob(f".tmp-{folder.name}-*"):  # of a killed process: the lock says none is at work
+        shutil.rmtree(stale, ignore_errors=True)
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     kind = "clips" if isinstance(spec, AudioSpec) else "pictures"
     if workers:
@@ -183,7 +190,7 @@ def _cores() -> int:
 
 
 def _prune(packs: Path, modality: str) -> None:
-    """Removes the packs used longest ago. A process that still maps one keeps its data until it unmaps."""
+    """Removes the packs used longest ago. A process that has one open keeps its data until it closes it."""
     folders = sorted(packs.glob(f"{modality}-*/"), key=lambda p: p.stat().st_mtime, reverse=True)
     for folder in folders[KEPT_PACKS:]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,7 @@ from interlace.model.language import merge_tokens
 from interlace.model.modality import ModalityModule
 from interlace.model.multimodal import MultimodalModel, MultimodalOutput
 from interlace.model.projector import LinearProjector, MLPProjector
-from interlace.model.sample import IGNORE, Media, Sample
+from interlace.model.sample import IGNORE, Media, Sample, shift_labels
 from interlace.model.slice import carve, find_layers
 from interlace.model.stage import StageModule
 
@@ -32,4 +32,5 @@ __all__ = [
     "generate",
     "merge_tokens",
     "set_checkpointing",
+    "shift_labels",
 ]

@@ -14,20 +14,28 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from interlace.attention.hf import current_plan, use_plan
+from interlace.attention.hf import under_current_plan
 
 
 def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = type(layer).forward
+    forward = MethodType(type(layer).forward, layer)
     if not torch.is_grad_enabled():
-        return forward(layer, *args, **kwargs)
-    plan, backend = current_plan()
+        return forward(*args, **kwargs)
+    return checkpoint(under_current_plan(forward), *args, use_reentrant=False, **kwargs)
 
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        with use_plan(plan, backend=backend):
-            return forward(layer, *args, **kwargs)
 
-    return checkpoint(compute, *args, use_reentrant=False, **kwargs)
+def check_entry(layer: nn.Module) -> None:
+    """Raise ValueError where hooks on `layer` would run again in the recomputation, after they are gone.
+
+    So it is in transformers 4, whose layers checkpoint their __call__ and not their forward.
+    """
+    recomputed = getattr(layer, "gradient_checkpointing", False) and layer.training
+    if recomputed and any("__call__" in base.__dict__ for base in type(layer).__mro__ if base is not nn.Module):
+        raise ValueError(
+            f"{type(layer).__name__} was given activation checkpointing by gradient_checkpointing_enable(), which in "
+            "this version of transformers cannot recompute a layer that a stage or a packed row enters at: call "
+            "gradient_checkpointing_disable() and set_checkpointing() of the MultimodalModel"
+        )
 
 
 def set_checkpointing(layers: Iterable[nn.Module], enabled: bool) -> None:

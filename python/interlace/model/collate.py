@@ -1,6 +1,9 @@
-"""Packs samples into one row for the language model: ids, labels, positions and the bitfield mask.
+"""Lays samples out for the language model: ids, labels, positions and the bitfield mask.
 
-    [ text image image text ][ text audio text ] ...      one document per sample, positions restart
+    [ text image image text ][ text audio text ] ...      packed: one document per sample, positions restart
+
+    [ text image image text ]                             or in rows, where a language model mixes neighbours outside
+    [ text audio text  -  - ]                             attention (see interlace.model.rows); - is padding
 
 Text is stream 0, encoders are streams 1, 2, ... in the model's order. Every token is causal and attends every stream;
 the tokens of one media item are a span and see each other both ways besides (the rule of Gemma-3).
@@ -17,7 +20,8 @@ import torch
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask, word
 from interlace.model.modality import ModalityModule
-from interlace.model.sample import IGNORE, Media, Sample
+from interlace.model.rows import padded
+from interlace.model.sample import IGNORE, Media, Sample, refuse_copies
 
 
 def collate_language(
@@ -26,14 +30,19 @@ def collate_language(
     placeholders: Mapping[str, int],
     max_length: int | None = None,
     vocab_size: int | None = None,
+    *,
+    rows: bool = False,
 ) -> dict[str, Any]:
-    """Pack `samples` into one row.
+    """Pack `samples` into one row, or with `rows` give each one of its own, padded on the right.
 
-    Returns input_ids, labels, position_ids int64 [1, T], mask (BitfieldMask [1, T]) and plan (its AttentionPlan).
-    Raises ValueError naming the sample; see check_sample.
+    Returns input_ids, labels, position_ids int64 [B, T] (B = 1 when packed), mask (BitfieldMask [B, T]) and plan (its
+    AttentionPlan). Padding is document -1, without a target, and its id is no placeholder. Raises ValueError naming the
+    sample; see check_sample. Labels that were not shifted are refused as in Sample.
     """
     if not samples:
         raise ValueError("collate needs at least one sample")
+    # Answers of one token are too short to be told one by one.
+    refuse_copies("the batch", [(sample.input_ids, sample.labels) for sample in samples])
     spans: list[torch.Tensor] = []
     streams: list[torch.Tensor] = []
     used = 0
@@ -56,16 +65,25 @@ def collate_language(
         streams.append(stream)
     words = torch.tensor([word(number, causal=True) for number in range(len(encoders) + 1)], dtype=torch.int64)
     lengths = torch.tensor([len(sample) for sample in samples])
-    positions = torch.cat([torch.arange(len(sample)) for sample in samples]).unsqueeze(0)
+    blank = next(token for token in range(len(placeholders) + 1) if token not in placeholders.values())
+    document = torch.zeros(len(samples), dtype=torch.int32) if rows else torch.arange(len(samples), dtype=torch.int32)
+
+    def lay_out(flat: torch.Tensor, fill: int) -> torch.Tensor:
+        return padded(flat, lengths, fill) if rows else flat.unsqueeze(0)
+
+    if rows:
+        positions = torch.arange(int(lengths.max())).repeat(len(samples), 1)
+    else:
+        positions = torch.cat([torch.arange(len(sample)) for sample in samples]).unsqueeze(0)
     mask = BitfieldMask(
-        words[torch.cat(streams)].unsqueeze(0),
-        doc=torch.repeat_interleave(torch.arange(len(samples), dtype=torch.int32), lengths).unsqueeze(0),
-        span=torch.cat(spans).unsqueeze(0) if used else None,
+        lay_out(words[torch.cat(streams)], word(0, causal=True)),
+        doc=lay_out(torch.repeat_interleave(document, lengths), -1),
+        span=lay_out(torch.cat(spans), -1) if used else None,
         pos=positions.to(torch.int32),
     )
     return {
-        "input_ids": torch.cat([sample.input_ids for sample in samples]).unsqueeze(0),
-        "labels": torch.cat([sample.labels for sample in samples]).unsqueeze(0),
+        "input_ids": lay_out(torch.cat([sample.input_ids for sample in samples]), blank),
+        "labels": lay_out(torch.cat([sample.labels for sample in samples]), IGNORE),
         "position_ids": positions,
         "mask": mask,
         "plan": AttentionPlan.build(mask),

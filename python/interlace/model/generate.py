@@ -2,7 +2,9 @@
 
 The prompts lie packed in one row, like training samples. Each step appends one token per prompt that still runs, in
 its prompt's document, so the row grows as [ a a a b b | a b | a b | b | ... ] and the bitfield mask keeps the prompts
-apart: no padding, no reordering of the cache.
+apart: no padding, no reordering of the cache. A language model that does not pack (rows.py) reads each prompt by
+itself; one whose cache does not give what reading all again gives, as a trial finds out, goes without, and so does a
+prompt that may get longer than the length at which the model's rotary frequencies change.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache
+from torch import Tensor, nn
+from transformers import DynamicCache, cache_utils
 
 from interlace.attention import AttentionPlan
-from interlace.attention.hf import carrier, use_plan
+from interlace.attention.hf import use_plan
 from interlace.masks import BitfieldMask, Tokens, word
-from interlace.model.language import embed, plan_of
+from interlace.model.language import LanguageSettings, embed, plan_after
+from interlace.model.rows import PACKED, mask_of
 from interlace.model.sample import Sample
 
 if TYPE_CHECKING:
@@ -58,7 +61,7 @@ def generate(
     training = mllm.training
     mllm.eval()
     try:
-        row = _Row(mllm, prompts)
+        row = _open(mllm, prompts, room)
         running = [i for i in range(len(prompts)) if room[i] > 0]
         logits = row.read()[running] if running else None
         while logits is not None:
@@ -74,31 +77,33 @@ def generate(
     return answers
 
 
-class _Row:
-    """The packed prompts and what has been added to them, as the language model's cache holds them."""
+class Reading:
+    """Prompts in one row and what has been added to them, with or without a cache of keys and values.
 
-    def __init__(self, mllm: MultimodalModel, prompts: Sequence[Sample]):
-        self.module: Any = mllm.language_model
-        self.settings = mllm.language_settings
-        self.device = next(self.module.parameters()).device
-        batch = mllm.collate(prompts)
-        features = mllm.encode({name: batch[name] for name in mllm.encoders if name in batch})
-        self.inputs: dict[str, Any] = {**batch, "features": features}
-        # Not the kind of cache that the config asks for: sliding ones drop the oldest keys of the row, whose prompt is
-        # not the one that has moved on. The mask knows each prompt's window.
-        self.cache = DynamicCache()
-        self.last = torch.tensor([len(prompt) for prompt in prompts], device=self.device).cumsum(0) - 1
+    With one, each step reads the new tokens. Without, it reads all tokens again, of one prompt: slow, and right for
+    every model.
+    """
+
+    def __init__(self, module: nn.Module, settings: LanguageSettings, inputs: dict[str, Any], cached: bool):
+        self.module: Any = module
+        self.settings = settings
+        self.device = next(module.parameters()).device
+        self.inputs = inputs
+        self.cache = _cache(self.module, settings.layout) if cached else None
+        self.last = _last_tokens(inputs["mask"]).to(self.device)
 
     def read(self) -> Tensor:
         """Logits [prompts, V], fp32, of the token after each prompt."""
-        inputs = self.settings.preprocess(dict(self.inputs)) if self.settings.preprocess else self.inputs
-        inputs = embed(self.module, self.settings, inputs, self.device)
-        plan = plan_of(inputs, self.device)
+        if self.settings.preprocess is not None:
+            self.inputs = self.settings.preprocess(dict(self.inputs))
+        self.ids = self.inputs["input_ids"].to(self.device)
+        made = self._embed()
+        plan = plan_after(self.inputs, made).to(self.device)
         self.keys, self.sinks = plan.queries(), plan.sinks
         self.ends = self.keys(lambda field: field[:, self.last])
-        positions = inputs["position_ids"].to(self.device)
+        positions = self.inputs["position_ids"].to(self.device)
         self.positions = positions[:, self.last]
-        return self._run(plan, positions, self.last, inputs_embeds=inputs["inputs_embeds"])
+        return self._run(plan, positions, self.last, **_given(made))
 
     def add(self, running: list[int], tokens: list[int]) -> Tensor:
         """Append one token to each of the prompts `running`; logits [running, V], fp32, of the tokens after them."""
@@ -108,33 +113,94 @@ class _Row:
         ends = self.ends(lambda field: field[:, index])
         new = ends._replace(bits=torch.full_like(ends.bits, word(0, causal=True)), span=torch.full_like(ends.span, -1))
         self.keys = Tokens(*(torch.cat(pair, dim=1) for pair in zip(self.keys, new, strict=True)))
-        plan = AttentionPlan.build(self._mask(new), self._mask(self.keys))
+        keys = mask_of(self.keys, self.sinks)
         ids = torch.tensor([tokens], device=self.device)
+        if self.cache is None:
+            self.ids = torch.cat([self.ids, ids], dim=1)
+            wanted = torch.tensor([self.ids.shape[1] - 1], device=self.device)
+            return self._run(AttentionPlan.build(keys), self.keys.pos.long(), wanted, **_given(self._embed()))
+        plan = AttentionPlan.build(mask_of(new, self.sinks), keys)
         return self._run(plan, self.positions[:, index], torch.arange(len(running), device=self.device), input_ids=ids)
 
-    def _mask(self, tokens: Tokens) -> BitfieldMask:
-        return BitfieldMask(
-            tokens.bits, doc=tokens.doc, span=tokens.span, pos=tokens.pos, window=tokens.window, sinks=self.sinks
-        )
+    def _embed(self) -> dict[str, Any]:
+        """The inputs with embeddings of all ids so far; anew, as some models scale them in place."""
+        return embed(self.module, self.settings, {**self.inputs, "input_ids": self.ids}, [], self.device)
 
     def _run(self, plan: AttentionPlan, positions: Tensor, wanted: Tensor, **given: Tensor) -> Tensor:
         postprocess = self.settings.postprocess
         options: dict[str, Any] = {}
-        if postprocess is None and "logits_to_keep" in inspect.signature(self.module.forward).parameters:
+        accepted = inspect.signature(self.module.forward).parameters
+        if postprocess is None and "logits_to_keep" in accepted:
             options["logits_to_keep"] = wanted  # the vocabulary is large, and a row of prompts long
+        cache = {} if self.cache is None else {"past_key_values": self.cache}
+        if "use_cache" in accepted:
+            cache["use_cache"] = self.cache is not None
         with use_plan(plan, backend=self.settings.backend):
-            output = self.module(
-                **given,
-                **options,
-                attention_mask=carrier(plan, backend=self.settings.backend),
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-            )
+            output = self.module(**given, **options, **cache, position_ids=positions)
         if postprocess is not None:
             output = postprocess(self.inputs, output)
         logits: Tensor = output.logits[0]
-        return (logits if options else logits[wanted]).float()
+        return (logits if "logits_to_keep" in options else logits[wanted]).float()
+
+
+def _given(made: dict[str, Any]) -> dict[str, Tensor]:
+    """What the model takes in the place of ids."""
+    return {name: made[name] for name in ("inputs_embeds", "per_layer_inputs") if made[name] is not None}
+
+
+class Readings:
+    """Prompts that share nothing, each a `Reading` of its own."""
+
+    def __init__(self, readings: list[Reading]):
+        self.readings = readings
+
+    def read(self) -> Tensor:
+        return torch.cat([reading.read() for reading in self.readings])
+
+    def add(self, running: list[int], tokens: list[int]) -> Tensor:
+        return torch.cat([self.readings[i].add([0], [token]) for i, token in zip(running, tokens)])
+
+
+def _open(mllm: MultimodalModel, prompts: Sequence[Sample], room: Sequence[int]) -> Reading | Readings:
+    # Past the limit, positions are rotated otherwise: those of the keys that a cache holds, too.
+    limit = mllm.language_settings.limit
+    fits = [limit is None or len(prompt) + most <= limit for prompt, most in zip(prompts, room, strict=True)]
+    caches_right = mllm.caches_right()
+
+    def reading(together: Sequence[Sample], cached: bool) -> Reading:
+        batch = mllm.collate(together)
+        features = mllm.encode({name: batch[name] for name in mllm.encoders if name in batch})
+        return Reading(mllm.language_model, mllm.language_settings, {**batch, "features": features}, cached)
+
+    if mllm.language_settings.layout == PACKED and caches_right and all(fits):
+        return reading(prompts, True)
+    return Readings([reading([prompt], caches_right and fit) for prompt, fit in zip(prompts, fits)])
+
+
+def _cache(module: Any, layout: str) -> DynamicCache:
+    """An empty cache of every key.
+
+    Not the kind of cache that the config asks for: sliding ones drop the oldest keys of the row, whose prompt is not
+    the one that has moved on, and the plan has all keys. It knows each prompt's window. Layers that keep a state, not
+    keys, are the config's.
+    """
+    if layout == PACKED:
+        return DynamicCache()
+    cache = DynamicCache(config=module.config)
+    cache.layers = [_unlimited(layer) for layer in cache.layers]
+    return cache
+
+
+def _unlimited(layer: Any) -> Any:
+    if not getattr(layer, "is_sliding", False):
+        return layer
+    return cache_utils.DynamicLayer() if type(layer) is cache_utils.DynamicSlidingWindowLayer else layer
+
+
+def _last_tokens(mask: BitfieldMask) -> Tensor:
+    """Index in its row of each document's last token, int64 [documents]."""
+    doc = mask.tokens().doc[0]
+    return torch.unique_consecutive(doc, return_counts=True)[1].cumsum(0) - 1
 
 
 def _choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> list[int]:

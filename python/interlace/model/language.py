@@ -5,14 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from interlace.attention import AttentionPlan
-from interlace.attention.hf import carrier, use_plan
+from interlace.attention.hf import use_plan
+from interlace.model.rows import ALONE, PACKED, ROWS, Segment, check_rows, longest, segments
 from interlace.model.sample import IGNORE
+from interlace.model.shared import per_layer_inputs
 from interlace.model.slice import run
 
 Inputs = dict[str, Any]
@@ -56,6 +60,8 @@ class LanguageSettings:
     preprocess: Callable[[Inputs], Inputs] | None = None
     postprocess: Callable[[Inputs, Any], Any] | None = None
     backend: str | None = None
+    layout: str = PACKED  # of interlace.model.rows
+    limit: int | None = None  # with a longer sample [tokens] in a batch, each is run alone: see Layout
 
 
 def run_language(
@@ -65,56 +71,122 @@ def run_language(
     inputs: Inputs,
     hidden: Tensor | None,
     *,
-    keep: Tensor | None = None,
+    wanted: Tensor | None = None,
 ) -> Any:
-    """One stage of the language model: the module's output, or the hidden state [1, T, D] where a cut ends it.
+    """One stage of the language model: the module's output, or the hidden state [B, T, D] where a cut ends it.
 
     inputs: as collated, with "features" on the first stage. hidden: the previous stage's output, None on the first.
-    keep: positions int64 [n] whose logits are wanted, where the model can leave the others out.
+    wanted: bool [B, T], where logits are wanted: then they are [1, n, V], in order.
     """
     if settings.preprocess is not None:
         inputs = settings.preprocess(dict(inputs))
-    like = next(first_layer.parameters())
+    device = next(first_layer.parameters()).device
+    plan = plan_of(inputs)
+    parts = _parts(settings, plan)
     if hidden is None:
-        inputs = embed(module, settings, inputs, like.device)
-    plan = plan_of(inputs, like.device)
-    kwargs: Inputs = {
-        "inputs_embeds": inputs["inputs_embeds"] if hidden is None else hidden,
-        "position_ids": inputs["position_ids"].to(like.device),
-        "attention_mask": carrier(plan, backend=settings.backend),
-    }
-    accepted = inspect.signature(module.forward).parameters
-    if "use_cache" in accepted:
-        kwargs["use_cache"] = False
-    if keep is not None and "logits_to_keep" in accepted:
-        kwargs["logits_to_keep"] = keep
-    with use_plan(plan, backend=settings.backend):
-        output, left = run(module, first_layer, kwargs, hidden=hidden)
+        embedded = embed(module, settings, inputs, parts, device)
+        if (changed := plan_after(inputs, embedded)) is not plan:
+            plan, parts = changed, _parts(settings, changed)
+        inputs = embedded
+    given, per_layer = (inputs["inputs_embeds"], inputs["per_layer_inputs"]) if hidden is None else (hidden, None)
+    positions = inputs["position_ids"].to(device)
+    call = partial(_call, module, settings, first_layer)
+    if not parts:
+        output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted)
+    else:
+        tensors = (positions, given, per_layer, hidden, wanted)
+        outputs = [call(part.plan.to(device), *(part.of(x) for x in tensors)) for part in parts]
+        left = outputs[0][1]
+        output = _joined([output for output, _ in outputs], parts, given, wanted)
     if not left and settings.postprocess is not None:
         output = settings.postprocess(inputs, output)
     return output
 
 
-def embed(module: nn.Module, settings: LanguageSettings, inputs: Inputs, device: torch.device) -> Inputs:
-    """`inputs` with inputs_embeds [B, T, D]: the text's embeddings with the encoders' features merged in."""
+def _parts(settings: LanguageSettings, plan: AttentionPlan) -> list[Segment]:
+    """The samples that get a call each; none where one call takes them all."""
+    if settings.layout == ROWS:
+        check_rows(plan)
+    if settings.layout == ALONE or (settings.limit is not None and longest(plan) > settings.limit):
+        return segments(plan)
+    return []
+
+
+def _call(
+    module: nn.Module,
+    settings: LanguageSettings,
+    first_layer: nn.Module,
+    plan: AttentionPlan,
+    positions: Tensor,
+    given: Tensor,
+    per_layer: Tensor | None,
+    hidden: Tensor | None,
+    wanted: Tensor | None,
+) -> tuple[Any, bool]:
+    """One call of the module; (its output, False) or (hidden state, True), as `run` of slice.py."""
+    kwargs: Inputs = {"inputs_embeds": given, "position_ids": positions}
+    if per_layer is not None:
+        kwargs["per_layer_inputs"] = per_layer
+    accepted = inspect.signature(module.forward).parameters
+    if "use_cache" in accepted:
+        kwargs["use_cache"] = False
+    columns = None
+    if wanted is not None and "logits_to_keep" in accepted:
+        columns = wanted.any(0).nonzero().squeeze(1)
+        kwargs["logits_to_keep"] = columns.to(given.device)
+    with use_plan(plan, backend=settings.backend):
+        output, left = run(module, first_layer, kwargs, hidden=hidden)
+    if wanted is not None and not left and (columns is None or len(wanted) > 1):
+        chosen = wanted if columns is None else wanted[:, columns]
+        output.logits = output.logits[chosen.to(output.logits.device)].unsqueeze(0)
+    return output, left
+
+
+def _joined(outputs: list[Any], parts: list[Segment], given: Tensor, wanted: Tensor | None) -> Any:
+    """What calls for one sample each have given, as of one call for all."""
+    left = isinstance(outputs[0], Tensor)
+    pieces = outputs if left else [output.logits for output in outputs]
+    if not left and wanted is not None:
+        return CausalLMOutput(logits=torch.cat(pieces, dim=1))
+    joined = pieces[0].new_zeros(*given.shape[:2], *pieces[0].shape[2:])
+    for part, piece in zip(parts, pieces):
+        part.of(joined).copy_(piece)
+    return joined if left else CausalLMOutput(logits=joined)
+
+
+def embed(
+    module: nn.Module, settings: LanguageSettings, inputs: Inputs, parts: list[Segment], device: torch.device
+) -> Inputs:
+    """`inputs` with inputs_embeds [B, T, D]: the text's embeddings with the encoders' features merged in.
+
+    And, where the model's layers want them, per_layer_inputs (see interlace.model.shared). parts: samples whose
+    embeddings are made in calls of their own.
+    """
     ids = inputs["input_ids"].to(device)
-    embeds = module.get_input_embeddings()(ids)  # type: ignore[operator]
+    table: Any = module.get_input_embeddings()  # type: ignore[operator]
+    embeds = _joined([table(part.of(ids)) for part in parts], parts, ids, None) if parts else table(ids)
     given = {**inputs, "input_ids": ids, "inputs_embeds": embeds, "placeholders": settings.placeholders}
-    return settings.merge(inputs.get("features") or {}, given)
+    given["per_layer_inputs"] = per_layer_inputs(module, ids, settings.placeholders.values())
+    return {**given, **settings.merge(inputs.get("features") or {}, given)}
 
 
-def plan_of(inputs: Inputs, device: torch.device) -> AttentionPlan:
+def plan_of(inputs: Inputs) -> AttentionPlan:
     """The collated plan, or one built from the mask."""
     plan = inputs.get("plan")
-    if plan is None:
-        plan = AttentionPlan.build(inputs["mask"])
-    return plan.to(device)
+    return AttentionPlan.build(inputs["mask"]) if plan is None else plan
+
+
+def plan_after(before: Inputs, after: Inputs) -> AttentionPlan:
+    """The plan of inputs that a merge callback was given as `before`: it may have put another mask or plan there."""
+    if after.get("plan") is before.get("plan") and after.get("mask") is not before.get("mask"):
+        return AttentionPlan.build(after["mask"])
+    return plan_of(after)
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of the cross entropy over valid targets, fp32 scalar in nats; 0 (with a graph) when there are none.
 
-    logits [1, T, V] or [1, n, V] for the n valid targets alone; labels [1, T], already shifted.
+    logits [B, T, V] or [1, n, V] for the n valid targets alone; labels [B, T], already shifted.
     """
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).to(logits.device)
     valid = wanted != IGNORE

@@ -4,9 +4,13 @@
                 (dict)     [1, N, D]     [N, D]        [N/k, k D]        [n, D_llm]                         [n, D_llm]
 
 Images keep their own resolution: the encoder's part before its layers (patches, interpolated positions) runs once for
-each distinct size, then all items lie side by side in one row [1, N, D] and a block-diagonal bitfield mask keeps them
-apart. Audio is padded to the length the encoder insists on for its convolutions only; the padding is dropped before
-the first layer, so it is neither attended nor computed. Attention must go through `attn_implementation="interlace"`.
+each distinct size (or for all, in encoders that take several: images.py), then all items lie side by side in one row
+[1, N, D] and a block-diagonal bitfield mask keeps them apart. Audio is padded to the length the encoder insists on for
+its convolutions only; the padding is dropped before the first layer, so it is neither attended nor computed. Attention
+must go through `attn_implementation="interlace"`.
+
+An encoder that mixes tokens elsewhere too (pooling or convolutions between or after its layers), as a trial finds out
+(trial_encoder.py), gets a call per size of items instead, or per item (rows.py); stages still hand on one row.
 """
 
 from __future__ import annotations
@@ -14,18 +18,22 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from interlace.attention import AttentionPlan
-from interlace.attention.hf import NAME, use_plan
+from interlace.attention.hf import FLASH_NAME, NAME, use_plan
 from interlace.masks import BitfieldMask, word
+from interlace.model.images import ImageInputs, Size, stack_images
 from interlace.model.projector import PROJECTORS, stack_tokens
+from interlace.model.rows import ALONE, PACKED
 from interlace.model.sample import Media
-from interlace.model.slice import find_layers, leave, prologue, run
+from interlace.model.slice import epilogue, find_layers, leave, prologue, run
+from interlace.model.trial_encoder import encoder_layout
 
 Inputs = dict[str, Any]
 KINDS = {"pixel_values": "image", "input_features": "audio", "input_ids": "text"}
@@ -36,7 +44,7 @@ class _Group:
     """Items that one call of the prologue takes: their indices and what the encoder is called with."""
 
     items: list[int]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 class ModalityModule(nn.Module):
@@ -90,7 +98,10 @@ class ModalityModule(nn.Module):
                 f"{type(module).__name__}.forward takes none of {', '.join(KINDS)}: it is no image, audio or text model"
             )
         self.kind = KINDS[self.input_name]
-        self._interpolates = "interpolate_pos_encoding" in parameters
+        try:
+            self.images = ImageInputs.of(module.config, list(parameters)) if self.kind == "image" else None
+        except ValueError as error:
+            raise self._unknown(error) from None
         if downsample < 1:
             raise ValueError(f"downsample is {downsample}; it must be at least 1 (tokens that become one)")
         if isinstance(projector, str) and projector not in PROJECTORS:
@@ -104,29 +115,59 @@ class ModalityModule(nn.Module):
         self.out_features = 0
         config: Any = getattr(module, "config", None)
         self.hidden_size = int(getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
-        if not self.hidden_size:
+        if not self.hidden_size and self.kind != "text":
             raise ValueError(f"{type(module).__name__} has no config.hidden_size or d_model: is it HuggingFace's?")
-        use_bitfield_attention(module)
+        self.in_one_row = self.images is not None and self.images.in_one_row
+        # An encoder that lays its images in one row keeps them apart by a mask of its own, except under this name.
+        self.implementation = FLASH_NAME if self.in_one_row else NAME
+        use_bitfield_attention(module, self.implementation)
+        self.packing = PACKED  # of interlace.model.rows
+        self._counts: dict[int, int] = {}
+        self.returned: tuple[int | None, ...] = ()  # what each layer returns, see slice.Absent
         if self.kind != "text":
-            self._measure()
+            try:
+                self._measure()
+            except Exception as error:  # whatever a config lacks, or a model may raise
+                raise self._unknown(error) from error
+            layout = encoder_layout(self)
+            self.packing, self.returned = layout.name, layout.returned
+            if layout.one_size:
+                self.any_size = False
+
+    def _unknown(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"{type(self.module).__name__} is no {self.kind} encoder that a ModalityModule knows how to feed "
+            f"({type(error).__name__}: {error}): use one like SigLIP, CLIP or Whisper"
+        )
 
     def _measure(self) -> None:
         """Learn the encoder's geometry from its config and from one run of its prologue without memory."""
         config: Any = self.module.config
         self.channels = int(getattr(config, "num_channels", None) or getattr(config, "num_mel_bins", None) or 0)
-        if self.kind == "image":
-            self.patch = int(config.patch_size)
-            side = int(config.image_size)
-            self._default: tuple[int, ...] = (self.channels, side, side)
-            item = torch.empty((1, *self._default), device="meta")
-            hidden, _ = run(prologue(self.module, self.layer_path), self._first_layer, self._kwargs(item))
-            self.prefix = hidden.shape[1] - (side // self.patch) ** 2
+        if self.images is not None:
+            self.default_shape: tuple[int, ...] = (self.channels, *self.images.size)
+            self.prefix = self._tokens_before_layers(self.images.size) - self.images.tokens(self.images.size)
+            self.any_size = self.images.interpolates or self._takes_any_size(self.images)
         else:
             convolutions = [m for m in self.module.modules() if isinstance(m, nn.Conv1d)]
             self.stride = math.prod(int(conv.stride[0]) for conv in convolutions)
             self.frames = int(config.max_source_positions) * self.stride
-            self._default = (self.channels, self.frames)
+            self.default_shape = (self.channels, self.frames)
             self.prefix = 0
+
+    def _tokens_before_layers(self, size: Size) -> int:
+        """Tokens that the encoder makes of an image of this size; without memory."""
+        item = torch.empty((1, self.channels, *size), device="meta")
+        hidden, _ = run(prologue(self.module, self.layer_path), self._first_layer, self.kwargs_of(item))
+        return int(hidden.shape[1])
+
+    def _takes_any_size(self, images: ImageInputs) -> bool:
+        """Whether an image of another shape than the configured one gets the tokens that it should."""
+        other = images.patch[0] * 3, images.patch[1] * 2
+        try:
+            return self._tokens_before_layers(other) == images.tokens(other) + self.prefix
+        except Exception:  # whatever a model may raise for a size that it does not take
+            return False
 
     def connect(self, out_features: int) -> None:
         """Make the projector for a language model of this hidden size (called by MultimodalModel)."""
@@ -143,28 +184,18 @@ class ModalityModule(nn.Module):
     @property
     def nominal_length(self) -> int:
         """Tokens inside the layers of an item of the size that the encoder was configured for."""
-        shape = self._default
-        if self.kind == "image":  # 384 pixels in patches of 14: the library's own processors cut the rim off
-            return (shape[1] // self.patch) * (shape[2] // self.patch) + self.prefix
-        return self.encoder_length(shape)
+        if self.images is not None:  # 384 pixels in patches of 14: the library's own processors cut the rim off
+            return self.images.tokens(self.images.size) + self.prefix
+        return self.encoder_length(self.default_shape)
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError for an item that the encoder cannot take, saying what it takes."""
-        if self.kind == "image":
-            if len(shape) != 3 or shape[0] != self.channels or min(shape[1:]) < self.patch:
-                raise ValueError(
-                    f"an image of shape {shape} does not fit {type(self.module).__name__}, which takes "
-                    f"({self.channels}, height, width) of at least {self.patch} x {self.patch} pixels"
-                )
-            if shape[1] % self.patch or shape[2] % self.patch:
-                raise ValueError(
-                    f"an image of {shape[1]} x {shape[2]} pixels would lose its rim: resize it so that both sides are "
-                    f"multiples of the patch, {self.patch}"
-                )
-            if not self._interpolates and tuple(shape) != self._default:
+        if self.images is not None:
+            self.images.check_shape(shape, self.channels, type(self.module).__name__)
+            if not self.any_size and tuple(shape) != self.default_shape:
                 raise ValueError(
                     f"an image of shape {shape} does not fit {type(self.module).__name__}, whose positions do not "
-                    f"interpolate: resize images to {self._default}"
+                    f"interpolate: resize images to {self.default_shape}"
                 )
         elif len(shape) != 2 or shape[0] != self.channels:
             raise ValueError(
@@ -180,9 +211,9 @@ class ModalityModule(nn.Module):
     def encoder_length(self, shape: tuple[int, ...]) -> int:
         """Tokens of an item inside the encoder's layers, class tokens included."""
         self.check_shape(tuple(shape))
-        if self.kind == "audio":
+        if self.images is None:
             return -(-shape[1] // self.stride)
-        return (shape[1] // self.patch) * (shape[2] // self.patch) + self.prefix
+        return self.images.tokens((shape[1], shape[2])) + self.prefix
 
     def tokens(self, shape: tuple[int, ...]) -> int:
         """Language-model tokens (= placeholders) that an item of this shape becomes. Raises ValueError as check_shape.
@@ -191,7 +222,21 @@ class ModalityModule(nn.Module):
         """
         if self._tokens is not None:
             return self._tokens(tuple(shape))
-        return -(-(self.encoder_length(tuple(shape)) - self.prefix) // self.downsample)
+        return -(-self._feature_count(self.encoder_length(tuple(shape))) // self.downsample)
+
+    def _feature_count(self, length: int) -> int:
+        """Features of an item of `length` tokens inside the layers."""
+        if self.packing == PACKED:
+            return length - self.prefix
+        if length not in self._counts:
+            like = next(self.layers.parameters())
+            hidden = torch.empty((1, length, self.hidden_size), device="meta", dtype=like.dtype)
+            shell = epilogue(self.module, self.layer_path, self.returned)
+            kept: Any = shell.get_submodule(self.layer_path)[0]  # type: ignore[index]
+            output, _ = run(shell, kept, self._blank(like), hidden=hidden)
+            count = self.features_of(output).shape[1]
+            self._counts[length] = count - self.prefix if count == length else count
+        return self._counts[length]
 
     # ------------------------------------------------------------------ inputs
 
@@ -199,12 +244,12 @@ class ModalityModule(nn.Module):
         """Inputs of `forward` for these items. Items without data become meta tensors: shapes for later stages.
 
         images: pixel_values = list of [3, H, W]; audio: input_features [n, mel, longest], padded with zeros, and
-        lengths int64 [n] in frames. Both: plan, the attention plan of the packed items (absent with a preprocess
-        callback, which may change them).
+        lengths int64 [n] in frames. Both: plan, the attention plan of the packed items (absent where they are not
+        packed, and with a preprocess callback, which may change them).
         """
         if self._collate is not None:
             return self._collate(items)
-        if self.kind == "image":
+        if self.images is not None:
             inputs: Inputs = {"pixel_values": [_data(item) for item in items]}
         else:
             frames = max((item.shape[1] for item in items), default=0)
@@ -216,39 +261,51 @@ class ModalityModule(nn.Module):
                 "input_features": features,
                 "lengths": torch.tensor([item.shape[1] for item in items], dtype=torch.int64, device="cpu"),
             }
-        if self.preprocess is None and items:
+        if self.preprocess is None and items and self.packing == PACKED:
             inputs["plan"] = packed_plan([self.encoder_length(item.shape) for item in items])
         return inputs
 
-    def _kwargs(self, batch: Tensor) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {self.input_name: batch}
-        if self._interpolates:
-            kwargs["interpolate_pos_encoding"] = True
-        return kwargs
+    def kwargs_of(self, batch: Tensor, sizes: Sequence[Size] | None = None) -> dict[str, Any]:
+        """What the encoder is called with for a batch of items; sizes: of images, where they are padded."""
+        if self.images is None:
+            return {self.input_name: batch}
+        whole = (batch.shape[2], batch.shape[3])
+        return self.images.kwargs(batch, [whole] * len(batch) if sizes is None else sizes)
 
     def _shapes(self, inputs: Inputs) -> list[tuple[int, ...]]:
         batch = inputs[self.input_name]
-        if self.kind == "image":
+        if self.images is not None:
             return [tuple(image.shape) for image in batch]
         return [(batch.shape[1], int(n)) for n in inputs["lengths"]]
 
+    def _sets(self, shapes: list[tuple[int, ...]]) -> list[list[int]]:
+        """Items that one call takes: those of a size; alone each; where they are packed all that may be padded."""
+        if self.packing == ALONE or (self.packing == PACKED and (self.images is None or self.in_one_row)):
+            every = list(range(len(shapes)))
+            return [every] if self.packing == PACKED else [[i] for i in every]
+        sizes: dict[tuple[int, ...], list[int]] = {}
+        for i, shape in enumerate(shapes):
+            sizes.setdefault(shape, []).append(i)
+        return list(sizes.values())
+
     def _groups(self, inputs: Inputs, shapes: list[tuple[int, ...]], like: Tensor) -> list[_Group]:
-        """One call of the prologue per image size; audio in one call, padded to the length that the encoder wants."""
+        """The calls of the prologue; audio is padded to the length that the encoder wants."""
         batch = inputs[self.input_name]
         if any(item.is_meta for item in batch) and not like.is_meta:
             raise ValueError(
                 f"the batch holds {self.kind} items that were not decoded (Media.data is None), but this is the "
                 "encoder's first stage, which reads them: decode this modality on this rank"
             )
-        if self.kind == "audio":
-            batch = nn.functional.pad(batch.to(like), (0, self.frames - batch.shape[2]))
-            return [_Group(list(range(len(shapes))), self._kwargs(batch))]
-        sizes: dict[tuple[int, ...], list[int]] = {}
-        for i, shape in enumerate(shapes):
-            sizes.setdefault(shape, []).append(i)
-        return [
-            _Group(items, self._kwargs(torch.stack([batch[i].to(like) for i in items]))) for items in sizes.values()
-        ]
+        groups = []
+        for items in self._sets(shapes):
+            given = [batch[i].to(like) for i in items]
+            if self.images is not None:
+                kwargs = self.kwargs_of(stack_images(given), [(shapes[i][1], shapes[i][2]) for i in items])
+            else:
+                stacked = torch.stack(given)
+                kwargs = self.kwargs_of(nn.functional.pad(stacked, (0, self.frames - stacked.shape[2])))
+            groups.append(_Group(items, kwargs))
+        return groups
 
     # ------------------------------------------------------------------ forward
 
@@ -288,25 +345,50 @@ class ModalityModule(nn.Module):
         if not shapes:
             empty = like.new_zeros
             return empty(0, self.out_features) if self.is_last else empty(1, 0, self.hidden_size)
+        if self.packing == PACKED:
+            output = self._run_packed(inputs, shapes, lengths, like, hidden)
+            if not self.is_last:
+                return output
+            pieces = self.features_of(output)[0].split(lengths)
+        else:
+            pieces = self._run_apart(inputs, shapes, lengths, like, hidden)
+            if not self.is_last:
+                return torch.cat(pieces).unsqueeze(0)
+        return self._project(inputs, [self._without_prefix(piece, n) for piece, n in zip(pieces, lengths)])
+
+    def _run_packed(
+        self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor, hidden: Tensor | None
+    ) -> Any:
         plan = inputs.get("plan")
         if plan is None or plan.q_len != sum(lengths):
             plan = packed_plan(lengths)
         with use_plan(plan.to(like.device), backend=self.backend):
             if self.is_first:
-                output = self._run_first(inputs, shapes, lengths, like)
-            else:
-                if hidden is None:
-                    raise ValueError(f"layers {self.start} to {self.stop} need the previous stage's hidden state")
-                # Shapes do not matter: what the hollow prologue makes of this is replaced at the first layer.
-                blank = torch.empty((1, *self._default), device="meta", dtype=like.dtype)
-                output, _ = run(self.module, self._first_layer, self._kwargs(blank), hidden=hidden)
-        if not self.is_last:
-            return output
-        features = output[0] if isinstance(output, tuple) else output.last_hidden_state
-        return self._project(inputs, features[0], lengths)
+                return self._run_first(inputs, shapes, lengths, like)
+            return self._run_later(hidden, like, shapes)
+
+    def _run_later(self, hidden: Tensor | None, like: Tensor, shapes: list[tuple[int, ...]]) -> Any:
+        if hidden is None:
+            raise ValueError(f"layers {self.start} to {self.stop} need the previous stage's hidden state")
+        if self.in_one_row:  # its layers are told where each patch lies
+            height, width = (max(shape[side] for shape in shapes) for side in (1, 2))
+            zeros = like.new_zeros(()).expand(len(shapes), self.channels, height, width)
+            kwargs = self.kwargs_of(zeros, [(shape[1], shape[2]) for shape in shapes])
+        else:
+            kwargs = self._blank(like)
+        # What the hollow prologue makes of this is replaced at the first layer.
+        output, _ = run(self.module, self._first_layer, kwargs, hidden=hidden)
+        return output
+
+    def _blank(self, like: Tensor) -> dict[str, Any]:
+        """What the encoder is called with for one item of nominal size, without memory."""
+        return self.kwargs_of(torch.empty((1, *self.default_shape), device="meta", dtype=like.dtype))
 
     def _run_first(self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor) -> Any:
         """All groups but the last stop at the first layer; the last one goes on with everything packed."""
+        if self.in_one_row:
+            [group] = self._groups(inputs, shapes, like)
+            return run(self.module, self._first_layer, group.kwargs)[0]
         *others, last = self._groups(inputs, shapes, like)
         pieces: dict[int, Tensor] = {}
 
@@ -324,11 +406,38 @@ class ModalityModule(nn.Module):
         output, _ = run(self.module, self._first_layer, last.kwargs, enter=enter)
         return output
 
-    def _project(self, inputs: Inputs, features: Tensor, lengths: list[int]) -> Tensor:
-        if self.prefix:
-            rows = torch.cat([torch.arange(n, device=features.device) >= self.prefix for n in lengths])
-            features = features.index_select(0, rows.nonzero().squeeze(1))
-            lengths = [n - self.prefix for n in lengths]
+    def _run_apart(
+        self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor, hidden: Tensor | None
+    ) -> list[Tensor]:
+        """A call per group; the hidden state [L, D] of each item, or its features [n, D] on the last stage."""
+        given = None if hidden is None else hidden[0].split(lengths)
+        pieces: dict[int, Tensor] = {}
+        groups = self._groups(inputs, shapes, like) if self.is_first else map(_Group, self._sets(shapes))
+        for group in groups:
+            length = lengths[group.items[0]]
+            plan = AttentionPlan.build(BitfieldMask.full(len(group.items), length))
+            with use_plan(plan.to(like.device), backend=self.backend):
+                if self.is_first:
+                    enter = partial(_first_tokens, length=length)
+                    output, _ = run(self.module, self._first_layer, group.kwargs, enter=enter)
+                else:
+                    rows = None if given is None else torch.stack([given[i] for i in group.items])
+                    output = self._run_later(rows, like, [shapes[i] for i in group.items])
+            pieces.update(zip(group.items, self.features_of(output) if self.is_last else output))
+        return [pieces[i] for i in range(len(lengths))]
+
+    @staticmethod
+    def features_of(output: Any) -> Tensor:
+        """[B, n, D] of what the encoder returns."""
+        features: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        return features
+
+    def _without_prefix(self, features: Tensor, length: int) -> Tensor:
+        """Features [n, D] without class tokens, as far as what follows the layers has not pooled all tokens."""
+        return features[self.prefix :] if len(features) == length else features
+
+    def _project(self, inputs: Inputs, pieces: Sequence[Tensor]) -> Tensor:
+        features, lengths = torch.cat(list(pieces)), [len(piece) for piece in pieces]
         if self.postprocess is not None:
             features = self.postprocess(inputs, features)
             if features.shape[0] != sum(lengths):
@@ -355,8 +464,8 @@ def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
     return AttentionPlan.build(BitfieldMask(bits, doc=doc))
 
 
-def use_bitfield_attention(module: nn.Module) -> None:
-    """Switch a HuggingFace model to `attn_implementation="interlace"`.
+def use_bitfield_attention(module: nn.Module, implementation: str = NAME) -> None:
+    """Switch a HuggingFace model to `attn_implementation="interlace"`, or the other name of it.
 
     Raises ValueError where that cannot be done, and for layer drop: a dropped layer may be the one that a stage's
     hidden state enters or leaves at.
@@ -371,13 +480,17 @@ def use_bitfield_attention(module: nn.Module) -> None:
     if setter is None:
         raise ValueError(f"{type(module).__name__} is no HuggingFace model: its attention cannot be switched")
     config: Any = module.config
-    if config._attn_implementation != NAME:
-        setter(NAME)
-    if config._attn_implementation != NAME:
+    if config._attn_implementation != implementation:
+        setter(implementation)
+    if config._attn_implementation != implementation:
         raise ValueError(
-            f"{type(module).__name__} does not take attn_implementation={NAME!r}: its attention does not go through "
-            "HuggingFace's attention interface"
+            f"{type(module).__name__} does not take attn_implementation={implementation!r}: its attention does not go "
+            "through HuggingFace's attention interface"
         )
+
+
+def _first_tokens(hidden: Tensor, length: int) -> Tensor:
+    return hidden[:, :length]
 
 
 def _data(item: Media) -> Tensor:

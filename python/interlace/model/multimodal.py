@@ -16,16 +16,20 @@ from interlace.model.describe import LayerInfo, describe_layers
 from interlace.model.generate import generate
 from interlace.model.language import LanguageSettings, cross_entropy_sum, merge_tokens, run_language
 from interlace.model.modality import ModalityModule, use_bitfield_attention
-from interlace.model.sample import IGNORE, Sample
+from interlace.model.rows import ROWS
+from interlace.model.sample import IGNORE, Sample, refuse_copies
+from interlace.model.shared import check_cut
 from interlace.model.slice import carve, find_layers
 from interlace.model.stage import StageModule, keep_frozen
+from interlace.model.trial_encoder import encoder_cuts
+from interlace.model.trial_language import allowed_cuts, caches_right, language_layout
 
 LANGUAGE_MODEL = "language_model"
 
 
 @dataclass
 class MultimodalOutput:
-    """loss: mean cross entropy over valid targets [nats], None without labels; logits [1, T, V]; targets: how many."""
+    """loss: mean cross entropy over valid targets [nats], None without labels; logits [B, T, V]; targets: how many."""
 
     loss: Tensor | None
     logits: Tensor
@@ -51,7 +55,8 @@ class MultimodalModel(nn.Module):
     the fastest. generators must be empty: this version trains models that produce text.
 
     Parameters are named "encoders.<name>.module...", "encoders.<name>.projector..." and "language_model...".
-    Raises ValueError for parts that do not fit each other.
+    `packing` says how samples share a batch of each module. Raises ValueError for parts that do not fit each other and
+    for a language model that is not itself in here (see trial_language.py).
     """
 
     def __init__(
@@ -80,6 +85,11 @@ class MultimodalModel(nn.Module):
         whole: Any = language_model.config
         config: Any = whole.get_text_config()
         self.vocab_size = int(config.vocab_size)
+        if getattr(config, "output_router_logits", False):
+            raise ValueError(
+                f"{type(language_model).__name__} has output_router_logits=True, for an auxiliary loss of its routers "
+                "that a MultimodalModel does not have: set config.output_router_logits to False to train without it"
+            )
         for name, encoder in encoders.items():
             token = _configured_placeholder(encoder, whole, config)
             if name not in placeholders and token is not None:
@@ -94,13 +104,17 @@ class MultimodalModel(nn.Module):
             encoder.backend = backend
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         self.language_settings = LanguageSettings(
-            layer_path=find_layers(language_model, path),
+            layer_path=find_layers(language_model, path or _decoder_layers(language_model)),
             placeholders={name: placeholders[name] for name in encoders},
             merge=preprocess,
             preprocess=before,
             postprocess=after,
             backend=backend,
         )
+        self._layout = language_layout(language_model, self.language_settings, self.max_length)
+        self.language_settings.layout, self.language_settings.limit = self._layout.name, self._layout.limit
+        self._cuts: dict[str, list[bool]] = {}  # see slice
+        self._caches: bool | None = None
         self._frozen: dict[str, bool] = {}  # see keep_frozen
         # Some weights are constants by design (Whisper's sinusoids): unfreezing must not make them trainable.
         self._constant = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
@@ -120,6 +134,11 @@ class MultimodalModel(nn.Module):
         """Encoder name -> the token id that stands for one of its features."""
         return dict(self.language_settings.placeholders)
 
+    @property
+    def packing(self) -> dict[str, str]:
+        """Module -> how samples share its batch: "packed", "rows" or "alone"; see interlace.model.rows."""
+        return {**{name: self.encoders[name].packing for name in self.encoders}, LANGUAGE_MODEL: self._layout.name}
+
     def layer_list(self, name: str) -> nn.ModuleList:
         """The repeated layers of module `name`, which stages are cut from."""
         self._check_module(name)
@@ -129,18 +148,26 @@ class MultimodalModel(nn.Module):
         assert isinstance(layers, nn.ModuleList)
         return layers
 
-    def layers(self, name: str, *, context: int | None = None) -> list[LayerInfo]:
+    def nominal_length(self, name: str) -> int:
+        """Tokens of an item of the size that an encoder was configured for, or of a row of the language model's
+        positions up to 1,024: for estimates where the lengths of the data are not known."""
+        self._check_module(name)
+        if name == LANGUAGE_MODEL:
+            return min(self.max_length or 1024, 1024)
+        return self.encoders[name].nominal_length
+
+    def layers(self, name: str, *, context: float | None = None) -> list[LayerInfo]:
         """The layers of module `name` with parameters and estimated forward FLOPs per token of that module.
 
-        context: keys that a query sees (default: a whole item of the encoder's nominal size, or half the language
-        model's positions up to 1,024, as causal queries see half).
+        context: keys that a query sees on average (default: all of an item of `nominal_length`, and half for the
+        language model, whose queries see what is before them).
         """
         self._check_module(name)
         if name == LANGUAGE_MODEL:
-            keys = context if context is not None else min(self.max_length or 1024, 1024) / 2
+            keys = context if context is not None else self.nominal_length(name) / 2
             return describe_layers(self.language_model, LANGUAGE_MODEL, self.language_settings.layer_path, keys)
         encoder = self.encoders[name]
-        keys = context if context is not None else encoder.nominal_length
+        keys = context if context is not None else self.nominal_length(name)
         path = f"module.{encoder.layer_path}"
         return describe_layers(encoder, f"encoders.{name}", path, keys, encoder.downsample)
 
@@ -157,7 +184,8 @@ class MultimodalModel(nn.Module):
         """Layers [start, stop) of module `name` as a pipeline stage.
 
         The stage shares this model's parameters unless copy=True. checkpointing: recompute each layer in backward
-        (None: as this model does). Raises ValueError for an unknown module or a range that its layers do not have.
+        (None: as this model does). Raises ValueError for an unknown module, a range that its layers do not have, and
+        a cut where later layers need more of earlier ones than the hidden state.
         """
         total = len(self.layer_list(name))
         if not 0 <= start < stop <= total:
@@ -165,12 +193,16 @@ class MultimodalModel(nn.Module):
                 f"{name}: layers {start} to {stop} are no stage of its {total} layers; need 0 <= start < stop <= "
                 f"{total} (more stages than layers cannot be)"
             )
+        if name == LANGUAGE_MODEL:
+            check_cut(self.language_model, total, start, stop)
+        self._check_cuts(name, {start, stop} - {0, total})
         root: nn.Module = self.language_model
-        path = self.language_settings.layer_path
+        path, returned, zeros = self.language_settings.layer_path, self._layout.returned, False
         if name != LANGUAGE_MODEL:
+            returned, zeros = self.encoders[name].returned, self.encoders[name].in_one_row
             root, path = self.encoders[name], f"module.{self.encoders[name].layer_path}"
         recompute = self._checkpointing if checkpointing is None else checkpointing
-        part = carve(root, path, start, stop, share=not copy, checkpointing=recompute)
+        part = carve(root, path, start, stop, share=not copy, checkpointing=recompute, returned=returned, zeros=zeros)
         if isinstance(part, ModalityModule):
             part.start, part.stop = start, stop
         stage = StageModule(name, part, start, stop, total, self.language_settings, self._frozen)
@@ -259,7 +291,8 @@ class MultimodalModel(nn.Module):
         self._check_module(name)
         if name == LANGUAGE_MODEL:
             encoders = {name: self.encoders[name] for name in self.encoders}
-            return collate_language(samples, encoders, self.placeholders, self.max_length, self.vocab_size)
+            rows = self.language_settings.layout == ROWS
+            return collate_language(samples, encoders, self.placeholders, self.max_length, self.vocab_size, rows=rows)
         return collate_media(samples, name, self.encoders[name])
 
     # ------------------------------------------------------------------ forward
@@ -279,6 +312,12 @@ class MultimodalModel(nn.Module):
         """Token ids that continue `prompt` (its labels do not matter); options: see interlace.model.generate."""
         return generate(self, [prompt], **options)[0]
 
+    def caches_right(self) -> bool:
+        """Whether the language model generates with its cache what it would by reading everything for each token."""
+        if self._caches is None:
+            self._caches = caches_right(self.language_model, self.language_settings, self.max_length)
+        return self._caches
+
     def forward(
         self,
         input_ids: Tensor,
@@ -290,10 +329,13 @@ class MultimodalModel(nn.Module):
     ) -> MultimodalOutput:
         """Run the whole model on a collated batch: mllm(**mllm.collate(samples)).
 
-        input_ids, labels (already shifted), position_ids int64 [1, T]; mask or plan: who attends whom, by default
-        causal; encoder_inputs: keyword per encoder, its collated inputs. Raises ValueError for unknown encoders and
-        for features that do not match the placeholders.
+        input_ids, labels (already shifted), position_ids int64 [B, T]; mask or plan: who attends whom, by default
+        causal; encoder_inputs: keyword per encoder, its collated inputs. Raises ValueError for unknown encoders, for
+        features that do not match the placeholders, for several samples in a row of a model that does not pack, and for
+        labels that were not shifted (on a CPU: a GPU would have to be waited for).
         """
+        if labels is not None and labels.device.type == input_ids.device.type == "cpu":
+            refuse_copies("labels", [(input_ids, labels)])
         if mask is None and plan is None:
             mask = BitfieldMask.causal(*input_ids.shape)
         inputs: dict[str, Any] = {"input_ids": input_ids, "labels": labels, "mask": mask, "plan": plan}
@@ -318,6 +360,39 @@ class MultimodalModel(nn.Module):
                 f"unknown module {name!r}: the model has {', '.join(self.modules_order())}"
                 + (f"; did you mean {near[0]!r}?" if near else "")
             )
+
+    def _check_cuts(self, name: str, cuts: Collection[int]) -> None:
+        if not cuts:
+            return
+        module = self.language_model if name == LANGUAGE_MODEL else self.encoders[name].module
+        if name not in self._cuts and name == LANGUAGE_MODEL:
+            self._cuts[name] = allowed_cuts(
+                self.language_model, self.language_settings, self.max_length, self._layout.returned
+            )
+        elif name not in self._cuts:
+            self._cuts[name] = encoder_cuts(self.encoders[name])
+        allowed = self._cuts[name]
+        for cut in sorted(cuts):
+            if not allowed[cut]:
+                others = [str(i) for i in range(1, len(allowed)) if allowed[i]]
+                raise ValueError(
+                    f"{name}: {type(module).__name__} cannot be cut before layer {cut}: its later layers need more of "
+                    "the earlier ones than the hidden state. "
+                    + (f"Cut it before layer {', '.join(others)}" if others else "Keep this module on one stage")
+                )
+
+
+def _decoder_layers(model: Any) -> str | None:
+    """Path of the layers of the part that reads text, as far as a model says which that is: it may hold towers too."""
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+    name = next((name for name, part in model.named_modules() if part is decoder and name), None)
+    if name is None:
+        return None
+    own = [key for key, part in decoder.named_children() if isinstance(part, nn.ModuleList) and len(part)]
+    try:
+        return f"{name}.{own[0] if len(own) == 1 else find_layers(decoder)}"
+    except ValueError:
+        return None
 
 
 def _configured_placeholder(encoder: Any, *configs: Any) -> int | None:

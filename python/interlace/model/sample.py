@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +11,10 @@ from torch import Tensor
 
 IGNORE = -100
 """Label of a position without a target."""
+
+COPIES = 3
+"""Positions that labels must merely repeat before they are refused: fewer can be chance where labels are no next tokens
+(a class per token, the clean ids of a noisy text)."""
 
 
 @dataclass
@@ -45,7 +51,8 @@ class Sample:
     """One training sample, uncollated.
 
     input_ids: int64 [L]; each media item appears as `tokens` consecutive copies of its modality's placeholder id
-    labels:    int64 [L], already shifted: labels[t] is the id wanted after input_ids[t]; IGNORE (-100) = no target
+    labels:    int64 [L], already shifted: labels[t] is the id wanted after input_ids[t]; IGNORE (-100) = no target.
+               Labels that lie beside their own ids, as HuggingFace's models want them: Sample.from_unshifted
     media:     modality -> its items in order of appearance in input_ids
     name:      for messages
 
@@ -69,6 +76,56 @@ class Sample:
                 f"sample {self.name!r} has {len(self.input_ids)} input_ids but {len(self.labels)} labels: give every "
                 f"position a target, {IGNORE} where there is none"
             )
+        refuse_copies(f"sample {self.name!r}", [(self.input_ids, self.labels)], warn=True)
+
+    @classmethod
+    def from_unshifted(
+        cls,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        media: Mapping[str, Sequence[Media]] | None = None,
+        name: str = "",
+    ) -> Sample:
+        """A Sample of labels that lie beside their own ids, as HuggingFace's models want them.
+
+        labels[t] is input_ids[t], or IGNORE for no target; None: every id is one.
+        """
+        labels = shift_labels(input_ids if labels is None else labels)
+        return cls(input_ids, labels, {key: list(items) for key, items in (media or {}).items()}, name)
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Labels that lie beside their own ids, int64 [..., L] with one sequence per row -> each beside the id before it.
+
+    Raises ValueError for a row without tokens.
+    """
+    if labels.dim() == 0 or labels.shape[-1] == 0:
+        raise ValueError(f"labels {list(labels.shape)} hold no tokens: give at least one per row")
+    return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORE)], dim=-1)
+
+
+def refuse_copies(where: str, rows: Iterable[tuple[Tensor, Tensor]], *, warn: bool = False) -> None:
+    """Raise ValueError if labels repeat input_ids instead of being what follows them.
+
+    rows: pairs of input_ids and labels, int64 [..., L]. Labels repeat if each target, in all rows, is the id of its own
+    position. Only a position whose next id is another one tells the two readings apart, so texts of one repeated token
+    pass. Fewer than COPIES such positions are warned of, if at all.
+    """
+    copies = 0
+    for ids, labels in rows:
+        valid = labels != IGNORE
+        if not torch.equal(labels[valid], ids[valid]):
+            return
+        copies += int((valid[..., :-1] & (ids[..., :-1] != ids[..., 1:])).sum())
+    message = (
+        f"{where}: labels repeat input_ids at every position with a target, so a model would learn to copy. labels[t] "
+        "must be the id that follows input_ids[t]: use Sample.from_unshifted(input_ids, labels), or "
+        "interlace.model.shift_labels(labels)"
+    )
+    if copies >= COPIES:
+        raise ValueError(message)
+    if copies and warn:
+        warnings.warn(message, stacklevel=4)

@@ -17,14 +17,18 @@ which raises a private exception that `run` catches, so no epilogue of an earlie
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from functools import partial
+from types import MethodType
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from interlace.model.checkpointing import set_checkpointing
+from interlace.model.checkpointing import check_entry, set_checkpointing
+
+M = TypeVar("M", bound=nn.Module)
 
 _hidden: ContextVar[Tensor | None] = ContextVar("interlace_hidden", default=None)
 
@@ -36,26 +40,32 @@ class _Leave(Exception):
         self.hidden = hidden
 
 
-class _Absent(nn.Module):
-    """Stands where a layer of another stage was. Keeps the layer's plain attributes: some models' loops read them."""
+class Absent(nn.Module):
+    """Stands where a layer of another stage was. Keeps the layer's plain attributes: some models' loops read them.
 
-    def __init__(self, layer: nn.Module):
+    returned: the length of the tuple that the layer returned, None where it returned the hidden state itself.
+    """
+
+    def __init__(self, layer: nn.Module, returned: int | None = None):
         super().__init__()
         plain = {k: v for k, v in layer.__dict__.items() if not k.startswith("_") and k not in ("training", "forward")}
         self.__dict__.update(plain)
+        self._returned = returned
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Not the argument: where layers return tuples, the caller has taken it apart.
         entering = _hidden.get()
-        return _hidden_argument(args, kwargs) if entering is None else entering
+        hidden = hidden_argument(args, kwargs) if entering is None else entering
+        return hidden if self._returned is None else (hidden, *[None] * (self._returned - 1))
 
 
-class _Exit(_Absent):
+class _Exit(Absent):
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _Leave(_hidden_argument(args, kwargs))
+        raise _Leave(hidden_argument(args, kwargs))
 
 
-def _hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden state among the arguments of a layer; raises TypeError where it cannot be told."""
     given = args[0] if args else next((kwargs[k] for k in ("hidden_states", "hidden_state", "x") if k in kwargs), None)
     if not isinstance(given, Tensor):
         raise TypeError(
@@ -102,11 +112,15 @@ def carve(
     *,
     share: bool = True,
     checkpointing: bool = False,
+    returned: Sequence[int | None] = (),
+    zeros: bool = False,
 ) -> nn.Module:
     """What the stage of layers [start, stop) of the ModuleList at `path` needs of `module`; see the module docstring.
 
     share: parameters are `module`'s own; otherwise independent copies (ties inside the stage are kept). The layers
-    get activation checkpointing as asked, without a change to `module`'s.
+    get activation checkpointing as asked, without a change to `module`'s. returned: what each layer returns, as in
+    Absent; by default all return their hidden state. zeros: what is hollow before the list gives zeros on the device
+    that it is called on, for code that computes positions from shapes and devices along the way.
     """
     memo: dict[int, Any] = {}
 
@@ -115,17 +129,17 @@ def carve(
 
     def take_layer(layer: nn.Module) -> nn.Module:
         # Even when shared, the layer is its own object, so that hooks and checkpointing here do not reach `module`.
-        layer = _clone(layer) if share else copy.deepcopy(layer, memo)
+        layer = clone(layer) if share else copy.deepcopy(layer, memo)
         set_checkpointing([layer], checkpointing)
         return layer
 
     def visit(node: nn.Module, rest: list[str]) -> nn.Module:
-        shell = _clone(node)
+        shell = clone(node)
         if not rest:
             for i, (key, layer) in enumerate(node._modules.items()):
                 assert layer is not None
-                kept = start <= i < stop
-                shell._modules[key] = take_layer(layer) if kept else _Exit(layer) if i == stop else _Absent(layer)
+                gone = Absent(layer, returned[i] if returned else None)
+                shell._modules[key] = take_layer(layer) if start <= i < stop else _Exit(layer) if i == stop else gone
             return shell
         if start == 0:
             shell._parameters = {key: take(value) for key, value in node._parameters.items()}
@@ -141,7 +155,9 @@ def carve(
             elif child is None or next(child.parameters(), None) is None or (start == 0 if first else stop == total):
                 shell._modules[key] = take(child)
             else:
-                shell._modules[key] = _hollow(child)
+                shell._modules[key] = hollow = _hollow(child)
+                if zeros and first:
+                    hollow.__dict__["forward"] = MethodType(_give_zeros, hollow)
         return shell
 
     layers = module.get_submodule(path)
@@ -165,6 +181,19 @@ def prologue(module: nn.Module, path: str) -> nn.Module:
     return shell
 
 
+def epilogue(module: nn.Module, path: str, returned: Sequence[int | None]) -> nn.Module:
+    """A hollow copy of `module` whose layers pass on what `run` is given: computes the shape of what it makes of them.
+
+    returned: as for `carve`.
+    """
+    shell = _hollow(module)
+    layers = shell.get_submodule(path)
+    for i, (key, layer) in enumerate(layers._modules.items()):
+        assert layer is not None
+        layers._modules[key] = Absent(layer, returned[i] if returned else None)
+    return shell
+
+
 def run(
     module: nn.Module,
     first_layer: nn.Module,
@@ -184,30 +213,38 @@ def run(
     def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         nonlocal entered
         entered = True
-        given = _hidden_argument(args, kwargs)
+        given = hidden_argument(args, kwargs)
         new = enter(given) if enter is not None else hidden
         if args:
             return (new, *args[1:]), kwargs
         return args, {key: new if value is given else value for key, value in kwargs.items()}
 
-    handle = None if entered else first_layer.register_forward_pre_hook(replace, with_kwargs=True)
+    if not entered:
+        check_entry(first_layer)
+    leave_as_it_was = None if entered else _before(first_layer, replace)
     token = _hidden.set(hidden)
     try:
         output, left = module(**kwargs), False
     except _Leave as leave:
         output, left = leave.hidden, True
-    except RuntimeError as error:
-        if hidden is None or "meta" not in str(error):
+    except (RuntimeError, StopIteration) as error:  # the latter where a model asks a part without weights for its dtype
+        if not _is_cut(module) or ("meta" not in str(error) and isinstance(error, RuntimeError)):
             raise
+        name = type(module).__name__
+        if hidden is None:
+            raise ValueError(
+                f"{name} cannot be cut: before its layers it computes with weights that are registered after them and "
+                "belong to its last stage. Keep this module on one stage"
+            ) from error
         raise ValueError(
-            f"{type(module).__name__} cannot start after its first layers: between its embeddings and its layers it "
-            "computes with weights that only its first stage holds (learned positions added to inputs_embeds). Keep "
-            "this module on one stage"
+            f"{name} cannot start after its first layers: between its embeddings and its layers it computes with "
+            "weights that only its first stage holds (learned positions added to inputs_embeds). Keep this module on "
+            "one stage"
         ) from error
     finally:
         _hidden.reset(token)
-        if handle is not None:
-            handle.remove()
+        if leave_as_it_was is not None:
+            leave_as_it_was()
     if not entered:
         raise RuntimeError(
             f"{type(module).__name__} skipped its layer {type(first_layer).__name__}, where the hidden state enters: "
@@ -216,15 +253,43 @@ def run(
     return output, left
 
 
+def _before(layer: nn.Module, change: Callable[..., tuple[Any, Any]]) -> Callable[[], None]:
+    """Have change(layer, args, kwargs) make what `layer` is called with; returns what undoes that.
+
+    As a hook, unless layer.compile() was called: compiled code has hooks inside, where nothing may be raised.
+    """
+    compiled = getattr(layer, "_compiled_call_impl", None)
+    if compiled is None:
+        return layer.register_forward_pre_hook(change, with_kwargs=True).remove
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = change(layer, args, kwargs)
+        return compiled(*args, **kwargs)
+
+    layer.__dict__["_compiled_call_impl"] = call
+    return partial(layer.__dict__.__setitem__, "_compiled_call_impl", compiled)
+
+
+def _is_cut(module: nn.Module) -> bool:
+    """Whether a part of it is hollow."""
+    return any(
+        isinstance(value, Tensor) and value.is_meta for part in module.modules() for value in vars(part).values()
+    )
+
+
 def leave(hidden: Tensor) -> NoReturn:
     """From within `enter`: end the forward here, with this hidden state."""
     raise _Leave(hidden)
 
 
-def _clone(module: nn.Module) -> nn.Module:
-    """The same module as a new object: parameters, buffers and children are shared, its tables of them are not."""
+def clone(module: M) -> M:
+    """The same module as a new object: parameters, buffers and children are shared, its tables of them are not.
+
+    Compiled code is that of the old object: the new one has none.
+    """
     new = type(module).__new__(type(module))
     new.__dict__.update(module.__dict__)
+    new.__dict__.pop("_compiled_call_impl", None)
     for key, value in module.__dict__.items():
         if isinstance(value, dict) and (key in ("_parameters", "_buffers", "_modules") or key.endswith("_hooks")):
             new.__dict__[key] = value.copy()
@@ -233,7 +298,7 @@ def _clone(module: nn.Module) -> nn.Module:
 
 def _hollow(module: nn.Module) -> nn.Module:
     """The structure of `module` with meta tensors for parameters and buffers, none of them registered."""
-    shell = _clone(module)
+    shell = clone(module)
     _hollow_tensors(shell)
     for key, buffer in list(shell._buffers.items()):
         if buffer is not None:
@@ -242,6 +307,17 @@ def _hollow(module: nn.Module) -> nn.Module:
     for key, child in shell._modules.items():
         shell._modules[key] = None if child is None else _hollow(child)
     return shell
+
+
+def _give_zeros(shell: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a hollow module in which tensors that are not on meta become zeros of the right shapes."""
+    device = next((x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), torch.device("meta"))
+
+    def place(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    made = type(shell).forward(shell, *map(place, args), **{key: place(value) for key, value in kwargs.items()})
+    return torch.zeros((), dtype=made.dtype, device=device).expand(made.shape)
 
 
 def _hollow_tensors(shell: nn.Module) -> None:

@@ -51,34 +51,38 @@ class StageModule(nn.Module):
 
         inputs: the module's collated inputs (`MultimodalModel.collate_module`); for the first stage of the language
         model also "features": {encoder: [n, D]}. hidden: the previous stage's output, None on the first stage.
-        Returns the hidden state [1, N, D]; on an encoder's last stage features [n, D_llm]; on the language model's
-        last stage the sum of the cross entropy over valid targets, a scalar (the caller divides).
+        Returns the hidden state ([1, N, D], or [B, T, D] of a language model in rows); on an encoder's last stage
+        features [n, D_llm]; on the language model's last stage the sum of the cross entropy over valid targets, a
+        scalar (the caller divides).
         """
         self._check(hidden)
         if self.is_encoder:
             encoder = self.encoders[self.name]
             assert isinstance(encoder, ModalityModule)
             return encoder.run(inputs, hidden)
-        keep = None
+        wanted = None
         if self.is_last and self._settings.postprocess is None:
             # The head is run for positions with a target only: most of a packed row of media has none.
-            labels = inputs["labels"]
-            if labels.shape[0] == 1:
-                keep = (labels[0] != IGNORE).nonzero().squeeze(1).to(next(self.parameters()).device)
-        output = self._run_language(inputs, hidden, keep)
+            wanted = inputs["labels"] != IGNORE
+        output = self._run_language(inputs, hidden, wanted)
+        if not self.is_last and not isinstance(output, Tensor):
+            raise ValueError(
+                f"{self.name}: its forward does not come to layer {self.stop} of {self._settings.layer_path!r}: name "
+                "the layers that text goes through, ModalityModule(llm, projector=None, layers=...)"
+            )
         return cross_entropy_sum(output.logits, inputs["labels"]) if self.is_last else output
 
     def logits_of(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
-        """Logits [1, T, V] of all positions, on the language model's last stage."""
+        """Logits [B, T, V] of all positions, on the language model's last stage."""
         if self.is_encoder or not self.is_last:
             raise ValueError(f"{self.name} [{self.start}:{self.stop}] has no logits: ask the language model's last one")
         self._check(hidden)
         return self._run_language(inputs, hidden, None).logits
 
-    def _run_language(self, inputs: dict[str, Any], hidden: Tensor | None, keep: Tensor | None) -> Any:
+    def _run_language(self, inputs: dict[str, Any], hidden: Tensor | None, wanted: Tensor | None) -> Any:
         layers = self.language_model.get_submodule(self._settings.layer_path)
         assert isinstance(layers, nn.ModuleList)
-        return run_language(self.language_model, self._settings, layers[self.start], inputs, hidden, keep=keep)
+        return run_language(self.language_model, self._settings, layers[self.start], inputs, hidden, wanted=wanted)
 
     def _check(self, hidden: Tensor | None) -> None:
         if self.is_first == (hidden is not None):

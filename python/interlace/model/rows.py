@@ -1,0 +1,94 @@
+"""How samples share a batch of a module: the names, and what a batch of the language model holds.
+
+    "packed"  all samples side by side in one row; the attention mask alone keeps them apart
+    "rows"    one sample per row, padded on the right: for layers that mix neighbouring tokens outside attention
+              (linear attention, state spaces, convolutions). Items of an encoder: those of one size as a batch
+    "alone"   packed, with one call per sample or item: for everything else
+
+Which of them a module takes is found out by trying (trial.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from interlace.attention import AttentionPlan
+from interlace.masks import BitfieldMask, Tokens
+
+PACKED, ROWS, ALONE = "packed", "rows", "alone"
+
+
+class Segment(NamedTuple):
+    """Where a document lies in a batch, [start, stop) of a row, and the plan of its tokens alone."""
+
+    row: int
+    start: int
+    stop: int
+    plan: AttentionPlan
+
+    def of(self, tensor: Tensor | None) -> Any:
+        """Its part [1, n, ...] of a tensor [B, T, ...]; None of None."""
+        return None if tensor is None else tensor[self.row : self.row + 1, self.start : self.stop]
+
+
+def padded(flat: Tensor, lengths: Tensor, fill: int) -> Tensor:
+    """[T] of samples one after the other -> [B, longest], filled up on the right."""
+    valid = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    rows = flat.new_full(valid.shape, fill)
+    rows[valid] = flat
+    return rows
+
+
+def segments(plan: AttentionPlan) -> list[Segment]:
+    """The documents of a batch in order; made once per plan.
+
+    Raises ValueError for a document whose tokens do not lie side by side.
+    """
+    made: list[Segment] | None = plan.__dict__.get("_segments")
+    if made is None:
+        made, queries = [], plan.queries()
+        for row, docs in enumerate(plan.q_doc):
+            ids, counts = torch.unique_consecutive(docs, return_counts=True)
+            valid = ids[ids >= 0]
+            if len(valid.unique()) < len(valid):
+                raise ValueError(
+                    f"a document of row {row} lies in several pieces, or has a token that sees nothing: "
+                    "put its tokens side by side, each seeing at least itself"
+                )
+            for document, stop, count in zip(ids.tolist(), counts.cumsum(0).tolist(), counts.tolist()):
+                if document >= 0:
+                    tokens = Tokens(*(field[row : row + 1, stop - count : stop] for field in queries))
+                    alone = AttentionPlan.build(mask_of(tokens, plan.sinks), block=plan.block)
+                    made.append(Segment(row, stop - count, stop, alone))
+        plan.__dict__["_segments"] = made
+    return made
+
+
+def check_rows(plan: AttentionPlan) -> None:
+    """Raise ValueError unless each row of a batch holds one document, padded on the right; looked at once per plan."""
+    if "_has_rows" not in plan.__dict__:
+        doc = plan.q_doc
+        first = doc[:, :1].expand_as(doc)
+        inside = torch.arange(doc.shape[1], device=doc.device) < (doc >= 0).sum(1, keepdim=True)
+        if bool((torch.where(inside, doc != first, doc >= 0) | (inside & (first < 0))).any()):
+            raise ValueError(
+                "a row of the batch holds several samples, padding before its own or a token that sees nothing, but "
+                "this language model mixes neighbouring tokens outside attention: give each sample a row, padded on "
+                "the right (doc = -1), as mllm.collate does"
+            )
+        plan.__dict__["_has_rows"] = True
+
+
+def longest(plan: AttentionPlan) -> int:
+    """Tokens of the longest document, as far as its positions say."""
+    return 1 + int(torch.where(plan.q_doc >= 0, plan.q_pos, -1).max()) if plan.q_pos.numel() else 0
+
+
+def mask_of(tokens: Tokens, sinks: int) -> BitfieldMask:
+    """The mask of some tokens of a plan."""
+    return BitfieldMask(
+        tokens.bits, doc=tokens.doc, span=tokens.span, pos=tokens.pos, window=tokens.window, sinks=sinks
+    )

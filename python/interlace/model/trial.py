@@ -1,0 +1,158 @@
+"""Finds out, by trying, how samples may share a batch of a module, and where it may be cut into stages.
+
+Nothing is known about any architecture: a stand-in of the module (standin.py) is run on two samples in one batch and on
+each alone. What differs must not be done: "packed" gives way to "rows", "rows" to "alone" (rows.py), a cut is refused.
+The trial takes the code path of real batches. Where it cannot be made (a stand-in fails), the safest answer is taken.
+
+An answer depends on the module's structure alone, so modules of one structure are tried once in a process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from interlace.model.rows import ALONE
+from interlace.model.standin import signature
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TOLERANCE = 1e-4  # see far; rounding in fp32 stays below 1e-5
+_answers: dict[Any, Any] = {}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How samples share a batch of a module: one of interlace.model.rows, and why not a faster one.
+
+    returned: the length of the tuple that each layer returns, None for a tensor (see Absent); empty if not known.
+    limit: with a longer sample [tokens] in the batch each must be run alone (rotary frequencies that depend on the
+    longest); None: however long they are.
+    one_size: an image encoder that takes no images of another size than it was configured for.
+    """
+
+    name: str
+    reason: str = ""
+    returned: tuple[int | None, ...] = ()
+    limit: int | None = None
+    one_size: bool = False
+
+
+def far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest error of a token's output [T, D] in any sample, relative to how much tokens differ.
+
+    inf where the shapes differ or the outputs are not finite.
+    """
+    worst = 0.0
+    for got, want in zip(found, expected, strict=True):
+        if got.shape != want.shape or not (bool(got.isfinite().all()) and bool(want.isfinite().all())):
+            return float("inf")
+        error, size = (got - want).flatten(1).norm(dim=1).max(), want.flatten(1).norm(dim=1).mean()
+        # What all tokens have in common says nothing about any of them.
+        own = (want - want.mean(0)).flatten(1).norm(dim=1).mean() if len(want) > 1 else size
+        worst = max(worst, float(error / own.clamp_min(1e-2 * float(size) + 1e-12)))
+    return worst
+
+
+class Case(NamedTuple):
+    """Samples to try: outputs of each in one batch of a layout, and of each alone.
+
+    trusted: alone is the same every time. needed: without an answer to this case there is none at all.
+    """
+
+    what: str
+    together: Callable[[str], Sequence[Tensor]]
+    alone: Callable[[], Sequence[Tensor]]
+    trusted: bool = True
+    needed: bool = True
+
+
+def fastest(name: str, layouts: Iterable[str], cases: Iterable[Case]) -> Layout:
+    """The first of `layouts` that gives each sample of every case what it gets alone; of none, ALONE."""
+    reasons = []
+    wanted: list[tuple[Case, Sequence[Tensor]]] = []
+    for case in cases:
+        try:
+            alone = case.alone()
+            if not case.trusted and far(case.alone(), alone) > 0:
+                continue  # random, as in training, whatever the layout: other cases have to answer
+            wanted.append((case, alone))
+        except Exception as error:  # whatever a model may raise
+            if case.needed:
+                reasons.append(f"{case.what}: {type(error).__name__}: {one_line(error)}")
+                layouts = ()
+    for layout in layouts:
+        wrong = next((reason for case, alone in wanted if (reason := _differs(case, layout, alone))), "")
+        if not wrong:
+            return Layout(layout, "; ".join(reasons))
+        reasons.append(wrong)
+    log.info("%s runs one sample at a time: %s", name, "; ".join(reasons))
+    return Layout(ALONE, "; ".join(reasons))
+
+
+def _differs(case: Case, layout: str, alone: Sequence[Tensor]) -> str:
+    """How the samples of a batch in this layout come to other outputs; empty where they do not."""
+    try:
+        error = far(case.together(layout), alone)
+    except Exception as problem:  # whatever a model may raise
+        return f"{layout} ({case.what}): {type(problem).__name__}: {one_line(problem)}"
+    return f"{layout} ({case.what}): samples change outputs of others by {error:.0e}" if error > TOLERANCE else ""
+
+
+def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool]:
+    """Tries all cuts at once, and one by one if that differs; run(bounds) gives outputs [T, D] of stages so bounded."""
+
+    def right(*bounds: int) -> bool | None:
+        try:
+            return far([run(bounds)], [whole]) <= TOLERANCE
+        except Exception:  # whatever a model may raise
+            return None
+
+    try:
+        whole = run([0, count])
+    except Exception:  # as above
+        return [True] * count
+    if right(*range(count + 1)):
+        return [True] * count
+    return [cut == 0 or right(0, cut, count) is not False for cut in range(count)]
+
+
+def remembered(what: str, module: nn.Module, extra: Any, answer: Callable[[], T]) -> T:
+    """answer(), or what it was for a module of the same structure and config."""
+    if any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in module.modules()):
+        return answer()
+    config: Any = module.config
+    key = (what, type(module), config.to_json_string(use_diff=False), signature(module), extra)
+    if key not in _answers:
+        _answers[key] = answer()
+    found: T = _answers[key]
+    return found
+
+
+def note_returns(layers: nn.ModuleList) -> list[int | None]:
+    """A list that holds what each layer returned last, as in Layout.returned."""
+    returned: list[int | None] = [None] * len(layers)
+
+    def note(_: nn.Module, args: Any, output: Any, *, index: int) -> None:
+        returned[index] = len(output) if isinstance(output, tuple) else None
+
+    for i, layer in enumerate(layers):
+        layer.register_forward_hook(partial(note, index=i))
+    return returned
+
+
+def random_rows(shape: Sequence[int], seed: int) -> Tensor:
+    """Standard normal numbers, the same in every process."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, shortened."""
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,273 @@
+"""The trial of a language model: layouts, whether it is what its own forward is, its cuts, its cache (see trial.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interlace.attention import AttentionPlan
+from interlace.attention.hf import NAME
+from interlace.masks import BitfieldMask
+from interlace.model.collate import collate_language
+from interlace.model.generate import Reading, Readings
+from interlace.model.language import LanguageSettings, merge_tokens, run_language
+from interlace.model.rows import ALONE, PACKED, ROWS
+from interlace.model.sample import IGNORE, Sample
+from interlace.model.slice import carve
+from interlace.model.standin import SMALL, Unanswerable, cheaply, stand_in, takes
+from interlace.model.trial import TOLERANCE, Case, Layout, far, fastest, find_cuts, note_returns, remembered
+
+LENGTHS = ((9, 5), (70, 37))  # tokens of two samples; what mixes tokens up to 106 apart shows in the longer ones
+WORDS = 512  # logits of a stand-in for a large vocabulary
+CUT_LENGTH = 5
+STEPS = 3
+
+
+def language_layout(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> Layout:
+    """How samples share a batch of this language model.
+
+    Raises ValueError for a model that gives other logits for token ids by its own eager attention than a
+    MultimodalModel, which hands it embeddings and a causal mask: it computes something else with the ids, or is not
+    causal, or its masks or scores hold what bitfield attention was not told.
+    """
+    return remembered(
+        "layout", module, (settings.layer_path, max_length), lambda: _layout(module, settings, max_length)
+    )
+
+
+def _layout(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> Layout:
+    with cheaply():
+        for words in (WORDS, None):
+            try:
+                model = stand_in(module, settings.layer_path)
+            except Unanswerable as error:
+                return Layout(ALONE, str(error))
+            if words is not None:
+                _trim(model, words)
+            few, many = (
+                _Trial(model, settings, _ids(module, [min(n, max_length or n) for n in lengths])) for lengths in LENGTHS
+            )
+            own = few.own()
+            if own is not None:
+                break
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+        if own is not None:
+            few.check(own)
+        returned = note_returns(model.get_submodule(settings.layer_path))  # type: ignore[arg-type]
+        cases = [
+            Case("in evaluation", few.together, few.alone),
+            Case(
+                "in training",
+                partial(few.together, training=True),
+                partial(few.alone, training=True),
+                trusted=False,
+                needed=False,
+            ),
+            Case("longer samples", many.together, many.alone, needed=False),
+        ]
+        found = fastest(type(module).__name__, (PACKED, ROWS), cases)
+        found = few.limited(found, max_length) if found.name != ALONE else replace(found, limit=few.original_length())
+        return replace(found, returned=tuple(returned))
+
+
+def _trim(model: Any, words: int) -> None:
+    """Let the head of a stand-in give the first logits only: a vocabulary costs more than all the rest."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.weight.numel() > SMALL and head.out_features > words:
+        head.weight = nn.Parameter(head.weight[:words], requires_grad=False)
+        head.bias = None if head.bias is None else nn.Parameter(head.bias[:words], requires_grad=False)
+
+
+class _Trial:
+    def __init__(self, model: nn.Module, settings: LanguageSettings, ids: list[Tensor]):
+        self.model, self.ids = model, ids
+        self.settings = settings
+        self.first: Any = model.get_submodule(settings.layer_path)[0]  # type: ignore[index]
+        self._alone: list[Tensor] | None = None
+
+    def own(self) -> list[Tensor] | None:
+        """Logits [T, V] of each sample by the model's own eager attention; None where it cannot be run so."""
+        options = {"use_cache": False} if takes(self.model, "use_cache") else {}
+        try:
+            self.model.set_attn_implementation("eager")  # type: ignore[operator]
+            logits = [self.model(input_ids=row[None], **options).logits[0] for row in self.ids]
+        except Exception:  # whatever a model may raise; then there is nothing to compare with
+            return None
+        return logits if all(bool(x.isfinite().all()) for x in logits) else None
+
+    def check(self, own: list[Tensor]) -> None:
+        """Raise ValueError unless a sample alone gets its `own` logits."""
+        try:
+            error = far(self.alone(), own)
+        except Exception:  # it cannot run at all, and says so itself when it is run
+            return
+        if error > TOLERANCE:
+            raise ValueError(
+                f"{type(self.model).__name__} gives other logits inside a MultimodalModel than by itself (relative "
+                f"error {error:.0e} on random weights): it is not causal, or computes more with token ids than their "
+                "embeddings, or puts more into its attention than a mask. Use another language model"
+            )
+
+    def alone(self, training: bool = False) -> list[Tensor]:
+        """Logits [T, V] of each sample in a batch of its own."""
+        if not training and self._alone is not None:
+            return self._alone
+        made = [logits for row in self.ids for logits in self._run(ALONE, [row], training)]
+        self._alone = self._alone if training else made
+        return made
+
+    def together(self, layout: str, training: bool = False) -> list[Tensor]:
+        """The same of all samples in one batch."""
+        return self._run(layout, self.ids, training)
+
+    def original_length(self) -> int | None:
+        """At which length the rotary frequencies may change, if the config has one."""
+        return _original_length(self.model.config)
+
+    def limited(self, layout: Layout, max_length: int | None) -> Layout:
+        """`layout` with its limit: up to which length of the others a sample gets what it gets alone."""
+        length = len(self.ids[1])
+        wanted = self.alone()[:1]
+
+        def right(end: int) -> bool:
+            return far(self._run(layout.name, self.ids, False, shift=end - length)[:1], wanted) <= TOLERANCE
+
+        if max_length is None or max_length <= length or right(max_length):
+            return layout
+        limit = self.original_length()
+        if limit is None or limit <= length or not right(limit):
+            reason = f"{layout.name}: rotary frequencies or more depend on the longest sample"
+            return Layout(ALONE, reason, limit=0 if limit is None else limit)
+        return replace(layout, limit=limit)
+
+    def _run(self, layout: str, ids: list[Tensor], training: bool, shift: int = 0) -> list[Tensor]:
+        self.model.train(training)
+        inputs = _batch(ids, layout, shift)
+        logits = run_language(self.model, _plain(self.settings, layout), self.first, inputs, None).logits
+        return list(logits[inputs["mask"].doc >= 0].split([len(row) for row in ids]))
+
+
+def allowed_cuts(
+    module: nn.Module, settings: LanguageSettings, max_length: int | None, returned: Sequence[int | None]
+) -> list[bool]:
+    """For each layer, whether a stage may start with it: whether the hidden state says all that the layers after need.
+
+    returned: see Layout. Where a trial cannot be made, True: what fails then says so itself.
+    """
+    return remembered("cuts", module, settings.layer_path, lambda: _cuts(module, settings, max_length, returned))
+
+
+def _cuts(
+    module: nn.Module, settings: LanguageSettings, max_length: int | None, returned: Sequence[int | None]
+) -> list[bool]:
+    layers: Any = module.get_submodule(settings.layer_path)
+    count = len(layers)
+    plain = _plain(settings, ALONE)
+    with cheaply():
+        try:
+            model = stand_in(module, settings.layer_path, keep=count)
+        except Unanswerable:
+            return [True] * count
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+        inputs = _batch(_ids(module, [min(CUT_LENGTH, max_length or CUT_LENGTH)]), ALONE)
+
+        def run(bounds: Sequence[int]) -> Tensor:
+            hidden = None
+            for start, stop in pairwise(bounds):
+                part = carve(model, settings.layer_path, start, stop, returned=returned)
+                first: Any = part.get_submodule(settings.layer_path)[start]  # type: ignore[index]
+                hidden = run_language(part, plain, first, inputs, hidden)
+            logits: Tensor = hidden.logits  # type: ignore[union-attr]
+            return logits[0]
+
+        return find_cuts(count, run)
+
+
+def caches_right(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
+    """Whether generation with a cache gives the logits that reading everything again gives, for the model's layout."""
+    return remembered(
+        "cache", module, (settings.layer_path, settings.layout), lambda: _caches(module, settings, max_length)
+    )
+
+
+def _caches(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
+    longest = max(1, min(CUT_LENGTH, (max_length or CUT_LENGTH) - STEPS))
+    layers: Any = module.get_submodule(settings.layer_path)
+    plain = _plain(settings, settings.layout)
+    with cheaply():
+        try:
+            model = stand_in(module, settings.layer_path, keep=len(layers))
+            model.set_attn_implementation(NAME)  # type: ignore[operator]
+            ids = _ids(module, [longest, max(1, longest - 3)])
+            groups = [ids] if settings.layout == PACKED else [[row] for row in ids]
+            readings = [Reading(model, plain, _batch(group, settings.layout), True) for group in groups]
+            # Prompt after prompt in every step, as in generate: some models keep a state of their own.
+            cached = _steps(readings[0] if len(groups) == 1 else Readings(readings), len(ids))
+            for i, row in enumerate(ids):
+                again = _steps(Reading(model, plain, _batch([row], settings.layout), False), 1)
+                if far([cached[:, i]], [again[:, 0]]) > TOLERANCE:
+                    return False
+        except Exception:  # whatever a model may raise
+            return False
+    return True
+
+
+def _steps(reading: Reading | Readings, prompts: int) -> Tensor:
+    """Logits [STEPS + 1, prompts, V] of the tokens after the prompts, which go on with tokens 1, 2, ..."""
+    every = list(range(prompts))
+    return torch.stack([reading.read(), *(reading.add(every, [step + 1] * prompts) for step in range(STEPS))])
+
+
+def _plain(settings: LanguageSettings, layout: str) -> LanguageSettings:
+    """The settings without what belongs to samples with media or to the user."""
+    return replace(settings, placeholders={}, merge=merge_tokens, preprocess=None, postprocess=None, layout=layout)
+
+
+def _ids(module: nn.Module, lengths: Sequence[int]) -> list[Tensor]:
+    """Token ids that mean nothing in particular to the model."""
+    config: Any = module.config
+    text = config.get_text_config()
+    named = set(_numbers(config)) | set(_numbers(text))
+    plain = [token for token in range(min(int(text.vocab_size), 4096)) if token not in named] or [0]
+    g = torch.Generator().manual_seed(1)
+    return [torch.tensor(plain)[torch.randint(len(plain), (n,), generator=g)] for n in lengths]
+
+
+def _numbers(config: Any) -> list[int]:
+    values = [value for key, value in vars(config).items() if "token" in key or key.endswith(("_id", "_index"))]
+    flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+    return [item for item in flat if isinstance(item, int)]
+
+
+def _original_length(config: Any) -> int | None:
+    """Tokens up to which rotary frequencies are what they were trained with, where a config says so."""
+    text = config.get_text_config()
+    settings = [text, *(x for x in vars(text).values() if isinstance(x, dict))]
+    found = [
+        x.get("original_max_position_embeddings")
+        if isinstance(x, dict)
+        else getattr(x, "original_max_position_embeddings", None)
+        for x in settings
+    ]
+    return min((int(value) for value in found if value), default=None)
+
+
+def _batch(ids: list[Tensor], layout: str, shift: int = 0) -> dict[str, Any]:
+    """A batch of samples of these ids; the last one's positions begin at `shift`."""
+    samples = [Sample(row, torch.full_like(row, IGNORE)) for row in ids]
+    batch = collate_language(samples, {}, {}, rows=layout == ROWS)
+    if shift:
+        last = batch["mask"].doc == (0 if layout == ROWS else len(ids) - 1)
+        if layout == ROWS:
+            last[:-1] = False
+        batch["position_ids"] = batch["position_ids"] + shift * last
+        mask = batch["mask"]
+        batch["mask"] = BitfieldMask(mask.bits, doc=mask.doc, span=mask.span, pos=batch["position_ids"].to(torch.int32))
+        batch["plan"] = AttentionPlan.build(batch["mask"])
+    return batch
