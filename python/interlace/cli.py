@@ -75,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
         "train",
         parents=[common],
         help="train a config; starts its ranks, or is one under torchrun",
-        description="Train a config. Starts the ranks that it asks for, or is one of them under torchrun.",
+        description="Train a config. Starts the ranks that it asks for, or is one of them under torchrun; they "
+        "compute on CPUs. Exit code: 0 when all steps are done, 143 or 130 when SIGTERM or Ctrl-C ended the saved run.",
     )
     train.add_argument("config", type=Path, nargs="?", help="TOML file; with --resume by default the run's own")
     _add_set(train)
@@ -85,6 +86,11 @@ def parser() -> argparse.ArgumentParser:
         const="",
         metavar="RUN",
         help="go on from a run folder or one of its checkpoints; without a path, the newest run of the config's name",
+    )
+    train.add_argument(
+        "--take-over",
+        action="store_true",
+        help="with --resume: take the run folder from the job that holds it, which then ends with an error",
     )
 
     generate = commands.add_parser(
@@ -162,9 +168,9 @@ def _command(options: argparse.Namespace) -> int:
 
 def _kind_of(error: Exception) -> tuple[bool, bool]:
     """(the user can mend it, it is an error that the program knows). Modules that never loaded cannot have raised."""
-    users = {"interlace.train.config": "ConfigError", "interlace.train.checkpoint": "CheckpointError"}
+    users = {"interlace.train.config": "ConfigError", "interlace.train.storage": "CheckpointError"}
     users |= {"interlace.data.media": "DecodeError"}
-    failures = {"interlace.train.peers": "TrainingError", "interlace.run.channel": "PipelineError"}
+    failures = {"interlace.train.errors": "TrainingError", "interlace.run.channel": "PipelineError"}
 
     def is_one_of(table: dict[str, str]) -> bool:
         classes = (getattr(sys.modules.get(module), name, None) for module, name in table.items())

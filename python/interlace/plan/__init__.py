@@ -1,14 +1,19 @@
 """Where a model is cut: what each layer costs, given what is frozen, which layers form a stage, and on which rank.
 
 cost.py (frozen-aware costs) · partitioning.py (the exact cut, in csrc/plan/) · profile.py (times single layers) ·
-profile_model.py (all layers of a model) · parallel_plan.py (ParallelSpec per module -> ParallelPlan) ·
+profile_modules.py (all layers of a model) · parallel_plan.py (ParallelSpec per module -> ParallelPlan) ·
 oobleck.py (pipeline templates, their combinations, batch shares) · reconfiguration.py (new pipelines after failures) ·
 orchestration.py (GPUs and degrees for encoder, language model and generator) ·
 cost_model.py (seconds from a few measurements) · stable_batch.py (how many samples a profile needs) ·
 search.py (degrees, placement and cuts of a whole model).
+
+Torch is loaded only where layers are timed: by `profile_layers` and `profile_model`.
 """
 
-from interlace.plan.cost import backward_needs, frozen_costs, trainable_before
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from interlace.plan.cost import LayerTimes, backward_needs, frozen_costs, trainable_before
 from interlace.plan.cost_model import CostModel, LinkModel, fit_cost_model, fit_link
 from interlace.plan.oobleck import (
     Instantiation,
@@ -29,11 +34,15 @@ from interlace.plan.parallel_plan import (
     layer_costs,
 )
 from interlace.plan.partitioning import partition
-from interlace.plan.profile import LayerTimes, profile_layers
-from interlace.plan.profile_model import profile_model
 from interlace.plan.reconfiguration import Reconfigured, reconfigure
 from interlace.plan.search import Configuration, SearchModule, in_flight, search_configuration
 from interlace.plan.stable_batch import StableBatch, bernoulli_trials, proportional_allocation, stable_batch_size
+
+if TYPE_CHECKING:
+    from interlace.plan.profile import profile_layers
+    from interlace.plan.profile_modules import profile_model
+
+_HOMES = {"profile_layers": "profile", "profile_model": "profile_modules"}
 
 __all__ = [
     "Configuration",
@@ -74,3 +83,9 @@ __all__ = [
     "stable_batch_size",
     "trainable_before",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"interlace.plan.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'interlace.plan' has no attribute {name!r}")

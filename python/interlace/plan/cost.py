@@ -9,6 +9,7 @@ gradient to the first trainable layer; its text, and autograd, do not.)
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -58,6 +59,41 @@ def backward_needs(frozen: ArrayLike, *, trainable_before: bool = False) -> tupl
     Arguments as in `frozen_costs`. Returns (weight bool [n], input bool [n]); a layer with neither has no backward.
     """
     return _core.backward_needs(np.asarray(frozen), bool(trainable_before))
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds per layer, float64 [n] each.
+
+    `weight_grad` is what the parameters' gradients add to a backward pass that computes the input's: the B_w of
+    `frozen_costs`. `weight_only` is a backward pass for the parameters alone; it is longer where the gradient travels
+    through the layer on its way to them.
+    """
+
+    forward: NDArray[np.float64]
+    input_grad: NDArray[np.float64]
+    weight_grad: NDArray[np.float64]
+    weight_only: NDArray[np.float64]
+
+    def costs(
+        self, frozen: ArrayLike, *, trainable_before: bool = False, recompute: bool = False
+    ) -> NDArray[np.float64]:
+        """`frozen_costs` of these times, with the measured `weight_only` for a layer that is the first trainable one.
+
+        Arguments and errors as in `frozen_costs`. Returns seconds, float64 [n].
+        """
+        weight, inputs = backward_needs(frozen, trainable_before=trainable_before)
+        if len(weight) != len(self.forward):
+            raise ValueError(f"frozen has {len(weight)} layers, the profile has {len(self.forward)}")
+        alone = weight & ~inputs
+        return frozen_costs(
+            self.forward,
+            self.input_grad,
+            np.where(alone, self.weight_only, self.weight_grad),
+            frozen,
+            trainable_before=trainable_before,
+            recompute=recompute,
+        )
 
 
 def trainable_before(trainable: Mapping[str, bool], edges: Iterable[tuple[str, str]]) -> dict[str, bool]:

@@ -111,6 +111,10 @@ class LinkModel:
         return 2 * (ranks - 1) * self.transfer(size / ranks)
 
 
+FREE = LinkModel()
+"""A link whose transfers take no time."""
+
+
 def fit_link(sizes: ArrayLike, seconds: ArrayLike) -> LinkModel:
     """The LinkModel nearest to measured transfers by relative error, neither coefficient negative.
 

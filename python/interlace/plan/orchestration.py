@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from interlace import _core
+from interlace.plan.cost_model import FREE, LinkModel
 from interlace.plan.parallel_plan import LANGUAGE_MODEL, ParallelSpec
+
+_BYTES = ("weight_bytes", "optimizer_bytes", "activation_bytes", "gradient_bytes", "output_bytes")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,9 @@ class ModuleWork:
     layers: a pipeline size must divide layers / vpp; 0 allows any, as the paper's formulas do.
     weight_bytes: parameters and gradients (the paper's P); optimizer_bytes: sharded by ZeRO-1 (S);
         activation_bytes: of one sample (L).
+    gradient_bytes: what data-parallel replicas sum once per iteration (0 where all is frozen).
+    output_bytes: of one sample, what every stage sends to the next: a layer's output, and as much again if `forward`
+        has the backward in it whose gradient comes back.
     """
 
     forward: Sequence[float]
@@ -29,11 +35,13 @@ class ModuleWork:
     weight_bytes: float = 0.0
     optimizer_bytes: float = 0.0
     activation_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    output_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class Orchestration:
-    """Degrees per module, and the time T_warm / vpp + T_steady of one iteration in the unit of `ModuleWork.forward`."""
+    """Degrees per module, and the time of one iteration in the unit of `ModuleWork.forward`."""
 
     specs: dict[str, ParallelSpec]
     iteration_time: float
@@ -53,18 +61,35 @@ def orchestrate(
     tp: Sequence[int] = (1, 2, 4, 8),
     vpp: int = 1,
     gpu_memory: float = math.inf,
+    stage_link: LinkModel = FREE,
+    data_link: LinkModel = FREE,
 ) -> Orchestration:
     """The TP, DP and PP of every module with the least iteration time (DistTrain 5.1), exact over the integers.
 
-    With DP the language model's, c a module's time per sample and K = batch / DP microbatches of one sample per replica
-    of the language model, a stage of a module takes (DP / dp) c(tp) / pp, and
+    With DP the language model's and K = batch / DP microbatches of one sample per replica of the language model, a
+    module's replica that has most samples of a microbatch takes s = ceil(DP / dp) of them, its stages s c(tp) / pp each
+    with c the time per sample, and
 
-        T = sum of (DP / dp) c(tp) over modules / vpp + (K - 1) * the slowest stage.
+        T = T_warm / vpp + T_steady + T_PP + T_DP
+        T_warm   = sum of s c(tp) over modules
+        T_steady = (K - 1) * the slowest stage
+        T_PP     = sum over all stages but the last of what its GPUs take to send their part, s output_bytes / tp, over
+                   `stage_link`; to another module, its GPUs may have more to receive, and then that counts
+        T_DP     = the slowest all-reduce of gradient_bytes / (tp pp) among dp replicas over `data_link` (a ring, or
+                   the reduce-scatter and all-gather of ZeRO-1, which carry as much)
+
+    Tensor-parallel communication is in c. Without the links T_PP and T_DP are 0.
+
+    The paper names the four (its T_PP is PP times one layer's transfer, which also counts a transfer after the last
+    stage; its T_DP is volume over bandwidth), and writes DP / dp for s. That is the same where dp divides DP; where it
+    does not, as with its own 2 encoder replicas for 3 of the language model, some replica has a sample more, and the
+    others wait for it. Every module's dp is a factor of the batch, as in the paper, and at most DP: with more, a
+    microbatch would have no sample for some. Transfers are charged once per iteration, for filling the pipeline, and
+    not divided by vpp; in the steady phase they overlap.
 
     The paper solves a convex relaxation per choice of TP and DP (133-922 ms in all) and rounds; this enumerates DP and
-    TP by branch and bound and finds the best integers PP of each directly. DP divides the batch, a module's dp divides
-    DP (whole samples per microbatch), tp * dp * pp sum to at most `gpus`. Memory per GPU is
-    P / (pp tp) + S / (pp tp dp) + (DP / dp) L k / (pp tp) with k the microbatches in flight on the module's first
+    TP by branch and bound and finds the best integers PP of each directly. tp * dp * pp sum to at most `gpus`. Memory
+    per GPU is P / (pp tp) + S / (pp tp dp) + s L k / (pp tp) with k the microbatches in flight on the module's first
     stage: all stages from it to the end of the pipeline (the paper counts those of the module alone), with vpp > 1 and
     n such stages ((vpp + 1) n - 1) / vpp for interleaving, and at most K.
 
@@ -75,6 +100,7 @@ def orchestrate(
         tp: tensor-parallel sizes, to which the entries of `ModuleWork.forward` belong.
         vpp: virtual pipeline size of all modules (interleaved 1F1B).
         gpu_memory: bytes.
+        stage_link, data_link: between stages, and between replicas of a module (`fit_link`), in the unit of `forward`.
 
     Raises:
         ValueError: bad input, or nothing fits.
@@ -89,13 +115,15 @@ def orchestrate(
     time, degrees = _core.orchestrate(
         np.array([work.forward for work in works], dtype=np.float64),
         np.array([work.layers for work in works]),
-        np.array([[work.weight_bytes, work.optimizer_bytes, work.activation_bytes] for work in works]),
+        np.array([[getattr(work, name) for name in _BYTES] for work in works], dtype=np.float64),
         names.index(language_model),
         np.asarray(tp),
         operator.index(gpus),
         operator.index(batch),
         operator.index(vpp),
         float(gpu_memory),
+        (stage_link.latency, stage_link.per_byte),
+        (data_link.latency, data_link.per_byte),
     )
     specs = {name: ParallelSpec(tp=int(t), pp=int(p), dp=int(d)) for name, (t, d, p) in zip(names, degrees)}
     return Orchestration(specs, time)

@@ -20,9 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from interlace.plan.cost import trainable_before
+from interlace.plan.cost import LayerTimes, trainable_before
 from interlace.plan.partitioning import partition
-from interlace.plan.profile import LayerTimes
 
 Placement = Literal["parallel", "colocated", "replicated", "chain"]
 LANGUAGE_MODEL = "language_model"
@@ -83,15 +82,26 @@ class ModuleCosts:
         return np.bincount(self.layer, weights=parts, minlength=self.num_layers).astype(np.float64)
 
 
-def analytic_costs(mllm: Any, tokens: Mapping[str, float] | None = None) -> dict[str, ModuleCosts]:
-    """FLOP-based costs of every module of ``mllm`` when ``tokens[module]`` tokens pass through it (default 1 each).
+def analytic_costs(
+    mllm: Any, tokens: Mapping[str, float] | None = None, *, context: Mapping[str, float] | None = None
+) -> dict[str, ModuleCosts]:
+    """FLOP-based costs of every module of ``mllm`` when ``tokens[module]`` tokens pass through it.
 
+    ``context[module]``: keys that a token sees on average, for the FLOPs of attention. What is not given is that of
+    ``mllm.nominal_length(module)``: one item of the size that an encoder was configured for, and a row of up to 1,024
+    tokens. Which rank gets how much goes by these figures as soon as modules share ranks: give those of your data.
     Input and weight gradient are charged one forward each, as in cornstarch-2025-03 section 4.2.
     """
+    tokens, context = tokens or {}, context or {}
+    for given in (tokens, context):
+        unknown = [name for name in given if name not in mllm.modules_order()]
+        if unknown:
+            raise ValueError(f"no module {unknown[0]!r}: the model has {', '.join(mllm.modules_order())}")
     costs = {}
     for name in mllm.modules_order():
-        scale = 1.0 if tokens is None else float(tokens.get(name, 1.0))
-        parts = [(layer.index, part) for layer in mllm.layers(name) for part in layer.parts]
+        scale = float(tokens.get(name, mllm.nominal_length(name)))
+        layers = mllm.layers(name, context=context.get(name))
+        parts = [(layer.index, part) for layer in layers for part in layer.parts]
         forward = np.array([part.forward_flops * scale for _, part in parts], dtype=np.float64)
         costs[name] = ModuleCosts(
             layer=np.array([index for index, _ in parts], dtype=np.int64),
@@ -140,13 +150,15 @@ class ParallelPlan:
     def check_executable(self) -> None:
         """Raises ValueError for a stage split over ranks (tp * cp > 1), as `search_configuration` may propose one.
 
-        This version runs pipeline stages and replicas; several ranks of a stage are copies of it ("replicated").
+        This version runs, and simulates, pipeline stages and replicas; several ranks of a stage are copies of it: those
+        of an encoder that is "replicated" on all ranks.
         """
         for stage in self.stages:
-            if len(stage.ranks) > 1 and self.placement != "replicated":
+            copied = self.placement == "replicated" and set(stage.ranks) == set(range(self.num_ranks))
+            if len(stage.ranks) > 1 and not copied:
                 raise ValueError(
                     f"{stage.module} stage {stage.index} is split over ranks {stage.ranks} (tp * cp > 1), which this "
-                    "version does not run: search with (tp, cp) = (1, 1) alone, or use pp and dp"
+                    "version neither runs nor simulates: search with (tp, cp) = (1, 1) alone, or use pp and dp"
                 )
 
     @classmethod

@@ -16,51 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from interlace.plan.cost import backward_needs, frozen_costs
+from interlace.plan.cost import LayerTimes
 
 Run = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """Seconds per layer, float64 [n] each.
-
-    `weight_grad` is what the parameters' gradients add to a backward pass that computes the input's: the B_w of
-    `frozen_costs`. `weight_only` is a backward pass for the parameters alone; it is longer where the gradient travels
-    through the layer on its way to them.
-    """
-
-    forward: NDArray[np.float64]
-    input_grad: NDArray[np.float64]
-    weight_grad: NDArray[np.float64]
-    weight_only: NDArray[np.float64]
-
-    def costs(
-        self, frozen: ArrayLike, *, trainable_before: bool = False, recompute: bool = False
-    ) -> NDArray[np.float64]:
-        """`frozen_costs` of these times, with the measured `weight_only` for a layer that is the first trainable one.
-
-        Arguments and errors as in `interlace.plan.frozen_costs`. Returns seconds, float64 [n].
-        """
-        weight, inputs = backward_needs(frozen, trainable_before=trainable_before)
-        if len(weight) != len(self.forward):
-            raise ValueError(f"frozen has {len(weight)} layers, the profile has {len(self.forward)}")
-        alone = weight & ~inputs
-        return frozen_costs(
-            self.forward,
-            self.input_grad,
-            np.where(alone, self.weight_only, self.weight_grad),
-            frozen,
-            trainable_before=trainable_before,
-            recompute=recompute,
-        )
 
 
 def profile_layers(

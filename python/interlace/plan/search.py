@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace import _core
-from interlace.plan.cost_model import Degrees, LinkModel
+from interlace.plan.cost_model import FREE, Degrees, LinkModel
 from interlace.plan.parallel_plan import LANGUAGE_MODEL, ParallelPlan, ParallelSpec, Placement, StagePlan
 from interlace.plan.stable_batch import proportional_allocation
 
 Floats = NDArray[np.float64]
-FREE = LinkModel()
 _BYTES = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "input_bytes")
 
 

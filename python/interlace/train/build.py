@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.metadata
+import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from interlace.train.config import ConfigError, nearest
-from interlace.train.schema import Config, Encoder, LanguageModel
+from interlace.train.schema import MOST, Config, Encoder, LanguageModel
 
 if TYPE_CHECKING:
     from interlace.model import MultimodalModel
@@ -34,24 +35,21 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "llama": ("llama", "LlamaConfig", "LlamaForCausalLM", {}),
     "qwen2": ("qwen2", "Qwen2Config", "Qwen2ForCausalLM", {}),
 }
+MOST_LAYERS = 10_000
+MAY_BE_0 = {"chunk_size_feed_forward", "max_window_layers", "mask_time_min_masks", "mask_feature_min_masks"}
 RESERVED = {"attn_implementation", "dtype", "torch_dtype", "architectures", "return_dict", "output_hidden_states"}
 
 
 def build(config: Config, tokenizer: Any, *, source: str = "config") -> MultimodalModel:
     """The config's model on the meta device, frozen as configured. Raises ConfigError naming the wrong key."""
     _check_library()
-    from interlace.model import ModalityModule, MultimodalModel
+    from interlace.model import MultimodalModel
 
     spec = config.model
     with torch.device("meta"):
         language_model = _module("language_model", spec.language_model, source, vocab_size=tokenizer.vocab_size)
         _check_vocabulary(language_model.config.vocab_size, tokenizer, source)
-        encoders = {
-            name: ModalityModule(
-                _module(name, encoder, source), projector=encoder.projector, downsample=encoder.downsample
-            )
-            for name, encoder in spec.encoders().items()
-        }
+        encoders = {name: _encoder(name, encoder, source) for name, encoder in spec.encoders().items()}
         model = MultimodalModel(
             encoders=encoders,
             language_model=language_model,
@@ -71,17 +69,18 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
 
 def build_plan(config: Config, model: MultimodalModel, *, source: str = "config") -> ParallelPlan:
     """Cuts the model into stages and places them. Raises ConfigError for more stages than layers and the like."""
-    from interlace.plan import ParallelPlan, ParallelSpec, analytic_costs
-    from interlace.train.planning import budget_tokens
+    from interlace.plan import ParallelPlan, ParallelSpec
+    from interlace.train.planning import flop_costs
 
     parallel = config.parallel
     specs = {name: ParallelSpec(pp=parallel.stages(name), dp=parallel.dp) for name in model.modules_order()}
     try:
-        if parallel.placement == "chain":  # the costs of `interlace plan`, hence its cut
+        costs = flop_costs(config, model)  # those of `interlace plan`, hence its cut
+        if parallel.placement == "chain":
             return ParallelPlan.balanced(
                 model,
                 config.num_ranks(),
-                costs=analytic_costs(model, budget_tokens(config, model)),
+                costs=costs,
                 recompute=config.train.activation_checkpointing,
                 dp=parallel.dp,
             )
@@ -89,6 +88,7 @@ def build_plan(config: Config, model: MultimodalModel, *, source: str = "config"
             model,
             specs,
             placement=parallel.placement,
+            costs=costs,
             ranks=config.num_ranks(),
             recompute=config.train.activation_checkpointing,
         )
@@ -164,14 +164,33 @@ def architecture(config: Config) -> dict[str, Any]:
 
 
 def _check_library() -> None:
-    """transformers 4 fills buffers (rotary frequencies, Whisper's sinusoids) only where a model is not meta."""
+    if missing := transformers_missing():
+        raise ConfigError(missing)
+
+
+def transformers_missing() -> str:
+    """Why no model can be built from a config with the transformers that is installed; "" if it can.
+
+    transformers 4 fills buffers (rotary frequencies, Whisper's sinusoids) only where a model is not meta.
+    """
     version = importlib.metadata.version("transformers")
-    if int(version.split(".")[0]) < 5:
-        raise ConfigError(
-            f"building a model from a config (interlace train, plan, generate) needs transformers 5, which can "
-            f"initialise a model part by part; this is {version}: pip install 'transformers>=5,<6'. "
-            "Attention and interlace.model work with both."
-        )
+    if version.split(".")[0] == "5":
+        return ""
+    return (
+        f"building a model from a config (interlace train, plan, generate) needs transformers 5, which can "
+        f"initialise a model part by part; this is {version}: pip install 'transformers>=5,<6'. "
+        "Attention and interlace.model work with 4.57, too."
+    )
+
+
+def _encoder(name: str, spec: Encoder, source: str) -> Any:
+    from interlace.model import ModalityModule
+
+    module = _module(name, spec, source)
+    try:
+        return ModalityModule(module, projector=spec.projector, downsample=spec.downsample)
+    except ValueError as error:
+        raise ConfigError(f"{source}: [model.{name}]: {error}") from None
 
 
 def _module(name: str, spec: Encoder | LanguageModel, source: str, **defaults: Any) -> Any:
@@ -187,13 +206,65 @@ def _module(name: str, spec: Encoder | LanguageModel, source: str, **defaults: A
     for key in spec.config:
         if key not in fields or key in RESERVED:
             raise ConfigError(f"{where} has no key {key!r} for family {spec.family!r}; {_hint(key, fields)}")
+        problem = _problem_of(key, spec.config[key])
+        if problem:
+            raise ConfigError(f"{where} {key} {problem}")
     try:
         made = hf_config(**{**family_defaults, **defaults, **spec.config}, attn_implementation="interlace")
+        _check_sizes(made, where)
         module = hf_model(made)
-    except (StrictDataclassError, TypeError, ValueError, ZeroDivisionError, KeyError) as error:
-        text = " ".join(str(error.__cause__ or error).split())
+    except ConfigError:
+        raise
+    except Exception as error:  # the library's own checks, and what values that pass them do inside it
+        text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        if not isinstance(error, (StrictDataclassError, ValueError)):
+            text = f"the library cannot make a model of {', '.join(sorted(spec.config))}: {text}"
         raise ConfigError(f"{where} {spec.family}: {text}") from None
     return module
+
+
+def _problem_of(key: str, value: Any) -> str:
+    """What is wrong with the value of a HuggingFace key, as far as its name tells; "" when nothing is.
+
+    The library checks types; most numbers it takes as they are.
+    """
+    if isinstance(value, dict):
+        return next((f"{name} {why}" for name, each in value.items() if (why := _problem_of(key, each))), "")
+    if isinstance(value, (list, tuple)) and key not in ("image_size", "patch_size"):
+        return next((why for each in value if (why := _problem_of(key, each))), "")
+    if isinstance(value, (list, tuple)):
+        return f"must be one number, the side of a square, not {value!r}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return ""
+    if not math.isfinite(value):
+        return f"must be a finite number, not {value!r}"
+    if key == "rope_parameters" or key.endswith("eps"):
+        return "" if value > 0 else f"must be more than 0, not {value!r}"
+    if key == "attention_dropout" and value != 0:
+        return f"must be 0, not {value!r}: bitfield attention has no dropout"
+    if "drop" in key or key.endswith("_prob"):
+        return "" if 0 <= value <= 1 else f"must be between 0 and 1, not {value!r}"
+    if isinstance(value, float):
+        return "" if value >= 0 else f"must be at least 0, not {value!r}"
+    least = 0 if key in MAY_BE_0 or key.endswith("_token_id") else 1
+    most = MOST_LAYERS if key.endswith("layers") else MOST
+    if key == "num_channels" and value != 3:
+        return f"must be 3, as pictures are read in colour, not {value!r}"
+    return "" if least <= value <= most else f"must be between {least} and {most:,}, not {value!r}"
+
+
+def _check_sizes(config: Any, where: str) -> None:
+    """Raises ConfigError for sizes that do not fit each other, which the library would find in the first step."""
+    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if image is not None and patch is not None and image < patch:
+        raise ConfigError(f"{where} image_size = {image} is less than patch_size = {patch}: no picture has a patch")
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % key_heads:
+        raise ConfigError(f"{where} num_attention_heads = {heads} is no multiple of num_key_value_heads = {key_heads}")
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "rope_parameters", None) is not None and head % 2:  # the library lets 3 through
+        raise ConfigError(f"{where} heads of {head} cannot be turned in pairs (RoPE): make head_dim even")
 
 
 def _hint(key: str, fields: set[str]) -> str:

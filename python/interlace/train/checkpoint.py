@@ -1,6 +1,7 @@
-"""Checkpoints: torch.distributed.checkpoint keyed by global parameter name, written atomically, verified before use.
+"""Checkpoints: tensors keyed by global parameter name, written atomically, verified before use.
 
-A checkpoint is a folder ``step-00000100`` with DCP's files and ``manifest.json``. Its keys:
+A checkpoint is a folder ``step-00000100`` with one file per rank and ``manifest.json``. `storage` says what they hold
+and why nothing in them can run. Its keys:
 
     model.<FQN>                        every parameter under its name in the one-process model
     optimizer.{exp_avg,exp_avg_sq,step}.<FQN>
@@ -8,51 +9,82 @@ A checkpoint is a folder ``step-00000100`` with DCP's files and ``manifest.json`
     progress                           step, dataloader state, counters (JSON as bytes), the same on all ranks
 
 Nothing in it knows about stages or ranks (but the generators), so a run may go on under another placement or another
-number of ranks; on the same one it goes on bit for bit.
+number of ranks; on the same one it goes on bit for bit. torch.distributed.checkpoint's planners decide which rank
+writes what several hold, and what a rank that holds a part has to read.
 
-Writing: all ranks write into ``.step-00000100.tmp``; rank 0 then lists every file with size and SHA-256 in the
-manifest, syncs the files and folders to disk and renames the folder. A folder without ``.tmp`` is therefore complete,
-unless the disk lost something afterwards: `newest` verifies sizes and checksums, names the torn file, sets that
-checkpoint aside (``.torn``) and takes the one before. A checkpoint that is written again steps aside
-(``.step-00000100.old``) while the new one takes its name; cut short in between, the old one is brought back.
+Writing: all ranks write into a draft, ``.step-00000100.<nonce>.tmp``, which no other job can have, and tell rank 0 the
+size and SHA-256 of what they wrote. Rank 0 reads all of it back, so that what it does not see (a folder that is not
+shared) or sees otherwise is an error, writes the manifest, syncs the files and folders to disk and, if the run is still
+its own, renames the folder. A folder without ``.tmp`` is therefore complete, unless the disk lost something afterwards:
+`newest` verifies sizes and checksums, names the torn file, sets that checkpoint aside (``.torn``) and takes the one
+before. A checkpoint that is written again steps aside (``.step-00000100.old``) while the new one takes its name; cut
+short in between, the old one is brought back. When any of this fails on any rank, all of them end with its reason.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import os
+import platform
 import random
+import secrets
 import shutil
-import sys
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from interlace.train.checkpointfolder import (
+    LATE_SECONDS,
+    SUPERSEDED,
+    TORN,
+    complete,
+    listing,
+    name_of,
+    newest,
+    replace,
+    restore,
+    settled,
+    step_of,
+    verify,
+)
+from interlace.train.errors import TrainingError
 from interlace.train.peers import Peers
+from interlace.train.storage import (
+    DTYPES,
+    MANIFEST,
+    CheckpointError,
+    Chunk,
+    File,
+    Manifest,
+    code_of,
+    digest,
+    dump_manifest,
+    make_manifest,
+    read_chunk,
+    read_manifest,
+    sync_folder,
+    write_synced,
+    write_tensors,
+)
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-_OLD = ".old"
-TORN, SUPERSEDED = ".torn", ".superseded"  # endings of checkpoints that were set aside
 SLOWEST_DISK = 20e6  # bytes per second: what the ranks wait for before they call one of them lost
+SHARE = "all ranks must see one and the same run folder: put run.folder on a file system that all nodes share"
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message says which file or what differs, and what to do."""
-
-
-class TornCheckpoint(CheckpointError):
-    """Files of a checkpoint are missing, cut short or changed."""
+# Of one rank: its host, the name and entry of its file, and (key, dtype, shape, chunk) of each tensor in it.
+_Written = tuple[str, str, File, list[tuple[str, str, list[int], Chunk]]]
 
 
 def fingerprint(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,8 +99,8 @@ def fingerprint(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, 
 
 
 def seconds_to_write(identity: Mapping[str, Any]) -> float:
-    """How long a checkpoint may take on a slow disk: weights and two moments of every parameter, in 4 bytes each."""
-    return sum(12.0 * math.prod(shape) for shape, _ in identity["parameters"].values()) / SLOWEST_DISK
+    """How long a checkpoint may take: weights and two moments of every parameter, in 4 bytes each, and a late file."""
+    return LATE_SECONDS + sum(12.0 * math.prod(shape) for shape, _ in identity["parameters"].values()) / SLOWEST_DISK
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], limit: int = 4) -> list[str]:
@@ -89,13 +121,22 @@ class Checkpoints:
     """The checkpoints of one run, as one rank sees them; all ranks make the same calls in the same order.
 
     `folder` is shared by all ranks, `keep` how many complete checkpoints stay, `identity` the model's `fingerprint`,
-    `peers` the other ranks. A rank that does not come along is a TrainingError that names it.
+    `peers` the other ranks. `check` raises when the run folder is another job's by now: rank 0 asks it before it
+    changes what others see. A rank that does not come along is a TrainingError that names it.
     """
 
-    def __init__(self, folder: Path, *, keep: int, identity: Mapping[str, Any], peers: Peers | None = None) -> None:
-        self.folder, self.keep, self.identity = Path(folder), keep, identity
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        identity: Mapping[str, Any],
+        peers: Peers | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.folder, self.keep, self.identity, self.check = Path(folder), keep, identity, check
         self.peers = peers or Peers(60.0, allowance=seconds_to_write(identity))
-        self.distributed, self.rank = self.peers.distributed, self.peers.rank
+        self.rank = self.peers.rank
 
     def save(
         self,
@@ -106,44 +147,24 @@ class Checkpoints:
     ) -> Path:
         """Writes this rank's `parameters` (by FQN) and `optimizer` tensors (``exp_avg.<FQN>`` ...) with the rest.
 
-        Returns the finished folder. Raises what the file system raises, or TrainingError for what DCP met with (a
-        full disk leaves only a ``.tmp`` folder).
+        Returns the finished folder. Raises TrainingError on every rank when anything fails on any (a full disk leaves
+        only a draft).
         """
         final = self.folder / name_of(step)
-        draft = self.folder / f".{final.name}.tmp"
-        if self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".step-*.tmp"):
-                shutil.rmtree(leftover)
-            restore(self.folder)
-            draft.mkdir()
-        self.peers.barrier(f"beginning checkpoint {final.name}")
-        state: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
+        draft = self.folder / self.peers.on_first(f"beginning checkpoint {final.name}", lambda: self._begin(final))
+        state: dict[str, Any] = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
         state |= {f"optimizer.{name}": tensor.detach() for name, tensor in optimizer.items()}
         state[f"rng.{self.rank}"] = _pack(rng_state())
         state["progress"] = _pack({**progress, "step": step})
-        writer = dcp.FileSystemWriter(draft, sync_files=True)
-        with _quiet_dcp(), self.peers.waiting(f"writing checkpoint {final.name}"):
-            dcp.save(state, storage_writer=writer, process_group=self.peers.group, no_dist=not self.distributed)
-        self.peers.barrier(f"writing checkpoint {final.name}", patient=True)
-        if self.rank == 0:
-            manifest = {
-                "format": FORMAT,
-                "step": step,
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "ranks": self.peers.world,
-                "model": self.identity,
-                "files": {
-                    path.name: {"size": path.stat().st_size, "sha256": _digest(path)}
-                    for path in sorted(draft.iterdir())
-                },
-            }
-            manifest["sha256"] = _digest_of(manifest)
-            _write_synced(draft / MANIFEST, json.dumps(manifest))
-            _sync_folder(draft)
-            _replace(draft, final)
-            self._retain(step)
-        self.peers.barrier(f"finishing checkpoint {final.name}", patient=True)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state, is_coordinator=self.rank == 0)
+        plans = self.peers.together(f"planning checkpoint {final.name}", planner.create_local_plan)
+        shares = self.peers.on_first(
+            f"sharing out checkpoint {final.name}", lambda: planner.create_global_plan(plans)[0]
+        )
+        share = planner.finish_plan(shares[self.rank])
+        written = self.peers.together(f"writing checkpoint {final.name}", lambda: self._write(draft, planner, share))
+        self.peers.on_first(f"finishing checkpoint {final.name}", lambda: self._finish(step, draft, written))
         return final
 
     def load(self, path: Path, parameters: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -152,23 +173,34 @@ class Checkpoints:
         `optimizer` tensors that the checkpoint lacks (their parameters were frozen then) are left as they are; a
         missing parameter is an error. Raises CheckpointError when the checkpoint is of another model.
         """
-        check_model(path, self.identity)
-        reader = dcp.FileSystemReader(path)
-        stored = reader.read_metadata().state_dict_metadata
-        wanted = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
-        missing = [name for name in wanted if name not in stored]
-        if missing:
-            raise CheckpointError(f"{path}: holds no {missing[0]} ({len(missing)} parameters missing)")
-        wanted |= {f"optimizer.{n}": t.detach() for n, t in optimizer.items() if f"optimizer.{n}" in stored}
-        generators = f"rng.{self.rank}"
-        for key in ("progress", generators):
-            if key in stored:  # a rank that did not exist when this was saved keeps its freshly seeded generators
-                wanted[key] = torch.empty(_size_of(stored[key]), dtype=torch.uint8)
-        with _quiet_dcp(), self.peers.waiting(f"reading {path}"):
-            dcp.load(wanted, storage_reader=reader, process_group=self.peers.group, no_dist=not self.distributed)
-        if generators in wanted:
-            set_rng_state(_unpack(wanted[generators]))
-        progress: dict[str, Any] = _unpack(wanted["progress"])
+        progress: dict[str, Any] = {}
+
+        def read() -> str:
+            manifest = check_model(path, self.identity)
+            wanted = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
+            missing = [name for name in wanted if name not in manifest.tensors]
+            if missing:
+                raise CheckpointError(f"{path}: holds no {missing[0]} ({len(missing)} parameters missing)")
+            wanted |= {
+                f"optimizer.{n}": t.detach() for n, t in optimizer.items() if f"optimizer.{n}" in manifest.tensors
+            }
+            _read_into(path, manifest, wanted)
+            progress.update(_read_json(path, manifest, "progress"))
+            if progress.get("step") != manifest.step:
+                raise CheckpointError(f"{path}: its progress is of step {progress.get('step')!r}, not {manifest.step}")
+            if f"rng.{self.rank}" in manifest.tensors:  # a rank that did not exist then keeps its freshly seeded ones
+                try:
+                    set_rng_state(_read_json(path, manifest, f"rng.{self.rank}"))
+                except (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError) as error:
+                    raise CheckpointError(f"{path}: rng.{self.rank} is no state of the generators: {error}") from None
+            return digest(path / MANIFEST)
+
+        digests = self.peers.together(f"reading {path}", read, expected=CheckpointError)
+        others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
+        if others:
+            raise CheckpointError(
+                f"{path} is another checkpoint on ranks {others} than on rank 0: share the run folder"
+            )
         return progress
 
     def newest(self, at: Path | None = None) -> Path | None:
@@ -176,36 +208,96 @@ class Checkpoints:
 
         Torn ones on the way are set aside, and a line on stderr names the file. A torn `at` raises.
         """
-        found: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                if at is not None:
-                    if not at.is_dir():
-                        raise CheckpointError(f"there is no checkpoint at {at}; found: {_listing(at.parent)}")
-                    verify(at)
-                    found[0] = at
-                else:
-                    found[0] = newest(self.folder)
-            except CheckpointError as error:
-                found[1] = str(error)
-        self.peers.broadcast("choosing a checkpoint", found)
-        if found[1] is not None:
-            raise CheckpointError(found[1])
-        path: Path | None = found[0]
-        return path
+
+        def choose() -> Path | None:
+            self.check()
+            if at is None:
+                return newest(self.folder, settle=True)
+            if not at.is_dir():
+                raise CheckpointError(f"there is no checkpoint at {at}; found: {listing(at.parent)}")
+            verify(at)
+            return at
+
+        return self.peers.on_first("choosing a checkpoint", choose, expected=CheckpointError)
 
     def set_aside_after(self, step: int) -> None:
         """Renames checkpoints later than `step` (a run that goes on from an earlier one leaves them behind)."""
-        if self.rank == 0:
+
+        def set_aside() -> None:
+            self.check()
             for path in complete(self.folder):
                 if step_of(path) > step:
-                    _replace(path, path.with_name(path.name + SUPERSEDED))
-        self.peers.barrier(f"going on from step {step}", patient=True)
+                    replace(path, path.with_name(path.name + SUPERSEDED))
+
+        self.peers.on_first(f"going on from step {step}", set_aside)
+
+    def _begin(self, final: Path) -> str:
+        """Rank 0: makes the draft of a checkpoint, and returns its name."""
+        self.check()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)  # NFS keeps what another process has open; nobody reads it
+        restore(self.folder)
+        draft = self.folder / f".{final.name}.{secrets.token_hex(8)}.tmp"
+        draft.mkdir()
+        return draft.name
+
+    def _write(self, draft: Path, planner: DefaultSavePlanner, share: Any) -> _Written:
+        """Writes this rank's share of the tensors; returns what the manifest has to know of it."""
+        if not settled(draft):
+            raise TrainingError(f"rank {self.rank} on {platform.node()} does not see {draft}, made by rank 0; {SHARE}")
+        name = f"rank-{self.rank:05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        parts: list[tuple[str, str, str, list[int], list[int], list[int]]] = []
+        for item in share.items:
+            key, offsets, sizes = (
+                item.index.fqn,
+                list(item.tensor_data.chunk.offsets),
+                list(item.tensor_data.chunk.sizes),
+            )
+            shape = list(item.tensor_data.size)
+            entry = key if sizes == shape else f"{key}@{','.join(map(str, offsets))}"
+            tensors[entry] = cast(Tensor, planner.resolve_data(item))  # all that is saved are tensors
+            parts.append((key, entry, code_of(item.tensor_data.properties.dtype), shape, offsets, sizes))
+        file, begins = write_tensors(draft / name, tensors)
+        chunks = [
+            (key, dtype, shape, Chunk(offsets=offsets, sizes=sizes, file=name, begin=begins[entry]))
+            for key, entry, dtype, shape, offsets, sizes in parts
+        ]
+        return platform.node(), name, file, chunks
+
+    def _finish(self, step: int, draft: Path, written: Sequence[_Written]) -> None:
+        """Rank 0: checks that it reads what all ranks wrote, writes the manifest, makes the checkpoint visible."""
+        deadline = time.monotonic() + LATE_SECONDS
+        tables: dict[str, tuple[str, list[int], list[Chunk]]] = {}
+        for rank, (host, name, file, chunks) in enumerate(written):
+            if not settled(draft / name, file.size, deadline):
+                raise TrainingError(f"rank 0 does not see {draft / name}, which rank {rank} wrote on {host}; {SHARE}")
+            if digest(draft / name) != file.sha256:
+                raise TrainingError(f"rank 0 reads from {draft / name} something else than rank {rank} wrote on {host}")
+            for key, dtype, shape, chunk in chunks:
+                tables.setdefault(key, (dtype, shape, []))[2].append(chunk)
+        manifest = make_manifest(
+            step=step,
+            time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            ranks=self.peers.world,
+            model=self.identity,
+            files={name: file.model_dump() for _, name, file, _ in written},
+            tensors={
+                key: {"dtype": dtype, "shape": shape, "chunks": [chunk.model_dump() for chunk in chunks]}
+                for key, (dtype, shape, chunks) in tables.items()
+            },
+        )
+        write_synced(draft / MANIFEST, dump_manifest(manifest))
+        sync_folder(draft)
+        self.check()
+        replace(draft, self.folder / name_of(step))
+        self._retain(step)
 
     def _retain(self, step: int) -> None:
         older = [path for path in complete(self.folder) if step_of(path) <= step]
         for path in older[self.keep :]:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # the new one is there: what is left over may not end the run
         for ending in (TORN, SUPERSEDED):  # the newest is kept, in case somebody wants to look at it
             aside = [path for path in self.folder.glob(f"step-*{ending}") if path.is_dir()]
             for path in sorted(aside, key=lambda path: path.name)[:-1]:
@@ -214,91 +306,21 @@ class Checkpoints:
 
 def load_parameters(path: Path, model: nn.Module, identity: Mapping[str, Any]) -> int:
     """Fills a whole model in this one process from a checkpoint (for `generate`); returns the step."""
-    check_model(path, identity)
+    manifest = check_model(path, identity)
     verify(path)
-    state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    with _quiet_dcp():
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    return step_of(path)
+    _read_into(path, manifest, {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
+    return manifest.step
 
 
-def name_of(step: int) -> str:
-    """``step-00000100``."""
-    return f"step-{step:08d}"
-
-
-def step_of(path: Path) -> int:
-    """The step in a checkpoint folder's name."""
-    return int(path.name.removeprefix("step-"))
-
-
-def complete(folder: Path) -> list[Path]:
-    """Finished checkpoints in `folder`, newest first (finished, not verified)."""
-    paths = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit() and path.is_dir()]
-    return sorted(paths, key=step_of, reverse=True)
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest checkpoint under `folder` that passes `verify`; torn ones are set aside and named on stderr."""
-    restore(folder)
-    for path in complete(folder):
-        try:
-            verify(path)
-            return path
-        except TornCheckpoint as torn:
-            _replace(path, path.with_name(path.name + TORN))
-            print(f"interlace: {torn}; using the checkpoint before it", file=sys.stderr, flush=True)
-    return None
-
-
-def restore(folder: Path) -> None:
-    """Brings back a checkpoint that had stepped aside when its replacement was cut short, drops those replaced."""
-    for old in folder.glob(f".step-*{_OLD}"):
-        target = old.with_name(old.name[1 : -len(_OLD)])
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.rename(target)
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder. Raises TornCheckpoint when there is none, or only a part of one."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        whole = manifest.pop("sha256") == _digest_of(manifest)
-    except FileNotFoundError:
-        raise TornCheckpoint(f"checkpoint {path} is torn: {path / MANIFEST} is missing") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        whole = False
-    if not whole:
-        raise TornCheckpoint(f"checkpoint {path} is torn: {path / MANIFEST} is damaged")
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: checkpoint format {manifest.get('format')}, this version reads {FORMAT}")
-    return dict(manifest)
-
-
-def verify(path: Path) -> None:
-    """Checks that every file is there with the size and SHA-256 of the manifest. Raises TornCheckpoint naming it."""
-    for name, entry in read_manifest(path)["files"].items():
-        file = path / name
-        if not file.exists():
-            raise TornCheckpoint(f"checkpoint {path} is torn: {file} is missing")
-        if file.stat().st_size != entry["size"]:
-            raise TornCheckpoint(
-                f"checkpoint {path} is torn: {file} has {file.stat().st_size} bytes instead of {entry['size']}"
-            )
-        if _digest(file) != entry["sha256"]:
-            raise TornCheckpoint(f"checkpoint {path} is torn: the contents of {file} have changed (SHA-256)")
-
-
-def check_model(path: Path, identity: Mapping[str, Any]) -> None:
-    """Raises CheckpointError saying what differs when the checkpoint is of another model than `identity`."""
-    saved = read_manifest(path)["model"]
-    if saved["sha256"] != identity["sha256"]:
-        what = "; ".join(differences(saved, identity))
+def check_model(path: Path, identity: Mapping[str, Any]) -> Manifest:
+    """The manifest. Raises CheckpointError saying what differs when it is of another model than `identity`."""
+    manifest = read_manifest(path)
+    if manifest.model.sha256 != identity["sha256"]:
+        what = "; ".join(differences(manifest.model.model_dump(mode="json"), identity))
         raise CheckpointError(
             f"{path} is a checkpoint of another model: {what}. Use the config.toml of the run it comes from"
         )
+    return manifest
 
 
 def rng_state() -> dict[str, Any]:
@@ -312,77 +334,62 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Puts back what `rng_state` returned (also after a trip through JSON)."""
+    """Puts back what `rng_state` returned (also after a trip through JSON). Raises all sorts of errors for all else."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
+    if not 0 <= position <= len(keys):  # numpy does not check, and would read beyond them
+        raise ValueError(f"position {position} of {len(keys)}")
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
 
 
-def _size_of(stored: Any) -> torch.Size:
-    size: torch.Size = stored.size
-    return size
+def _read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor]) -> None:
+    """Fills `wanted` in place with what the checkpoint holds under these keys, all of which it has."""
+    deadline = time.monotonic() + LATE_SECONDS
+    metadata = Metadata(
+        {
+            key: TensorStorageMetadata(
+                TensorProperties(DTYPES[stored.dtype]),
+                torch.Size(stored.shape),
+                [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks],
+            )
+            for key, stored in manifest.tensors.items()
+            if key in wanted
+        }
+    )
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(wanted), metadata, is_coordinator=True)
+    try:
+        plan = planner.create_local_plan()
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    for item in plan.items:
+        stored = manifest.tensors[item.storage_index.fqn]
+        offsets = list(item.storage_index.offset or ())
+        chunk = next(chunk for chunk in stored.chunks if chunk.offsets == offsets)
+        settled(path / chunk.file, manifest.files[chunk.file].size, deadline)
+        tensor = read_chunk(path, stored, chunk)
+        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dimension, start, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)
+
+
+def _read_json(path: Path, manifest: Manifest, key: str) -> Any:
+    """What `_pack` made a tensor of."""
+    stored = manifest.tensors.get(key)
+    if stored is None or stored.dtype != "U8" or len(stored.shape) != 1 or len(stored.chunks) != 1:
+        raise CheckpointError(f"{path}: holds no {key}")
+    try:
+        return json.loads(read_chunk(path, stored, stored.chunks[0]).numpy().tobytes())
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path}: {key} is no JSON") from None
 
 
 def _pack(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _unpack(tensor: Tensor) -> Any:
-    return json.loads(tensor.numpy().tobytes())
-
-
-def _listing(folder: Path) -> str:
-    return ", ".join(path.name for path in complete(folder)) or f"none in {folder}"
-
-
-def _digest_of(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        if hasattr(hashlib, "file_digest"):
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256()  # Python 3.10
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-        return digest.hexdigest()
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _replace(source: Path, target: Path) -> None:
-    """Renames a folder over another, which steps aside first; `restore` brings it back after a crash in between."""
-    old = target.with_name(f".{target.name}{_OLD}")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    source.rename(target)
-    _sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _quiet_dcp() -> Iterator[None]:
-    """DCP warns that a single process saves without a process group; here that is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint.*")
-        yield
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

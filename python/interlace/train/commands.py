@@ -6,53 +6,65 @@ import argparse
 import os
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from interlace.train import launch, runfolder
-from interlace.train.config import ConfigError, dumps, load
+from interlace.train import launch, lock, runfolder
+from interlace.train.config import ConfigError, dumps, load, loads
 from interlace.train.schema import Config
 
 
 def train(options: argparse.Namespace) -> int:
     """``interlace train``: a rank when torchrun's variables are set, else the launcher of the config's ranks."""
+    if launch.under_launcher():
+        return _as_rank(options)
     path = _config_path(options)
     config = load(path, options.set)
-    if launch.under_launcher():
-        return _as_rank(config, options.resume, os.environ.get(launch.SOURCE, str(path)))
-    resuming = options.resume is not None
+    if options.take_over and options.resume is None:
+        raise ConfigError("--take-over is for going on in a run folder; name it with --resume")
     folder, at = _run_folder(config, options.resume)
+    with launch.leaving_on_sigterm(), lock.take(folder, take_over=options.take_over, say=_say) as held:
+        return _in_folder(options, config, path, folder, at, held)
+
+
+def _in_folder(
+    options: argparse.Namespace, config: Config, path: Path, folder: Path, at: Path | None, held: lock.RunLock
+) -> int:
+    """Prepares and runs the training of `config` in a run folder that is locked."""
     from interlace.train.feed import prepare
 
-    config = prepare(config, lambda line: launch.say(f"interlace: {line}"), source=str(path))
-    if not resuming:
+    config = prepare(config, _say, source=str(path))
+    if options.resume is None:
         runfolder.write_config(folder, config)
     launch.say(f"run folder: {folder}")
     world = config.world_size()
     if world == 1:
         from interlace.train.rank import run
 
-        run(config, source=str(path), folder=folder, at=at, resume=resuming)
-        return 0
-    with tempfile.TemporaryDirectory(prefix="interlace-") as place:
-        # The run keeps its own config.toml until the ranks have gone on with this one.
-        written = Path(place) / "config.toml"
-        written.write_text(dumps(config), encoding="utf-8")
-        command = [sys.executable, "-m", "interlace", "train", str(written)]
-        command += ["--debug"] if options.debug else []
-        command += ["--resume", str(at or folder)] if resuming else []
-        return launch.run(
-            command,
-            world,
-            folder=folder,
-            timeout=config.parallel.timeout,
-            threads=config.parallel.threads,
-            resume=lambda: (
-                f"interlace train --resume {shlex.quote(str(folder))}" if runfolder.has_checkpoint(folder) else ""
-            ),
-            environment={launch.RUN_FOLDER: str(folder), launch.SOURCE: str(path)},
-        )
+        return run(config, source=str(path), folder=folder, at=at, resume=options.resume, held=held)
+    command = [sys.executable, "-m", "interlace", "train", str(path)]
+    command += ["--debug"] if options.debug else []
+    command += ["--resume", str(at or folder)] if options.resume is not None else []
+    return launch.run(
+        command,
+        world,
+        folder=folder,
+        timeout=config.parallel.timeout,
+        threads=config.parallel.threads,
+        resume=lambda: (
+            f"interlace train --resume {shlex.quote(str(folder))}" if runfolder.has_checkpoint(folder) else ""
+        ),
+        environment={
+            launch.RUN_FOLDER: str(folder),
+            launch.LOCK: held.nonce,
+            launch.CONFIG: dumps(config),
+            launch.SOURCE: str(path),
+        },
+    )
+
+
+def _say(line: str) -> None:
+    launch.say(f"interlace: {line}")
 
 
 def _config_path(options: argparse.Namespace) -> Path:
@@ -73,15 +85,22 @@ def _run_folder(config: Config, resume: str | None) -> tuple[Path, Path | None]:
     return runfolder.resolve(config, resume)
 
 
-def _as_rank(config: Config, resume: str | None, source: str) -> int:
+def _as_rank(options: argparse.Namespace) -> int:
+    """A rank: of the launcher, which has chosen and locked the folder, or of torchrun."""
     from interlace.train.rank import run
 
-    folder = os.environ.get(launch.RUN_FOLDER)
-    at = None
-    if folder is not None and resume:
-        _, at = runfolder.resolve(config, resume)
-    run(config, source=source, folder=Path(folder) if folder else None, at=at, resume=resume is not None, which=resume)
-    return 0
+    resume, folder = options.resume, os.environ.get(launch.RUN_FOLDER)
+    if folder is None:
+        path = _config_path(options)
+        config = load(path, options.set)
+        return run(config, source=str(path), resume=resume, take_over=options.take_over)
+    source = os.environ[launch.SOURCE]
+    config = loads(os.environ[launch.CONFIG], source=source)
+    at = runfolder.resolve(config, resume)[1] if resume else None
+    if int(os.environ["RANK"]) > 0:
+        return run(config, source=source, folder=Path(folder), at=at, resume=resume)
+    with lock.join(Path(folder), os.environ[launch.LOCK]) as held:
+        return run(config, source=source, folder=Path(folder), at=at, resume=resume, held=held)
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -89,7 +108,7 @@ def generate(options: argparse.Namespace) -> int:
     import torch
 
     from interlace import data
-    from interlace.train import checkpoint
+    from interlace.train import checkpoint, checkpointfolder
     from interlace.train.build import architecture, build, materialize
     from interlace.train.feed import media_specs
     from interlace.train.generate import answer
@@ -122,7 +141,7 @@ def generate(options: argparse.Namespace) -> int:
     if not items and not options.prompt:
         raise ConfigError("nothing to answer: give --image, --speech or --prompt")
     materialize(model, seed=config.run.seed)
-    path = at or checkpoint.newest(runfolder.checkpoints_of(folder))
+    path = at or checkpointfolder.newest(runfolder.checkpoints_of(folder))
     if path is None:
         raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
     checkpoint.load_parameters(path, model, checkpoint.fingerprint(model, architecture(config)))

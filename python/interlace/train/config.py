@@ -39,11 +39,16 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path}: cannot read the config: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
+    return loads(text, overrides, source=str(path))
+
+
+def loads(text: str, overrides: list[str] | None = None, *, source: str = "config") -> Config:
+    """The config that a TOML text says; `source` names it in messages. Raises ConfigError as `load` does."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return from_table(table, overrides, source=str(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{source}: not valid TOML: {error}") from None
+    return from_table(table, overrides, source=source)
 
 
 def from_table(table: dict[str, Any], overrides: list[str] | None = None, *, source: str = "config") -> Config:

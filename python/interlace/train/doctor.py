@@ -25,12 +25,15 @@ def doctor() -> int:
     for column in ("", "part", "what was found"):
         table.add_column(column)
     broken = []
+    several = False
     for section in (_basics, _attention, _transports, _devices, _data):
         for name, check in section().items():
             on, text = _tried(check)
             table.add_row({True: "[green]on", False: "[red]off", None: "[dim]-"}[on], name, text)
             if on is False and name in REQUIRED:
                 broken.append(name)
+            if name == "gloo":
+                several = bool(on)
         table.add_section()
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -39,11 +42,11 @@ def doctor() -> int:
     if broken:
         console.print(f"training cannot run here: {', '.join(broken)}")
         return 1
-    console.print("training can run here")
+    console.print("training can run here" + ("" if several else ", on one rank: several need gloo"))
     return 0
 
 
-REQUIRED = {"python", "torch", "transformers", "interlace._core", "attention: reference"}
+REQUIRED = {"python", "torch", "transformers", "interlace._core", "interlace.train", "attention: reference"}
 
 
 def _tried(check: Callable[[], Check]) -> Check:
@@ -64,21 +67,48 @@ def _basics() -> dict[str, Callable[[], Check]]:
         return True, f"{torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
 
     def transformers() -> Check:
-        version = importlib.metadata.version("transformers")
-        return True, version + ("" if int(version.split(".")[0]) >= 5 else ", interlace train needs 5")
+        from interlace.train.build import transformers_missing
+
+        missing = transformers_missing()
+        return not missing, missing or importlib.metadata.version("transformers")
 
     def core() -> Check:
         from interlace import _core
 
         return True, str(_core.__file__)
 
+    def train() -> Check:
+        for part in ("commands", "feed", "rank"):  # which import all that a run needs
+            importlib.import_module(f"interlace.train.{part}")
+        return True, "can be imported"
+
     return {
         "python": python,
         "torch": torch,
         "transformers": transformers,
         "triton": lambda: _installed("triton", "CPU backends need none"),
+        "versions": _versions,
         "interlace._core": core,
+        "interlace.train": train,
     }
+
+
+def _versions() -> Check:
+    """Whether all that is installed lies in the ranges that this installation of Interlace declares."""
+    from packaging.requirements import Requirement
+
+    others = []
+    for line in importlib.metadata.requires("interlace") or []:
+        needed = Requirement(line)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(needed.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "missing"
+        if version == "missing" or not needed.specifier.contains(version, prereleases=True):
+            others.append(f"{needed.name} is {version}, declared is {needed.specifier}")
+    return (None, "; ".join(others)) if others else (True, "all libraries lie in the ranges that Interlace declares")
 
 
 def _attention() -> dict[str, Callable[[], Check]]:
@@ -136,7 +166,8 @@ def _devices() -> dict[str, Callable[[], Check]]:
         if not torch.cuda.is_available():
             return False, "no GPU or no driver"
         major, minor = torch.cuda.get_device_capability()
-        return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} (sm_{major}{minor})"
+        found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} (sm_{major}{minor})"
+        return True, f"{found}: for attention and collectives; interlace train computes on CPUs"
 
     return {"cuda": cuda}
 

@@ -96,6 +96,11 @@ class Feed:
         except ValueError as error:
             raise ConfigError(f"--resume: {error}") from None
 
+    @property
+    def blank_items(self) -> int:
+        """Items of samples that this rank could no longer read and left blank."""
+        return int(self.train.blank_items + self.held_out_data.blank_items)
+
     def close(self) -> None:
         """Stops reading ahead."""
         self.loader.close()
@@ -205,14 +210,20 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
         return config.model_copy(update={"data": config.data.model_copy(update={"dataset": train.name})})
     try:
         prepared.mkdir(parents=True, exist_ok=True)
-        if train.failures or train.skipped:
-            listing = marker.with_suffix(".txt")
-            listing.write_text(train.listing(), encoding="utf-8")
-            say(f"{train.report()}; list in {listing}")
         marker.touch()
     except OSError as error:
         raise ConfigError(f"{source}: cannot write {prepared}: {error.strerror}; set data.cache") from None
     return config
+
+
+def report_left_out(dataset: Any, folder: Path, say: Callable[[str], None]) -> None:
+    """Says how many files the samples of a run do without, and lists them in left_out.txt of its `folder`."""
+    listing = folder / "left_out.txt"
+    if not dataset.failures and not dataset.skipped:
+        listing.unlink(missing_ok=True)
+        return
+    listing.write_text(dataset.listing(), encoding="utf-8")
+    say(f"{dataset.report()}; list in {listing}")
 
 
 def _say_on_stderr(line: str) -> None:

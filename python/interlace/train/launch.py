@@ -6,8 +6,8 @@ to stderr goes to ``logs/rank-N.log`` (rank 0's to the terminal as well).
 
 When a rank dies, the others notice through their transport and end by themselves; what has not ended when the grace
 runs out is killed. The launcher then names the rank that died first, by which signal or with which code, and its last
-words. The first SIGTERM or SIGINT is passed on: the ranks finish their step, save and exit. A repeated SIGTERM must not
-cut that save short (see `StopSignals`); a second Ctrl-C does.
+words. The first SIGTERM or SIGINT is passed on: the ranks finish their step, save and exit with 128 + the signal, and
+so does the launcher. A repeated SIGTERM must not cut that save short (see `StopSignals`); a second Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 LAUNCHER = "INTERLACE_LAUNCHER"  # process id of the launcher, in a rank's environment
 RUN_FOLDER = "INTERLACE_RUN_FOLDER"  # the run folder that the launcher made
+LOCK = "INTERLACE_RUN_LOCK"  # the nonce of the launcher's lock on it
+CONFIG = "INTERLACE_CONFIG_TOML"  # the resolved config: unlike a file, gone with the processes
 SOURCE = "INTERLACE_CONFIG"  # what the user calls the config, for a rank's messages
+STOPPED = {128 + number: number for number in (signal.SIGTERM, signal.SIGINT)}  # exit codes of a rank that has saved
 USER_ERROR = 2  # exit code of "the user's input is wrong"
 POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 600.0  # so long after the first signal a repeated SIGTERM takes the last save for stuck
@@ -101,6 +104,8 @@ class Ranks:
         for old in self.logs.glob("rank-*"):
             old.unlink()
         base = {**os.environ, **(environment or {}), **rendezvous(count), LAUNCHER: str(os.getpid())}
+        if loopback := next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), ""):
+            base.setdefault("GLOO_SOCKET_IFNAME", loopback)  # all ranks are here: none has to listen to the network
         base["OMP_NUM_THREADS"] = str(threads or default_threads(count))
         self.processes: list[subprocess.Popen[bytes]] = []
         self.stop = StopSignals()
@@ -129,14 +134,19 @@ class Ranks:
             self._send(signal.SIGTERM)
 
     def wait(self) -> Death | None:
-        """Waits until all ranks have ended; None when all ended well, else the death that ended the run."""
+        """Waits until all ranks have ended; None when all ended well or saved, else the death that ended the run."""
         while True:
             codes = [process.poll() for process in self.processes]
-            if any(code not in (None, 0) for code in codes):
+            if any(code not in (None, 0, *STOPPED) for code in codes):
                 return self._aftermath()
             if None not in codes:
                 return None
             time.sleep(POLL_SECONDS)
+
+    def signal(self) -> int:
+        """The signal for which ranks that have all ended stopped early; 0: none."""
+        codes = [process.returncode for process in self.processes]
+        return next((self.stop.number or STOPPED[code] for code in codes if code in STOPPED), 0)
 
     def _aftermath(self) -> Death:
         """One rank is dead: lets the others end within the timeout, kills the rest, finds the first cause."""
@@ -151,7 +161,7 @@ class Ranks:
         codes = [process.wait() for process in self.processes]
         time.sleep(POLL_SECONDS)  # the thread that copies rank 0's stderr
         reports = {rank: self._report(rank) for rank in range(len(codes))}
-        dead = [rank for rank, code in enumerate(codes) if code != 0 and rank not in killed]
+        dead = [rank for rank, code in enumerate(codes) if code not in (0, *STOPPED) and rank not in killed]
 
         def suspicion(rank: int) -> tuple[bool, float]:
             """A signal from outside comes before any exception; of exceptions, the earliest; silence last."""
@@ -191,6 +201,7 @@ def run(
 ) -> int:
     """Runs `count` ranks of `command` to their end and returns the exit code for the launcher.
 
+    That is 0 for a finished run, 128 + the signal for one that was asked to stop and has saved, else a failure's.
     `resume` gives the command line that goes on from the last checkpoint ("" when there is none), told to the user when
     a rank has died.
     """
@@ -209,7 +220,8 @@ def run(
         for number, handler in previous.items():
             signal.signal(number, handler)
     if death is None:
-        return 0
+        stopped = ranks.signal()
+        return 128 + stopped if stopped else 0
     if death.user_error:
         say(f"interlace: {death.words}")
         return USER_ERROR
@@ -229,6 +241,16 @@ def run(
         else "interlace: no checkpoint was saved yet"
     )
     return 1
+
+
+@contextlib.contextmanager
+def leaving_on_sigterm() -> Iterator[None]:
+    """Where there is nothing to save yet, SIGTERM ends the process as an exception does: what is open is closed."""
+    previous = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def under_launcher() -> bool:
@@ -314,11 +336,6 @@ def mute() -> None:
     with contextlib.suppress(OSError, ValueError):
         os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
 
 
 def _tee(pipe: IO[bytes], log: IO[bytes]) -> None:

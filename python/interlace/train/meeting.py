@@ -22,8 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from interlace.comm.store import is_loopback, tcp_store
 from interlace.train import launch
-from interlace.train.peers import TrainingError
+from interlace.train.errors import TrainingError
 
 LONGEST_SECONDS = 1800.0  # of one wait, however lively the rank that is waited for
 SLACK_SECONDS = 5.0  # after its own timeout, for torch to say what went wrong
@@ -39,17 +40,19 @@ class Meeting:
         self.rank, self.world, self.timeout = rank, world, timeout
         self.rounds = 0
         self.over = threading.Event()
+        self.thread: threading.Thread | None = None
         if world == 1:
             return
         with self.bounded(f"meeting the other {world - 1} ranks"):
             wait = timedelta(seconds=timeout)
-            store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=wait)))
+            store = _store(rank, world, timeout)
             store.set_timeout(wait)
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=wait
             )
         self.store = dist.PrefixStore("meeting", store)
-        threading.Thread(target=self._beat, name="sign-of-life", daemon=True).start()
+        self.thread = threading.Thread(target=self._beat, name="sign-of-life", daemon=True)
+        self.thread.start()
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """Every rank's `value` (what JSON can hold), by rank. Collective; `what` says what a rank may still be doing.
@@ -107,8 +110,14 @@ class Meeting:
             timer.cancel()
 
     def close(self) -> None:
-        """Ends the signs of life: from here on the ranks talk every step."""
+        """Ends the signs of life: from here on the ranks talk every step. Safe to call twice.
+
+        A process must not end while a thread of it is inside the store: Python would end the thread there, which C++
+        answers with `terminate called` and SIGABRT.
+        """
         self.over.set()
+        if self.thread is not None:
+            self.thread.join(SLACK_SECONDS)
 
     def _wait_for(self, keys: Iterable[str], ranks: Iterable[int], what: str) -> None:
         """Returns when the store has all `keys`, which `ranks` set in this order; raises when one of these is lost."""
@@ -156,3 +165,28 @@ class Meeting:
         with contextlib.suppress(RuntimeError):  # the store is gone: who waits for it will say so
             while not self.over.wait(min(1.0, self.timeout / 4)):
                 self.store.add(f"alive/{self.rank}", 1)
+
+
+def _store(rank: int, world: int, timeout: float) -> dist.Store:
+    """The store at MASTER_ADDR, which rank 0 serves on that address alone, or torchrun's, which its agent serves."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout))))
+        return store
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise TrainingError(
+            f"rank {rank}: MASTER_ADDR is {host!r} and MASTER_PORT {port!r}: set them to an address of the machine of "
+            "rank 0 and a free port there, as `interlace train` and torchrun do"
+        )
+    elsewhere = world - int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    try:
+        if elsewhere and is_loopback(host):
+            raise TrainingError(
+                f"rank {rank}: {elsewhere} ranks are on other machines, but MASTER_ADDR, {host}, means this machine "
+                "to itself: set it to an address by which the others reach the machine of rank 0"
+            )
+        return tcp_store(host, int(port), rank, world, timeout)
+    except OSError as error:
+        raise TrainingError(
+            f"rank {rank}: {error}: MASTER_ADDR must be an address of the machine of rank 0, and MASTER_PORT free there"
+        ) from error

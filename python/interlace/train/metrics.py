@@ -197,4 +197,6 @@ def _drop_after(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue  # a line that a killed run left half written
-    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    draft = path.with_name(f".{path.name}.tmp")  # a run that is killed here must not lose its curve
+    draft.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    draft.replace(path)

@@ -17,15 +17,21 @@ from interlace.train.schema import Config, Train
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def schedule_length(train: Train) -> int:
+    """Steps over which the learning rate is planned."""
+    return train.schedule_steps or train.steps
+
+
 def lr_factor(step: int, train: Train) -> float:
     """What the peak learning rates are multiplied by in `step` (1-based): warm-up 0 -> 1, then cosine -> min_lr_ratio.
 
-    The last warm-up step and the first after it both use about the peak; the last step of the run uses the minimum.
+    The last warm-up step and the first after it both use about the peak; the last of the schedule's steps, and those
+    beyond it, use the minimum.
     """
     if step <= train.warmup_steps:
         return step / train.warmup_steps
-    after = train.steps - train.warmup_steps
-    progress = min(1.0, (step - train.warmup_steps) / after) if after else 1.0
+    after = schedule_length(train) - train.warmup_steps
+    progress = min(1.0, (step - train.warmup_steps) / after) if after > 0 else 1.0
     return train.min_lr_ratio + (1.0 - train.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

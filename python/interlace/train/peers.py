@@ -8,17 +8,16 @@ trainer and the checkpoints talk in a process group of their own, and whatever g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
+from interlace.train.errors import TrainingError
 
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message says why and what to try."""
+T = TypeVar("T")
 
 
 class Peers:
@@ -74,22 +73,46 @@ class Peers:
         """Waits until every rank is here."""
         self.exchange(what, 0.0, patient=patient)
 
-    def broadcast(self, what: str, objects: list[Any]) -> None:
-        """Replaces `objects` by rank 0's, which may take the allowance to have them."""
-        self.barrier(what, patient=True)
+    def together(self, what: str, work: Callable[[], T], *, expected: type[Exception] = TrainingError) -> list[T]:
+        """What `work` returns on every rank, by rank (anything that can be pickled). It may take the allowance.
+
+        When it fails on any rank, all of them raise, and say which rank it was and why: an error of the type `expected`
+        with its own words, any other as a TrainingError.
+        """
+        value: T | None = None
+        failure: BaseException | None = None
+        try:
+            value = work()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # such as DCP's CheckpointException, which is no Exception
+            failure = error
+        trouble = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        mine = (value, str(failure) if isinstance(failure, expected) else "", trouble)
+        everyone = [mine]
+        self.barrier(what, patient=True)  # names the rank that does not come, which torch's own gathering cannot
         if self.distributed:
+            everyone = [mine] * self.world
             with self.waiting(what):
-                dist.broadcast_object_list(objects, src=0, group=self.group)
+                dist.all_gather_object(everyone, mine, group=self.group)
+        if any(trouble for _, _, trouble in everyone):
+            known = next((words for _, words, _ in everyone if words), "")
+            if known:
+                raise expected(known) from failure
+            lines = "; ".join(f"rank {rank}: {trouble}" for rank, (_, _, trouble) in enumerate(everyone) if trouble)
+            raise TrainingError(f"{what}: {lines}") from failure
+        return [value for value, _, _ in everyone]  # type: ignore[misc]
+
+    def on_first(self, what: str, work: Callable[[], T], *, expected: type[Exception] = TrainingError) -> T:
+        """What `work` returns on rank 0, which alone runs it, on every rank; errors as in `together`."""
+        results = self.together(what, lambda: work() if self.rank == 0 else None, expected=expected)
+        return results[0]  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Turns the errors of torch's collectives inside the block into a TrainingError; others pass through."""
         try:
             yield
-        except CheckpointException as error:  # no Exception, but a BaseException
-            failures = [(rank, failure) for rank, (failure, _) in error.failures.items()]
-            lines = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures)
-            raise TrainingError(f"rank {self.rank}, {what}: {lines}") from error
         except RuntimeError as error:
             if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
                 raise

@@ -1,15 +1,15 @@
 """``interlace plan`` and ``interlace simulate``: where a config's model is cut, and how long a step would take.
 
-Layer costs are counted (FLOPs over a rank's speed, for a microbatch whose images, clips and captions fill their
-budgets) or, with ``--profile``, timed on this machine with a batch of the config's data. The model is never allocated
-unless it is timed, so a config for a thousand GPUs can be planned on a laptop.
+Layer costs are counted (FLOPs over a rank's speed, for a microbatch of the config's mixture of samples whose images,
+clips and captions fill their budgets) or, with ``--profile``, timed on this machine with a batch of the config's data.
+The model is never allocated unless it is timed, so a config for a thousand GPUs can be planned on a laptop.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,11 +158,11 @@ def _simulated(config: Config, model: Any, plan: Any, costs: Costs, microbatches
 
 def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
     """FLOPs of a full microbatch over the speed of a rank."""
-    from interlace.plan import LayerTimes, ModuleCosts, analytic_costs
+    from interlace.plan import LayerTimes, ModuleCosts
 
-    tokens = budget_tokens(config, model)
+    lengths = budget_lengths(config, model)
     speed = tflops if tflops is not None else matmul_tflops()
-    flops = analytic_costs(model, tokens)
+    flops = flop_costs(config, model)
 
     def seconds(values: Any) -> Any:
         return np.asarray(values, dtype=np.float64) / (speed * 1e12)
@@ -180,7 +180,7 @@ def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
         )
         for name, cost in flops.items()
     }
-    shown = ", ".join(f"{name} {count:,.0f}" for name, count in tokens.items())
+    shown = ", ".join(f"{name} {each.tokens:,.0f}" for name, each in lengths.items())
     how = "as given" if tflops is not None else "measured here with a matrix product"
     origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), transfers and gradient sums taken as free; "
     return Costs(modules, f"{origin}tokens per microbatch: {shown}")
@@ -205,32 +205,93 @@ def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
     return Costs(profile_model(model, samples), origin + (f" ({note})" if note else ""))
 
 
-def budget_tokens(config: Config, model: Any) -> dict[str, float]:
-    """Tokens through each module for one microbatch whose samples have one full image, clip and caption each.
+@dataclass(frozen=True)
+class Lengths:
+    """What passes through a module: tokens per microbatch, and keys that each of them sees on average."""
 
-    Of the digits, sizes are known: their pictures are all alike and their captions words.
+    tokens: float
+    keys: float
+
+
+def budget_lengths(config: Config, model: Any) -> dict[str, Lengths]:
+    """Lengths of every module for a microbatch of the config's mixture of samples.
+
+    Images, clips and captions fill the budgets that the config gives them: all ranks must cut alike before they have
+    the data. Of the digits, sizes are known: their pictures are all alike and their captions words.
     """
-    from interlace.data.digits import WORDS
-
     samples = config.train.batch_size / config.parallel.dp / config.train.microbatches
-    tokens: dict[str, float] = {}
-    digits = config.data.dataset == "digits"
-    language_model = float(max(map(len, WORDS)) if digits else config.data.max_caption_bytes)
+    items: dict[str, list[tuple[float, float]]] = {name: [] for name in model.modules_order()}  # share, tokens
+    for share, own in _kinds(config, model):
+        for name, lengths in own.items():
+            items[name] += [(share, length) for length in lengths]
+    found = {}
+    for name, each in items.items():
+        tokens = sum(share * length for share, length in each)
+        pairs = sum(share * length * length for share, length in each)  # of a query and a key of one item
+        if name == "language_model":  # a query sees the keys up to its own
+            pairs = (pairs + tokens) / 2
+        found[name] = Lengths(samples * tokens, pairs / tokens if tokens else 0.0)
+    return found
+
+
+def flop_costs(config: Config, model: Any) -> Mapping[str, Any]:
+    """FLOPs of every layer for that microbatch: what the trainer's own cuts go by."""
+    from interlace.plan import analytic_costs
+
+    lengths = budget_lengths(config, model)
+    return analytic_costs(
+        model,
+        tokens={name: each.tokens for name, each in lengths.items()},
+        context={name: each.keys for name, each in lengths.items()},
+    )
+
+
+def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[float]]]]:
+    """The kinds of samples: share of all, and the lengths of their items per module (of the language model: one)."""
+    from interlace.data.digits import WORDS
+    from interlace.data.stamps import KINDS
+
+    image = clip = image_features = clip_features = 0.0
     vision, audio = config.model.vision, config.model.audio
+    digits = config.data.dataset == "digits"
     if vision is not None:
-        patches = config.data.max_image_tokens
+        image = config.data.max_image_tokens
         if digits:
             patch = model.encoders["vision"].module.config.patch_size
             side = -(-(config.data.digit_size or 8) // patch)
-            patches = min(patches, side * side)
-        tokens["vision"] = samples * patches
-        language_model += -(-patches // vision.downsample)
+            image = min(image, side * side)
+        image_features = -(-image // vision.downsample)
     if audio is not None:
         frames = round(config.data.max_audio_seconds * 100)
-        tokens["audio"] = samples * frames / 2
-        mel_bins = model.encoders["audio"].module.config.num_mel_bins
-        language_model += model.encoders["audio"].tokens((mel_bins, frames))
-    return {**tokens, "language_model": samples * language_model}
+        clip = frames / 2
+        clip_features = model.encoders["audio"].tokens((model.encoders["audio"].module.config.num_mel_bins, frames))
+
+    def sample(images: int, clips: int, texts: int, text: float) -> dict[str, list[float]]:
+        row = images * image_features + clips * clip_features + texts * text
+        return {
+            **({"vision": [image] * images} if vision is not None else {}),
+            **({"audio": [clip] * clips} if audio is not None else {}),
+            "language_model": [row],
+        }
+
+    if digits:
+        yield 1.0, sample(1, 0, 1, max(map(len, WORDS)))
+        return
+    weights = {
+        kind: getattr(config.data.mixture, kind.replace("+", "_"))
+        for kind, needed in KINDS.items()
+        if set(needed) <= set(config.model.encoders())
+    }
+    total = sum(weights.values()) or 1.0
+    caption = config.data.max_caption_bytes
+    most = config.data.max_images
+    for kind, weight in weights.items():
+        if kind == "images":  # 2 .. max_images of them, each with its caption
+            for count in range(2, most + 1):
+                yield weight / total / (most - 1), sample(count, 0, count, caption)
+        else:
+            texts = 2 if kind == "text" else 1  # a caption is translated
+            yield weight / total, sample("vision" in KINDS[kind], "audio" in KINDS[kind], texts, caption)
 
 
 def matmul_tflops(size: int = 768, repeats: int = 5) -> float:

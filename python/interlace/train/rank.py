@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.train import checkpoint, launch, report, runfolder
+from interlace.train import checkpoint, checkpointfolder, launch, lock, report, runfolder
 from interlace.train.build import architecture, build, build_plan, materialize, present
 from interlace.train.config import ConfigError
-from interlace.train.feed import PIXELS, Feed, datasets
+from interlace.train.feed import PIXELS, Feed, datasets, report_left_out
 from interlace.train.meeting import Meeting
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.schema import Config
-from interlace.train.trainer import StopRequest, Trainer
+from interlace.train.trainer import BLANK, StopRequest, Trainer
 
 
 def run(
@@ -27,23 +27,30 @@ def run(
     source: str,
     folder: Path | None = None,
     at: Path | None = None,
-    resume: bool = False,
-    which: str | None = None,
-) -> None:
-    """Trains as rank RANK of WORLD_SIZE (one process when they are not set).
+    resume: str | None = None,
+    held: lock.RunLock | None = None,
+    take_over: bool = False,
+) -> int:
+    """Trains as rank RANK of WORLD_SIZE (one process when they are not set); returns the exit code.
 
-    `folder` is the run folder of all ranks; without one (under torchrun) rank 0 makes it, or finds the one to `resume`
-    by `which`. `at` is the checkpoint to go on from, by default the newest. `source` names the config in messages.
+    `resume` is None for a new run, else what ``--resume`` named. `folder` is the run folder of all ranks and `held` its
+    lock (of rank 0); without a folder (under torchrun) rank 0 makes or finds it and locks it (`take_over` as in
+    `lock.take`). `at` is the checkpoint to go on from, by default the newest. `source` names the config in messages.
 
+    The code is 0 when all steps are trained, and 128 + the signal when one has ended the run, which then is saved.
     Raises ConfigError for what the user can mend; anything else is a failure of the run.
     """
     stop = StopRequest()
-    try:
-        trained = _train(config, stop, source, folder, at, resume, which)
-    finally:
-        stop.restore()  # what comes now can be begun again; nothing has to be saved
-    if trained is not None:
+    # What has to be ended in order, however this ends: a thread of ours in C++ when Python ends would be SIGABRT.
+    with contextlib.ExitStack() as cleanup:
+        try:
+            trained = _train(config, stop, source, folder, at, resume, held, take_over, cleanup)
+        finally:
+            stop.restore()  # what comes now can be begun again; nothing has to be saved
+        if isinstance(trained, int):
+            return trained
         close(config, *trained, source)
+    return 0
 
 
 def _train(
@@ -52,14 +59,17 @@ def _train(
     source: str,
     folder: Path | None,
     at: Path | None,
-    resume: bool,
-    which: str | None,
-) -> tuple[Path, dict[str, Any], Any, Any, Feed] | None:
-    """This rank's training; what `close` needs on rank 0 of a finished run."""
+    resume: str | None,
+    held: lock.RunLock | None,
+    take_over: bool,
+    cleanup: contextlib.ExitStack,
+) -> int | tuple[Path, dict[str, Any], Any, Any, Feed]:
+    """This rank's training: its exit code, or on rank 0 of a finished run what `close` needs."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_world(config, world, source)
     launch.follow_launcher(config.parallel.timeout)
     meeting = Meeting(rank, world, config.parallel.timeout)
+    cleanup.callback(meeting.close)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(config.parallel.threads or launch.default_threads(local_world))
     torch.use_deterministic_algorithms(config.run.deterministic)
@@ -74,7 +84,10 @@ def _train(
     materialize(model, present(model, plan, rank), seed=config.run.seed)
     prepared = folder is not None
     if folder is None:
-        folder, at = agree_on_folder(config, which if resume else None, meeting)
+        folder, at, held = agree_on_folder(config, resume, meeting, take_over)
+        if held is not None:
+            cleanup.callback(held.release)
+    runfolder.check_shared(folder, meeting)
     meeting.gather("building the model", None)
     with meeting.bounded("making the process groups of the pipeline"):
         parallel = parallelize(
@@ -89,13 +102,15 @@ def _train(
     gather = meeting.gather if world > 1 else None
     train, held_out, note = datasets(config, model, tokenizer, decode=set(parallel.hosts), gather=gather, source=source)
     if note and train.name != config.data.dataset:
-        config = other_data(config, note, train.name, prepared=prepared or resume, source=source)
+        config = other_data(config, note, train.name, prepared=prepared or resume is not None, source=source)
         if rank == 0:
             launch.say(f"interlace: {note}")
     check_data(train.fingerprint(), meeting)
-    if rank == 0 and not resume:
-        runfolder.write_config(folder, config)
-        runfolder.point_latest(folder)
+    if rank == 0:
+        report_left_out(train, folder, lambda line: launch.say(f"interlace: {line}"))
+        if resume is None:
+            runfolder.write_config(folder, config)
+            runfolder.point_latest(folder)
     feed = Feed(
         train,
         held_out,
@@ -105,25 +120,29 @@ def _train(
         replica=rank // plan.num_ranks,
         dp=plan.dp,
     )
+    cleanup.callback(feed.close)
     with meeting.bounded("making the process group of the trainer"):
-        trainer = Trainer(config, model, parallel, feed, folder, stop=lambda: bool(stop.number))
+        trainer = Trainer(config, model, parallel, feed, folder, stop=lambda: stop.number, lock=held)
     meeting.close()
-    if resume:
+    if resume is not None:
         path = trainer.resume(at)
         if rank == 0:
             runfolder.write_config(folder, config)  # only now: a refused config must not replace the run's own
             launch.say(f"going on from {path}")
+            if trainer.step == config.train.steps:
+                launch.say(f"all {trainer.step} steps are trained already; raise train.steps to train more")
     elif rank == 0:
         draw_mask(model, feed, folder / "mask.png")
     outcome = trainer.run()
     feed.close()
     if world > 1:
         dist.destroy_process_group()
-    if rank != 0:
-        return None
     if not outcome["finished"]:
-        launch.say(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}")
-        return None
+        if rank == 0:
+            launch.say(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}")
+        return 128 + int(outcome["signal"])
+    if rank != 0:
+        return 0
     return folder, outcome, model, tokenizer, feed
 
 
@@ -140,19 +159,28 @@ def other_data(config: Config, note: str, name: str, *, prepared: bool, source: 
     return config.model_copy(update={"data": config.data.model_copy(update={"dataset": name})})
 
 
-def agree_on_folder(config: Config, resume: str | None, meeting: Meeting) -> tuple[Path, Path | None]:
-    """Rank 0 makes the run folder (or finds the one to resume) and tells the others."""
+def agree_on_folder(
+    config: Config, resume: str | None, meeting: Meeting, take_over: bool = False
+) -> tuple[Path, Path | None, lock.RunLock | None]:
+    """Rank 0 makes the run folder (or finds the one to resume), locks it and tells the others; only it has the lock."""
     found: list[str] = []
+    held = None
     if meeting.rank == 0:
         try:
             places = (runfolder.create(config), None) if resume is None else runfolder.resolve(config, resume)
-            found = [str(place) for place in places if place is not None]
+            found = [str(place.absolute()) for place in places if place is not None]
+            held = lock.take(places[0], take_over=take_over, say=lambda line: launch.say(f"interlace: {line}"))
         except ConfigError as error:
             found = ["", str(error)]
-    folder, *at = meeting.gather("finding the run folder", found)[0]
+    try:
+        folder, *at = meeting.gather("finding the run folder", found)[0]
+    except BaseException:
+        if held is not None:
+            held.release()
+        raise
     if not folder:
         raise ConfigError(at[0])
-    return Path(folder), Path(at[0]) if at else None
+    return Path(folder), Path(at[0]) if at else None, held
 
 
 def check_world(config: Config, world: int, source: str) -> None:
@@ -202,6 +230,8 @@ def close(
         "tokens_per_second": outcome["tokens"] / seconds,
         "run_folder": str(folder),
     }
+    if BLANK in metrics:
+        rows["items_read_as_blank"] = metrics[BLANK]
     report.write_summary(folder, rows)
     with without("the baselines"):
         baselines = feed.baselines(tokenizer.vocab_size)
@@ -227,7 +257,7 @@ def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any
     """The whole model in this process, from the run's newest checkpoint."""
     model = build(config, tokenizer, source=source)
     materialize(model, seed=config.run.seed)
-    path = checkpoint.newest(runfolder.checkpoints_of(folder))
+    path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
     if path is None:
         raise checkpoint.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
     checkpoint.load_parameters(path, model, checkpoint.fingerprint(model, architecture(config)))

@@ -2,32 +2,45 @@
 
 ``latest`` beside the run folders is a link to the last run that had its data.
 
+run.json         its number among the runs of its name             run.lock         the job that has it (`lock`)
 config.toml      the resolved config                               metrics.jsonl    one line per logged step
 checkpoints/     see `checkpoint`                                  tensorboard/     event files
 trace.json       one measured step, for Perfetto                   timeline.png     the same, as a picture
 mask.png         the attention mask of a batch                     samples.html, samples.png    held-out answers
 logs/rank-N.log  what each rank wrote to stderr                    summary.json     the closing table
+left_out.txt     files of the data that no sample uses, and why
+
+The newest run is the one with the highest number: names are times (UTC), and clocks are set back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
+import platform
+import secrets
+import shutil
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from interlace.train.config import ConfigError, dumps
 from interlace.train.schema import Config
 
 
 def create(config: Config) -> Path:
-    """Makes a new run folder named by the time."""
+    """Makes a new run folder, named by the time and numbered after the runs that are there."""
     parent = Path(config.run.folder) / config.run.name
-    stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
     for attempt in range(1000):
         folder = parent / (stamp if attempt == 0 else f"{stamp}.{attempt}")
         try:
+            number = 1 + max(map(_number, _runs(parent)), default=0)
             folder.mkdir(parents=True)
+            (folder / "run.json").write_text(json.dumps({"number": number, "created": stamp}))
         except FileExistsError:
             continue
         except OSError as error:
@@ -49,11 +62,10 @@ def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
     """
     if not resume:
         parent = Path(config.run.folder) / config.run.name
-        runs = [path for path in parent.glob("*") if path.is_dir() and not path.is_symlink()]
-        with_state = [path for path in runs if has_checkpoint(path)]
+        with_state = [path for path in _runs(parent) if has_checkpoint(path)]
         if not with_state:
             raise ConfigError(f"--resume: no run with a checkpoint under {parent}; start it without --resume")
-        return max(with_state, key=lambda path: path.name), None
+        return max(with_state, key=lambda path: (_number(path), path.name)), None
     path = Path(resume)
     if not path.is_dir():
         raise ConfigError(f"--resume {resume}: there is no such folder")
@@ -67,11 +79,23 @@ def resolve(config: Config, resume: str | None) -> tuple[Path, Path | None]:
     return path, None
 
 
+def _runs(parent: Path) -> list[Path]:
+    return [path for path in parent.glob("*") if path.is_dir() and not path.is_symlink()]
+
+
+def _number(folder: Path) -> int:
+    """The number of a run; 0 for those of versions that did not count, which come before all others."""
+    try:
+        return int(json.loads((folder / "run.json").read_text())["number"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run folder has a finished checkpoint."""
     place = checkpoints_of(folder)
     names = [path.name for path in place.glob("step-*")]
-    names += [path.name[1:-4] for path in place.glob(".step-*.old")]  # `checkpoint.restore` will bring it back
+    names += [path.name[1:-4] for path in place.glob(".step-*.old")]  # `checkpointfolder.restore` will bring it back
     return any(name.removeprefix("step-").isdigit() for name in names)
 
 
@@ -89,3 +113,64 @@ def point_latest(folder: Path) -> None:
     with contextlib.suppress(OSError):  # a convenience; some file systems have no links
         draft.symlink_to(folder.name)
         draft.replace(link)
+
+
+PROBE_SECONDS = 15.0  # until a new file must be seen on all nodes
+
+
+def check_shared(folder: Path, meeting: Any) -> None:
+    """Raises ConfigError on all ranks unless they see one and the same run folder. Collective (`meeting.Meeting`).
+
+    Without that each node would keep its part of a checkpoint to itself. Every rank has to find what rank 0 writes, and
+    rank 0 what they write.
+    """
+    if meeting.world == 1:
+        return
+    what, rank = "probing the run folder", meeting.rank
+    probe = folder / f".probe-{meeting.gather(what, secrets.token_hex(8))[0]}"
+
+    def write() -> None:
+        probe.mkdir(exist_ok=True)
+        (probe / str(rank)).touch()
+
+    def answer() -> None:
+        _find(probe, [0])
+        write()
+
+    troubles: list[str] = []
+    try:
+        for mine, work in (
+            (rank == 0, write),
+            (rank > 0, answer),
+            (rank == 0, lambda: _find(probe, range(1, meeting.world))),
+        ):
+            troubles = meeting.gather(what, _trouble_of(work) if mine else "")
+            if any(troubles):
+                break
+    finally:
+        if rank == 0:
+            shutil.rmtree(probe, ignore_errors=True)
+    found = [f"rank {rank} {trouble}" for rank, trouble in enumerate(troubles) if trouble]
+    if found:
+        raise ConfigError(
+            f"the ranks do not share the run folder {folder}: {'; '.join(found[:4])}. Put run.folder on a file system "
+            "that all nodes see under the same path"
+        )
+
+
+def _trouble_of(work: Callable[[], None]) -> str:
+    try:
+        work()
+    except OSError as error:
+        return f"on {platform.node()}: {error.strerror}: {error.filename}"
+    return ""
+
+
+def _find(probe: Path, ranks: Iterable[int]) -> None:
+    """Raises FileNotFoundError for the file of a rank that does not come to be seen here."""
+    from interlace.train.checkpointfolder import settled
+
+    deadline = time.monotonic() + PROBE_SECONDS
+    for rank in ranks:
+        if not settled(probe / str(rank), deadline=deadline):
+            raise FileNotFoundError(errno.ENOENT, f"does not see what rank {rank} wrote", str(probe / str(rank)))

@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
+MOST = 2**31 - 1  # of anything that is counted
+WEEK = 7 * 86_400.0
+Positive = Annotated[int, Field(gt=0, le=MOST)]
+NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Rate = Annotated[float, Field(ge=0.0)]
+Rate = Annotated[float, Field(ge=0.0, le=1e6)]
 
 
 class Section(BaseModel):
@@ -30,7 +32,7 @@ class Run(Section):
     """Name of the experiment; its runs are folders under ``<folder>/<name>/``."""
     folder: str = "runs"
     """Folder that holds all runs."""
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the random weights, the data order and every generator; one seed, one loss curve (on one machine)."""
     deterministic: bool = True
     """Ask torch for deterministic algorithms only, so that runs repeat and resume bit for bit."""
@@ -131,15 +133,15 @@ class Data(Section):
     """Most patches of one image, before the encoder's ``downsample`` divides them."""
     on_too_large: Literal["downscale", "error"] = "downscale"
     """What happens to an image over its budget: scaled down keeping its aspect, or an error that names it."""
-    max_images: Annotated[int, Field(ge=2)] = 3
+    max_images: Annotated[int, Field(ge=2, le=MOST)] = 3
     """Most pictures in a sample with several."""
-    max_audio_seconds: Annotated[float, Field(gt=0.0)] = 6.0
+    max_audio_seconds: Annotated[float, Field(gt=0.0, le=WEEK)] = 6.0
     """Longer clips are skipped and counted."""
     max_caption_bytes: Positive = 160
     """Longer captions are skipped and counted."""
     digit_size: Positive | None = None
     """Side in pixels to which the 8 x 8 digits are enlarged; by default the patch size, at least 8 (digits)."""
-    digit_jitter: Rate = 0.0
+    digit_jitter: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     """Strength of random distortions of the training digits, new in every epoch; 1 moves them by up to half a pixel,
     turns them by up to 8 degrees and stretches them by up to 10 % (digits)."""
 
@@ -159,11 +161,14 @@ class Train(Section):
     """The cosine ends at this fraction of the peak."""
     warmup_steps: NotNegative = 20
     """Steps of linear warm-up from 0 to the peak."""
+    schedule_steps: Positive | None = None
+    """Steps after which the learning rate has come down to its minimum, where it stays; by default ``train.steps``. A
+    run that goes on for more steps than it was begun with has to say whether its rate keeps to the old plan."""
     weight_decay: Rate = 0.05
     """Decoupled weight decay; never applied to norms, biases and other vectors."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     """AdamW's decay rates of the first and second moment."""
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    eps: Annotated[float, Field(gt=0.0, le=1e6)] = 1e-8
     """AdamW's denominator offset."""
     clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradients are scaled down to this global norm; ``inf`` leaves them as they are."""
@@ -183,8 +188,9 @@ class Train(Section):
                 f"microbatches = {self.microbatches} is more than batch_size = {self.batch_size}; "
                 "a microbatch needs at least one sample"
             )
-        if self.warmup_steps > self.steps:
-            raise ValueError(f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}")
+        name = "steps" if self.schedule_steps is None else "schedule_steps"
+        if self.warmup_steps > getattr(self, name):
+            raise ValueError(f"warmup_steps = {self.warmup_steps} is more than {name} = {getattr(self, name)}")
         return self
 
 
@@ -215,10 +221,10 @@ class Parallel(Section):
     """Replicas of the whole model; each takes its share of every batch."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of the microbatches' forward and backward passes."""
-    timeout: Annotated[float, Field(gt=0.0)] = 60.0
+    timeout: Annotated[float, Field(ge=0.1, le=WEEK)] = 60.0
     """Seconds after which a rank that waits for a dead or hung one gives up, naming it. It also bounds how far apart
     ranks may start; one that fetches or decodes data is waited for as long as it gives signs of life."""
-    threads: Positive | None = None
+    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Threads per rank; by default the machine's cores divided by the ranks on it."""
 
     def stages(self, name: str) -> int:

@@ -16,21 +16,28 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
 from interlace.train import runfolder
 from interlace.train.build import architecture
 from interlace.train.checkpoint import Checkpoints, fingerprint, seconds_to_write
+from interlace.train.config import ConfigError
+from interlace.train.errors import TrainingError
 from interlace.train.feed import Feed
 from interlace.train.launch import StopSignals
+from interlace.train.lock import RunLock
 from interlace.train.metrics import HELD_OUT, LOSS, Clock, Metrics, Screen, Window, memory_gib, pipeline_metrics
-from interlace.train.optim import Optimizer
-from interlace.train.peers import Peers, TrainingError
+from interlace.train.optim import Optimizer, lr_factor, schedule_length
+from interlace.train.peers import Peers
 from interlace.train.schema import Config
+from interlace.train.storage import CheckpointError
+
+BLANK = "data/blank_items"  # read as blank since the start of the job, over all ranks
 
 
 class StopRequest:
@@ -59,11 +66,26 @@ class StopRequest:
             signal.raise_signal(number)
 
 
+class Progress(BaseModel):
+    """What a checkpoint says of a run beside tensors. It may come from anybody, so its types are checked."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    step: int
+    schedule_steps: int
+    """Steps over which the learning rate was planned."""
+    feed: dict[str, Any]
+    window: dict[str, int | float]
+    totals: dict[str, int | float]
+    last: dict[str, int | float]
+
+
 class Trainer:
     """One rank of a run.
 
     `parallel` is this rank's share of `model` (`interlace.run.parallelize`, or anything with its methods); `feed` its
-    samples; `folder` the run folder, shared by all ranks. `stop` is asked after each step.
+    samples; `folder` the run folder, shared by all ranks, and `lock` its lock, on the rank that has it (0). `stop` is
+    asked after each step: the signal that wants the run to end, 0 for none.
     """
 
     def __init__(
@@ -74,11 +96,12 @@ class Trainer:
         feed: Feed,
         folder: Path,
         *,
-        stop: Callable[[], bool] = lambda: False,
+        stop: Callable[[], int] = lambda: 0,
+        lock: RunLock | None = None,
         quiet: bool = False,
     ) -> None:
         self.config, self.model, self.parallel, self.feed, self.folder = config, model, parallel, feed, folder
-        self.stop_requested = stop
+        self.stop_requested, self.lock = stop, lock
         identity = fingerprint(model, architecture(config))
         self.peers = Peers(config.parallel.timeout, allowance=seconds_to_write(identity))
         self.rank = self.peers.rank
@@ -91,6 +114,7 @@ class Trainer:
             keep=config.checkpoint.keep,
             identity=identity,
             peers=self.peers,
+            check=lock.check if lock is not None else lambda: None,
         )
         self.step = 0
         self.window = Window()
@@ -99,26 +123,59 @@ class Trainer:
         self.saved_step = -1
 
     def resume(self, at: Path | None = None) -> Path:
-        """Goes on from checkpoint `at`, or from the newest one in the run folder that is whole."""
+        """Goes on from checkpoint `at`, or from the newest one in the run folder that is whole.
+
+        Raises ConfigError when the config does not let the run go on from there, CheckpointError when the checkpoint
+        cannot be used.
+        """
         path = self.checkpoints.newest(at)
         if path is None:
             raise TrainingError(f"no checkpoint in {self.checkpoints.folder} is whole; start the run without --resume")
-        progress = self.checkpoints.load(path, self.parameters, self.optimizer.state())
-        self.step = self.saved_step = progress["step"]
-        self.feed.load_state_dict(progress["feed"])
-        self.window.__dict__.update(progress["window"])
-        self.totals, self.last = progress["totals"], progress["last"]
+        table = self.checkpoints.load(path, self.parameters, self.optimizer.state())
+        try:
+            progress = Progress.model_validate(table)
+            if set(progress.window) != set(self.window.__dict__) or set(progress.totals) != set(self.totals):
+                raise CheckpointError(f"{path}: its progress is not that of this version of the trainer")
+        except ValidationError as error:
+            raise CheckpointError(f"{path}: its progress is damaged: {error.errors()[0]['msg']}") from None
+        self._check_goes_on(progress, path)
+        self.step = self.saved_step = progress.step
+        self.feed.load_state_dict(progress.feed)
+        self.window.__dict__.update(progress.window)
+        self.totals, self.last = progress.totals, progress.last
+        self.last.pop(BLANK, None)  # of the job before; each counts its own
         self.checkpoints.set_aside_after(self.step)
         return path
+
+    def _check_goes_on(self, progress: Progress, path: Path) -> None:
+        """Raises ConfigError when steps lie behind the run already, or would make its learning rate jump."""
+        train, reached = self.config.train, progress.step
+        if reached > train.steps:
+            raise ConfigError(
+                f"--resume: {path} is of step {reached}, but train.steps = {train.steps}; raise it, or go on from "
+                f"an earlier checkpoint by naming it (they lie in {path.parent})"
+            )
+        planned, now = progress.schedule_steps, schedule_length(train)
+        before = lr_factor(reached + 1, train.model_copy(update={"schedule_steps": planned}))
+        after = lr_factor(reached + 1, train)
+        if train.schedule_steps is None and reached < train.steps and before != after:
+            raise ConfigError(
+                f"--resume: the learning rate was planned over {planned} steps; over train.steps = {now} it would jump "
+                f"from {train.lr * before:.3g} to {train.lr * after:.3g} at step {reached + 1}. Say which is meant: "
+                f"--set train.schedule_steps={planned} keeps the plan (and its last rate beyond it), "
+                f"--set train.schedule_steps={now} makes a new one"
+            )
 
     def run(self) -> dict[str, Any]:
         """Trains to the last step (or until asked to stop); returns what the summary needs."""
         train, log, every = self.config.train, self.config.log, self.config.checkpoint.every
         metrics = Metrics(self.folder, start=self.step, tensorboard=log.tensorboard) if self.rank == 0 else None
         screen = Screen(train.steps, self.step, name=self.config.run.name, enabled=not self.quiet)
-        stopped = False
+        stopped = 0
         try:
             while self.step < train.steps and not stopped:
+                if self.lock is not None and self.lock.trouble:
+                    raise TrainingError(self.lock.trouble)
                 self.step += 1
                 values = self._train_step()
                 if self.step % log.every == 0 or self.step == train.steps:
@@ -144,7 +201,8 @@ class Trainer:
             screen.close()
             if metrics is not None:
                 metrics.close()
-        return {"step": self.step, "finished": self.step == train.steps, **self.totals, "metrics": dict(self.last)}
+        finished = self.step == train.steps
+        return {"step": self.step, "finished": finished, "signal": stopped, **self.totals, "metrics": dict(self.last)}
 
     def _train_step(self) -> dict[str, float]:
         """One optimizer step. Raises TrainingError when the loss or the gradient is not a number."""
@@ -178,6 +236,8 @@ class Trainer:
         """The window's averages, the last step's pipeline, memory of the fullest rank. Collective."""
         memory = self.peers.exchange(f"measuring step {self.step}", memory_gib())
         values = self.window.metrics() | pipeline_metrics(self._timeline())
+        blank = sum(self.peers.exchange(f"counting what step {self.step} could not read", self.feed.blank_items))
+        values |= {BLANK: blank} if blank else {}
         return values | {"memory/max_active(GiB)": max(memory), "memory/all_ranks(GiB)": sum(memory)}
 
     def validate(self) -> float:
@@ -198,13 +258,15 @@ class Trainer:
         """Writes a checkpoint of this step, unless there is one. Collective."""
         if self.saved_step == self.step:
             return
-        progress: Mapping[str, Any] = {
-            "feed": self.feed.state_dict(),
-            "window": self.window.__dict__,
-            "totals": self.totals,
-            "last": self.last,
-        }
-        self.checkpoints.save(self.step, self.parameters, self.optimizer.state(), progress)
+        progress = Progress(
+            step=self.step,
+            schedule_steps=schedule_length(self.config.train),
+            feed=self.feed.state_dict(),
+            window=self.window.__dict__,
+            totals=self.totals,
+            last=self.last,
+        )
+        self.checkpoints.save(self.step, self.parameters, self.optimizer.state(), progress.model_dump())
         self.saved_step = self.step
 
     def _timeline(self) -> Any:
@@ -218,9 +280,10 @@ class Trainer:
             timeline.write_trace(self.folder / "trace.json")
             timeline.plot(self.folder / "timeline.png")
 
-    def _agree(self, flag: bool) -> bool:
-        """Whether any rank says so; the same answer on all."""
-        return any(self.peers.exchange(f"agreeing to go on after step {self.step}", float(flag)))
+    def _agree(self, signal: int) -> int:
+        """The signal that a rank got, of several that of the first; 0: none. The same answer on all ranks."""
+        signals = self.peers.exchange(f"agreeing to go on after step {self.step}", float(signal))
+        return int(next((number for number in signals if number), 0))
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from interlace.plan.cost import LayerTimes
 from interlace.plan.parallel_plan import ModuleCosts
-from interlace.plan.profile import LayerTimes, profile_layers
+from interlace.plan.profile import profile_layers
 
 # Stands for the input of a module's first layer, which comes from the batch: integers have no gradient to time.
 _NO_INPUT = torch.zeros(1, dtype=torch.int64)

@@ -1,0 +1,126 @@
+"""The folder of a run's checkpoints: their names, which of them are whole, and how one takes the place of another.
+
+step-00000100                finished              .step-00000100.<nonce>.tmp    a draft
+step-00000100.torn           found damaged         .step-00000100.old            stepped aside for a newer one
+step-00000100.superseded     of a run that went on from an earlier step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from interlace.train.storage import MANIFEST, TornCheckpoint, digest, read_manifest, sync_folder
+
+TORN, SUPERSEDED = ".torn", ".superseded"
+_OLD = ".old"
+LATE_SECONDS = 65.0  # a file of another host may be hidden for so long: Linux caches NFS attributes for up to 60 s
+
+
+def name_of(step: int) -> str:
+    """``step-00000100``."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def complete(folder: Path) -> list[Path]:
+    """Finished checkpoints in `folder`, newest first (finished, not verified)."""
+    paths = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit() and path.is_dir()]
+    return sorted(paths, key=step_of, reverse=True)
+
+
+def newest(folder: Path, *, settle: bool = False) -> Path | None:
+    """The newest checkpoint under `folder` that passes `verify`; torn ones on the way are named on stderr.
+
+    `settle`: torn ones are also set aside, and what a crash left half renamed is put right. Only the job whose run it
+    is may do that: anybody else may look at a moment that passes.
+    """
+    if settle:
+        restore(folder)
+    deadline = time.monotonic() + LATE_SECONDS
+    for path in complete(folder):
+        try:
+            verify(path, deadline)
+            return path
+        except TornCheckpoint as torn:
+            if settle:
+                replace(path, path.with_name(path.name + TORN))
+            print(f"interlace: {torn}; using the checkpoint before it", file=sys.stderr, flush=True)
+    return None
+
+
+def restore(folder: Path) -> None:
+    """Brings back a checkpoint that had stepped aside when its replacement was cut short, drops those replaced."""
+    for old in folder.glob(f".step-*{_OLD}"):
+        target = old.with_name(old.name[1 : -len(_OLD)])
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+
+
+def verify(path: Path, deadline: float | None = None) -> None:
+    """Checks that every file is there with the size and SHA-256 of the manifest. Raises TornCheckpoint naming it.
+
+    A missing or short file may only be late on this host: it is waited for until `deadline` (of time.monotonic;
+    default: `LATE_SECONDS` from now).
+    """
+    deadline = time.monotonic() + LATE_SECONDS if deadline is None else deadline
+    settled(path / MANIFEST, deadline=deadline)
+    for name, entry in read_manifest(path).files.items():
+        file = path / name
+        if not settled(file, entry.size, deadline):
+            size = f"has {file.stat().st_size} bytes instead of {entry.size}" if file.exists() else "is missing"
+            raise TornCheckpoint(f"checkpoint {path} is torn: {file} {size}")
+        if digest(file) != entry.sha256:
+            raise TornCheckpoint(f"checkpoint {path} is torn: the contents of {file} have changed (SHA-256)")
+
+
+def listing(folder: Path) -> str:
+    """The names of the finished checkpoints, for a message."""
+    return ", ".join(path.name for path in complete(folder)) or f"none in {folder}"
+
+
+def settled(path: Path, size: int | None = None, deadline: float | None = None) -> bool:
+    """Whether a file or folder is there (with `size` bytes), waiting for it until `deadline` (of time.monotonic).
+
+    What another host wrote over NFS may be hidden by what this one remembers of the folder or file. Opening them makes
+    it ask the server on most mounts; on the others, what it remembers grows old.
+    """
+    deadline = time.monotonic() + LATE_SECONDS if deadline is None else deadline
+    told = False
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                if size is None or os.fstat(handle).st_size == size:
+                    return True
+            finally:
+                os.close(handle)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        if not told:
+            print(f"interlace: waiting up to {left:.0f} s for {path}, which may only be late here", file=sys.stderr)
+            told = True
+        time.sleep(min(0.2, left))
+
+
+def replace(source: Path, target: Path) -> None:
+    """Renames a folder over another, which steps aside first; `restore` brings it back after a crash in between."""
+    old = target.with_name(f".{target.name}{_OLD}")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    source.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)

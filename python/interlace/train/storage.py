@@ -1,0 +1,277 @@
+"""What a checkpoint's files hold: a safetensors file per rank, and a manifest in JSON. No pickle: nothing in them runs.
+
+``manifest.json`` lists every file with its size and SHA-256, and for every tensor which bytes of which file hold it
+(whole, or cut into chunks by rank). It is checked when it is read, as what it says may come from anybody: types, names
+of files, and that all bytes it speaks of lie inside the files. Nothing larger than these is ever allocated for it.
+
+The files are in the safetensors format, so that the weights can be read without Interlace. They are read with plain
+reads, not through a memory map: a file that is cut short meanwhile is an error then; a map would kill the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+Size = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used; the message says which file or what differs, and what to do."""
+
+
+class TornCheckpoint(CheckpointError):
+    """Files of a checkpoint are missing, cut short or changed."""
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class File(_Entry):
+    """A file of a checkpoint: how many bytes, and their SHA-256 in hexadecimal."""
+
+    size: Size
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Chunk(_Entry):
+    """A rectangle of a tensor: where it begins and how long it is along each dimension, its file, its first byte."""
+
+    offsets: list[Size]
+    sizes: list[Size]
+    file: str
+    begin: Size
+
+
+class Stored(_Entry):
+    """A tensor: safetensors' name of its dtype, its shape, and the chunks that make it up."""
+
+    dtype: str
+    shape: list[Size]
+    chunks: list[Chunk]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Stored:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r}")
+        volume = 0
+        for chunk in self.chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == len(self.shape):
+                raise ValueError("a chunk of other dimensions than its tensor")
+            for offset, size, whole in zip(chunk.offsets, chunk.sizes, self.shape, strict=True):
+                if offset + size > whole:
+                    raise ValueError("a chunk outside its tensor")
+            volume += math.prod(chunk.sizes)
+        if volume != math.prod(self.shape):
+            raise ValueError("chunks that do not make up their tensor")
+        return self
+
+
+class Manifest(_Entry):
+    """The manifest of a checkpoint. `model` is the fingerprint of the model it is of (`checkpoint.fingerprint`)."""
+
+    format: int
+    step: int = Field(ge=0)
+    time: str
+    ranks: int = Field(ge=1)
+    model: Fingerprint
+    files: dict[str, File]
+    tensors: dict[str, Stored]
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Manifest:
+        for name in self.files:
+            if not re.fullmatch(r"[A-Za-z0-9_-]+\.safetensors", name):
+                raise ValueError(f"file {name!r}")
+        for name, stored in self.tensors.items():
+            for chunk in stored.chunks:
+                if chunk.file not in self.files:
+                    raise ValueError(f"{name} lies in {chunk.file}, which is not among the files")
+                if chunk.begin + length_of(stored, chunk) > self.files[chunk.file].size:
+                    raise ValueError(f"{name} lies outside {chunk.file}")
+        missing = [name for name in self.model.parameters if f"model.{name}" not in self.tensors]
+        if missing:
+            raise ValueError(f"the parameter {missing[0]} is in none of the files ({len(missing)} are missing)")
+        return self
+
+
+class Fingerprint(_Entry):
+    """What must agree between a checkpoint and a model: the architecture table, every parameter's shape and dtype."""
+
+    sha256: str
+    architecture: dict[str, Any]
+    parameters: dict[str, Annotated[tuple[list[Size], str], Field(strict=False)]]
+
+
+Manifest.model_rebuild()
+
+
+def length_of(stored: Stored, chunk: Chunk) -> int:
+    """Bytes of a chunk."""
+    return math.prod(chunk.sizes) * DTYPES[stored.dtype].itemsize
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[File, dict[str, int]]:
+    """Writes a safetensors file and syncs it to disk. Returns its entry for the manifest and where each tensor begins.
+
+    Raises OSError, and ValueError for a dtype that the format lacks.
+    """
+    # The largest elements first, so that every tensor begins at a multiple of its element's size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _CODES:
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors cannot hold")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    state = hashlib.sha256(head)
+    with path.open("wb") as file:
+        file.write(head)
+        for name in order:
+            data = _bytes_of(tensors[name])
+            file.write(data)
+            state.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    begins = {name: len(head) + header[name]["data_offsets"][0] for name in order}
+    return File(size=len(head) + end, sha256=state.hexdigest()), begins
+
+
+def read_chunk(folder: Path, stored: Stored, chunk: Chunk) -> Tensor:
+    """One chunk of a tensor, on the CPU. Raises TornCheckpoint when the file is not as long as the manifest says."""
+    length = length_of(stored, chunk)
+    path = folder / chunk.file
+    try:
+        with path.open("rb") as file:
+            left = os.fstat(file.fileno()).st_size - chunk.begin
+            buffer = bytearray(length if left >= length else 0)  # never more than there is to read
+            file.seek(chunk.begin)
+            left = min(left, file.readinto(buffer))
+    except FileNotFoundError:
+        raise TornCheckpoint(f"checkpoint {folder} is torn: {path} is missing") from None
+    if left < length:
+        raise TornCheckpoint(f"checkpoint {folder} is torn: {path} is too short for what the manifest says")
+    dtype = DTYPES[stored.dtype]
+    flat = torch.frombuffer(buffer, dtype=dtype) if length else torch.empty(0, dtype=dtype)
+    return flat.reshape(chunk.sizes)
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """Safetensors' name of a dtype. Raises ValueError if it has none."""
+    if dtype not in _CODES:
+        raise ValueError(f"a checkpoint cannot hold tensors of {dtype}")
+    return _CODES[dtype]
+
+
+def make_manifest(**table: Any) -> Manifest:
+    """A manifest of this version's format. Raises CheckpointError when something in it is wrong or missing."""
+    try:
+        return Manifest.model_validate({"format": FORMAT, **table})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{where}: {first['msg'].removeprefix('Value error, ')}"[:500].lstrip(": ")) from None
+
+
+def dump_manifest(manifest: Manifest) -> str:
+    """The text of a manifest, with a checksum of itself."""
+    table = manifest.model_dump()
+    return json.dumps({**table, "sha256": _digest_of(table)})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder.
+
+    Raises TornCheckpoint when there is none or a damaged one, CheckpointError when this version cannot read it.
+    """
+    path = folder / MANIFEST
+    damaged = TornCheckpoint(f"checkpoint {folder} is torn: {path} is damaged")
+    try:
+        table = json.loads(path.read_bytes())
+        whole = table.pop("sha256") == _digest_of(table)
+        version = table["format"]
+    except FileNotFoundError:
+        raise TornCheckpoint(f"checkpoint {folder} is torn: {path} is missing") from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise damaged from None
+    if not whole:
+        raise damaged
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{folder}: checkpoint format {version!r}, this version reads {FORMAT}"
+            + ("; the version of Interlace that wrote it can go on from it" if version == 1 else "")
+        )
+    try:
+        return make_manifest(**table)
+    except CheckpointError as error:
+        raise TornCheckpoint(f"checkpoint {folder} is torn: {path} is wrong: {error}") from None
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        if hasattr(hashlib, "file_digest"):
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        state = hashlib.sha256()  # Python 3.10
+        while chunk := file.read(1 << 20):
+            state.update(chunk)
+        return state.hexdigest()
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a text file and syncs it to disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Syncs the names in a folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _digest_of(table: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
