@@ -20,7 +20,7 @@ from interlace.attention import AttentionPlan
 from interlace.kernels.ahead_of_time import compile_call, resources
 from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls
 from interlace.kernels.bitfield_launch import Call, backward_calls, can_fuse, forward_calls
-from interlace.kernels.bitfield_plan import class_calls, list_calls
+from interlace.kernels.bitfield_plan import class_calls, document_calls, list_calls
 from interlace.kernels.ranks import copy_call, reduce_ranks_call
 from interlace.masks import BitfieldMask
 
@@ -33,7 +33,7 @@ class Configuration(NamedTuple):
     part: "attention" (forward, both backwards, aggregation), "gluon" (Hopper's forward), "plan" (block lists: no head
     dimension, no dtype), or "ranks" (collectives: no head dimension).
     variant: "plain" (lengths are multiples of the block), "ragged" (they are not) or "capped" (nor are they, and there
-    is a softcap).
+    is a softcap). value_dim: head dimension of v where it is another than that of q and k.
     """
 
     architecture: int  # 10 * compute capability
@@ -41,11 +41,12 @@ class Configuration(NamedTuple):
     dtype: str = ""
     variant: str = "plain"
     part: str = "attention"
+    value_dim: int = 0
 
 
 def calls(configuration: Configuration) -> list[Call]:
     """All launches of the part, with split rows, on meta tensors."""
-    architecture, head_dim, dtype, variant, part = configuration
+    architecture, head_dim, dtype, variant, part, value_dim = configuration
     if part == "ranks":
         rows = torch.empty(4, 4096, dtype=getattr(torch, dtype), device="meta")
         words = torch.empty(4096, dtype=torch.int32, device="meta")
@@ -56,21 +57,23 @@ def calls(configuration: Configuration) -> list[Call]:
     if part == "plan":
         classes = torch.empty(plan.batch, plan.q_blocks, plan.k_blocks, dtype=torch.int8, device="meta")
         lists = plan.tensors()[:8]
-        result = class_calls(plan.queries(), plan.keys(), plan.sinks, plan.block, classes)
-        return result + list_calls(classes, lists[0::2], lists[1::2])
+        tokens, sizes = (plan.queries(), plan.keys()), (plan.sinks, plan.block)
+        result = class_calls(*tokens, *sizes, classes) + list_calls(classes, lists[0::2], lists[1::2])
+        return result + document_calls(*tokens, *sizes, lists, (plan.q_doc, plan.k_doc))
     softcap = 5.0 if variant == "capped" else None
 
-    def tensor(heads: int, length: int) -> torch.Tensor:
-        return torch.empty(1, heads, length, head_dim, dtype=getattr(torch, dtype), device="meta")
+    def tensor(heads: int, length: int, columns: int) -> torch.Tensor:
+        return torch.empty(1, heads, length, columns, dtype=getattr(torch, dtype), device="meta")
 
-    q, k, v = tensor(8, q_length), tensor(2, k_length), tensor(2, k_length)
-    lse = torch.empty(1, 8, q_length, device="meta")
+    values = value_dim or head_dim
+    q, k, v = tensor(8, q_length, head_dim), tensor(2, k_length, head_dim), tensor(2, k_length, values)
+    out, lse = tensor(8, q_length, values), torch.empty(1, 8, q_length, device="meta")
     if part == "gluon":
-        return gluon_forward_calls(q, k, v, plan, q, lse, 0.1, softcap)[:1]  # what it splits, merge_kernel merges too
-    result = forward_calls(q, k, v, plan, q, lse, 0.1, softcap, architecture)
-    for fused in (False, True) if can_fuse(q, architecture) else (False,):
+        return gluon_forward_calls(q, k, v, plan, out, lse, 0.1, softcap)[:1]  # what it splits, merge_kernel merges too
+    result = forward_calls(q, k, v, plan, out, lse, 0.1, softcap, architecture)
+    for fused in (False, True) if can_fuse(q, v, architecture) else (False,):
         dq = q.float() if fused else q
-        result += backward_calls(q, lse, q, k, v, q, lse, plan, dq, k, v, 0.1, softcap, architecture, fused=fused)
+        result += backward_calls(out, lse, q, k, v, out, lse, plan, dq, k, v, 0.1, softcap, architecture, fused=fused)
     return result
 
 
@@ -81,6 +84,8 @@ def answer(configuration: Configuration) -> dict[str, dict[str, int]]:
         name = call.name
         if name == "list_kernel":
             name += " q-major" if call.arguments["step_stride"] == 1 else " k-major"
+        if name == "documents_kernel":
+            name += " of queries" if call.arguments["OF_QUERIES"] else " of keys"
         if name not in report and (configuration.variant == "plain" or "SOFTCAP" in call.arguments):
             report[name] = resources(compile_call(call, configuration.architecture))._asdict()
     return report

@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +41,17 @@ from torch import Tensor
 
 from bench.attention_masks import MASKS, Run, cut
 from bench.context_parallel_report import chart, lines
-from bench.measure import Clock, command, device, machine, parse_heads, versions, write_json
+from bench.measure import (
+    Clock,
+    command,
+    device,
+    free_port,
+    join_group,
+    machine,
+    parse_heads,
+    versions,
+    write_json,
+)
 from bench.subblocks import busy_times, items
 from interlace import comm
 from interlace.attention import AttentionPlan, bitfield_attention
@@ -266,9 +274,7 @@ def both_passes(clock: Clock, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, pla
 
 def on_process(rank: int, port: int, options: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=300)
-    )
+    join_group(rank, 2, port, 300)
     torch.save(process(comm.resolve(None), options), f"{folder}/{rank}.pt")
     comm.disconnect()
     dist.destroy_process_group()
@@ -312,12 +318,9 @@ def process(group: comm.Transport, options: argparse.Namespace) -> dict[str, Any
 
 
 def processes(options: argparse.Namespace) -> dict[str, Any]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(on_process, (port, options, folder), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
-        both = [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
+        mp.spawn(on_process, (free_port(), options, folder), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
+        both = [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(2)]
     rows = []
     for name in NAMES:
         blocks = AttentionPlan.build(MASKS[NAMES[name]](options.processed), block=BLOCK).row_blocks()

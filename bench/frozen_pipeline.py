@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from bench.measure import command, machine, versions, write_json
+from bench.measure import command, free_port, join_group, machine, versions, write_json
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
 from interlace.plan import ParallelPlan, profile_model
 from interlace.run import parallelize, stage_durations, stage_graph
@@ -92,8 +89,7 @@ def build_microbatches(mllm: MultimodalModel, count: int) -> list[list[Sample]]:
 def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> None:
     """One rank: profile, then alternate steps of both cuts; rank 0 writes the measurements."""
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    join_group(rank, 2, port, 300)
     mllm = build_model(options.vision_layers, options.language_layers)
     batches = build_microbatches(mllm, options.microbatches)
 
@@ -152,12 +148,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=Path("bench/results/frozen_pipeline.json"))
     options = parser.parse_args(argv)
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         result = str(Path(folder) / "result.json")
-        mp.spawn(run_rank, (port, options, result), nprocs=2)
+        mp.spawn(run_rank, (free_port(), options, result), nprocs=2)
         report = json.loads(Path(result).read_text())
 
     median = {name: statistics.median(report["seconds"][name]) for name in CUTS}

@@ -28,13 +28,14 @@ from bench.triton_versions import ROOT, VERSIONS, environment
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = (64, 128, 256)
 PADDED_HEAD_DIMS = (16, 72, 80, 96)  # of small models, SigLIP, Qwen2-VL's vision and Phi-3: rounded up to 64 or 128
+VALUE_DIMS = {192: 128, 96: 64}  # of v beside q and k: DeepSeek-V2 and V3, MiniCPM3
 TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen"}
 SHARED_MEMORY = {80: 101_376, 90: 232_448, 100: 232_448}  # bytes per program; 80: of 8.6, 8.9 and 12.0, the least
 GLUON_HEAD_DIM = 128
 DOTS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "key_gradient_kernel fused")
 GLUON = "gluon_forward_kernel"
 
-HMMA_ON_HOPPER = {("key_gradient_kernel", 256, "capped")}  # see bitfield_tiles.CAPPED
+HMMA_ON_HOPPER = {("key_gradient_kernel", dim, "capped") for dim in (192, 256)}  # see bitfield_tiles.CAPPED
 
 Report = dict[Configuration, dict[str, dict[str, int]]]
 
@@ -53,7 +54,17 @@ def sweep(architectures: Iterable[int] = ARCHITECTURES, head_dims: Iterable[int]
                 found.append(Configuration(architecture, head_dim, "float32"))
             if head_dim == 128:
                 found.append(Configuration(architecture, head_dim, "float16"))
+        found += mixed(architecture)
     return found
+
+
+def mixed(architecture: int) -> list[Configuration]:
+    """Values of another head dimension than the keys'."""
+    return [
+        Configuration(architecture, head_dim, "bfloat16", variant, value_dim=value_dim)
+        for head_dim, value_dim in VALUE_DIMS.items()
+        for variant in (("plain", "ragged", "capped") if head_dim > 128 else ("plain",))  # else tiles of 128
+    ] + [Configuration(architecture, 192, "float32", value_dim=128)]
 
 
 def tested() -> list[Configuration]:
@@ -118,7 +129,7 @@ def table(reports: dict[str, Report]) -> str:
         "none of it says how fast a kernel is. Each cell: registers per thread / spills / KiB of shared memory per",
         "program / tensor-core instructions (HMMA on sm_80, HGMMA on sm_90, UTCHMMA on sm_100; fp32 uses none, its",
         "products are exact). *ragged*: the last blocks of queries and keys are short; *capped*: so they are, and",
-        "there is a softcap.",
+        "there is a softcap. 192/128: q and k have the first head dimension, v the second.",
     ]
     for architecture in sorted({c.architecture for report in reports.values() for c in report}):
         lines += ["", f"## sm_{architecture}", ""]
@@ -128,12 +139,17 @@ def table(reports: dict[str, Report]) -> str:
         rows = [(name, c) for c, kernels in first.items() if c.architecture == architecture for name in kernels]
         order = list(dict.fromkeys(name for name, _ in rows))
         for name, c in sorted(
-            rows, key=lambda row: (order.index(row[0]), row[1].head_dim, row[1].dtype, row[1].variant)
+            rows, key=lambda row: (order.index(row[0]), row[1].head_dim, row[1].value_dim, row[1].dtype, row[1].variant)
         ):
             cells = [cell(report[c][name], architecture) for report in reports.values()]
             dtype = c.dtype + ("" if c.variant == "plain" else f", {c.variant}")
-            lines.append(f"| {name} | {c.head_dim or ''} | {dtype} | " + " | ".join(cells) + " |")
+            lines.append(f"| {name} | {head_dims(c)} | {dtype} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def head_dims(c: Configuration) -> str:
+    """As a table has it: 128, or 192/128 where that of v is another; nothing for kernels without."""
+    return f"{c.head_dim}/{c.value_dim}" if c.value_dim else str(c.head_dim or "")
 
 
 def cell(used: dict[str, int], architecture: int) -> str:

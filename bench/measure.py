@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -120,6 +123,21 @@ def versions(*packages: str) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def free_port() -> int:
+    """A port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def join_group(rank: int, world: int, port: int, timeout: float) -> None:
+    """Makes this process one rank of the default process group, of processes of this machine."""
+    from interlace.comm.store import tcp_store
+
+    store = tcp_store("127.0.0.1", port, rank, world, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:

@@ -23,13 +23,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +34,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from bench.measure import command, machine, versions, write_json
+from bench.measure import command, free_port, join_group, machine, versions, write_json
 from interlace import balance, comm
 from interlace.attention import AttentionPlan
 from interlace.comm.picture import plot_traces
-from interlace.comm.transports.base import Capabilities, Copy, Ticket, Transport
+from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Capabilities, Copy, Ticket, Transport
 from interlace.comm.transports.emulated import EmulatedTransport
 from interlace.masks import BitfieldMask
 
@@ -64,9 +61,10 @@ class Serial(Transport):
         return Capabilities("serial", "cpu")
 
     def copy_batch(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None = None
-    ) -> Ticket:
-        ticket = self.inner.copy_batch(outgoing, incoming, label, then)
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str,
+        then: Callable[[], None] | None = None, arguments: Arguments = NO_ARGUMENTS,
+    ) -> Ticket:  # fmt: skip
+        ticket = self.inner.copy_batch(outgoing, incoming, label, then, arguments)
         ticket.wait()
         return ticket
 
@@ -94,8 +92,9 @@ class Absent(Serial):
     """Moves nothing: what an operation computes, and how many bytes it would move."""
 
     def copy_batch(
-        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Callable[[], None] | None = None
-    ) -> Ticket:
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str,
+        then: Callable[[], None] | None = None, arguments: Arguments = NO_ARGUMENTS,
+    ) -> Ticket:  # fmt: skip
         self.batches += 1
         self.bytes += sum(tensor.nbytes for _, tensor in incoming)
         if then is not None:
@@ -270,8 +269,7 @@ def timeline(
 
 def run_rank(rank: int, port: int, settings: dict[str, Any], result: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
+    join_group(rank, WORLD, port, 120)
     records = []
     with comm.connect(transport="shm", timeout=120) as inner:
         for case in cases(rank, settings["quick"]):
@@ -307,13 +305,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=Path("bench/results/overlap.json"))
     parser.add_argument("--picture", type=Path, help="draw the timeline of the first operation here")
     options = parser.parse_args(argv)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     settings = {name: getattr(options, name) for name in ("chunks", "ratio", "repeats", "quick")}
     with tempfile.TemporaryDirectory() as folder:
         result = str(Path(folder) / "result.json")
-        mp.spawn(run_rank, (port, settings, result), nprocs=WORLD)
+        mp.spawn(run_rank, (free_port(), settings, result), nprocs=WORLD)
         found = json.loads(Path(result).read_text())
     report = {
         "benchmark": "overlap",

@@ -27,7 +27,7 @@ from bench.measure import command, device, machine, reason, versions, write_json
 from bench.overlap import Serial
 from interlace import comm
 from interlace.comm.copiers import Copier, engine_copies, plain_copies, sm_copies
-from interlace.comm.transports.base import Capabilities, Copy, QueueTransport, Transport
+from interlace.comm.transports.base import Arguments, Capabilities, Copy, QueueTransport, Transport
 
 WIDTH = 4096
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -46,7 +46,9 @@ class Mirror(QueueTransport):
     def capabilities(cls) -> Capabilities:
         return Capabilities("mirror", "any")
 
-    def _run(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, sequence: int) -> None:
+    def _run(
+        self, outgoing: Sequence[Copy], incoming: Sequence[Copy], what: str, arguments: Arguments, sequence: int
+    ) -> None:
         self.copier([(to.tensor, source.tensor) for to, source in zip(incoming, outgoing, strict=True)])
 
     def signal(self, peer: int) -> None:
@@ -63,9 +65,9 @@ class Volume(Serial):
         super().__init__(inner)
         self.sizes: list[list[int]] = []  # bytes, by batch
 
-    def copy_batch(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str, then: Any = None) -> Any:
+    def copy_batch(self, outgoing: Sequence[Copy], incoming: Sequence[Copy], *rest: Any) -> Any:
         self.sizes.append([copy.tensor.nbytes for copy in incoming])
-        return super().copy_batch(outgoing, incoming, label, then)
+        return super().copy_batch(outgoing, incoming, *rest)
 
 
 def seconds(at: torch.device, call: Callable[[], object]) -> float:

@@ -97,7 +97,7 @@ def orchestration(
     best = np.inf
     for dp, size, degree in _choices(len(forward), language_model, tp, gpus, batch):
         width = tp[size] * degree
-        warm = dp / degree * np.array(forward)[np.arange(len(forward)), size]
+        warm = np.ceil(dp / degree) * np.array(forward)[np.arange(len(forward)), size]
         low, high = np.zeros(len(warm)), warm.max(axis=1)
         for _ in range(60):
             middle = (low + high) / 2
@@ -131,9 +131,10 @@ def orchestration_of_layers(
         held = np.minimum(behind if vpp == 1 else ((vpp + 1) * behind - 1) / vpp, count)
         for at in range(0, len(size), 4096):
             sizes, degrees = tp[size[at : at + 4096]], degree[at : at + 4096]
-            warm = dp / degrees * np.array(forward)[np.arange(modules), size[at : at + 4096]]
+            samples = np.ceil(dp / degrees)
+            warm = samples * np.array(forward)[np.arange(modules), size[at : at + 4096]]
             fixed = weights / sizes + states / (sizes * degrees)
-            each = dp / degrees * activations / sizes
+            each = samples * activations / sizes
             fits = (sizes * degrees) @ stages.T <= gpus
             slowest = np.zeros(fits.shape)
             for i in range(modules):
@@ -149,8 +150,9 @@ def _choices(
     modules: int, language_model: int, tp: np.ndarray, gpus: int, batch: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Per DP of the language model: (DP, index of TP, dp), both [choices, modules], as far as the GPUs suffice."""
-    for dp in _divisors(batch):
-        own = [_divisors(dp) if i != language_model else [dp] for i in range(modules)]
+    degrees = _divisors(batch)
+    for dp in degrees:
+        own = [[d for d in degrees if d <= dp] if i != language_model else [dp] for i in range(modules)]
         found = np.array(list(itertools.product(*(itertools.product(range(len(tp)), each) for each in own))))
         size, degree = found[..., 0], found[..., 1]
         fits = (tp[size] * degree).sum(axis=1) <= gpus

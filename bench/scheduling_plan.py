@@ -207,7 +207,7 @@ def orchestrations(quick: bool) -> Iterator[Row]:
 
 def _clarabel(modules: dict[str, plan.ModuleWork], best: plan.Orchestration, gpus: int, batch: int) -> Solver:
     dp = best.specs["language_model"].dp
-    warm = [dp / spec.dp * modules[name].forward[int(np.log2(spec.tp))] for name, spec in best.specs.items()]
+    warm = [-(-dp // spec.dp) * modules[name].forward[int(np.log2(spec.tp))] for name, spec in best.specs.items()]
     widths = [spec.tp * spec.dp for spec in best.specs.values()]
 
     def rounded(solved: tuple[float, list[float]]) -> float:

@@ -1,6 +1,11 @@
-"""Settings for every test: one thread, and hypothesis without a deadline (the machines that run this are shared)."""
+"""Settings for every test: one thread, and hypothesis without a deadline (the machines that run this are shared). And
+one pool of rank processes for all tests that want some."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch or a spawned process loads its OpenMP
 
@@ -13,3 +18,12 @@ else:
     settings.register_profile("interlace", deadline=None, derandomize=True, database=None)
     settings.register_profile("explore", deadline=None, max_examples=1000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "interlace"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    from tests.comm.pool import Pool
+
+    pool = Pool()
+    yield pool
+    pool.close()

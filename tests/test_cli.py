@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +65,42 @@ def tiny(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The program runs in the process of the tests: what it sets in torch is put back."""
+    for variable in ("RANK", "WORLD_SIZE", "INTERLACE_LAUNCHER"):
+        monkeypatch.delenv(variable, raising=False)
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of two ranks whose output nobody reads."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = folder / "tiny.toml"
+    config.write_text(TINY.format(folder=folder))
+    process = _start("train", config)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("run folder: ")
+    process.stdout.close()
+    code = process.wait(timeout=240)
+    assert code == 0, (_folder(config) / "logs" / "rank-0.log").read_text()
+    return _folder(config)
+
+
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def _start(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "interlace", *map(str, arguments)]
+def _start(*arguments: object, module: str = "interlace", **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    environment = _environment() | environment
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(), cwd=ROOT
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
     )
 
 
@@ -138,6 +167,15 @@ def test_help_and_wrong_options_answer_without_loading_torch(capfd: pytest.Captu
         (["train", "{}", "--set", "data.max_image_tokens=1"], "the budget is 1; raise max_image_tokens"),
         (["train", "{}", "--set", "model.language_model.config.vocab_size=9"], "raise it to 264"),
         (["train", "{}", "--set", "train.steps=many"], "train.steps should be a valid integer"),
+        (
+            ["train", "{}", "--set", "train.lr=inf"],
+            "train.lr should be less than or equal to 1000000, not the float inf",
+        ),
+        (
+            ["train", "{}", "--set", "model.language_model.config.num_hidden_layers=0"],
+            "must be between 1 and 10,000, not",
+        ),
+        (["train", "{}", "--take-over"], "--take-over is for going on in a run folder; name it with --resume"),
         (["generate", "nowhere"], "nowhere: no such run folder"),
     ],
 )
@@ -160,43 +198,36 @@ def test_ranks_that_do_not_match_are_refused(
     assert "[parallel] asks for 2 ranks" in (said := capfd.readouterr().err) and "but 3 were started" in said
 
 
-def test_two_ranks_train_leave_their_folder_and_equal_one_rank(
-    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = _start("train", tiny)
-    output = done.communicate(timeout=240)[0]
-    assert done.returncode == 0, output
-    folder = _folder(tiny)
-    assert re.search(r"held out loss .* nats per token", output) and "unigram byte baseline" in output
+def test_two_ranks_train_and_leave_their_folder_though_nobody_reads_their_output(trained: Path) -> None:
     for name in ("config.toml", "trace.json", "timeline.png", "mask.png", "samples.html", "samples.png"):
-        assert (folder / name).stat().st_size > 100, name
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
-    summary = json.loads((folder / "summary.json").read_text())
+        assert (trained / name).stat().st_size > 100, name
+    assert {path.name for path in (trained / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
+    summary = json.loads((trained / "summary.json").read_text())
     assert summary["steps"] == 6 and 0 <= summary["held_out_accuracy"] <= 1
     assert summary["uniform_byte_baseline"] == pytest.approx(5.545, abs=1e-3)
-    two = _curve(folder)
+    assert not (trained / "run.lock").exists()
 
-    done = _start("train", tiny, "--set", "parallel.ranks=1", "--set", "log.samples=0")
-    output = done.communicate(timeout=240)[0]
-    assert done.returncode == 0, output
-    one = _curve(_folder(tiny))
-    assert [step for step, _ in one] == [step for step, _ in two]
+
+def test_one_rank_trains_what_two_do(
+    trained: Path, tiny: Path, in_process: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(tiny), "--set", "parallel.ranks=1", "--set", "log.samples=0"]) == 0
+    output = capfd.readouterr().out
+    assert re.search(r"held out loss .* nats per token", output) and "unigram byte baseline" in output
+    one, two = _curve(_folder(tiny)), _curve(trained)
+    assert [step for step, _ in one] == [step for step, _ in two] == list(range(1, 7))
     assert [loss for _, loss in one] == pytest.approx([loss for _, loss in two], rel=1e-4)
 
-    image = tmp_path / "digit.png"
+
+def test_a_trained_model_answers(
+    trained: Path, tmp_path: Path, in_process: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from PIL import Image
 
+    image = tmp_path / "digit.png"
     Image.new("RGB", (16, 16), (200, 10, 10)).save(image)
-    answer = subprocess.run(
-        [sys.executable, "-m", "interlace", "generate", str(folder), "--image", str(image), "--max-new-tokens", "4"],
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert len(answer.stdout.strip()) <= 4
-
+    assert main(["generate", str(trained), "--image", str(image), "--max-new-tokens", "4"]) == 0
+    assert len(capfd.readouterr().out.strip()) <= 4
     for arguments, message in [
         (["--prompt", "x" * 70], "reads max_position_embeddings = 64"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: at least 1"),
@@ -204,21 +235,42 @@ def test_two_ranks_train_leave_their_folder_and_equal_one_rank(
         (["--image", str(tmp_path)], "a folder, not a file"),
     ]:
         capfd.readouterr()
-        assert main(["generate", str(folder), *arguments]) == 2, arguments
+        assert main(["generate", str(trained), *arguments]) == 2, arguments
         said = capfd.readouterr().err
         assert message in said and len(said.strip().splitlines()) == 1
-    assert main(["generate", str(folder), "--prompt", "x" * 58, "--max-new-tokens", "50"]) == 0  # up to the last token
+    assert main(["generate", str(trained), "--prompt", "x" * 58, "--max-new-tokens", "50"]) == 0  # up to the last token
 
     def missing(*_: object) -> None:
         raise ImportError("pillow is not installed")
 
     monkeypatch.setattr("interlace.data.load_image", missing)
-    assert main(["generate", str(folder), "--image", str(image)]) == 2
+    assert main(["generate", str(trained), "--image", str(image)]) == 2
     assert "pillow is not installed" in capfd.readouterr().err
 
 
+def test_a_run_goes_on_alone_in_its_folder_until_it_is_asked_to_stop(
+    trained: Path, tmp_path: Path, in_process: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    before = _curve(folder)
+    settings = ["train.steps=4000", "train.schedule_steps=6", "train.validate_every=0", "checkpoint.every=0"]
+    process = _start("train", "--resume", folder, *(word for each in settings for word in ("--set", each)))
+    _wait_for(lambda: _curve(folder)[-1][0] > 8, process)
+    assert main(["train", "--resume", str(folder)]) == 2  # a second job must not have the same folder
+    assert f"{folder} is in use by process {process.pid} on " in capfd.readouterr().err
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 143 and "going on from" in output, output
+    stopped = int(re.search(r"stopped after step (\d+) of 4000; saved", output).group(1))  # type: ignore[union-attr]
+    assert (folder / "checkpoints" / f"step-{stopped:08d}").is_dir() and not (folder / "run.lock").exists()
+    curve = _curve(folder)
+    assert curve[:6] == before and [step for step, _ in curve] == list(range(1, stopped + 1))
+
+
+@pytest.mark.slow
 def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
-    """kill -9 of a rank, then --resume, then SIGTERM to the launcher, then --resume: the curve of an unbroken run."""
+    """kill -9 of a rank, then --resume, then SIGTERM to the launcher: the curve of an unbroken run, whose launcher is
+    killed: its ranks save and give the folder back, and nothing else of it stays."""
     steps = ["--set", "train.steps=400", "--set", "checkpoint.every=5", "--set", "train.validate_every=0"]
     settings = [*steps, "--set", "log.samples=0", "--set", "log.accuracy_samples=0"]
     process = _start("train", tiny, *settings)
@@ -235,33 +287,47 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     _wait_for(lambda: max(step for step, _ in _curve(folder)) > reached + 3, process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and "going on from" in output, output
+    assert process.returncode == 143 and "going on from" in output, output
+    assert not (folder / "run.lock").exists()
     stopped = int(re.search(r"stopped after step (\d+) of 400; saved", output).group(1))  # type: ignore[union-attr]
     assert (folder / "checkpoints" / f"step-{stopped:08d}").is_dir()
     broken = _curve(folder)
     assert [step for step, _ in broken] == list(range(1, stopped + 1))
 
-    process = _start("train", tiny, *settings, "--set", "run.name=whole")
+    temporary = tiny.parent / "temporary"
+    temporary.mkdir()
+    process = _start("train", tiny, *settings, "--set", "run.name=whole", TMPDIR=str(temporary))
     whole = tiny.parent / "whole" / "latest"
 
     def far_enough() -> bool:
         return (whole / "metrics.jsonl").exists() and len(read_metrics(whole)) > stopped + 1
 
     _wait_for(far_enough, process)
-    process.send_signal(signal.SIGTERM)
+    ranks = _ranks(process.pid)
+    process.kill()
     process.communicate(timeout=60)
-    assert _curve(whole)[:stopped] == broken
+    deadline = time.monotonic() + 60
+    while (whole / "run.lock").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not (whole / "run.lock").exists() and _curve(whole)[:stopped] == broken
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks.values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [path.name for path in temporary.iterdir() if path.name.startswith("interlace")] == []
 
 
-def test_training_goes_on_when_nobody_reads_its_output(tiny: Path) -> None:
-    settings = ["--set", "log.samples=0", "--set", "log.accuracy_samples=0", "--set", "train.steps=12"]
-    process = _start("train", tiny, *settings)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("run folder: ")
-    process.stdout.close()
-    assert process.wait(timeout=120) == 0
-    assert [step for step, _ in _curve(_folder(tiny))] == list(range(1, 13))
-    assert (_folder(tiny) / "summary.json").exists()
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_of_torchrun_that_is_asked_to_stop_saves_all_and_fails_the_job(tiny: Path, number: int) -> None:
+    settings = ["--set", "train.steps=4000", "--set", "train.validate_every=0", "--set", "log.samples=0"]
+    torchrun = ["--standalone", "--nproc-per-node", 2, "-m", "interlace", "train", tiny, *settings]
+    process = _start(*torchrun, module="torch.distributed.run")
+    _wait_for(lambda: (_folder(tiny) / "checkpoints").exists(), process)
+    folder = _folder(tiny)
+    os.kill(_ranks(process.pid)[1], number)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and f"exitcode  : {128 + number}" in output, output
+    stopped = int(re.search(r"stopped after step (\d+) of 4000; saved", output).group(1))  # type: ignore[union-attr]
+    assert (folder / "checkpoints" / f"step-{stopped:08d}").is_dir() and not (folder / "run.lock").exists()
 
 
 def test_a_reader_that_leaves_is_no_failure_of_a_printing_command() -> None:
@@ -271,7 +337,8 @@ def test_a_reader_that_leaves_is_no_failure_of_a_printing_command() -> None:
     assert process.wait(timeout=120) == 0
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny: Path, victim: int) -> None:
     settings = ["--set", "train.steps=4000", "--set", "parallel.timeout=5", "--set", "checkpoint.every=5"]
     process = _start("train", tiny, *settings)
@@ -286,21 +353,27 @@ def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny: Path, victim: i
     assert f"interlace: rank {victim} hung" in output and "--resume" in output
 
 
-def test_a_refused_resume_leaves_the_runs_config(tiny: Path) -> None:
-    settings = ["--set", "train.steps=2", "--set", "log.samples=0", "--set", "log.accuracy_samples=0"]
-    one = ["--set", "parallel.ranks=1"]
-    done = _start("train", tiny, *settings, *one)
-    assert done.wait(timeout=120) == 0, done.communicate()[0]
-    config = _folder(tiny) / "config.toml"
+def test_a_refused_resume_leaves_the_runs_config(
+    trained: Path, tmp_path: Path, in_process: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    config = folder / "config.toml"
     before = config.read_bytes()
-    wrong = ["--set", "model.vision.config.num_hidden_layers=3"]
-    done = _start("train", tiny, *settings, *wrong, "--resume", config.parent)
-    output = done.communicate(timeout=120)[0]
-    assert done.returncode == 2 and "is a checkpoint of another model" in output, output
-    assert config.read_bytes() == before and not list(config.parent.glob(".config*"))
-    done = _start("train", tiny, *settings, *one, "--set", "train.steps=3", "--resume", config.parent)
-    output = done.communicate(timeout=120)[0]
-    assert done.returncode == 0 and "steps = 3" in config.read_text(), output
+    settings = ["parallel.ranks=1", "log.samples=0", "log.accuracy_samples=0"]
+    resume = ["train", "--resume", str(folder), *(word for each in settings for word in ("--set", each))]
+    for setting, words in (
+        ("model.vision.config.num_hidden_layers=3", "is a checkpoint of another model"),
+        ("train.batch_size=4", "the saved loader state has batch_size = 8, this run 4"),
+        ("train.steps=5", "is of step 6, but train.steps = 5; raise it, or go on from an earlier checkpoint"),
+        ("train.steps=9", "--set train.schedule_steps=6 keeps the plan"),
+    ):
+        capfd.readouterr()
+        assert main([*resume, "--set", setting]) == 2
+        assert words in capfd.readouterr().err
+        assert config.read_bytes() == before and not list(folder.glob(".config*"))
+        assert not (folder / "run.lock").exists()
+    assert main([*resume, "--set", "train.steps=7", "--set", "train.schedule_steps=6"]) == 0
+    assert "steps = 7" in config.read_text() and [step for step, _ in _curve(folder)] == list(range(1, 8))
 
 
 def test_mask_plan_and_simulate_draw(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -148,6 +148,21 @@ def test_from_segments_numbers_streams_and_pads():
     assert named.own[0].tolist() == [0, 0, 2, 1, 1, 7]
 
 
+@pytest.mark.parametrize("kinds", [55, 56, 80])
+def test_from_segments_of_more_kinds_than_streams(kinds):
+    """Those beyond the last stream share it: who sees whom is still causal, and both ways within a segment."""
+    names = [f"kind {n}" for n in range(kinds)]
+    mask = BitfieldMask.from_segments([[Segment("text", 2), *(Segment(name, 2) for name in names), Segment("text", 1)]])
+    index = torch.arange(mask.length)
+    segment = (index // 2).masked_fill(index < 2, -1).masked_fill(index == mask.length - 1, -2)
+    wanted = (index[:, None] >= index) | ((segment[:, None] == segment) & (segment[:, None] >= 0))
+    assert torch.equal(mask.to_dense()[0], wanted)
+    assert mask.own[0, 2:-1:2].tolist() == [min(n + 1, 55) for n in range(kinds)]
+    named = BitfieldMask.from_segments([[Segment(name, 1) for name in names]], streams={"kind 3": 55, "kind 5": 2})
+    assert torch.equal(named.to_dense()[0], torch.ones(kinds, kinds, dtype=torch.bool).tril())
+    assert named.own[0, 3] == 55 and named.own[0, 5] == 2 and (named.own == 2).sum() == 1
+
+
 def test_from_segments_of_text_alone_is_causal():
     mask = BitfieldMask.from_segments([[Segment("text", 3), Segment("text", 2)]] * 2)
     assert mask.doc is None and mask.span is None
@@ -293,8 +308,6 @@ def test_other_refusals():
         word(56)
     with pytest.raises(ValueError, match="stream 56"):
         BitfieldMask.from_segments([[Segment("image", 2, stream=56)]])
-    with pytest.raises(ValueError, match="stream 56"):
-        BitfieldMask.from_segments([[Segment(f"kind {i}", 1) for i in range(56)]])
     with pytest.raises(ValueError, match="length of segment 'text'"):
         BitfieldMask.from_segments([[Segment("text", -1)]])
     with pytest.raises(ValueError, match="3 rows"):

@@ -1,4 +1,5 @@
-"""Masks that people train with, at sizes that tests can afford, and dense attention in fp64 by plain autograd."""
+"""Masks that people train with, at sizes that tests can afford, and dense attention by plain autograd: in fp64, and as
+torch's own operators have it in 16 bits."""
 
 from __future__ import annotations
 
@@ -68,12 +69,14 @@ def masks() -> dict[str, tuple[BitfieldMask, BitfieldMask | None]]:
 
 
 def tensors(
-    mask: BitfieldMask, keys: BitfieldMask | None, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """q, k, v that require gradients, from a fixed seed."""
+    mask: BitfieldMask, keys: BitfieldMask | None, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
+    value_dim: int | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """q, k, v that require gradients, from a fixed seed; value_dim: head dimension of v, if not that of q and k."""
     generator = torch.Generator().manual_seed(1)
     length = mask.length if keys is None else keys.length
-    shapes = [(mask.batch, heads, mask.length, dim)] + [(mask.batch, kv_heads, length, dim)] * 2
+    shapes = [(mask.batch, heads, mask.length, dim)]
+    shapes += [(mask.batch, kv_heads, length, columns) for columns in (dim, value_dim or dim)]
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
@@ -92,3 +95,24 @@ def oracle(q, k, v, dense, scale, softcap=None):
     out = weights @ v / torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, torch.log(torch.where(empty, 1.0, total)) + top)
     return out, lse.squeeze(-1)
+
+
+def in_its_dtype(q, k, v, dense, scale, softcap, dout, dlse):
+    """[out, lse, dq, dk, dv] by torch's operators in the inputs' dtype: scores and softmax in fp32, other products in
+    16 bits, and the gradient of the scores from the rounded output, as every fused kernel has it."""
+    heads, kv_heads, dtype = q.shape[1], k.shape[1], q.dtype
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    scores, slope = q.float() @ k.float().mT * scale, scale
+    if softcap is not None:
+        squashed = torch.tanh(scores / softcap)
+        scores, slope = softcap * squashed, scale * (1 - squashed.square())
+    scores = scores.masked_fill(~dense[:, None], -torch.inf)
+    empty = ~dense.any(-1)[:, None]
+    lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
+    weights = scores.softmax(-1).masked_fill(empty[..., None], 0)
+    out = weights.to(dtype) @ v
+    dlse = dlse.masked_fill(empty, 0)
+    correction = (dout.float() * out.float()).sum(-1) - dlse
+    ds = (weights * ((dout @ v.mT).float() - correction[..., None]) * slope).to(dtype)
+    dk, dv = ((x.mT @ y).unflatten(1, (kv_heads, -1)).sum(2) for x, y in ((ds, q), (weights.to(dtype), dout)))
+    return [out, lse, ds @ k, dk, dv]

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from interlace.attention import AttentionPlan, bitfield_attention
 from interlace.attention.op import run_backward, run_forward
 from interlace.masks import BitfieldMask
-from tests.attention import cases
+from tests.attention import cases, test_no_part
 from tests.attention.test_backends import compare
 from tests.mask_strategies import mask_pairs
 
@@ -51,14 +51,27 @@ def benchmark(name: str, dtype: torch.dtype, part: slice | None = None) -> None:
     st.sampled_from([None, 3.0]),
     st.sampled_from([None, 1]),
     st.booleans(),
+    st.sampled_from([16, 5]),
 )
-def random_masks(masks, heads, softcap, cap, deterministic):
+def random_masks(masks, heads, softcap, cap, deterministic, value_dim):
     """Blocks of 16, so that 50 tokens make full, partial and empty ones; cap 1 splits every row that it can."""
-    small = dict(heads=heads[0], kv_heads=heads[1], block=16, dim=16)
+    small = dict(heads=heads[0], kv_heads=heads[1], block=16, dim=16, value_dim=value_dim)
     mask = masks[0]
     if mask.batch > 1:  # the interpreter's time goes by programs; one batch row more is enough to test strides
         masks = tuple(m if m is None else m._map(lambda tensor: tensor[:2]) for m in masks)
     check(*masks, torch.float32, softcap=softcap, cap=cap, deterministic=deterministic, **small)
+
+
+def no_part(dtype: torch.dtype, poison: float, **options) -> None:
+    options = {"block": 16, "dims": (16, 16), "heads": (1, 1), **options}
+    test_no_part.compare("triton", test_no_part.small(), None, dtype, poison, **options)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(mask_pairs(longest=50), st.sampled_from([None, 1]), st.booleans(), st.sampled_from(test_no_part.POISONS))
+def no_part_in_random_masks(masks, cap, deterministic, poison):
+    options = dict(block=16, cap=cap, deterministic=deterministic, softcap=3.0 if deterministic else None)
+    test_no_part.compare("triton", *masks, torch.float32, poison, dims=(16, 5), heads=(2, 1), **options)
 
 
 def without_gradient_of_lse() -> None:
@@ -169,7 +182,8 @@ def same_lists(mask: BitfieldMask, keys: BitfieldMask | None, block: int) -> Non
     plan = AttentionPlan.build(mask, keys, block=block)
     tokens = [m.tokens()(torch.Tensor.contiguous) for m in (mask, mask if keys is None else keys)]
     ends = lambda *pointers: torch.stack([pointer[-1] for pointer in pointers])  # noqa: E731
-    lists, (*numbers,) = block_lists(*tokens, mask.sinks, block, ends)
+    (*lists, q_doc, k_doc), (*numbers,) = block_lists(*tokens, mask.sinks, block, ends)
+    assert torch.equal(q_doc, plan.q_doc) and torch.equal(k_doc, plan.k_doc)
     assert numbers == [int(pointer[-1]) for pointer in lists[::2]]
     wanted = plan.tensors()[:8]
     for got, right in zip(lists, wanted):
@@ -244,7 +258,7 @@ def refuses() -> None:
     from interlace.attention.op import why_not
 
     assert why_not("triton", torch.zeros(1, 1, 16, 16)) is None
-    assert "head dimensions up to 256" in str(why_not("triton", torch.zeros(1, 1, 16, 272)))
+    assert "head dimensions up to 256, not 272" in str(why_not("triton", torch.zeros(1, 1, 16, 272)))
     assert "float64" in str(why_not("triton", torch.zeros(1, 1, 16, 16, dtype=torch.float64)))
     mask = BitfieldMask.causal(1, 48)
     q, k, v = cases.tensors(mask, None, 1, 1, 16, torch.float32)
@@ -275,6 +289,17 @@ CASES: dict[str, Callable[[], None]] = {
     "several tiles per block, split": partial(known, "shuffled part", block=64, cap=1),
     "negative scale": partial(known, "blockwise", scale=-0.3),
     "zero scale": partial(known, "1 x 50", scale=0.0),
+    "values of 128 beside 192": partial(known, "causal", dim=192, value_dim=128, heads=1, block=64, scale=0.07),
+    "values wider than keys, split": partial(known, "packed", dim=16, value_dim=40, cap=1, block=64),
+    "values of 64 beside 96, bf16": partial(known, "window", torch.bfloat16, dim=96, value_dim=64, scale=0.1),
+    "values of 5 beside 9, fp16, atomics": partial(
+        known, "shared question", torch.float16, dim=9, value_dim=5, deterministic=False
+    ),
+    "NaN where nobody looks": partial(no_part, torch.float32, torch.nan, heads=(2, 1)),
+    "NaN where nobody looks, split, atomics": partial(
+        no_part, torch.float16, torch.nan, dims=(16, 8), cap=1, deterministic=False
+    ),
+    "infinity where nobody looks, capped": partial(no_part, torch.float32, torch.inf, softcap=2.0),
     "random masks": random_masks,
     "no gradient of the LSE": without_gradient_of_lse,
     "strides": strides,
@@ -291,13 +316,19 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-# Masks of the benchmark x types and shapes, which take the interpreter minutes.
+# Masks of the benchmark x types and shapes, and random ones, which take the interpreter minutes.
+# Slow: what they have in common with the others is more than what they have alone.
+SLOW = {
+    "full", "wide key gradients", "split, empty rows", "several tiles per block, split", "lists of known masks",
+    "values wider than keys, split", "values of 64 beside 96, bf16", "head dimension 80, split", "heads 4:1",
+}  # fmt: skip
 LONG_CASES: dict[str, Callable[[], None]] = {
     f"{name}, {dtype}, {'whole' if part is None else 'part'}": partial(benchmark, name, getattr(torch, dtype), part)
     for name in ("packed_images", "sliding_window", "document_causal", "prefix_lm", "shared_question", "lambda",
                  "causal_blockwise", "cornstarch_ep", "cornstarch_ee", "cornstarch_mp", "gemma3_images", "video")
     for dtype, part in (("float32", None), ("bfloat16", slice(40, 97)), ("float16", slice(112, 113)))
 }  # fmt: skip
+LONG_CASES["NaN where nobody looks in random masks"] = no_part_in_random_masks
 
 
 class Worker:

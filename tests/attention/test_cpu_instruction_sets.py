@@ -149,6 +149,7 @@ def test_many_random_masks(pair, block, dim, heads, softcap):
     compare("cpu", *pair, torch.bfloat16, *heads, dim=dim, softcap=softcap, scale=dim**-0.5, block=block)
 
 
+@pytest.mark.slow
 def test_more_rows_of_blocks_than_go_together():
     """Panels of 2,500 queries at head dimension 256 are more than the second cache takes: they go in several groups."""
     mask = BitfieldMask.causal(1, 2500, window=200, sinks=3)

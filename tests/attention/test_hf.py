@@ -92,18 +92,6 @@ def test_plans_nest_and_reach_models_that_pass_no_mask():
     torch.testing.assert_close(both_ways, model(IDS[:1], attention_mask=carrier(plan)).logits, rtol=1e-5, atol=1e-6)
 
 
-def test_a_carrier_cannot_be_computed_with():
-    """A model that makes another mask out of it (Doge does) must not find numbers there: zeros would hide nothing."""
-    mask = carrier(AttentionPlan.build(BitfieldMask.causal(1, 6)))
-    scores = torch.zeros(1, 2, 6, 6)
-    for use in (
-        lambda: scores + mask, lambda: scores.masked_fill(mask, -1.0), lambda: torch.where(mask, scores, -1.0),
-        lambda: mask != 0, lambda: mask.bool(), lambda: mask.float(), lambda: ~mask, lambda: 1 - mask, mask.all,
-    ):  # fmt: skip
-        with pytest.raises((NotImplementedError, RuntimeError, TypeError)):
-            use()
-
-
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_masks_of_integers_are_refused(softcap):
     q = torch.randn(1, 2, 5, 4)
@@ -128,7 +116,7 @@ def test_a_carrier_takes_no_memory_and_is_missed_when_lost():
     q = torch.randn(2, 1, 300, 4)
     module = torch.nn.Module()
     with pytest.raises(ValueError, match=r"lost its plan"):
-        attention(module, q, q, q, mask[:, :, :, :])  # a view of it, without the plan
+        attention(module, q, q, q, torch.zeros(2, 1, 300, 300, dtype=torch.uint8).view(mask.dtype))
     with pytest.raises(ValueError, match=r"dropout is 0.1"):
         attention(module, q, q, q, mask, dropout=0.1)
     with pytest.raises(ValueError, match=r"passes 's_aux'"):
@@ -151,9 +139,9 @@ def make():
     "program",
     [
         "import interlace.attention, sys\nassert 'transformers' not in sys.modules\n" + MODEL + "make()",
-        MODEL + "from interlace import bitfield_attention\nmake()",
-        "import transformers, interlace.attention\n" + MODEL + "make()",
-        "import interlace.attention.hf\n" + MODEL + "make()",
+        pytest.param(MODEL + "from interlace import bitfield_attention\nmake()", marks=pytest.mark.slow),
+        pytest.param("import transformers, interlace.attention\n" + MODEL + "make()", marks=pytest.mark.slow),
+        pytest.param("import interlace.attention.hf\n" + MODEL + "make()", marks=pytest.mark.slow),
     ],
     ids=["before", "after", "between", "hf"],
 )

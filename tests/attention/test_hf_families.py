@@ -234,6 +234,7 @@ def test_activation_checkpointing_and_compilation():
     assert_same(model, other, {**inputs, "use_cache": False}, valid)
 
 
+@pytest.mark.slow
 def test_models_of_different_scale_compile_without_a_break():
     """What differs between two modules becomes a symbol the second time: the head size, the scale, the cap."""
     ids = text_ids(1, 9)

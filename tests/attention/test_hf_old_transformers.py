@@ -21,8 +21,10 @@ PACKAGES = [
 OUT_OF_REACH = r"(?i)connection|timed out|temporary failure|name resolution|proxy|no matching distribution"
 TESTS = [
     *("tests/attention/test_hf.py", "tests/attention/test_hf_families.py", "tests/attention/test_hf_masks.py"),
+    *("tests/attention/test_carrier.py", "tests/attention/test_checkpointing.py", "tests/model/test_shared.py"),
     *("tests/model/test_oracle.py", "tests/model/test_generate.py", "tests/model/test_slices.py"),
-    "tests/parallel/test_tensor.py",
+    *("tests/attention/test_hf_limits.py", "tests/model/test_packing.py"),
+    *("tests/model/test_encoders.py", "tests/parallel/test_tensor.py", "tests/parallel/test_families.py"),
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

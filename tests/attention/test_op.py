@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ MASK = BitfieldMask.from_segments([[Segment("text", 10), Segment("image", 20)], 
 PLAN = AttentionPlan.build(MASK, block=16)
 
 
-def inputs(dtype=torch.float32, length=30, **kwargs):
+def inputs(dtype=torch.float32, length=30, value_dim=8, **kwargs):
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 4, length, 8), (2, 2, length, 8), (2, 2, length, 8)]
+    shapes = [(2, 4, length, 8), (2, 2, length, 8), (2, 2, length, value_dim)]
     return [torch.randn(s, generator=generator).to(dtype).requires_grad_(**kwargs) for s in shapes]
 
 
@@ -35,9 +36,14 @@ def test_opcheck(backend, dtype):
     torch.library.opcheck(op._forward, arguments)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_opcheck_of_the_backward(deterministic):
-    q, k, v = (x.detach() for x in inputs())
+def test_opcheck_with_values_of_another_head_dimension():
+    arguments = (*inputs(value_dim=5), PLAN.tensors(), PLAN.block, PLAN.sinks, 0.3, None, True, "")
+    torch.library.opcheck(op._forward, arguments)
+
+
+@pytest.mark.parametrize(("deterministic", "value_dim"), [(True, 8), (False, 5)])
+def test_opcheck_of_the_backward(deterministic, value_dim):
+    q, k, v = (x.detach() for x in inputs(value_dim=value_dim))
     out, lse = bitfield_attention(q, k, v, PLAN, return_lse=True)
     rest = (PLAN.tensors(), PLAN.block, PLAN.sinks, 0.3, 2.0, deterministic, "")
     for dlse in (None, torch.randn_like(lse)):
@@ -58,12 +64,13 @@ def test_default_scale_is_that_of_sdpa():
     torch.testing.assert_close(bitfield_attention(q, k, v, BitfieldMask.causal(2, 30)), wanted)
 
 
-def test_compile_fullgraph(compiled):
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_compile_fullgraph(compiled, value_dim):
     def model(q, k, v, plan):
         out, lse = bitfield_attention(q * 2, k, v, plan, softcap=5.0, return_lse=True)
         return out.sum() + lse.exp().sum()
 
-    q, k, v = inputs()
+    q, k, v = inputs(value_dim=value_dim)
     wanted = model(q, k, v, PLAN)
     wanted_grads = torch.autograd.grad(wanted, (q, k, v))
     got = compiled(model, fullgraph=True)(q, k, v, PLAN)
@@ -94,19 +101,20 @@ def test_compile_with_a_mask_builds_the_plan_outside_the_graph(compiled):
     torch.testing.assert_close(got, bitfield_attention(q, k, v, MASK))
 
 
-def test_export():
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_export(value_dim):
     class Model(torch.nn.Module):
         def forward(self, q, k, v, plan):
             return bitfield_attention(q * 2, k, v, plan)
 
-    q, k, v = (x.detach() for x in inputs())
+    q, k, v = (x.detach() for x in inputs(value_dim=value_dim))
     program = torch.export.export(Model(), (q, k, v, PLAN))
     torch.testing.assert_close(program.module()(q, k, v, PLAN), Model()(q, k, v, PLAN))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_to_its_dtype(dtype, compiled):
-    q, k, v = inputs()
+    q, k, v = inputs(value_dim=5)
 
     def model(q, k, v):
         with torch.autocast("cpu", dtype=dtype):
@@ -124,7 +132,7 @@ def test_autocast_casts_to_its_dtype(dtype, compiled):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant):
-    q, k, v = inputs()
+    q, k, v = inputs(value_dim=5)
 
     def model(q, k, v):
         return bitfield_attention(torch.tanh(q), k, v, PLAN)
@@ -145,7 +153,7 @@ def test_no_gradient_is_asked_for():
 def test_a_second_derivative_raises():
     q, k, v = inputs()
     grad = torch.autograd.grad(bitfield_attention(q, k, v, PLAN).square().sum(), q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    with pytest.raises(RuntimeError, match="bitfield_attention has no second derivative"):
         torch.autograd.grad(grad.sum(), q)
 
 
@@ -169,7 +177,7 @@ def test_those_who_watch_see_the_op_and_its_bits_are_those_of_eager_mode():
 
 
 def test_vmap_goes_row_by_row():
-    q, k, v = (torch.stack([x.detach(), 2 * x.detach()]) for x in inputs())
+    q, k, v = (torch.stack([x.detach(), 2 * x.detach()]) for x in inputs(value_dim=5))
     mapped = torch.vmap(lambda q, k, v: bitfield_attention(q, k, v, PLAN))(q, k, v)
     for row in range(2):
         assert torch.equal(mapped[row], bitfield_attention(q[row], k[row], v[row], PLAN))
@@ -191,8 +199,8 @@ def test_default_devices_and_meta_tensors():
         out = bitfield_attention(q, k, v, PLAN)
         grad = torch.autograd.grad(out.square().sum(), q)[0]
     assert out.device.type == grad.device.type == "cpu"
-    shapes = bitfield_attention(*(x.to("meta") for x in (q, k, v)), PLAN.to("meta"), return_lse=True)
-    assert [(x.device.type, tuple(x.shape)) for x in shapes] == [("meta", (2, 4, 30, 8)), ("meta", (2, 4, 30))]
+    shapes = bitfield_attention(*(x.to("meta") for x in inputs(value_dim=5)), PLAN.to("meta"), return_lse=True)
+    assert [(x.device.type, tuple(x.shape)) for x in shapes] == [("meta", (2, 4, 30, 5)), ("meta", (2, 4, 30))]
 
 
 def test_results_are_contiguous_as_the_fake_kernel_says():
@@ -218,14 +226,16 @@ def test_bad_tensors():
     refused(ValueError, r"q must be a tensor \[batch, heads, tokens, head_dim\]", change={"q": lambda x: x[0]})
     refused(ValueError, "k must be a tensor", change={"k": lambda x: x.tolist()})
     refused(ValueError, "k is on meta but q is on cpu", change={"k": lambda x: x.to("meta")})
-    refused(ValueError, "k has shape .* and v", change={"v": lambda x: x[:, :1]})
+    refused(ValueError, r"k has shape .* and v .* \(head dimensions may differ", change={"v": lambda x: x[:, :1]})
+    refused(ValueError, r"k has shape .* and v .* tokens must be equal", change={"v": lambda x: x[:, :, :29]})
     refused(ValueError, "batch and head_dim must be equal", change={"q": lambda x: x[..., :4]})
     refused(ValueError, "batch and head_dim must be equal", change={"q": lambda x: x[:1]})
     refused(ValueError, "3 query heads are not a multiple of 2", change={"q": lambda x: x[:, :3]})
     for wrong in ({"q": lambda x: x[:, :0]}, {name: lambda x: x[:, :0] for name in "qkv"}):
         refused(ValueError, "q has 0 heads.*at least 1", change=wrong)
     refused(ValueError, "k has 0 and head_dim", change={name: lambda x: x[:, :0] for name in "kv"})
-    refused(ValueError, "head_dim is 0; each must be", change={name: lambda x: x[..., :0] for name in "qkv"})
+    refused(ValueError, "head_dim is 0, that of v 8; each must", change={name: lambda x: x[..., :0] for name in "qk"})
+    refused(ValueError, "head_dim is 8, that of v 0; each must", change={"v": lambda x: x[..., :0]})
     refused(TypeError, "q, k and v must have one dtype", change={"v": lambda x: x.double()})
     integers = {name: lambda x: x.detach().int() for name in "qkv"}
     refused(TypeError, "floating dtype", change=integers)
@@ -258,6 +268,8 @@ def test_gluon_says_what_it_needs():
     assert "runs on Hopper GPUs, not on cpu" in why_not()
     assert "multiples of 8 up to 128, not 60" in why_not(dim=60)
     assert "multiples of 8 up to 128, not 256" in why_not(dim=256)
+    q, v = (torch.empty(1, 1, 16, dim, dtype=torch.bfloat16) for dim in (96, 64))
+    assert 'one head dimension, not 96 for q and k and 64 for v: use "triton"' in op.why_not("gluon", q, v)
 
 
 def test_a_named_backend_that_cannot_run_says_why(monkeypatch):
@@ -267,6 +279,18 @@ def test_a_named_backend_that_cannot_run_says_why(monkeypatch):
         refused(ValueError, 'backend "triton" cannot run this: it cannot be imported', backend="triton")
     finally:
         op._module.cache_clear()
+
+
+def test_values_too_wide_for_triton_are_refused_or_run_elsewhere():
+    """What each backend says, and that the automatic choice listens."""
+    pytest.importorskip("triton")
+    q, v = torch.empty(1, 1, 16, 64), torch.empty(1, 1, 16, 512)
+    assert "head dimensions up to 256, not 512" in op.why_not("triton", q, v)
+    assert "head dimensions up to 256, not 512" in op.why_not("triton", v, q)
+    for device, wanted in (("cpu", "cpu"), ("meta", "reference")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert op._choose("", q.to(device), v.to(device)).__name__ == f"interlace.attention.{wanted}"
 
 
 def test_the_cpu_backend_says_that_it_is_for_cpu_tensors():

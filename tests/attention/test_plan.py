@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan
-from interlace.masks import BitfieldMask
+from interlace.masks import BitfieldMask, visible
 from tests.attention import cases
 from tests.mask_strategies import mask_pairs
 
@@ -70,8 +70,20 @@ def check_work(plan: AttentionPlan, side: str, cap: int | None) -> None:
             assert slot_row[slots[r] : slots[r + 1]] == [r] * len(mine)
 
 
+def check_documents(plan: AttentionPlan, mask: BitfieldMask, keys: BitfieldMask | None) -> None:
+    """Tokens that take no part, and these alone, are taken out of their documents; who sees whom is as it was."""
+    dense = mask.to_dense(keys)
+    for doc, side, part in (
+        (plan.q_doc, mask, dense.any(2)),
+        (plan.k_doc, mask if keys is None else keys, dense.any(1)),
+    ):
+        assert torch.equal(doc, torch.where(part, side.tokens().doc, -1).int())
+    assert torch.equal(visible(plan.queries().rows(), plan.keys().columns(), plan.sinks), dense)
+
+
 def check(mask: BitfieldMask, keys: BitfieldMask | None, block: int, cap: int | None) -> AttentionPlan:
     plan = AttentionPlan.build(mask, keys, block=block, cap=cap)
+    check_documents(plan, mask, keys)
     wanted = states(mask.to_dense(keys), block)
     assert torch.equal(listed(plan, "q"), wanted) and torch.equal(listed(plan, "k"), wanted)
     assert torch.equal(plan.row_blocks(), (wanted > 0).sum(-1).int())

@@ -21,7 +21,9 @@ def worker():
         yield worker
 
 
-@pytest.mark.parametrize("name", interpreter.CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in interpreter.SLOW)) for name in interpreter.CASES]
+)
 def test_interpreted(worker, name):
     if problem := worker.run(name):
         pytest.fail(problem, pytrace=False)
@@ -29,7 +31,7 @@ def test_interpreted(worker, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", interpreter.LONG_CASES)
-def test_masks_of_the_benchmark(worker, name):
+def test_long_cases(worker, name):
     if problem := worker.run(name):
         pytest.fail(problem, pytrace=False)
 

@@ -1,6 +1,7 @@
 """balance.assign_exact against all assignments, a dynamic programme and a MILP solver."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -72,6 +73,26 @@ def test_the_budget_is_kept_and_the_bound_holds():
     assert not balance.assign_exact(weights, 9, nodes=0).proven
     with pytest.raises(ValueError, match="nodes must not be negative"):
         balance.assign_exact(weights, 9, nodes=-1)
+
+
+def test_a_tree_that_takes_too_long_is_given_up_with_what_it_found():
+    weights = np.random.default_rng(3).integers(10**8, 10**9, 48)
+    with pytest.raises(TimeoutError, match=r"looked at \d+ of 4611686018427387904 nodes in 0.05 s") as given_up:
+        balance.assign_exact(weights, 9, nodes=2**62, seconds=0.05)
+    nodes = int(re.search(r"use nodes=(\d+)", str(given_up.value))[1])
+    makespan, bound = map(float, re.search(r"bin is (\S+), none can be below (\S+):", str(given_up.value)).groups())
+    found = balance.assign_exact(weights, 9, nodes=nodes)  # the way out that the message names
+    assert (found.makespan, found.bound, found.proven) == (makespan, bound, False)
+    for seconds in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="seconds must be more than 0"):
+            balance.assign_exact(weights, 9, seconds=seconds)
+
+
+def test_the_default_budget_is_one_of_work_not_of_nodes():
+    """A node costs as much as there are bins: 20 million of them took hours on 100,000 bins."""
+    weights = np.random.default_rng(0).random(3000)
+    found = balance.assign_exact(weights, 1000, seconds=30.0)
+    assert not found.proven and found.bound <= found.makespan
 
 
 @pytest.mark.slow

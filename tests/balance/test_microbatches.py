@@ -410,6 +410,15 @@ def test_bad_costs_are_named(call, encoder, llm, count, message):
         call(encoder, llm, count)
 
 
+def test_tables_that_no_memory_holds_are_refused():
+    """A table of all pairs: 100,000 microbatches would have taken 40 GB of it."""
+    costs = np.random.default_rng(0).random(200_000)
+    with pytest.raises(ValueError, match=r"\d+ overloaded and \d+ underloaded microbatches have more than 2\^26"):
+        balance.assign_microbatches(costs, costs, 100_000)
+    with pytest.raises(ValueError, match="1001 overloaded and 99000 underloaded microbatches"):
+        _core.deferral_costs([np.ones(1)] * 1001, np.ones(99_000))
+
+
 numbers = (
     st.floats() | st.sampled_from([0.0, 5e-324, 1e-300, 1e300, 1.7e308, math.nan, INF, -1.0]) | st.integers(0, 2**53)
 )

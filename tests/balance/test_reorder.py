@@ -307,6 +307,12 @@ def test_one_microbatch_and_one_rank():
         (np.ones((3, 4)), np.ones((3, 4)), {"ranks": 2}, "interleaved 1F1B needs a multiple of 2 microbatches"),
         (np.ones((2, 2)), np.ones((2, 2)), {"transfer": math.inf}, "transfer is inf"),
         (np.ones((2, 2)), np.ones((2, 2)), {"evaluations": -1}, "evaluations must lie between 0 and"),
+        (
+            np.ones((2049, 2048)),
+            np.ones((2049, 2048)),
+            {},
+            r"forward has 4196352 entries, more than 2\^22: merge stages",
+        ),
     ],
 )
 def test_bad_pipelines_are_named(forward, backward, options, message):

@@ -72,6 +72,7 @@ def test_subblocks_are_what_makes_balance_between_ranks_count():
             assert speed["lpt, whole"] == pytest.approx(1) and speed["lpt, subblocks"] > 1.2
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark(tmp_path, capsys):
     out, picture = tmp_path / "report.json", tmp_path / "chart.png"
     report = context_parallel.main(["--preset", "smoke", "--out", str(out), "--chart", str(picture)])

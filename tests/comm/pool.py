@@ -7,7 +7,6 @@ milliseconds; the store is the parent's, so that the end of a rank takes nothing
 from __future__ import annotations
 
 import itertools
-import multiprocessing as mp
 import os
 import time
 import traceback
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from tests.forkserver import context
 
 
 class Outcome(NamedTuple):
@@ -52,8 +53,7 @@ def _main(pipe: Connection, port: int) -> None:
 
 class Pool:
     def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "pytest", "hypothesis", "tests.comm.jobs"])
+        self._context = context()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._trials = itertools.count()
         self._members: list[tuple[Any, Connection]] = []

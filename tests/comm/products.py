@@ -24,17 +24,18 @@ class Column:
     def world(self) -> int:
         return len(self.x)
 
-    def oracle(self) -> tuple[Tensor, list[list[Tensor]], list[Tensor], list[list[Tensor]]]:
-        """gathered, products, gradients of x, gradients of weights: in float64, by concatenation."""
-        x = [one.double().requires_grad_() for one in self.x]
-        weights = [[w.double().requires_grad_() for w in mine] for mine in self.weights]
+    def oracle(
+        self, dtype: torch.dtype = torch.float64
+    ) -> tuple[Tensor, list[list[Tensor]], list[Tensor], list[list[Tensor]]]:
+        """gathered, products, gradients of x and of weights: by concatenation and torch's products in `dtype`."""
+        x = [one.to(dtype).detach().requires_grad_() for one in self.x]
+        weights = [[w.to(dtype).detach().requires_grad_() for w in mine] for mine in self.weights]
         gathered = torch.cat(x, dim=-2)
         products = [[gathered @ w.T for w in mine] for mine in weights]
-        loss = sum((gathered * grad.double()).sum() for grad in self.d_gathered)
-        for mine, grads in zip(products, self.d_products):
-            loss = loss + sum((product * grad.double()).sum() for product, grad in zip(mine, grads))
+        of = [gathered] * self.world + [product for mine in products for product in mine]
+        sources = [*self.d_gathered, *(grad for grads in self.d_products for grad in grads)]
         flat = [*x, *(w for mine in weights for w in mine)]
-        grads = [g.detach() for g in torch.autograd.grad(loss, flat)]
+        grads = [g.detach() for g in torch.autograd.grad(of, flat, [source.to(dtype) for source in sources])]
         count = len(self.weights[0])
         d_weights = [grads[self.world + r * count : self.world + (r + 1) * count] for r in range(self.world)]
         return gathered.detach(), [[p.detach() for p in mine] for mine in products], grads[: self.world], d_weights
@@ -70,12 +71,12 @@ class Row:
     def rows(self, whole: Tensor, rank: int) -> Tensor:
         return whole.tensor_split(self.world, dim=-2)[rank]
 
-    def oracle(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """All rows of the sum, gradients of x, gradients of weights, in float64."""
-        x = [one.double().requires_grad_() for one in self.x]
-        weights = [w.double().requires_grad_() for w in self.weights]
-        y = sum((one @ w.T for one, w in zip(x, weights)), torch.zeros(self.d_y.shape, dtype=torch.float64))
-        grads = [g.detach() for g in torch.autograd.grad(y, [*x, *weights], self.d_y.double())]
+    def oracle(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """All rows of the sum, gradients of x, gradients of weights, by torch's products in `dtype`."""
+        x = [one.to(dtype).detach().requires_grad_() for one in self.x]
+        weights = [w.to(dtype).detach().requires_grad_() for w in self.weights]
+        y = sum((one @ w.T for one, w in zip(x, weights)), torch.zeros(self.d_y.shape, dtype=dtype))
+        grads = [g.detach() for g in torch.autograd.grad(y, [*x, *weights], self.d_y.to(dtype))]
         return y.detach(), grads[: self.world], grads[self.world :]
 
     def run(self, *, before: Any = None, timeout: float = 20.0, **options: Any) -> list[tuple[Tensor, ...]]:

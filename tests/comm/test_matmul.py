@@ -14,6 +14,7 @@ from torch import nn
 from interlace.comm import CommError, all_gather_matmul, matmul_reduce_scatter, run_local, traced
 from interlace.comm.matmul import chunks_for
 from tests.comm.products import column, row
+from tests.judge import judge
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 LEADING = st.sampled_from([(), (1,), (3,), (2, 2), (0,)])
@@ -23,27 +24,38 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def check_column(case, results, tolerance):
-    gathered, products, d_x, d_weights = case.oracle()
+    dtype = case.x[0].dtype
+    expected, torchs = case.oracle(), case.oracle(dtype)
+
+    def of(rank, made):
+        _, products, d_x, d_weights = made
+        return [*products[rank], d_x[rank], *d_weights[rank]]
+
     for rank, (got, got_products, got_x, got_weights) in enumerate(results):
-        assert torch.equal(got.double(), gathered)
-        for have, want in zip(
-            [*got_products, got_x, *got_weights], [*products[rank], d_x[rank], *d_weights[rank]], strict=True
-        ):
-            check(have, want, case.x[0].dtype, tolerance)
+        assert torch.equal(got.double(), expected[0])
+        check([*got_products, got_x, *got_weights], of(rank, expected), of(rank, torchs), dtype, tolerance)
 
 
 def check_row(case, results, tolerance):
-    y, d_x, d_weights = case.oracle()
+    dtype = case.x[0].dtype
+    expected, torchs = case.oracle(), case.oracle(dtype)
+
+    def of(rank, made):
+        y, d_x, d_weights = made
+        return [case.rows(y, rank), d_x[rank], d_weights[rank]]
+
     for rank, result in enumerate(results):
-        for have, want in zip(result, [case.rows(y, rank), d_x[rank], d_weights[rank]], strict=True):
-            check(have, want, case.x[0].dtype, tolerance)
+        check(result, of(rank, expected), of(rank, torchs), dtype, tolerance)
 
 
-def check(have, want, dtype, tolerance):
-    """Equal to `tolerance` times the largest element."""
-    assert have.dtype == dtype and have.shape == want.shape
-    if want.numel():
-        assert (have.double() - want).abs().max() <= tolerance * want.abs().max()
+def check(results, expected, torchs, dtype, tolerance):
+    """Equal to `tolerance` times the largest element; None: as nearly as torch's own products in the dtype."""
+    for number, (have, want, torch_has) in enumerate(zip(results, expected, torchs, strict=True)):
+        assert have.dtype == dtype and have.shape == want.shape
+        if tolerance is None:
+            judge(f"result {number}", have, torch_has, want)
+        elif want.numel():
+            assert (have.double() - want).abs().max() <= tolerance * want.abs().max()
 
 
 @given(
@@ -82,13 +94,13 @@ def test_every_row_lands_in_its_place_bit_for_bit(world, dtype, chunks, layout):
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_overlapped_products_are_plain_products_to_rounding(dtype, chunks, layout):
-    """Results are rounded 4 times at most (bfloat16); sums of 320 products themselves round about sqrt(320) times."""
-    roundings = 4 if dtype == torch.bfloat16 else 320**0.5
+    """Sums of 320 products round about sqrt(320) times; in bfloat16 torch's own products are the measure."""
+    tolerance = None if dtype == torch.bfloat16 else 320**0.5 * torch.finfo(dtype).eps
     for case, check in (
         (column(4, 40, 48, [32, 16], leading=(2,), dtype=dtype), check_column),
         (row(4, 40, 48, 32, leading=(2,), dtype=dtype), check_row),
     ):
-        check(case, case.run(num_chunks=chunks, layout=layout), roundings * torch.finfo(dtype).eps)
+        check(case, case.run(num_chunks=chunks, layout=layout), tolerance)
 
 
 @pytest.mark.parametrize("layout", ["direct", "remap"])
@@ -155,9 +167,9 @@ def test_gradcheck(world, chunks, layout):
         (gather, (make(2, 3, 2), make(2, 2), make(1, 2))),
         (scatter, (make(2, 3 * world, 2), make(2, 2))),
     ):
-        # Two ranks element by element, four by random projections: each evaluation runs all ranks.
+        # Two ranks and chunks element by element, the rest by random projections: each evaluation runs all ranks.
         arguments = (_run_one(operation), world, *inputs)
-        assert torch.autograd.gradcheck(_AllRanks.apply, arguments, fast_mode=world > 2)
+        assert torch.autograd.gradcheck(_AllRanks.apply, arguments, fast_mode=(world, chunks) != (2, 2))
 
 
 # ---------------------------------------------------------------------- what is not computed, what is not kept

@@ -165,7 +165,7 @@ class Started:
 
     @contextmanager
     def computing(self, transport, label):
-        # "backward of all_gather_matmul [1, 4] float32, chunk 0 of 2" -> "backward, chunk 0 of 2"
+        # "backward of all_gather_matmul, chunk 0 of 2" -> "backward, chunk 0 of 2"
         step = label.split(", ")[-1] if not label.endswith("remap") else label
         self.event(transport.rank, ("backward, " if label.startswith("backward") else "") + step).set()
         yield

@@ -102,7 +102,8 @@ def test_what_does_not_fit_is_named():
         (lambda: shard(x, shards, 2), "rank must lie between 0 and 1, got 2"),
         (lambda: shard(x, shards, 0, dim=0), "dimension 0 is the batch"),
         (lambda: shard(x, shards, 0, dim=3), "dimension 0 is the batch"),
-        (lambda: shard(x[0, :, 0], shards, 0), "dimension 0 is the batch"),
+        (lambda: shard(x[0, :, 0], shards, 0), r"dim is None: .* the tokens: pass x\[None\], a batch of one$"),
+        (lambda: shard(x[0, :, 0], shards, 0, dim=0), r"pass x\[None\]"),
         (lambda: shard_mask(BitfieldMask.causal(1, 21), shards, 0), "the mask has 1 rows, but shards has 2 sequences"),
         (lambda: shard_mask(BitfieldMask.causal(2, 9), shards, 0), "the mask has 9 tokens"),
         (lambda: shard_mask(mask, shards, -1), "rank must lie between"),
@@ -112,3 +113,31 @@ def test_what_does_not_fit_is_named():
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_heads_are_not_taken_for_tokens():
+    """20 heads need as many blocks as 21 tokens do: without `dim`, either could be meant."""
+    mask = BitfieldMask.causal(2, 21)
+    shards = dealt(mask, 2, block=4)
+    q = torch.arange(2.0 * 20 * 21 * 3).view(2, 20, 21, 3)
+    with pytest.raises(ValueError, match=r"x has shape \[2, 20, 21, 3\], of which dimension 2 could be the tokens"):
+        shard(q, shards, 0)
+    with pytest.raises(ValueError, match=r"local has shape .* dimension 2 could be the tokens: pass dim=2"):
+        unshard(torch.zeros(2, 12, 12, 3), shards)
+    for rank in range(2):
+        mine = shard(q, shards, rank, dim=2)
+        assert torch.equal(mine, shard(q.transpose(1, 2), shards, rank, dim=1).transpose(1, 2))
+        assert mine.shape == (2, 20, 12, 3)
+    heads_last = torch.zeros(2, 21, 2, 3)  # of which only dimension 1 can be
+    assert shard(heads_last, shards, 0).shape == (2, 12, 2, 3)
+
+
+def test_one_sequence_without_a_batch():
+    """Positions and labels of a single row, [T]: as a batch of one."""
+    shards = dealt(BitfieldMask.causal(1, 21), 2, block=4)
+    positions = torch.arange(21)
+    parts = [shard(positions[None], shards, rank, pad=-1) for rank in range(2)]
+    assert sorted(torch.cat(parts, 1)[0].tolist()) == [-1] * 3 + list(range(21))
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"pass x\[None\], a batch of one"):
+            shard(positions, shards, rank)

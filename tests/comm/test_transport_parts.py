@@ -22,7 +22,7 @@ from torch import Tensor
 from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
 from interlace.comm import CommError, EmulatedTransport, Transport, all_gather_into_tensor, connect, run_local, traced
 from interlace.comm.transports import Copy, LocalHub, LocalTransport, shm
-from interlace.comm.transports.base import _Pulse, _QueuedTicket
+from interlace.comm.transports.base import NO_ARGUMENTS, _Pulse, _QueuedTicket
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
 from interlace.comm.transports.meeting import Meeting
 from interlace.comm.transports.process_group import GlooTransport, NcclTransport
@@ -301,14 +301,14 @@ def test_the_transport_over_nccl_but_for_nccl(pool: Any) -> None:
 
 def test_long_texts_are_cut_for_display_but_compared_whole() -> None:
     long, tensors = "x" * 1000, [torch.empty(n) for n in range(200)]
-    here = manifest(3, long, tensors)
+    here = manifest(3, long, NO_ARGUMENTS, tensors)
     raw = pack(here)
     assert len(raw) == HEADER_BYTES
     check_packed(0, 1, here, raw)
     for other, message in [
-        (manifest(3, long[:-1] + "y", tensors), "the ranks' programs differ"),
-        (manifest(4, long, tensors), r"\(batch 4\), but rank 1 is in x+ \(batch 3\)"),
-        (manifest(3, long, [*tensors[:-1], torch.empty(7)]), "rank 1 sends 0 float32 [+] 1 float32"),
+        (manifest(3, long[:-1] + "y", NO_ARGUMENTS, tensors), "the ranks' programs differ"),
+        (manifest(4, long, NO_ARGUMENTS, tensors), r"\(batch 4\), but rank 1 is in x+ \(batch 3\)"),
+        (manifest(3, long, NO_ARGUMENTS, [*tensors[:-1], torch.empty(7)]), "rank 1 sends 0 float32 [+] 1 float32"),
     ]:
         with pytest.raises(CommError, match=message):
             check_packed(0, 1, other, raw)

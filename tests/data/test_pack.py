@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -88,6 +89,27 @@ def test_damaged_packs_are_noticed(tree, tmp_path, caplog):
         (pack.folder / name).write_bytes(content)
         assert (open_pack(tree, items, SPEC, tmp_path).read(path) == expected).all()
         assert "building it again" in caplog.text
+
+
+def test_a_pack_cut_short_while_it_is_open_is_noticed(tree, tmp_path, caplog):
+    """Through a memory map this would be SIGBUS."""
+    items = image_items(tree)
+    pack = open_pack(tree, items, SPEC, tmp_path)
+    expected = {path: pack.read(path) for path in pack.shapes}
+    os.truncate(pack.folder / "part0.bin", 5000)
+    assert all((pack.read(path) == array).all() for path, array in expected.items())
+    assert "is damaged; decoding the file again" in caplog.text
+    pack = open_pack(tree, items, SPEC, tmp_path)
+    shutil.rmtree(pack.folder)  # pruned by another run
+    assert all((pack.read(path) == array).all() for path, array in expected.items())
+
+
+def test_what_a_killed_builder_left_is_removed(tree, tmp_path):
+    folder = open_pack(tree, image_items(tree), SPEC, tmp_path).folder
+    shutil.rmtree(folder)
+    (folder.with_name(f".tmp-{folder.name}-12345")).mkdir()
+    open_pack(tree, image_items(tree), SPEC, tmp_path)
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
 
 
 def test_bounded_on_disk(tree, tmp_path):
@@ -189,3 +211,10 @@ def test_two_processes_build_it_once(tmp_path):
     outputs = [run.communicate(timeout=120)[0].splitlines() for run in runs]
     assert [json.loads(lines[-1]) for lines in outputs] == [["0.png", "1.png", "2.png", "3.png"]] * 2
     assert sum(line.startswith("decoded 4 pictures") for lines in outputs for line in lines) == 1
+
+
+def test_a_pack_that_was_read_goes_to_worker_processes(tree, tmp_path):
+    pack = open_pack(tree, image_items(tree), SPEC, tmp_path)
+    path = next(iter(pack.entries))
+    wanted = pack.read(path)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(pack)).read(path), wanted)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from interlace.data import IGNORE, ImageTooLarge, StampsDataset, summary
+from interlace.data import IGNORE, DecodeError, ImageTooLarge, StampsDataset, summary
 from interlace.data.stamps import KINDS, WEIGHTS
 from tests.data.package import BROKEN, LANGUAGES, TOKENS, WORDS, make_stamps
 
@@ -209,6 +209,19 @@ def test_a_file_lost_after_verification_keeps_the_sequence_and_is_reported(own_t
     assert (samples[0].media["vision"][0].data == 0).all()
     assert lost in dataset.failures and lost in dataset.listing()
     assert sum(lost in message for message in caplog.messages) == 1  # said once
+    assert dataset.blank_items == sum(lost in dataset.recipe(i).media[0].source for i in range(60)) > 0
+    assert dataset.read_items == 60 and not blind.read_items
+
+
+def test_data_that_are_lost_under_the_run_end_it(own_tree):
+    dataset = make_stamps(own_tree, limit_bytes=0, weights={"image": 1.0}, length=60)
+    for picture in (own_tree / "things").glob("*.png"):
+        picture.write_bytes(b"")
+    with pytest.raises(
+        DecodeError, match=r"9 of \d+ items that were verified before the run can no longer be read, the"
+    ):
+        for i in range(60):
+            dataset[i]
 
 
 def test_models_with_one_encoder_or_none(tree):

@@ -152,7 +152,7 @@ def lose_peer(rank: int, world: int, how: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize(("world", "how"), [(2, "hangs"), (3, "dies")])
 def test_lost_peer_is_named_within_the_timeout(world, how):
-    results = run_ranks(world, lose_peer, world, how, timeout=90, grace=12)
+    results = run_ranks(world, lose_peer, world, how, timeout=90, grace=12, stopped=[1])
     for rank in range(0, world, 2):
         kind, value = results[rank]
         assert kind == "returned", value
@@ -192,7 +192,7 @@ def lose_peer_elsewhere(rank: int, where: str) -> tuple[str, float]:
     ],
 )
 def test_waits_outside_of_steps_are_bounded_too(where, says):
-    results = run_ranks(3, lose_peer_elsewhere, where, timeout=90, grace=12)
+    results = run_ranks(3, lose_peer_elsewhere, where, timeout=90, grace=12, stopped=[1])
     for rank in (0, 2):
         kind, value = results[rank]
         assert kind == "returned", value

@@ -7,14 +7,15 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.forkserver import context
 
 
 def _main(rank: int, world: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -33,27 +34,32 @@ def _main(rank: int, world: int, port: int, folder: str, function: Callable[...,
 
 
 def run_ranks(
-    world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, grace: float = 20.0
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    grace: float = 20.0,
+    stopped: Collection[int] = (),
 ) -> list[tuple[str, Any]]:
     """``function(rank, *args)`` on gloo ranks -> for each ("returned", value), ("raised", text) or ("died", exit code).
 
     ``function`` must be importable. Ranks still running after ``timeout`` seconds, or ``grace`` seconds after the first
-    one ended, are killed and reported as hung.
+    one ended, are killed and reported as hung. stopped: ranks that nobody waits for, as they stop themselves.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_main, args=(rank, world, port, folder, function, args), daemon=True)
+            context().Process(target=_main, args=(rank, world, port, folder, function, args), daemon=True)
             for rank in range(world)
         ]
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            if not all(process.is_alive() for process in processes):
+        awaited = [process for rank, process in enumerate(processes) if rank not in stopped]
+        while any(process.is_alive() for process in awaited) and time.monotonic() < deadline:
+            if not all(process.is_alive() for process in awaited):
                 deadline = min(deadline, time.monotonic() + grace)
                 grace = timeout
             time.sleep(0.05)

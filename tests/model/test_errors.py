@@ -103,7 +103,7 @@ def test_features_that_do_not_match_placeholders():
 
 def test_undecoded_media_on_the_first_stage():
     mllm = build()
-    one = Sample(ids(1, 46), ids(1, -100), {"vision": [Media((3, 4, 4), 1)]})
+    one = Sample(ids(1, 46), ids(2, -100), {"vision": [Media((3, 4, 4), 1)]})
     with pytest.raises(ValueError, match=r"not decoded"):
         mllm(**mllm.collate([one]))
 
@@ -195,6 +195,11 @@ def test_ranges_and_names_of_slices():
         mllm.slice("vision", 1, 3)(batch)
     with pytest.raises(ValueError, match=r"vision \[0:3\] takes no hidden state"):
         mllm.slice("vision", 0, 3)(batch, torch.zeros(1, 1, 16))
+
+
+def test_an_auxiliary_loss_of_routers_is_not_dropped_silently():
+    with pytest.raises(ValueError, match=r"output_router_logits=True.*set config.output_router_logits to False"):
+        build(None, None, language=lambda: llama(output_router_logits=True))
 
 
 def test_attention_dropout_is_refused_in_training():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
-from interlace.model import Sample, generate
+from interlace.model import MultimodalModel, Sample, generate
 from interlace.train.generate import answer, prompt_of, truth_of
 from tests.model.zoo import LANGUAGE, build, logits_plain, plain, qwen2, sample, samples
 
@@ -97,3 +98,32 @@ def test_options_and_room():
     for wrong in ({"top_p": 0.0}, {"temperature": -1.0}, {"max_new_tokens": -1}):
         with pytest.raises(ValueError, match=r"must be"):
             mllm.generate(one, **wrong)
+
+
+def phi3_of_two_rotations():
+    """Positions are rotated otherwise from 24 tokens on, those of earlier tokens too."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 64}  # fmt: skip
+    rotation = {"rope_type": "longrope", "type": "longrope", "short_factor": [1.0] * 4,
+                "long_factor": [4.0, 5.0, 6.0, 7.0], "original_max_position_embeddings": 24}  # fmt: skip
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(Phi3Config(**sizes, original_max_position_embeddings=24, rope_scaling=rotation)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+def test_frequencies_that_change_at_a_length():
+    """As the model itself reads everything anew for each token, whoever else is asked beside it."""
+    model = phi3_of_two_rotations()
+    mllm = MultimodalModel({}, model)
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 64, (length,), generator=generator) for length in (6, 20, 40)]
+    answers = generate(mllm, [Sample(row, torch.full_like(row, -100)) for row in ids], max_new_tokens=8)
+    model.set_attn_implementation("eager")
+    for row, answer_ in zip(ids, answers):
+        for token in answer_:
+            with torch.no_grad():
+                assert int(model(row[None], use_cache=False).logits[0, -1].argmax()) == token
+            row = torch.cat([row, torch.tensor([token])])

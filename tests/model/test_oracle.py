@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from interlace.attention import AttentionPlan
+from interlace.masks import BitfieldMask
+from interlace.model import MultimodalModel
 from tests.model.zoo import (
     LANGUAGE,
     VISION,
@@ -151,3 +154,19 @@ def test_callbacks_run_in_order_and_may_change_what_passes():
     seen.clear()
     mllm(**mllm.collate([one]))
     assert seen == ["preprocess", "postprocess", "postprocess_projector", "before llm", "merge", "after llm"]
+
+
+@pytest.mark.parametrize("given", [("mask", "plan"), ("mask",), ("plan",)])
+def test_a_merge_callback_may_put_another_mask_or_plan(given):
+    """And return nothing else but what it changed."""
+    plain_model = build(None, audio=None)
+    mllm = MultimodalModel(
+        {}, plain_model.language_model, preprocess=lambda features, inputs: changed, backend="reference"
+    )
+    batch = mllm.collate([sample(plain_model, torch.Generator().manual_seed(0), 12)])
+    full = BitfieldMask.full(1, batch["input_ids"].shape[1])
+    whole = {"mask": full, "plan": AttentionPlan.build(full)}
+    changed = {name: whole[name] for name in given}
+    wanted = plain_model(**{**batch, **whole}).logits
+    torch.testing.assert_close(mllm(**batch).logits, wanted)
+    assert (plain_model(**batch).logits - wanted).abs().max() > 1e-3

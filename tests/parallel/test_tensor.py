@@ -181,12 +181,14 @@ def test_a_tied_head_stays_whole_with_its_embeddings():
 
 @SEQUENCE
 def test_one_gather_serves_all_layers_of_an_attention(sequence_parallel):
-    """Per block two transfers in, two out; without sequence parallelism nothing in, and a sum out."""
+    """Per block two transfers in, two out; without sequence parallelism nothing in, and a sum out. Before all of them
+    the ranks compare what they cut, once."""
     model, inputs = family("llama")
     for trace in compare(2, model, inputs, sequence_parallel=sequence_parallel, num_chunks=1):
-        labels = [event.label.split(" ")[0] for event in trace.of("issue")]
+        labels = [event.label.split(",")[0] for event in trace.of("issue")]
         block = ["all_gather_matmul", "matmul_reduce_scatter"] * 2
-        assert labels == ([*block * 2, "all_gather_into_tensor"] if sequence_parallel else ["all_reduce"] * 4)
+        wanted = [*block * 2, "all_gather_into_tensor"] if sequence_parallel else ["all_reduce"] * 4
+        assert labels == ["tensor_parallel", *wanted]
 
 
 @SEQUENCE
@@ -280,6 +282,45 @@ def test_a_column_layer_applied_to_another_sequence(sequence_parallel):
     for grad, _ in results:
         assert_close(grad, d_other)
     assert_same_gradients(want, [grads for _, grads in results])
+
+
+class Moved(nn.Module):
+    """An attention of DETR's shape: queries and keys are made of the input and a position, values of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.v, self.out = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x, position):
+        return self.out(self.q(x + position).relu() * self.v(x)) + 2 * x
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(6), Moved()
+
+    def forward(self, x, position):
+        return self.attention(self.norm(x), position)
+
+
+def test_a_column_layer_applied_to_something_made_of_the_rows():
+    """Gradients of what lies before: what each rank made of the whole rows must count once."""
+    torch.manual_seed(0)
+    module, x, position = randomize(Around()), torch.randn(8, 6), torch.randn(8, 6)
+    upstream = torch.randn(8, 6)
+    (module(x, position) * upstream).sum().backward()
+    want = gradients(module)
+    module.zero_grad()
+
+    def rank(group):
+        plan = {"norm": "replicate", "attention": "gather", "attention.q": "column", "attention.v": "column",
+                "attention.out": "row"}  # fmt: skip
+        mine = tensor_parallel(copy.deepcopy(module), plan, group, sequence_parallel=False)
+        (mine(x, position) * upstream).sum().backward()
+        return gradients(mine)
+
+    assert_same_gradients(want, run_local(2, rank))
 
 
 def test_products_are_released_when_a_module_raises():

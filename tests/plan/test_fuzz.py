@@ -15,7 +15,11 @@ row = st.lists(odd, max_size=6)
 table = st.integers(0, 3).flatmap(lambda width: st.lists(st.lists(odd, min_size=width, max_size=width), max_size=5))
 count = st.sampled_from([-1, 0, 1, 2, 3, 5, 8, 2**20])
 few = st.sampled_from([-1, 0, 1, 2, 3, 5, 8])
-modules = st.lists(odd, min_size=2, max_size=2).map(lambda times: {"language_model": plan.ModuleWork(times)})
+modules = st.builds(
+    lambda times, sizes: {"language_model": plan.ModuleWork(times, 0, *sizes)},
+    st.lists(odd, min_size=2, max_size=2),
+    st.tuples(*[odd] * 5),
+)
 
 
 def search(rows, degrees, counts, options):
@@ -45,7 +49,18 @@ calls = st.one_of(
     st.builds(partial, st.just(plan.split_batch), row, count, objective=objectives),
     st.builds(partial, st.just(plan.partition), row, few, memory=row, memory_limits=row, speeds=row),
     searches,
-    st.builds(partial, st.just(plan.orchestrate), modules, count, few, tp=st.just((1, 2)), vpp=few, gpu_memory=odd),
+    st.builds(
+        partial,
+        st.just(plan.orchestrate),
+        modules,
+        count,
+        few,
+        tp=st.just((1, 2)),
+        vpp=few,
+        gpu_memory=odd,
+        stage_link=links,
+        data_link=links,
+    ),
 )
 
 

@@ -83,6 +83,50 @@ def test_template_is_the_best_of_all_in_many_cases(case):
     check_template(case)
 
 
+@st.composite
+def deep_templates(draw):
+    """Layers enough that a stage can end at many of them; few enough stages to try all cuts."""
+    gpus, widths = draw(st.sampled_from([(1, [1]), (2, [1, 2]), (3, [1, 2])]))
+    layers = draw(st.integers(40, 60))
+    kinds = [st.just(1), st.integers(0, 1), st.integers(1, 9), st.sampled_from([0, 1, 50])]
+    costs = draw(st.lists(draw(st.sampled_from(kinds)), min_size=layers, max_size=layers))
+    speeds = [draw(st.sampled_from([1.0, 0.75, 0.5])) for _ in widths]
+    return [[cost * speed for speed in speeds] for cost in costs], gpus, widths, draw(st.integers(1, 5))
+
+
+def best_deep_template(costs, gpus, widths, per_stage):
+    best = math.inf
+    sums = np.vstack([np.zeros(len(widths)), np.cumsum(costs, axis=0)])
+    for sequence in stage_widths(1, gpus, widths):
+        inner = np.array(list(itertools.combinations(range(1, len(costs)), len(sequence) - 1)), int)
+        ends = np.hstack([np.zeros((len(inner), 1), int), inner, np.full((len(inner), 1), len(costs))])
+        columns = [widths.index(width) for width in sequence]
+        stages = np.stack([sums[ends[:, s + 1], w] - sums[ends[:, s], w] for s, w in enumerate(columns)], axis=1)
+        slow = stages.argmax(axis=1)
+        after = np.where(np.arange(len(sequence)) >= slow[:, None], stages, 0).sum(axis=1)
+        times = stages.sum(axis=1) + ((per_stage - 1) * len(sequence) + slow - 1) * stages.max(axis=1) + after
+        best = min(best, times.min())
+    return best
+
+
+@settings(max_examples=40)
+@given(deep_templates())
+def test_deep_template_is_the_best_of_all(case):
+    costs, gpus, widths, per_stage = case
+    found = plan.pipeline_template(costs, 1, gpus, widths=widths, microbatches_per_stage=per_stage)
+    assert found.iteration_time == best_deep_template(costs, gpus, widths, per_stage)
+
+
+def test_template_of_a_thousand_gpus_per_node_takes_seconds():
+    """1,600 layers on 2,000 GPUs, where each pass looked at every stage; a quarter of it here."""
+    rng = np.random.default_rng(0)
+    costs = rng.lognormal(0, 0.3, (400, 1)) / np.array([1, 2, 4, 8]) ** 0.8
+    found = plan.pipeline_template(costs, 2, 250, widths=[1, 2, 4, 8])
+    assert found.gpus.sum() == 500 and found.boundaries[-1] == 400
+    with pytest.raises(ValueError, match=r"256 layers on 131072 GPUs with 500 widths are more than 2\^28 steps"):
+        plan.pipeline_template(np.ones((256, 500)), 128, 1024, widths=range(1, 501))
+
+
 def test_template_beats_divide_and_conquer_somewhere_and_never_loses():
     rng = np.random.default_rng(3)
     beaten = 0

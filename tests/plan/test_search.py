@@ -395,6 +395,9 @@ def test_bad_input_is_named():
         plan.search_configuration({LLM: huge}, 4, 8, 2)
     with pytest.raises(ValueError, match="no configuration fits"):
         plan.search_configuration({LLM: module(rng, 3)}, 4, 8, 2, dp=np.zeros(0, int))
+    with pytest.raises(ValueError, match=r"stages in all, more than 2\^26: merge layers, or give fewer"):
+        deep = {(1, 1): np.ones(6000)}
+        plan.search_configuration({LLM: plan.SearchModule(deep, deep, *(np.ones(6000),) * 5)}, 10_000, 8, 2)
     with pytest.raises(ValueError, match="both positive"):
         wrong = {(0, 1): np.ones(1)}
         plan.search_configuration({LLM: plan.SearchModule(wrong, wrong, *(np.ones(1),) * 5)}, 4, 8, 2)

@@ -28,7 +28,7 @@ TABLE: dict[str, Any] = {
     "data": {"dataset": "digits"},
     "train": {"steps": 12, "batch_size": 4, "microbatches": 2, "warmup_steps": 3, "lr": 1e-2, "validate_every": 5},
     "checkpoint": {"every": 4, "keep": 2},
-    "log": {"every": 1, "tensorboard": False, "trace_step": 3},
+    "log": {"every": 1, "tensorboard": False, "trace_step": 0},
 }
 
 
@@ -58,7 +58,7 @@ class ToyData:
     """Samples whose next token is a fixed function of the last."""
 
     def __init__(self, size: int, offset: int = 0) -> None:
-        self.size, self.offset = size, offset
+        self.size, self.offset, self.blank_items = size, offset, 0
 
     def __len__(self) -> int:
         return self.size

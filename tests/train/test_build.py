@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,8 @@ from interlace.train import feed
 from interlace.train.build import architecture, build, build_plan, materialize, present
 from interlace.train.checkpoint import fingerprint
 from interlace.train.config import ConfigError
-from interlace.train.feed import datasets, media_specs, prepare
-from interlace.train.planning import budget_tokens
+from interlace.train.feed import datasets, media_specs, prepare, report_left_out
+from interlace.train.planning import flop_costs
 from interlace.train.trainer import canonical_names
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -163,9 +164,6 @@ def test_datasets_follow_the_model() -> None:
     sample = train.sample(0, 0)
     assert sample.media["vision"][0].tokens == 4 and int((sample.input_ids == ByteTokenizer.IMAGE).sum()) == 4
     assert set(media_specs(config, model)) == {"vision", "audio"}
-    assert budget_tokens(config, model) == {"vision": 32.0, "audio": 400.0, "language_model": 8 * (5 + 4 + 25)}
-    full = {"vision": 512.0, "audio": 400.0, "language_model": 8 * (160 + 64 + 25)}
-    assert budget_tokens(_config("data.dataset=stamps"), model) == full
     with pytest.raises(ConfigError, match=r"\[data\]: .*multiple"):
         datasets(_config("data.digit_size=9"), model, ByteTokenizer(), source="tiny.toml")
     blind = copy.deepcopy(TABLE)
@@ -178,15 +176,13 @@ def test_datasets_follow_the_model() -> None:
 
 
 def test_a_chain_is_cut_as_interlace_plan_cuts_it() -> None:
-    from interlace.plan import ParallelPlan, analytic_costs
+    from interlace.plan import ParallelPlan
 
     config = _config("parallel.placement=chain", "parallel.ranks=3", "parallel.dp=2")
     assert config.world_size() == 6 and configs.from_table({**config.model_dump(exclude_none=True)}) == config
     model = build(config, ByteTokenizer())
     plan = build_plan(config, model)
-    assert (
-        plan.stages == ParallelPlan.balanced(model, 3, costs=analytic_costs(model, budget_tokens(config, model))).stages
-    )
+    assert plan.stages == ParallelPlan.balanced(model, 3, costs=flop_costs(config, model)).stages
     assert (plan.num_ranks, plan.dp, plan.placement) == (3, 2, "chain")
     with pytest.raises(ConfigError, match=r"tiny.toml: \[parallel\]: cannot cut 6 layers into 7 ranges"):
         build_plan(_config("parallel.placement=chain", "parallel.ranks=7"), model, source="tiny.toml")
@@ -240,11 +236,35 @@ def test_preparing_shows_what_takes_long_and_names_broken_files_once(
     overrides += ["model.language_model.config.max_position_embeddings=4096"]
     config, said = _config(*overrides), list[str]()
     assert prepare(config, said.append) == config
-    assert [line.split()[0] for line in said] == ["reading", "decoded", "decoded", "stamps/train:"]
-    assert "pictures cannot be decoded, e.g. broken/" in said[-1]
-    listing = Path(said[-1].rpartition("list in ")[2])
-    assert listing.is_relative_to(tmp_path / "kept") and "broken/pixels.png: " in listing.read_text(encoding="utf-8")
-    assert prepare(config, said.append) == config and len(said) == 4
+    assert [line.split()[0] for line in said] == ["reading", "decoded", "decoded"]
+    assert prepare(config, said.append) == config and len(said) == 3
+
+
+def test_files_that_no_sample_uses_are_counted_at_every_start(tmp_path: Path) -> None:
+    """Also those that were sound when the data were prepared: emptied pictures must not vanish without a word."""
+    from tests.data.package import build_tree
+
+    folder = tmp_path / "stamps/1"
+    build_tree(folder / "stamps")
+    (folder / "complete.json").write_text("{}")
+    overrides = ["data.dataset=stamps", f"data.cache={tmp_path}", "data.held_out=0.3", "data.languages=['en', 'fr']"]
+    config = _config(*overrides, "model.language_model.config.max_position_embeddings=4096")
+    model, listing = build(config, ByteTokenizer()), tmp_path / "left_out.txt"
+
+    def start() -> str:
+        said: list[str] = []
+        prepare(config, lambda line: None)
+        report_left_out(datasets(config, model, ByteTokenizer())[0], tmp_path, said.append)
+        assert said[-1].endswith(f"list in {listing}")
+        return said[-1]
+
+    assert re.search(r"; 4 of 34 pictures cannot be decoded, e.g. broken/", start()) and start() == start()
+    assert "broken/pixels.png: " in listing.read_text(encoding="utf-8")
+    emptied = sorted((folder / "stamps/things").glob("*.png"))[:6]
+    for picture in emptied:
+        picture.write_bytes(b"")
+    assert re.search(r"; 10 of 34 pictures cannot be decoded, e.g. broken/", start())
+    assert all(f"things/{picture.name}: " in listing.read_text(encoding="utf-8") for picture in emptied)
 
 
 def test_a_second_start_neither_fetches_nor_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,3 +206,55 @@ def test_run_folders_and_what_resume_means(tmp_path: Path) -> None:
         runfolder.resolve(config, str(third))
     with pytest.raises(ConfigError, match="there is no such folder"):
         runfolder.resolve(config, str(tmp_path / "nothing"))
+
+
+def test_the_newest_run_is_the_last_begun_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour back in autumn, in local time; a clock that is set back, in any; and names of the version before."""
+    config = from_table(
+        {
+            "run": {"name": "tiny", "folder": str(tmp_path)},
+            "model": {"language_model": {"family": "llama"}},
+            "data": {"dataset": "digits"},
+            "train": {"steps": 20, "batch_size": 1},
+        }
+    )
+
+    def begin(seconds: float) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(runfolder.time, "gmtime", lambda: real(seconds))
+            patch.setattr(runfolder.time, "strftime", lambda text, when=None: write(text, when or real(seconds)))
+            folder = runfolder.create(config)
+        (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+        return folder
+
+    real, write = time.gmtime, time.strftime
+    old = tmp_path / "tiny" / "2030-01-01T00-00-00"
+    (old / "checkpoints" / "step-00000001").mkdir(parents=True)
+    for seconds in (1e9, 1e9 - 3600, 1e9 - 3600, 5e8):
+        folder = begin(seconds)
+        assert runfolder.resolve(config, "")[0] == folder
+    assert folder.name == "1985-11-05T00-53-20Z"
+    (folder / "run.json").write_text("{")  # damaged: no number, so it comes before those that have one
+    assert runfolder.resolve(config, "")[0].name == "2001-09-09T00-46-40Z.1"
+
+
+def test_ranks_that_saved_on_request_give_the_code_of_the_signal(tmp_path: Path) -> None:
+    body = f"os.chdir({str(tmp_path)!r})\n" + SAVING.replace("sys.exit(0)", "sys.exit(128 + _[0])")
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+
+        def send(number: int = number) -> None:
+            while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+                time.sleep(0.02)
+            os.kill(os.getpid(), number)
+
+        threading.Thread(target=send, daemon=True).start()
+        assert _run(body, tmp_path)[:2] == (code, "")  # ranks are asked by SIGTERM, whichever it was
+        for path in tmp_path.glob("ready-*"):
+            path.unlink()
+    # Somebody may also ask a rank alone; the others, which agree with it, save and end as it does.
+    assert _run("sys.exit(143)", tmp_path)[:2] == (143, "")
+    assert _run("sys.exit(143 if rank else 0)", tmp_path)[:2] == (143, "")
+    code, said, _ = _run("os.kill(os.getpid(), signal.SIGTERM) if rank else sys.exit(143)", tmp_path)
+    assert code == 1 and "rank 1 was killed by SIGTERM" in said

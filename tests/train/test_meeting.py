@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
 from interlace.train import launch
-from interlace.train.meeting import Meeting
+from interlace.train.errors import TrainingError
+from interlace.train.meeting import Meeting, _store
+from tests import forkserver
 
 SCRIPT = """
 import os, signal, sys, time
@@ -33,26 +36,24 @@ os._exit(0)
 """
 
 
-def _start(script: str, world: int, *arguments: str, ranks: range) -> list[subprocess.Popen[str]]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **launch.rendezvous(world)}
-    environment.pop(launch.LAUNCHER, None)
+def _start(script: str, world: int, folder: Path, *arguments: str, ranks: range) -> list[BaseProcess]:
+    met = launch.rendezvous(world)
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ranks
+        forkserver.start_script(script, folder / str(rank), {**met, "RANK": str(rank)}, arguments) for rank in ranks
     ]
 
 
+def _said(process: BaseProcess, output: Path) -> str:
+    process.join(90)
+    assert process.exitcode is not None
+    return output.read_text()
+
+
 @pytest.mark.parametrize("lost", [0, 2])
-def test_a_slow_rank_is_waited_for_and_a_hung_one_is_named(lost: int) -> None:
-    processes = _start(SCRIPT, 3, str(lost), ranks=range(3))
+def test_a_slow_rank_is_waited_for_and_a_hung_one_is_named(lost: int, tmp_path: Path) -> None:
+    processes = _start(SCRIPT, 3, tmp_path, str(lost), ranks=range(3))
     try:
-        said = {rank: processes[rank].communicate(timeout=90)[0] for rank in range(3) if rank != lost}
+        said = {rank: _said(processes[rank], tmp_path / str(rank)) for rank in range(3) if rank != lost}
         # Rank 0 holds the store: when it stops, torch itself may wait for ever, and the timer ends the others.
         words = "no answer within 2 s" if lost == 0 else "lost rank 2 (no sign of life for 2 s)"
         for rank, text in said.items():
@@ -60,15 +61,15 @@ def test_a_slow_rank_is_waited_for_and_a_hung_one_is_named(lost: int) -> None:
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.join()
 
 
-def test_a_rank_that_never_comes_is_missed_within_the_timeout() -> None:
+def test_a_rank_that_never_comes_is_missed_within_the_timeout(tmp_path: Path) -> None:
     body = "import os\nfrom interlace.train.meeting import Meeting\ntry: Meeting(int(os.environ['RANK']), 2, 2.0)\n"
     body += "except RuntimeError as error: print(error, flush=True)\nos._exit(0)"
     for rank in range(2):
-        (process,) = _start(body, 2, ranks=range(rank, rank + 1))
-        said = process.communicate(timeout=90)[0]
+        (process,) = _start(body, 2, tmp_path, ranks=range(rank, rank + 1))
+        said = _said(process, tmp_path / str(rank))
         assert f"rank {rank}, meeting the other 1 ranks: " in said and "raise parallel.timeout" in said, said
 
 
@@ -78,3 +79,52 @@ def test_alone_there_is_nobody_to_wait_for() -> None:
     with meeting.bounded("a test"):
         time.sleep(0.02)
     meeting.close()
+
+
+def test_ranks_of_one_machine_listen_to_that_machine_alone(tmp_path: Path) -> None:
+    """The store and what gloo opens for its connections."""
+    body = """
+import os, time
+from interlace import comm
+from interlace.train.meeting import Meeting
+from tests.sockets import LOOPBACK, listens_on
+rank = int(os.environ["RANK"])
+meeting = Meeting(rank, 2, 60.0)
+with comm.connect(transport="gloo") as group:
+    group.barrier()
+    addresses = {address for address, _ in listens_on()}
+    meeting.gather("looking at sockets", sorted(addresses))
+    meeting.store.add("left", 1)
+    while rank == 0 and meeting.store.add("left", 0) < 2:  # the store ends with rank 0
+        time.sleep(0.01)
+assert addresses == {LOOPBACK}, addresses
+os._exit(0)
+"""
+    root = str(Path(__file__).parents[2])
+    environment = {"PYTHONPATH": os.pathsep.join([root, *sys.path])}
+    said: list[str] = []
+    code = launch.run(
+        [sys.executable, "-c", body], 2, folder=tmp_path, timeout=60.0, environment=environment, say=said.append
+    )
+    assert code == 0, (said, (tmp_path / "logs" / "rank-0.log").read_text())
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "local", "says"),
+    [
+        ("", "29500", "2", "MASTER_ADDR is '' and MASTER_PORT '29500': set them to an address of the machine"),
+        ("127.0.0.1", "", "2", "MASTER_PORT '': set them to"),
+        ("127.0.0.1", "66000", "2", "MASTER_PORT '66000': set them to"),
+        ("127.0.0.1", "29500", "1", "1 ranks are on other machines, but MASTER_ADDR, 127.0.0.1, means this machine"),
+        ("192.0.2.1", "29500", "2", "cannot listen on 192.0.2.1 port 29500 .*: MASTER_ADDR must be an address of the"),
+        ("no.such.name.invalid", "29500", "2", "MASTER_ADDR must be an address of the machine of rank 0"),
+    ],
+)
+def test_where_the_ranks_cannot_meet(
+    monkeypatch: pytest.MonkeyPatch, address: str, port: str, local: str, says: str
+) -> None:
+    for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port), ("LOCAL_WORLD_SIZE", local)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(TrainingError, match=rf"rank 0: .*{says}"):
+        _store(0, 2, 2.0)

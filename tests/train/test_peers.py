@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from interlace.train import launch
-from interlace.train.peers import Peers, TrainingError
+from interlace.train.errors import TrainingError
+from interlace.train.peers import Peers
+from tests import forkserver
 
 SCRIPT = """
 import os, signal, sys, time
@@ -20,9 +19,19 @@ from interlace.train.peers import Peers
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 peers = Peers(2.0, allowance=30.0)
 assert peers.exchange("a test", 10.0 * peers.rank) == [0.0, 10.0, 20.0]
-words = [f"said by {peers.rank}"]
-peers.broadcast("a test", words)
-assert words == ["said by 0"]
+assert peers.together("a test", lambda: f"said by {peers.rank}") == ["said by 0", "said by 1", "said by 2"]
+assert peers.on_first("a test", lambda: f"said by {peers.rank}") == "said by 0"
+class Stopped(BaseException): pass
+for kind, expected in ((OSError, RuntimeError), (Stopped, RuntimeError), (KeyError, KeyError)):
+    def fail():
+        if peers.rank == 1:
+            raise kind("no room")
+    try:
+        peers.together("a test", fail, expected=expected if expected is KeyError else RuntimeError)
+        raise SystemExit("nothing was raised")
+    except (RuntimeError, KeyError) as error:
+        assert type(error).__name__ == ("KeyError" if kind is KeyError else "TrainingError"), repr(error)
+        assert "no room" in str(error) and (kind is KeyError or "a test: rank 1: " in str(error)), str(error)
 if peers.rank == int(sys.argv[1]):
     time.sleep(30)
 start = time.monotonic()
@@ -35,35 +44,36 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_the_rank_that_does_not_answer_is_named(lost: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **launch.rendezvous(3)}
+def test_the_rank_that_does_not_answer_is_named(lost: int, tmp_path: Path) -> None:
+    met = launch.rendezvous(3)
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(lost)],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        forkserver.start_script(SCRIPT, tmp_path / str(rank), {**met, "RANK": str(rank)}, [str(lost)])
         for rank in range(3)
     ]
     witness = 2 - lost
     try:
-        said = processes[witness].communicate(timeout=90)[0]
+        processes[witness].join(90)
+        said = (tmp_path / str(witness)).read_text()
         assert f"rank {witness}, the last barrier: lost rank {lost} (no answer within 2.0 s" in said, said
         assert 1.5 < float(said.split("TrainingError after ")[1].split()[0]) < 10, said
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.join()
 
 
 def test_alone_and_other_errors() -> None:
     peers = Peers(1.0)
     assert (peers.rank, peers.world, peers.exchange("a test", 3.0)) == (0, 1, [3.0])
-    words = ["mine"]
-    peers.broadcast("a test", words)
-    assert words == ["mine"]
+    assert peers.together("a test", lambda: "mine") == ["mine"] and peers.on_first("a test", lambda: 2) == 2
+    with pytest.raises(TrainingError, match="a test: rank 0: ZeroDivisionError: "):
+        peers.together("a test", lambda: 1 // 0)
+    with pytest.raises(KeyboardInterrupt):
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        peers.together("a test", interrupted)
     with pytest.raises(TrainingError, match="rank 0, reading: lost another rank"), peers.waiting("reading"):
         raise RuntimeError("Connection closed by peer")
     with pytest.raises(NotADirectoryError), peers.waiting("reading"):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from interlace.train import rank, report
-from interlace.train.config import ConfigError
+from interlace.train import launch, rank, report
+from interlace.train.config import ConfigError, from_table
 from interlace.train.metrics import HELD_OUT, LOSS
+from interlace.train.schema import Config, Parallel
 from tests.train.one_process import ToyModel, toy_config, toy_feed
 
 OUTCOME = {"step": 12, "seconds": 2.0, "samples": 8, "tokens": 80, "metrics": {LOSS: 1.5, HELD_OUT: 1.75}}
@@ -48,6 +54,64 @@ def test_a_page_that_fails_is_one_line(
     said = capfd.readouterr().err
     assert "the closing report lacks the answers to held-out samples: [Errno 28] No space left" in said
     assert len(said.strip().splitlines()) == 1
+
+
+def _refused(tmp_path: Path) -> Config:
+    from tests.train.test_build import TABLE
+
+    run = {"name": "tiny", "folder": str(tmp_path), "deterministic": False}
+    return from_table(copy.deepcopy(TABLE) | {"run": run}, ["train.batch_size=4000"])
+
+
+def test_a_refused_rank_ends_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is inside C++ when Python ends becomes `terminate called` and SIGABRT instead of exit code 2."""
+    closed: list[str] = []
+
+    class Watched(rank.Meeting):
+        def close(self) -> None:
+            closed.append("meeting")
+            super().close()
+
+    monkeypatch.setattr(rank, "Meeting", Watched)
+    config = _refused(tmp_path).model_copy(update={"parallel": Parallel(ranks=1, threads=1)})
+    before, ours = set(threading.enumerate()), {"sign-of-life", "interlace-prefetch", "run-lock"}
+    with pytest.raises(ConfigError, match="make batch_size smaller"):
+        rank.run(config, source="tiny.toml")
+    assert closed == ["meeting"]
+    assert not {thread.name for thread in set(threading.enumerate()) - before} & ours
+    assert (tmp_path / "tiny/latest/config.toml").exists() and not (tmp_path / "tiny/latest/run.lock").exists()
+
+
+REFUSED = """if True:
+    import os, sys, threading
+    from pathlib import Path
+    from interlace.train import rank
+    from tests.train.test_rank import _refused
+    try:
+        rank.run(_refused(Path(sys.argv[1])), source="tiny.toml")
+    except ValueError as error:
+        print(error)
+    print(sorted(thread.name for thread in threading.enumerate()))
+    sys.exit(2)"""
+
+
+@pytest.mark.slow
+def test_ranks_that_are_refused_leave_no_thread_in_the_store(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **launch.rendezvous(2)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", REFUSED, str(tmp_path)],
+            env={**environment, "RANK": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], said
+    for text in said:
+        assert "make batch_size smaller" in text and "sign-of-life" not in text.splitlines()[-1], text
 
 
 def test_other_data_than_a_run_was_prepared_with_is_refused() -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from interlace.train import checkpoint as ck
+from interlace.train import checkpointfolder
 from interlace.train.config import ConfigError
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.optim import Optimizer, lr_factor
-from interlace.train.trainer import StopRequest, Trainer, TrainingError, read_metrics
+from interlace.train.trainer import BLANK, StopRequest, Trainer, TrainingError, read_metrics
 from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
 
 
@@ -82,16 +83,119 @@ def test_killed_run_goes_on_from_the_last_checkpoint_and_forgets_what_came_after
     assert _curve(tmp_path / "killed") == _curve(tmp_path / "whole")
 
 
-def test_torn_newest_checkpoint_is_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_torn_newest_checkpoint_is_passed_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointfolder, "LATE_SECONDS", 0.0)
     _trainer(tmp_path / "whole").run()
     _trainer(tmp_path / "torn", stop_after=9).run()
-    file = next((tmp_path / "torn" / "checkpoints" / "step-00000009").glob("*.distcp"))
+    file = next((tmp_path / "torn" / "checkpoints" / "step-00000009").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
     resumed = _trainer(tmp_path / "torn")
     assert resumed.resume().name == "step-00000008"
     assert file.name in capfd.readouterr().err
     resumed.run()
     assert _curve(tmp_path / "torn") == _curve(tmp_path / "whole")
+
+
+def test_a_finished_run_goes_on_only_when_its_learning_rate_does(tmp_path: Path) -> None:
+    def rates(folder: Path) -> list[float]:
+        return [line["lr"] for line in read_metrics(folder)]
+
+    _trainer(tmp_path / "run").run()
+    before = rates(tmp_path / "run")
+    with pytest.raises(ConfigError) as refused:
+        _trainer(tmp_path / "run", "train.steps=24").resume()
+    for part in ("planned over 12 steps", "from 0.001 to 0.00584 at step 13", "train.schedule_steps=12 keeps the plan"):
+        assert part in str(refused.value), refused.value
+    kept = _trainer(tmp_path / "run", "train.steps=15", "train.schedule_steps=12")
+    kept.resume()
+    assert kept.run()["finished"]
+    assert rates(tmp_path / "run") == before + 3 * [before[-1]]  # no jump: it stays where it came down to
+    anew = _trainer(tmp_path / "run", "train.steps=24", "train.schedule_steps=24")
+    anew.resume()
+    assert anew.step == 15 and lr_factor(16, anew.config.train) == lr_factor(16, toy_config("train.steps=24").train)
+
+
+def test_changes_of_steps_that_move_no_rate_are_let_through(tmp_path: Path) -> None:
+    _trainer(tmp_path / "warm", stop_after=2).run()
+    warm = _trainer(tmp_path / "warm", "train.steps=100")
+    warm.resume()  # still warming up
+    _trainer(tmp_path / "flat", "train.min_lr_ratio=1.0").run()
+    flat = _trainer(tmp_path / "flat", "train.min_lr_ratio=1.0", "train.steps=14")
+    flat.resume()
+    assert flat.run()["step"] == 14
+    with pytest.raises(ConfigError, match=r"over train.steps = 16 it would jump"):
+        _trainer(tmp_path / "flat", "train.min_lr_ratio=0.5", "train.steps=16").resume()
+
+
+def test_steps_that_the_run_has_passed_are_refused(tmp_path: Path) -> None:
+    _trainer(tmp_path / "run", stop_after=9).run()
+    with pytest.raises(
+        ConfigError, match=r"step-00000009 is of step 9, but train.steps = 5; raise it, or go on from an"
+    ):
+        _trainer(tmp_path / "run", "train.steps=5").resume()
+    finished = _trainer(tmp_path / "run", "train.steps=9")
+    finished.resume()
+    outcome = finished.run()
+    assert (outcome["step"], outcome["finished"], outcome["signal"]) == (9, True, 0)
+
+
+def test_a_stop_names_its_signal(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path / "run")
+    trainer.stop_requested = lambda: signal.SIGTERM if trainer.step == 4 else 0
+    outcome = trainer.run()
+    assert (outcome["step"], outcome["finished"], outcome["signal"]) == (4, False, 15)
+
+
+def test_a_run_folder_that_another_job_has_ends_the_run(tmp_path: Path) -> None:
+    from interlace.train import lock
+
+    trainer = _trainer(tmp_path / "run")
+    with lock.take(tmp_path / "run") as held:
+        trainer.lock = held
+        trainer.checkpoints.check = held.check
+        with (
+            lock.take(tmp_path / "run", take_over=True),
+            pytest.raises(TrainingError, match="was taken over by process"),
+        ):
+            trainer.run()
+    assert not (tmp_path / "run" / "checkpoints").exists() or ck.complete(tmp_path / "run" / "checkpoints") == []
+
+
+def test_items_read_as_blank_are_counted(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path / "run", stop_after=4)
+    trainer.run()
+    trainer.feed.train.blank_items = 3
+    trainer.stop_requested = lambda: 0
+    assert trainer.run()["metrics"][BLANK] == 3
+    assert [BLANK in line for line in read_metrics(tmp_path / "run")] == [False] * 4 + [True] * 8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 3},
+        {"step": "4"},
+        {"feed": {}},
+        {"feed": 3},
+        {"window": {"add": 1}},
+        {"totals": {}},
+        {"last": {"x": "y"}},
+        {"schedule_steps": None},
+        {"extra": 1},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_whose_progress_is_damaged_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    """By somebody who knows the format: its checksums are right."""
+    trainer = _trainer(tmp_path / "run", stop_after=4)
+    with pytest.MonkeyPatch.context() as patch:
+        pack = ck._pack
+        patch.setattr(ck, "_pack", lambda value: pack({**value, **change} if "feed" in value else value))
+        trainer.run()
+    with pytest.raises((ck.CheckpointError, ConfigError)):
+        _trainer(tmp_path / "run").resume()
 
 
 def test_refusals_on_resume(tmp_path: Path) -> None:
@@ -105,7 +209,8 @@ def test_refusals_on_resume(tmp_path: Path) -> None:
 
 
 def test_files_metrics_and_learning(tmp_path: Path) -> None:
-    outcome = _trainer(tmp_path / "run", "train.steps=60", "log.tensorboard=true", "log.every=10").run()
+    settings = ["train.steps=60", "log.tensorboard=true", "log.every=10", "log.trace_step=3"]
+    outcome = _trainer(tmp_path / "run", *settings).run()
     lines = read_metrics(tmp_path / "run")
     curve = [line[LOSS] for line in lines if LOSS in line]
     assert len(curve) == 6 and curve[-1] < curve[0]

@@ -1,0 +1,250 @@
+"""Every architecture of transformers inside MultimodalModel: right, refused, or not built this small. Wrong: none.
+
+All model types with a causal or multimodal language model, and all whose main input is images or sound, are built from
+configs shrunk by rule (architectures_tiny.py; each hybrid also with its other kinds of layers, windows switched on) and
+held against their own eager attention on one sample at a time (architectures_check.py). Outcomes:
+
+    right      outputs, gradients, cuts, generation and the drop-in are those of the model itself
+    refused    interlace raised ValueError, saying why and what to do instead
+    raised     something else was raised: nothing wrong came out, but nobody was told why
+    not built  no tiny config was found that runs, or the model cannot be run on its main input alone
+    WRONG      what came out differs
+
+    python -m bench.architectures [NAME ...] [--out bench/results/architectures.json] [--table docs/architectures.md]
+
+Each architecture runs in a process of its own, bounded in time and memory; all take about an hour on one core. Rows
+that the file has are kept: a sweep that was stopped goes on, and architectures that are named run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import importlib
+import json
+import os
+import resource
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+from bench.architectures_check import (
+    Wrong,
+    check_encoder,
+    check_language,
+    first_line,
+    is_refusal,
+    spread_encoder,
+    spread_language,
+)
+from bench.architectures_table import table
+from bench.architectures_tiny import STRATEGIES, tiny_config, variants
+from bench.measure import command, machine, versions, write_json
+from interlace.model import ModalityModule
+
+ROOT = Path(__file__).parents[1]
+LARGEST = 40_000_000  # parameters that still count as tiny
+MEMORY = 6 << 30
+MEDIA = {"pixel_values", "input_features", "input_values", "pixel_values_videos", "audio_mel"}
+LANGUAGE, ENCODER = KINDS = "language", "encoder"
+OUTCOMES = ("WRONG", "raised", "right", "refused", "not built")  # of its variants, the first says the outcome of a type
+WARM = ((LANGUAGE, "llama"), (ENCODER, "siglip_vision_model"))  # what all need is imported before the processes part
+
+
+def population() -> list[tuple[str, str]]:
+    """(kind, model type) of all that could be a language model or an encoder of a MultimodalModel."""
+    causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    multimodal = set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    multimodal |= set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+    found = [(LANGUAGE, name) for name in sorted(causal | multimodal)]
+    for name in sorted(set(modeling_auto.MODEL_MAPPING_NAMES) - causal):
+        try:
+            inputs = model_class(ENCODER, name).main_input_name
+        except (ImportError, AttributeError):
+            continue  # needs a library that is not there
+        if MEDIA & {*([inputs] if isinstance(inputs, str) else inputs or [])}:
+            found.append((ENCODER, name))
+    return found
+
+
+def model_class(kind: str, model_type: str) -> Any:
+    """The class that is built for a model type: its language model, or its base model."""
+    tables = [modeling_auto.MODEL_MAPPING_NAMES]
+    if kind == LANGUAGE:
+        tables = [
+            modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+            modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        ]
+    name = next(table[model_type] for table in tables if model_type in table)
+    name = name if isinstance(name, str) else name[0]
+    found = getattr(transformers, name, None)
+    if found is None:
+        module = model_type_to_module_name(model_type)
+        found = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    return found
+
+
+class NotBuilt(Exception):
+    """No strategy gave a tiny model that runs; the message says what was wrong with the first."""
+
+
+def build(kind: str, model_type: str, variant: dict[str, Any] | None = None, seed: int = 0) -> nn.Module:
+    """A tiny model in fp32 with random weights and eager attention, in evaluation mode. Raises NotBuilt."""
+    reasons = []
+    for strategy in STRATEGIES:
+        try:
+            torch.manual_seed(seed)
+            made = model_class(kind, model_type)
+            config = _part_for(made, tiny_config(model_type, strategy, variant))
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in made(config).parameters())
+            if size > LARGEST:
+                raise ValueError(f"{size:,} parameters")
+            model: nn.Module = made(config).float().eval()
+            if kind == ENCODER and getattr(config, "is_encoder_decoder", False):
+                model = model.get_encoder()  # type: ignore[operator]
+            model.set_attn_implementation("eager")  # type: ignore[operator]
+            if kind == LANGUAGE:
+                spread_language(model)
+            return model
+        except Exception as error:  # whatever a config or a model may raise
+            reasons.append(_where(error))
+    raise NotBuilt(reasons[0])
+
+
+def _part_for(made: Any, config: Any) -> Any:
+    """The part of a composite config that a class wants."""
+    parts = (part for part in [config, *vars(config).values()] if isinstance(part, made.config_class))
+    return next(parts, config)
+
+
+def examine(kind: str, model_type: str) -> dict[str, Any]:
+    """What holds for a model type, in all variants of its config."""
+    try:
+        settings = variants(model_type) if kind == LANGUAGE else {"default": {}}
+    except Exception:  # its default config cannot be made: build says why
+        settings = {"default": {}}
+    found = {name: examine_variant(kind, model_type, variant) for name, variant in settings.items()}
+    outcomes = {one["outcome"] for one in found.values()}
+    built = next((one["class"] for one in found.values() if "class" in one), "")
+    outcome = next(outcome for outcome in OUTCOMES if outcome in outcomes)
+    return {"kind": kind, "model_type": model_type, "class": built, "outcome": outcome, "variants": found}
+
+
+def examine_variant(kind: str, model_type: str, variant: dict[str, Any], *, thorough: bool = True) -> dict[str, Any]:
+    """The same of one variant. thorough: try cuts, generation and the drop-in, too."""
+    found: dict[str, Any] = {}
+    try:
+        model = build(kind, model_type, variant)
+        found["class"] = type(model).__name__
+        if kind == LANGUAGE:
+            check_language(model, found, thorough=thorough)
+        else:
+            shapes = ModalityModule(copy.deepcopy(model), projector=nn.Identity())
+            try:
+                items = spread_encoder(model, shapes)
+            except Exception as error:  # the model refuses its own sizes
+                raise NotBuilt(_where(error)) from error
+            check_encoder(model, items, found, thorough=thorough)
+        found["outcome"] = "WRONG" if any("WRONG" in str(value) for value in found.values()) else "right"
+    except NotBuilt as error:
+        found |= {"outcome": "not built", "note": str(error)}
+    except Wrong as error:
+        found |= {"outcome": "WRONG", "note": str(error)}
+    except Exception as error:  # anything: it belongs into the table
+        if is_refusal(error):
+            found |= {"outcome": "refused", "note": first_line(error)}
+        else:
+            found |= {"outcome": "raised", "note": _where(error)}
+    return found
+
+
+def _where(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {first_line(error)} ({Path(last.filename).name}:{last.lineno})"
+
+
+def apart(kind: str, model_type: str, seconds: int) -> dict[str, Any]:
+    """`examine` in a process of its own."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        signal.alarm(seconds)
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        with os.fdopen(write, "w") as out:
+            json.dump(examine(kind, model_type), out)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    if text:
+        return json.loads(text)  # type: ignore[no-any-return]
+    note = f"took more than {seconds} s or {MEMORY >> 30} GiB"
+    lost = {"default": {"outcome": "not built", "note": note}}
+    return {"kind": kind, "model_type": model_type, "class": "", "outcome": "not built", "variants": lost}
+
+
+def sweep(todo: list[tuple[str, str]], seconds: int) -> Iterator[dict[str, Any]]:
+    """A row for each of these (kind, model type)."""
+    for kind, name in WARM:
+        examine_variant(kind, name, {})
+    for kind, name in todo:
+        start = time.perf_counter()
+        row = apart(kind, name, seconds)
+        row["seconds"] = round(time.perf_counter() - start, 1)
+        yield row
+
+
+def report_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is written: counts of outcomes, and the rows by kind and name."""
+    rows = sorted(rows, key=lambda row: (row["kind"] != LANGUAGE, row["model_type"]))
+    counts = {kind: collections.Counter(row["outcome"] for row in rows if row["kind"] == kind) for kind in KINDS}
+    return {
+        "benchmark": "architectures",
+        "command": command("architectures"),
+        "machine": machine(),
+        "versions": versions("torch", "transformers", "interlace"),
+        "counts": {kind: {name: found[name] for name in OUTCOMES} for kind, found in counts.items()},
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="model types to run (again); default: all that lack")
+    parser.add_argument("--seconds", type=int, default=300, help="of one architecture")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "architectures.json")
+    parser.add_argument("--table", type=Path, default=ROOT / "docs" / "architectures.md")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    old = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    rows = {(row["kind"], row["model_type"]): row for row in old}
+    todo = [key for key in population() if (key[1] in options.names if options.names else key not in rows)]
+    for row in sweep(todo, options.seconds):
+        rows[row["kind"], row["model_type"]] = row
+        print(f"{row['kind']:8} {row['model_type']:36} {row['outcome']:9} {row['seconds']:5.1f} s", flush=True)
+        write_json(options.out, report_of(list(rows.values())))  # each time: a sweep that is stopped goes on from here
+    report = report_of(list(rows.values()))
+    options.table.write_text(table(report))
+    print(json.dumps(report["counts"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""What `bench.architectures` asks of one model: does MultimodalModel give what the model gives by itself?
+
+The oracle is the model's own eager attention, one sample (or one item) at a time, whole. Compared are the outputs and
+the gradient of every parameter of several samples in one batch; the same cut into stages at every layer; greedy
+generation of several prompts at once; and the drop-in attention under a plan that a user passes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import interlace
+from interlace.attention import AttentionPlan
+from interlace.attention.hf import NAME, carrier, use_plan
+from interlace.masks import BitfieldMask
+from interlace.model import Media, ModalityModule, MultimodalModel, Sample, generate
+
+LENGTHS = (9, 13, 6)  # longer than the window and the chunk of a tiny config
+NEW_TOKENS = 4
+PACKAGE = Path(interlace.__file__).parent
+TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3  # relative, in fp32
+
+
+class Wrong(Exception):
+    """The result differs from the oracle's; the message says where and by how much."""
+
+
+def spread(model: nn.Module, outputs: Callable[[], list[Tensor]], seed: int = 0) -> None:
+    """Move every weight away from its initial value, so that each of them matters, as far as `outputs` stay finite.
+
+    Raises ValueError where they never are.
+    """
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for scale in (0.2, 0.1, 0.03, 0.0):
+        model.load_state_dict(before)
+        g = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.add_(torch.randn(parameter.shape, generator=g) * scale)
+            if all(bool(x.isfinite().all()) and float(x.std()) > 1e-6 for x in outputs()):
+                return
+    raise ValueError("its outputs are not finite with random weights")
+
+
+# ---------------------------------------------------------------------- language models
+
+
+def spread_language(model: nn.Module) -> None:
+    """`spread`, judged by the logits of the samples."""
+    ids = prompts(model)
+    spread(model, lambda: [eager_logits(model, row) for row in ids])
+
+
+def prompts(model: nn.Module, seed: int = 0) -> list[Tensor]:
+    """Token ids of samples, without the ids that mean something to the model."""
+    config: Any = model.config
+    taken = special_ids(config)
+    plain = torch.tensor([token for token in range(3, int(config.get_text_config().vocab_size)) if token not in taken])
+    g = torch.Generator().manual_seed(seed)
+    return [plain[torch.randint(len(plain), (n,), generator=g)] for n in LENGTHS]
+
+
+def samples_of(ids: list[Tensor]) -> list[Sample]:
+    """A sample of each row of ids; every third position has no target."""
+    made = []
+    for number, row in enumerate(ids):
+        labels = row.roll(-1).clone()
+        labels[number % 3 :: 3] = -100
+        labels[-1] = -100
+        made.append(Sample(row, labels, name=f"sample {number}"))
+    return made
+
+
+def eager_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """Logits [T, V] of a sample alone. Raises ValueError for a model that makes no logits of its ids."""
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in _parameters(model) else {}
+    logits: Tensor = model(input_ids=ids[None], **options).logits[0]
+    if len(logits) != len(ids):
+        raise ValueError(f"it gives {len(logits)} logits for {len(ids)} ids")
+    return logits
+
+
+def check_language(model: nn.Module, found: dict[str, Any], *, thorough: bool = True) -> None:
+    """Fill `found` with what holds for a language model whose attention is eager.
+
+    Raises Wrong, or what the model raises in the forward or backward of a batch.
+    """
+    eager = copy.deepcopy(model)
+    ids = prompts(model)
+    batch = samples_of(ids)
+    count = sum(int((one.labels != -100).sum()) for one in batch)
+    expected = [eager_logits(eager, row) for row in ids]
+    total = torch.stack(
+        [nn.functional.cross_entropy(x, one.labels, reduction="sum") for x, one in zip(expected, batch)]
+    ).sum()
+    (total / count).backward()
+    wanted = {name: parameter.grad for name, parameter in eager.named_parameters()}
+
+    mllm = MultimodalModel({}, model).eval()
+    inputs = mllm.collate(batch)
+    found["layout"] = mllm.packing["language_model"]
+    output = mllm(**inputs)
+    compare("logits", by_sample(output.logits, inputs), expected)
+    assert output.loss is not None
+    compare("loss", [output.loss[None]], [total[None] / count])
+    output.loss.backward()
+    compare_gradients(_gradients(mllm), wanted)
+    if thorough:
+        attempt(found, "cut", lambda: check_language_cuts(mllm, batch, total.detach(), wanted, count))
+        attempt(found, "generate", lambda: check_generation(mllm, eager, batch))
+        attempt(found, "dropin", lambda: check_dropin(eager, ids[1], expected[1].detach()))
+
+
+def _gradients(mllm: MultimodalModel) -> dict[str, Tensor | None]:
+    """Those of the language model, by its own names."""
+    return {name: parameter.grad for name, parameter in mllm.language_model.named_parameters()}
+
+
+def by_sample(logits: Tensor, inputs: dict[str, Any]) -> list[Tensor]:
+    """Logits of each sample [T, V] out of a batch of either layout."""
+    valid = inputs["mask"].doc >= 0
+    return list(logits[valid].split(LENGTHS))
+
+
+def check_language_cuts(mllm: Any, batch: list[Sample], total: Tensor, wanted: Any, count: int) -> str:
+    """Two stages at every layer: the summed loss and all gradients."""
+    layers = len(mllm.layer_list("language_model"))
+    inputs = {**mllm.collate_module("language_model", batch), "features": {}}
+    refusals = []
+    for cut in range(1, layers):
+        mllm.zero_grad()
+        try:
+            stages = [mllm.slice("language_model", 0, cut), mllm.slice("language_model", cut, layers)]
+            hidden = stages[0](inputs)
+            result = stages[1](inputs, hidden)
+        except ValueError as error:
+            if not is_refusal(error):
+                raise
+            refusals.append(f"at {cut}: {first_line(error)}")
+            continue
+        compare(f"loss cut at {cut}", [result.detach()[None]], [total[None]])
+        (result / count).backward()
+        compare_gradients(_gradients(mllm), wanted, f"cut at {cut}: ")
+    return _summary(refusals, layers - 1)
+
+
+def _summary(refusals: list[str], cuts: int) -> str:
+    if not cuts:
+        return "a single layer"
+    if len(refusals) == cuts:
+        return f"refused {refusals[0]}"
+    return f"right but for {len(refusals)} of {cuts} refused, {refusals[0]}" if refusals else "right"
+
+
+def check_generation(mllm: MultimodalModel, eager: nn.Module, batch: list[Sample]) -> str:
+    """Greedy answers to all samples at once."""
+    with torch.no_grad():
+        answers = []
+        for one in batch:
+            ids = one.input_ids
+            for _ in range(NEW_TOKENS):
+                ids = torch.cat([ids, eager_logits(eager, ids)[-1].argmax()[None]])
+            answers.append(ids[len(one) :].tolist())
+    found = generate(mllm, batch, max_new_tokens=NEW_TOKENS)
+    if found != answers:
+        raise Wrong(f"generated {found}, by itself {answers}")
+    return "right"
+
+
+def check_dropin(eager: nn.Module, ids: Tensor, expected: Tensor) -> str:
+    """The model under a causal plan, by `carrier` and by `use_plan`."""
+    model = copy.deepcopy(eager)
+    model.set_attn_implementation(NAME)
+    plan = AttentionPlan.build(BitfieldMask.causal(1, len(ids)))
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in _parameters(model) else {}
+    outcomes = []
+    for name in ("carrier", "use_plan"):
+        try:
+            with torch.no_grad(), use_plan(plan if name == "use_plan" else None):
+                mask = carrier(plan) if name == "carrier" else None
+                logits = model(input_ids=ids[None], attention_mask=mask, **options).logits[0]
+        except ValueError as error:
+            if not is_refusal(error):
+                raise
+            outcomes.append(f"{name} refused: {first_line(error)}")
+            continue
+        compare(f"drop-in by {name}", [logits], [expected])
+        outcomes.append(f"{name} right")
+    return "; ".join(outcomes)
+
+
+# ---------------------------------------------------------------------- encoders
+
+
+def spread_encoder(model: nn.Module, geometry: ModalityModule) -> list[Tensor]:
+    """`spread`, judged by the features of random items [C, H, W] or [mel bins, frames], which are returned."""
+    default = geometry.default_shape
+    shapes = [default, default, default]
+    if geometry.images is not None and geometry.any_size:
+        tall, wide = geometry.images.patch
+        shapes[1] = (default[0], 2 * tall, 3 * wide)
+    g = torch.Generator().manual_seed(1)
+    items = [torch.randn(shape, generator=g) for shape in shapes]
+    spread(model, lambda: [eager_features(model, geometry, item) for item in items])
+    return items
+
+
+def eager_features(model: nn.Module, geometry: ModalityModule, item: Tensor) -> Tensor:
+    """[n, D] of an item alone, class tokens included."""
+    return geometry.features_of(model(**geometry.kwargs_of(item[None])))[0]
+
+
+def check_encoder(model: nn.Module, items: list[Tensor], found: dict[str, Any], *, thorough: bool = True) -> None:
+    """As `check_language`, for a vision or audio tower and its items."""
+    eager = copy.deepcopy(model)
+    encoder = ModalityModule(model, projector=nn.Identity()).eval()
+    encoder.connect(encoder.hidden_size)
+    media = [Media(tuple(item.shape), encoder.tokens(tuple(item.shape)), item) for item in items]
+    expected = []
+    for item in items:
+        features = eager_features(eager, encoder, item)
+        expected.append(features[encoder.prefix :] if len(features) == encoder.encoder_length(item.shape) else features)
+    inputs = encoder.collate(media)
+    found["layout"] = encoder.packing
+    features = encoder(**inputs)
+    compare("features", list(features.split([one.tokens for one in media])), expected)
+    weight = torch.randn(features.shape, generator=torch.Generator().manual_seed(5))
+    (features * weight).sum().backward()
+    (torch.cat(expected) * weight).sum().backward()
+    compare_gradients(
+        {name: parameter.grad for name, parameter in model.named_parameters()},
+        {name: parameter.grad for name, parameter in eager.named_parameters()},
+    )
+    if thorough:
+        attempt(found, "cut", lambda: check_encoder_cuts(encoder, inputs, features.detach()))
+
+
+def check_encoder_cuts(encoder: ModalityModule, inputs: dict[str, Any], expected: Tensor) -> str:
+    """Two stages at every layer: the features."""
+    sizes = {"hidden_size": encoder.hidden_size, "intermediate_size": 8, "vocab_size": 64, "num_hidden_layers": 1}
+    llm = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1))
+    mllm = MultimodalModel({"encoder": encoder}, llm, placeholders={"encoder": 63}).eval()
+    refusals = []
+    for cut in range(1, encoder.num_layers):
+        try:
+            stages = [mllm.slice("encoder", 0, cut), mllm.slice("encoder", cut, encoder.num_layers)]
+            features = stages[1](inputs, stages[0](inputs))
+        except ValueError as error:
+            if not is_refusal(error):
+                raise
+            refusals.append(f"at {cut}: {first_line(error)}")
+            continue
+        compare(f"features cut at {cut}", [features], [expected])
+    return _summary(refusals, encoder.num_layers - 1)
+
+
+# ---------------------------------------------------------------------- comparing
+
+
+def attempt(found: dict[str, Any], what: str, check: Callable[[], str]) -> None:
+    """Note what `check` says, or that it is wrong, or what it raised."""
+    try:
+        found[what] = check()
+    except Wrong as error:
+        found[what] = f"WRONG: {error}"
+    except Exception as error:
+        found[what] = f"raised {type(error).__name__}: {first_line(error)}"
+
+
+def compare(what: str, found: list[Tensor], expected: list[Tensor]) -> None:
+    """Raise Wrong unless the tensors are equal but for rounding."""
+    if [tuple(x.shape) for x in found] != [tuple(x.shape) for x in expected]:
+        raise Wrong(f"{what}: shapes {[list(x.shape) for x in found]}, expected {[list(x.shape) for x in expected]}")
+    for i, (got, want) in enumerate(zip(found, expected)):
+        error = float((got.detach() - want.detach()).norm() / want.detach().norm().clamp_min(1e-12))
+        if not error <= TOLERANCE:
+            raise Wrong(f"{what}[{i}] off by {error:.1e}")
+
+
+def compare_gradients(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], where: str = ""
+) -> None:
+    """Raise Wrong unless every parameter has the gradient that is expected; none and one that is nothing are alike."""
+    floor = 1e-3 * max((float(want.norm()) for want in expected.values() if want is not None), default=0.0)
+    for name, want in expected.items():
+        got = found.get(name)
+        if want is None or got is None:
+            if (want is None or float(want.norm()) <= floor) and (got is None or float(got.norm()) <= floor):
+                continue
+            raise Wrong(f"{where}gradient of {name}: {_there(got)}, expected {_there(want)}")
+        error = float((got - want).norm()) / max(float(want.norm()), floor, 1e-12)
+        if not error <= GRADIENT_TOLERANCE:
+            raise Wrong(f"{where}gradient of {name} off by {error:.1e}")
+
+
+def _there(gradient: Tensor | None) -> str:
+    return "none" if gradient is None else "one"
+
+
+def special_ids(config: Any) -> set[int]:
+    """Ids that a config names, of the model itself and its parts."""
+    found = set()
+    for key, value in vars(config).items():
+        if key.startswith("_"):
+            continue
+        if hasattr(value, "model_type"):
+            found |= special_ids(value)
+        elif "token" in key or key.endswith(("_id", "_index")):
+            found |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, int)}
+    return found
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether it is a ValueError of interlace, and not of the model."""
+    return (
+        isinstance(error, ValueError)
+        and PACKAGE in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents
+    )
+
+
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """The first line of a message, shortened."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _parameters(model: nn.Module) -> Any:
+    return inspect.signature(model.forward).parameters

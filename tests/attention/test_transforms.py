@@ -1,0 +1,205 @@
+"""Derivatives by other ways than backward(): torch.func's transforms are right, forward mode and second derivatives say
+that they are not to be had, and what to do instead."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from interlace.attention import AttentionPlan, bitfield_attention
+from interlace.masks import BitfieldMask, Segment
+
+MASK = BitfieldMask.from_segments([[Segment("text", 2), Segment("image", 3), Segment("text", 1)]])
+PLAN = AttentionPlan.build(MASK, block=4)
+DENSE = MASK.to_dense()[:, None]
+Q, K, V = (
+    torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for seed, shape in enumerate([(1, 4, 6, 3), (1, 2, 6, 3), (1, 2, 6, 2)])
+)
+FORWARD_MODE = r"no forward-mode derivative.*reverse mode \(grad, vjp, jacrev\).*SDPBackend\.MATH"
+SECOND = r"no second derivative.*SDPBackend\.MATH"
+
+
+def ours(q, k=K, v=V):
+    return bitfield_attention(q, k, v, PLAN)
+
+
+def dense(q, k=K, v=V):
+    k, v = (x.repeat_interleave(2, dim=-3) for x in (k, v))
+    return (q @ k.mT * 3**-0.5).masked_fill(~DENSE, -torch.inf).softmax(-1) @ v
+
+
+def square(f):
+    return lambda *x: f(*x).square().sum()
+
+
+def rows(x, count=3):
+    return torch.stack([x * (1 + n / 2) for n in range(count)])
+
+
+TRANSFORMS = {
+    "grad": lambda f: grad(square(f))(Q),
+    "grad of all": lambda f: grad(square(f), argnums=(0, 1, 2))(Q, K, V),
+    "vjp": lambda f: vjp(f, Q, K, V)[1](torch.ones(1, 4, 6, 2, dtype=torch.float64)),
+    "jacrev": lambda f: jacrev(f)(Q),
+    "jacrev of v": lambda f: jacrev(f, argnums=2)(Q, K, V),
+    "vmap": lambda f: vmap(f)(rows(Q)),
+    "vmap of dimensions": lambda f: vmap(f, in_dims=(2, 0, None), out_dims=1)(rows(Q).movedim(0, 2), rows(K), V),
+    "vmap(vmap)": lambda f: vmap(vmap(f))(rows(rows(Q), 2)),
+    "vmap(grad)": lambda f: vmap(grad(square(f), argnums=(0, 1, 2)))(rows(Q), rows(K), rows(V)),
+    "vmap(grad), shared keys": lambda f: vmap(grad(square(f), argnums=1), in_dims=(0, None, None))(rows(Q), K, V),
+    "grad(vmap)": lambda f: grad(lambda x: vmap(f)(x).square().sum())(rows(Q)),
+    "vmap(jacrev)": lambda f: vmap(jacrev(f))(rows(Q, 2)),
+    "functionalize": lambda f: functionalize(f)(Q),
+    "vmap of no rows": lambda f: vmap(f)(rows(Q)[:0]),
+    "vmap(grad) of no rows": lambda f: vmap(grad(square(f), argnums=(0, 1)))(rows(Q)[:0], rows(K)[:0]),
+    "grad(vmap) of no rows": lambda f: grad(lambda x: vmap(f)(x).square().sum())(rows(Q)[:0]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_those_of_dense_attention(name):
+    torch.testing.assert_close(TRANSFORMS[name](ours), TRANSFORMS[name](dense), rtol=1e-11, atol=1e-11)
+
+
+def test_no_rows_are_part_of_the_graph():
+    none = rows(Q)[:0].requires_grad_()
+    vmap(ours)(none).sum().backward()
+    assert none.grad.shape == none.shape
+
+
+def test_the_lse_has_its_gradient_under_transforms():
+    def lse(f):
+        return grad(lambda q: f(q).sum())(Q)
+
+    wanted = lse(lambda q: (q @ K.repeat_interleave(2, 1).mT * 3**-0.5).masked_fill(~DENSE, -torch.inf).logsumexp(-1))
+    got = lse(lambda q: bitfield_attention(q, K, V, PLAN, return_lse=True)[1])
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_autocast_under_a_transform():
+    q, k, v = Q.float(), K.float(), V.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = grad(lambda q: bitfield_attention(q, k, v, PLAN).float().square().sum())(q)
+        x = q.clone().requires_grad_()
+        bitfield_attention(x, k, v, PLAN).float().square().sum().backward()
+    assert got.dtype == torch.float32 and torch.equal(got, x.grad)
+
+
+def dual_numbers(f):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(Q, Q))).tangent
+
+
+FORWARD = {
+    "jvp": lambda f: jvp(f, (Q,), (Q,))[1],
+    "jvp in v": lambda f: jvp(lambda v: f(Q, K, v), (V,), (V,))[1],
+    "jacfwd": lambda f: jacfwd(f)(Q),
+    "linearize": lambda f: linearize(f, Q)[1](Q),
+    "dual numbers": dual_numbers,
+    "hessian": lambda f: hessian(square(f))(Q),
+    "jvp of grad": lambda f: jvp(grad(square(f)), (Q,), (Q,))[1],
+    "grad of jvp": lambda f: grad(lambda q: jvp(f, (q,), (Q,))[1].square().sum())(Q),
+    "vmap(jvp)": lambda f: vmap(lambda q: jvp(f, (q,), (q,))[1])(rows(Q)),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_is_refused(name):
+    with pytest.raises(RuntimeError, match=FORWARD_MODE):
+        FORWARD[name](ours)
+
+
+@pytest.mark.parametrize("name", ["jvp", "hessian", "dual numbers"])
+def test_the_way_out_of_forward_mode(name):
+    """What the message says to use instead gives dense attention's derivatives."""
+
+    def instead(q):
+        with sdpa_kernel(SDPBackend.MATH):
+            return scaled_dot_product_attention(q, K, V, attn_mask=DENSE, enable_gqa=True)
+
+    torch.testing.assert_close(FORWARD[name](instead), FORWARD[name](dense))
+
+
+def test_forward_mode_of_other_things_goes_on():
+    """Attention beside what is differentiated, and a level of forward mode that nobody uses."""
+    x = torch.tensor(2.0, dtype=torch.float64)
+    _, tangent = jvp(lambda x: x**3 * ours(Q).sum(), (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(tangent, 12 * ours(Q).sum())
+    with forward_ad.dual_level():
+        q = Q.clone().requires_grad_()
+        (got,) = torch.autograd.grad(square(ours)(q), q)
+    torch.testing.assert_close(got, grad(square(dense))(Q))
+
+
+def test_a_backward_in_forward_mode_is_refused():
+    """Forward over reverse by hand: the graph is made outside, and what comes back is a dual number."""
+    q = Q.clone().requires_grad_()
+    out = ours(q)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=FORWARD_MODE):
+        torch.autograd.grad(out, q, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+
+
+def test_an_exported_program_is_refused_too():
+    """Its graph calls the op by itself."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v, plan):
+            return bitfield_attention(q, k, v, plan)
+
+    program = torch.export.export(Model(), (Q, K, V, PLAN)).module()
+    with pytest.raises(RuntimeError, match=FORWARD_MODE):
+        jvp(lambda q: program(q, K, V, PLAN), (Q,), (Q,))
+
+
+SECOND_DERIVATIVES = {
+    "grad(grad)": lambda f: grad(lambda q: grad(square(f))(q).sum())(Q),
+    "jacrev(jacrev)": lambda f: jacrev(jacrev(square(f)))(Q),
+    "functional.hessian": lambda f: torch.autograd.functional.hessian(square(f), Q),
+    "functional.jvp": lambda f: torch.autograd.functional.jvp(f, Q, Q)[1],  # by a double backward
+}
+
+
+@pytest.mark.parametrize("name", SECOND_DERIVATIVES)
+def test_second_derivatives_are_refused(name):
+    with pytest.raises(RuntimeError, match=SECOND):
+        SECOND_DERIVATIVES[name](ours)
+
+
+def test_batched_gradients_of_old_are_refused_and_the_new_ones_work():
+    q = Q.clone().requires_grad_()
+    out = ours(q)
+    douts = rows(torch.ones_like(out))
+    with pytest.raises(RuntimeError, match=r"is_grads_batched=True.*torch\.func\.vmap"):
+        torch.autograd.grad(out, q, douts, is_grads_batched=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"torch\.func\.jacrev, or vectorize=False"):
+        torch.autograd.functional.jacobian(ours, Q, vectorize=True)
+    (got,) = vmap(lambda dout: torch.autograd.grad(out, q, dout, retain_graph=True))(douts)
+    wanted = [torch.autograd.grad(dense(x := Q.clone().requires_grad_()), x, dout)[0] for dout in douts]
+    torch.testing.assert_close(got, torch.stack(wanted))
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap(grad)", "jvp"])
+def test_transforms_in_compiled_functions_run_in_eager_mode(name):
+    """And fullgraph=True says why it cannot."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(lambda f: {**TRANSFORMS, **FORWARD}[name](f), backend="aot_eager")
+        if name in FORWARD:
+            with pytest.raises(RuntimeError, match=FORWARD_MODE):
+                compiled(ours)
+        else:
+            torch.testing.assert_close(compiled(ours), TRANSFORMS[name](dense))
+        whole = torch.compile(lambda f: {**TRANSFORMS, **FORWARD}[name](f), backend="aot_eager", fullgraph=True)
+        with pytest.raises(
+            torch._dynamo.exc.Unsupported, match=r"cannot be compiled inside a transform of torch\.func"
+        ):
+            whole(ours)
+    torch._dynamo.reset()

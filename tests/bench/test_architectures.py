@@ -1,0 +1,110 @@
+"""The sweep over architectures: its table says what it found, none is wrong, and a sample of it is found again."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import transformers
+
+from bench.architectures import ENCODER, LANGUAGE, OUTCOMES, examine_variant, population, variants
+from bench.architectures_table import table
+from interlace.attention import hf
+from interlace.model import multimodal
+from interlace.model.trial import Layout
+
+ROOT = Path(__file__).parents[2]
+REPORT = json.loads((ROOT / "bench" / "results" / "architectures.json").read_text())
+ROWS = {(row["kind"], row["model_type"]): row for row in REPORT["rows"]}
+CASES = [(kind, name, variant) for (kind, name), row in ROWS.items() for variant in row["variants"]]
+NAMED = [
+    (LANGUAGE, "lfm2", "conv"),
+    (LANGUAGE, "llama4_text", "default"),
+    (LANGUAGE, "nemotron_h", "default"),
+    (LANGUAGE, "phimoe", "sliding_window"),
+    (LANGUAGE, "qwen3_next", "default"),
+    (ENCODER, "qwen2_audio_encoder", "default"),
+]
+MORE = [
+    (LANGUAGE, "bamba", "attn_layer_indices"),
+    (LANGUAGE, "falcon_h1", "default"),
+    (LANGUAGE, "granitemoehybrid", "full_attention"),
+    (LANGUAGE, "qwen3_5_text", "default"),
+]
+
+
+def drawn(outcome, count, *, seconds, seed=0):
+    """Random cases of an outcome, of architectures that took the sweep at most so long."""
+    fitting = [
+        case
+        for case in CASES
+        if ROWS[case[:2]]["variants"][case[2]]["outcome"] == outcome
+        and ROWS[case[:2]]["seconds"] <= seconds
+        and case not in (*NAMED, *MORE)
+    ]
+    return random.Random(seed).sample(fitting, min(count, len(fitting)))
+
+
+def find_again(kind, name, variant, *, thorough):
+    """Run a case of the table; what it says must hold still."""
+    said = ROWS[kind, name]["variants"][variant]
+    settings = variants(name)[variant] if kind == LANGUAGE else {}
+    found = examine_variant(kind, name, settings, thorough=thorough)
+    checked = found.keys() & said.keys() - {"note"}
+    assert {key: found[key] for key in checked} == {key: said[key] for key in checked}, found.get("note")
+    assert {"outcome"} <= checked
+
+
+def test_nothing_is_wrong_and_the_page_is_that_of_the_report():
+    assert [row["model_type"] for row in REPORT["rows"] if row["outcome"] == "WRONG"] == []
+    assert "WRONG" not in json.dumps(REPORT["rows"])
+    assert (ROOT / "docs" / "architectures.md").read_text() == table(REPORT), "python -m bench.architectures writes it"
+    counts = {kind: sum(found.values()) for kind, found in REPORT["counts"].items()}
+    assert sum(counts.values()) == len(ROWS) and set(REPORT["counts"][LANGUAGE]) == set(OUTCOMES)
+
+
+@pytest.mark.slow
+def test_every_architecture_is_in_the_table():
+    of, here = REPORT["versions"]["transformers"], transformers.__version__
+    if here != of:
+        pytest.skip(f"the table is of transformers {of}, this is {here}")
+    assert set(population()) == ROWS.keys()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*NAMED, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)],
+    ids=lambda case: f"{case[1]}, {case[2]}",
+)
+def test_named_architectures(case):
+    assert ROWS[case[:2]]["variants"][case[2]]["outcome"] == "right"
+    find_again(*case, thorough=False)
+
+
+@pytest.mark.parametrize("outcome", ["right", "refused"])
+def test_a_sample_of_the_table(outcome):
+    for case in drawn(outcome, 2, seconds=4):
+        find_again(*case, thorough=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("outcome", ["right", "refused"])
+def test_a_larger_sample_of_the_table(outcome, part):
+    for case in drawn(outcome, 40, seconds=30, seed=1)[part::4]:
+        find_again(*case, thorough=outcome == "right")
+
+
+def test_a_leak_is_found_to_be_wrong(monkeypatch):
+    """What the sweep is worth: a model that mixes neighbours, packed; and windows that nobody narrows a plan by."""
+    with monkeypatch.context() as patch:
+        patch.setattr(multimodal, "language_layout", lambda *_: Layout("packed"))
+        found = examine_variant(LANGUAGE, "lfm2", variants("lfm2")["conv"], thorough=False)
+        assert found["outcome"] == "WRONG" and "logits" in found["note"]
+    with monkeypatch.context() as patch:
+        patch.setattr(multimodal, "language_layout", lambda *_: Layout("packed"))
+        patch.setattr(hf, "narrowed", lambda plan, limits: plan)
+        found = examine_variant(LANGUAGE, "phimoe", {"sliding_window": 4}, thorough=False)
+        assert found["outcome"] == "WRONG" and "logits" in found["note"]

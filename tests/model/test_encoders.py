@@ -1,0 +1,106 @@
+"""Image encoders that are given their images in ways of their own, against each image alone by eager attention."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import (
+    InternVLVisionConfig,
+    InternVLVisionModel,
+    PixtralVisionConfig,
+    PixtralVisionModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+)
+
+from interlace.model import Media
+from tests.attention.hf_models import FIVE
+from tests.model.zoo import COMMON, PATCH, assert_same_gradients, build, gradients
+
+SIZES = [(8, 12), (16, 16), (20, 8), (8, 12), (24, 4)]  # pixels; the encoders are configured for 16 x 16
+
+
+def siglip2(**changes):
+    sizes = {**COMMON, "hidden_size": 16, "num_patches": 16, "patch_size": PATCH, "vision_use_head": False, **changes}
+    return Siglip2VisionModel(Siglip2VisionConfig(**sizes))
+
+
+def internvit(**changes):
+    sizes = {**COMMON, "hidden_size": 16, "image_size": [16, 16], "patch_size": [PATCH, PATCH], **changes}
+    return InternVLVisionModel(InternVLVisionConfig(**sizes))
+
+
+def pixtral(**changes):
+    return PixtralVisionModel(
+        PixtralVisionConfig(**{**COMMON, "hidden_size": 16, "image_size": 16, "patch_size": PATCH, **changes})
+    )
+
+
+def plain_siglip2(module, image):
+    rows, columns = image.shape[1] // PATCH, image.shape[2] // PATCH
+    patches = []
+    for row in range(rows):
+        for column in range(columns):
+            pixels = image[:, row * PATCH : (row + 1) * PATCH, column * PATCH : (column + 1) * PATCH]
+            patches.append(pixels.movedim(0, -1).flatten())
+    return module(
+        pixel_values=torch.stack(patches)[None],
+        pixel_attention_mask=torch.ones(1, rows * columns, dtype=torch.int64),
+        spatial_shapes=torch.tensor([[rows, columns]]),
+    ).last_hidden_state[0]
+
+
+ENCODERS = {
+    "siglip2": (siglip2, plain_siglip2),
+    "siglip2 with its head": (lambda: siglip2(vision_use_head=True), plain_siglip2),
+    "internvit": (internvit, lambda module, image: module(image[None]).last_hidden_state[0, 1:]),
+    "internvit, a rim of 2 pixels": (
+        lambda: internvit(image_size=[18, 18]),
+        lambda module, image: module(image[None]).last_hidden_state[0, 1:],
+    ),
+    "internvit, 6 x 4 patches": (
+        lambda: internvit(image_size=[24, 16], patch_size=[6, 4], use_qk_norm=True, norm_type="rms_norm"),
+        lambda module, image: module(image[None]).last_hidden_state[0, 1:],
+    ),
+    "pixtral": (pixtral, lambda module, image: module(image[None]).last_hidden_state[0]),
+}
+
+
+def images(patch):
+    g = torch.Generator().manual_seed(0)
+    sizes = [(height // PATCH * patch[0], width // PATCH * patch[1]) for height, width in SIZES]
+    return [torch.randn(3, *size, generator=g) for size in sizes]
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (1, 2)])
+@pytest.mark.parametrize("name", [name for name in ENCODERS if name != "pixtral" or FIVE])
+def test_features_and_gradients(name, cuts):
+    """Of several sizes in one batch, whole and cut into stages. Pixtral of transformers 4.57 is refused."""
+    make, alone = ENCODERS[name]
+    mllm = build(make, audio=None)
+    encoder = mllm.encoders["vision"]
+    oracle = copy.deepcopy(encoder)
+    oracle.module.set_attn_implementation("eager")
+    given = images(encoder.images.patch)
+    wanted = oracle.projector(torch.cat([alone(oracle.module, image) for image in given]))
+    items = [Media(tuple(image.shape), encoder.tokens(image.shape), image) for image in given]
+    assert sum(item.tokens for item in items) == len(wanted)
+    assert mllm.packing["vision"] == "packed"
+
+    if cuts:
+        bounds = [0, *cuts, 3]
+        found = None
+        for start, stop in pairwise(bounds):
+            stage = mllm.slice("vision", start, stop)
+            found = stage(encoder.collate(items), found)
+            items = [Media(item.shape, item.tokens, None) for item in items]  # later stages are given no pixels
+    else:
+        found = encoder(**encoder.collate(items))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
+    for output in (found, wanted):
+        (output * direction).sum().backward()
+    assert_same_gradients(gradients(encoder), gradients(oracle))

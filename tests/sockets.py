@@ -1,0 +1,26 @@
+"""On which addresses this process listens, as the kernel knows it (Linux)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+LOOPBACK = "0100007F"  # 127.0.0.1 as /proc writes it
+
+
+def listens_on() -> set[tuple[str, int]]:
+    """(address as /proc writes it, port) of every TCP socket on which this process listens."""
+    sockets = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/self/fd/{number}").removeprefix("socket:[").rstrip("]"))
+        except OSError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                address, port = fields[1].split(":")
+                found.add((address, int(port, 16)))
+    return found

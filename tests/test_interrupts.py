@@ -1,0 +1,104 @@
+"""Ctrl-C ends every long call of the scheduler with KeyboardInterrupt, and whatever else a signal handler raises."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from interlace import _core, balance
+from tests.long_calls import CALLS
+
+ROOT = Path(__file__).parent.parent
+# Those whose loops are the longest; the others in `make test-all`.
+FAST = [
+    "assign_exact",
+    "assign_rows",
+    "reorder_microbatches",
+    "bottleneck_match",
+    "pipeline_template",
+    "instantiate",
+    "orchestrate",
+    "search_configuration",
+]
+# None of their time is in a loop of their own that could take long.
+SHORT = {"assign_zigzag", "assign_ring", "fingerprint"}
+
+
+def interrupt(names):
+    """Each call in one other process, which SIGINT reaches while it runs."""
+    command = [sys.executable, "-m", "tests.long_calls", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    ended = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["name"] for each in ended] == list(names)
+    # CPU time: the machine may be busy with other things.
+    late = [each for each in ended if each["how"] != "KeyboardInterrupt" or each["seconds"] > 1.0]
+    assert not late
+
+
+def test_long_calls_end_at_ctrl_c():
+    interrupt(FAST)
+
+
+@pytest.mark.slow
+def test_every_long_call_ends_at_ctrl_c():
+    interrupt([name for name in CALLS if name not in FAST])
+
+
+def test_every_function_of_the_scheduler_has_a_long_call():
+    functions = {name for name in vars(_core) if not name.startswith(("_", "attention_", "flag_"))}
+    assert functions - SHORT == {name.partition(",")[0] for name in CALLS}
+
+
+class Alarm(Exception):
+    pass
+
+
+def test_a_call_raises_what_a_signal_handler_raises_and_leaves_no_trace():
+    weights = np.random.default_rng(0).random(60)
+    few = balance.assign_exact(weights, 7, nodes=1000)
+
+    def handler(*_):
+        again = balance.assign_exact(weights, 7, nodes=1000)  # a call within the interrupted one
+        assert (again.bins == few.bins).all()
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Alarm):
+            balance.assign_exact(weights, 7, nodes=2**62)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert (balance.assign_exact(weights, 7, nodes=1000).bins == few.bins).all()
+
+
+def test_a_handler_that_returns_does_not_end_the_call():
+    weights = np.random.default_rng(0).random(60)
+    calls = []
+    before = signal.signal(signal.SIGALRM, lambda *_: calls.append(time.monotonic()))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        found = balance.assign_exact(weights, 7, nodes=10**7)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(calls) == 1 and found.bound <= found.makespan
+
+
+def test_calls_in_other_threads_go_on_while_the_main_thread_handles_the_signal():
+    weights = np.random.default_rng(0).random(60)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(balance.assign_exact(weights, 7, nodes=10**7)))
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+        signal.raise_signal(signal.SIGINT)
+        while thread.is_alive():
+            time.sleep(0.01)
+    thread.join()
+    assert (found[0].bins == balance.assign_exact(weights, 7, nodes=10**7).bins).all()

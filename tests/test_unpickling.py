@@ -1,0 +1,97 @@
+"""Nothing that comes from elsewhere is unpickled: a pickle may run any code of whoever wrote it. On the syntax tree.
+
+Sockets that Interlace opens, memory that it shares and files that it is given: JSON, fixed headers or numbers.
+torch.distributed's own collectives of objects, DataLoader, Ray and processes that a program starts itself lie within
+the job, whose members trust each other.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.test_layering import imported
+
+ROOT = Path(__file__).parent.parent
+
+# Modules that unpickle or run what they read, and names that do, whatever object they belong to.
+MODULES = {
+    "pickle", "_pickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve", "yaml", "copyreg",
+    "multiprocessing", "torch.multiprocessing", "torch.package", "torch.hub", "torch.jit.load",
+    "concurrent.futures.ProcessPoolExecutor", "torch.distributed.rpc",
+}  # fmt: skip
+NAMES = {
+    "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
+    "recv_object_list", "read_pickle", "recv_pyobj", "Unpickler", "FileSystemReader", "eval", "exec",
+}  # fmt: skip
+
+WITHIN_THE_JOB = "among the processes of one job"
+ALLOWED = {
+    ("python/interlace/train/peers.py", "all_gather_object"): WITHIN_THE_JOB,
+    ("bench/frozen_pipeline.py", "broadcast_object_list"): WITHIN_THE_JOB,
+    ("bench/frozen_pipeline.py", "torch.multiprocessing"): "starts processes",
+    ("bench/context_parallel.py", "torch.multiprocessing"): "starts processes",
+    ("bench/overlap.py", "torch.multiprocessing"): "starts processes",
+    ("bench/scheduling_peers.py", "multiprocessing"): "starts processes",
+    ("bench/scheduling_peers.py", "concurrent.futures.ProcessPoolExecutor"): "starts processes",
+}
+
+
+def unpicklers(source: str) -> set[str]:
+    """What in a source may unpickle, or run, data."""
+    found = {name for name in imported(source, "module") for module in MODULES if f"{name}.".startswith(f"{module}.")}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        last = name.rpartition(".")[2]
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if last in NAMES and not (last in ("eval", "exec") and "." in name):  # module.eval() is another one
+            found.add(last)
+        if name == "torch.load" and given.get("weights_only") != "True":
+            found.add("torch.load")
+        if name in ("torch.jit.load", "torch.hub.load"):
+            found.add(name)
+        if given.get("allow_pickle", "False") != "False":
+            found.add("allow_pickle")
+        if given.get("trust_remote_code", "False") != "False":
+            found.add("trust_remote_code")
+    return found
+
+
+def test_nothing_from_elsewhere_is_unpickled() -> None:
+    found = {
+        (path.relative_to(ROOT).as_posix(), what)
+        for folder in ("python/interlace", "kernels", "bench")
+        for path in (ROOT / folder).rglob("*.py")
+        for what in unpicklers(path.read_text())
+    }
+    assert found - ALLOWED.keys() == set(), "unpickles: read JSON, numbers or safetensors instead"
+    assert ALLOWED.keys() - found == set(), "is not needed any more: take it off the list"
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("def f():\n    import pickle", {"pickle"}),
+        ("from pickle import loads", {"pickle.loads"}),
+        ("import multiprocessing.connection as c", {"multiprocessing.connection"}),
+        ("from concurrent.futures import ProcessPoolExecutor, wait", {"concurrent.futures.ProcessPoolExecutor"}),
+        ("import torch.multiprocessing as mp", {"torch.multiprocessing"}),
+        ("import pickled_cucumbers, multiprocess", set()),
+        ("torch.load(path)", {"torch.load"}),
+        ("torch.load(path, weights_only=False)", {"torch.load"}),
+        ("torch.load(path, weights_only=True)", set()),
+        ("json.loads(text), module.load(path), mllm.eval()", set()),
+        ("np.load(path, allow_pickle=True)", {"allow_pickle"}),
+        ("np.load(path, allow_pickle=False)", set()),
+        ("eval(text)", {"eval"}),
+        ("dist.all_gather_object(found, mine)", {"all_gather_object"}),
+        ("dcp.FileSystemReader(path)", {"FileSystemReader"}),
+        ("AutoModel.from_pretrained(path, trust_remote_code=trusted)", {"trust_remote_code"}),
+    ],
+)
+def test_the_search_finds(source: str, what: set[str]) -> None:
+    assert unpicklers(source) == what
