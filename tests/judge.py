@@ -7,17 +7,21 @@ the root of the mean square, in which an error that all entries share cannot hid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 FLOOR = 1e-5  # where torch happens to be exact, for inputs of size 1
 
 
-def judge(what: str, got: Tensor, torchs: Tensor, exact: Tensor) -> None:
+def judge(what: str, got: Tensor, torchs: Tensor | Sequence[Tensor], exact: Tensor) -> None:
     """Raises AssertionError where `got` errs more than that; infinities must be the same, and NaN is never right.
 
-    torchs: the result of torch's own operators in the dtype of `got`. exact: in fp64.
+    torchs: the result of torch's own operators in the dtype of `got`, or several that round otherwise where there are
+    too few values to tell from one. exact: in fp64.
     """
+    torchs = torch.stack([torchs] if isinstance(torchs, Tensor) else list(torchs))
     assert got.dtype == torchs.dtype and exact.dtype == torch.float64
     assert got.shape == exact.shape and torch.equal(got.isinf(), exact.isinf()), what
     if not exact.numel():

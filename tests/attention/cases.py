@@ -97,10 +97,17 @@ def oracle(q, k, v, dense, scale, softcap=None):
     return out, lse.squeeze(-1)
 
 
-def in_its_dtype(q, k, v, dense, scale, softcap, dout, dlse):
+def in_its_dtype(q, k, v, dense, scale, softcap, dout, dlse, factor=1.0):
     """[out, lse, dq, dk, dv] by torch's operators in the inputs' dtype: scores and softmax in fp32, other products in
-    16 bits, and the gradient of the scores from the rounded output, as every fused kernel has it."""
+    16 bits, and the gradient of the scores from the rounded output, as every fused kernel has it.
+
+    factor: what is rounded is multiplied by it first and divided by it after, which gives other roundings as good.
+    """
     heads, kv_heads, dtype = q.shape[1], k.shape[1], q.dtype
+
+    def rounded(x):
+        return (x * factor).to(dtype).float() / factor
+
     k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
     scores, slope = q.float() @ k.float().mT * scale, scale
     if softcap is not None:
@@ -110,9 +117,18 @@ def in_its_dtype(q, k, v, dense, scale, softcap, dout, dlse):
     empty = ~dense.any(-1)[:, None]
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
     weights = scores.softmax(-1).masked_fill(empty[..., None], 0)
-    out = weights.to(dtype) @ v
+    out = (rounded(weights) @ v.float()).to(dtype)
     dlse = dlse.masked_fill(empty, 0)
     correction = (dout.float() * out.float()).sum(-1) - dlse
-    ds = (weights * ((dout @ v.mT).float() - correction[..., None]) * slope).to(dtype)
-    dk, dv = ((x.mT @ y).unflatten(1, (kv_heads, -1)).sum(2) for x, y in ((ds, q), (weights.to(dtype), dout)))
-    return [out, lse, ds @ k, dk, dv]
+    ds = rounded(weights * ((dout @ v.mT).float() - correction[..., None]) * slope)
+    pairs = ((ds, q), (rounded(weights), dout))
+    dk, dv = ((x.mT @ y.float()).to(dtype).unflatten(1, (kv_heads, -1)).sum(2) for x, y in pairs)
+    return [out, lse, (ds @ k.float()).to(dtype), dk, dv]
+
+
+def renderings(q, k, v, *others):
+    """For each of out, lse, dq, dk, dv: the results of `in_its_dtype` with as many factors as give 500 values of the
+    smallest, since the errors of a few values say little of what rounding costs."""
+    few = min(x.numel() for x in (q, k, v))
+    count = min(32, -(-500 // max(few, 1)))
+    return list(zip(*(in_its_dtype(q, k, v, *others, factor=2 ** (i / count)) for i in range(count))))

@@ -42,7 +42,7 @@ def agree(results, inputs, dense, dout, dlse, scale, softcap=None):
     seen = wanted_lse > -torch.inf
     loss = (wanted * dout.double()).sum() + (wanted_lse[seen] * dlse.double()[seen]).sum()
     wanted = [wanted, wanted_lse, *torch.autograd.grad(loss, exact)]
-    torchs = [None] * 5 if dtype in TOLERANCE else cases.in_its_dtype(*inputs, dense, scale, softcap, dout, dlse)
+    torchs = [None] * 5 if dtype in TOLERANCE else cases.renderings(*inputs, dense, scale, softcap, dout, dlse)
     for name, got, one, exact in zip(("out", "lse", "dq", "dk", "dv"), results, torchs, wanted):
         if name == "lse":
             assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

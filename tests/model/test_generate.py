@@ -104,8 +104,7 @@ def phi3_of_two_rotations():
     """Positions are rotated otherwise from 24 tokens on, those of earlier tokens too."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
              "num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 64}  # fmt: skip
-    rotation = {"rope_type": "longrope", "type": "longrope", "short_factor": [1.0] * 4,
-                "long_factor": [4.0, 5.0, 6.0, 7.0], "original_max_position_embeddings": 24}  # fmt: skip
+    rotation = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
     torch.manual_seed(0)
     model = Phi3ForCausalLM(Phi3Config(**sizes, original_max_position_embeddings=24, rope_scaling=rotation)).eval()
     with torch.no_grad():
