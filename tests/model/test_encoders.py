@@ -14,6 +14,8 @@ from transformers import (
     PixtralVisionModel,
     Siglip2VisionConfig,
     Siglip2VisionModel,
+    YolosConfig,
+    YolosModel,
 )
 
 from interlace.model import Media
@@ -37,6 +39,12 @@ def pixtral(**changes):
     return PixtralVisionModel(
         PixtralVisionConfig(**{**COMMON, "hidden_size": 16, "image_size": 16, "patch_size": PATCH, **changes})
     )
+
+
+def yolos():
+    """Each of its layers adds positions of the image's own size."""
+    sizes = {**COMMON, "hidden_size": 16, "image_size": [16, 16], "patch_size": PATCH, "num_detection_tokens": 2}
+    return YolosModel(YolosConfig(**sizes), add_pooling_layer=False)
 
 
 def plain_siglip2(module, image):
@@ -65,6 +73,7 @@ ENCODERS = {
         lambda: internvit(image_size=[24, 16], patch_size=[6, 4], use_qk_norm=True, norm_type="rms_norm"),
         lambda module, image: module(image[None]).last_hidden_state[0, 1:],
     ),
+    "yolos": (yolos, lambda module, image: module(image[None]).last_hidden_state[0, 3:]),
     "pixtral": (pixtral, lambda module, image: module(image[None]).last_hidden_state[0]),
 }
 
@@ -75,8 +84,15 @@ def images(patch):
     return [torch.randn(3, *size, generator=g) for size in sizes]
 
 
-@pytest.mark.parametrize("cuts", [(), (1,), (1, 2)])
-@pytest.mark.parametrize("name", [name for name in ENCODERS if name != "pixtral" or FIVE])
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        (name, cuts)
+        for name in ENCODERS
+        for cuts in ([()] if name == "yolos" else [(), (1,), (1, 2)])
+        if name != "pixtral" or FIVE
+    ],
+)
 def test_features_and_gradients(name, cuts):
     """Of several sizes in one batch, whole and cut into stages. Pixtral of transformers 4.57 is refused."""
     make, alone = ENCODERS[name]
@@ -88,7 +104,7 @@ def test_features_and_gradients(name, cuts):
     wanted = oracle.projector(torch.cat([alone(oracle.module, image) for image in given]))
     items = [Media(tuple(image.shape), encoder.tokens(image.shape), image) for image in given]
     assert sum(item.tokens for item in items) == len(wanted)
-    assert mllm.packing["vision"] == "packed"
+    assert mllm.packing["vision"] == ("rows" if name == "yolos" else "packed")
 
     if cuts:
         bounds = [0, *cuts, 3]
@@ -104,3 +120,13 @@ def test_features_and_gradients(name, cuts):
     for output in (found, wanted):
         (output * direction).sum().backward()
     assert_same_gradients(gradients(encoder), gradients(oracle))
+
+
+def test_stages_that_lack_weights_of_the_first_layers():
+    """Positions that some layers add belong to what stands before or after all of them."""
+    mllm = build(yolos, audio=None)
+    encoder = mllm.encoders["vision"]
+    image = images(encoder.images.patch)[0]
+    inputs = encoder.collate([Media(tuple(image.shape), encoder.tokens(image.shape), image)])
+    with pytest.raises(ValueError, match="YolosModel cannot"):
+        mllm.slice("vision", 1, 3)(inputs, mllm.slice("vision", 0, 1)(inputs))

@@ -20,7 +20,7 @@ from transformers import DynamicCache, cache_utils
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import use_plan
 from interlace.masks import BitfieldMask, Tokens, word
-from interlace.model.language import LanguageSettings, embed, plan_after
+from interlace.model.language import LanguageSettings, embed, plan_after, plan_of
 from interlace.model.rows import PACKED, mask_of
 from interlace.model.sample import Sample
 
@@ -98,7 +98,7 @@ class Reading:
             self.inputs = self.settings.preprocess(dict(self.inputs))
         self.ids = self.inputs["input_ids"].to(self.device)
         made = self._embed()
-        plan = plan_after(self.inputs, made).to(self.device)
+        plan = plan_after(plan_of(self.inputs), self.inputs, made).to(self.device)
         self.keys, self.sinks = plan.queries(), plan.sinks
         self.ends = self.keys(lambda field: field[:, self.last])
         positions = self.inputs["position_ids"].to(self.device)

@@ -85,7 +85,7 @@ def run_language(
     parts = _parts(settings, plan)
     if hidden is None:
         embedded = embed(module, settings, inputs, parts, device)
-        if (changed := plan_after(inputs, embedded)) is not plan:
+        if (changed := plan_after(plan, inputs, embedded)) is not plan:
             plan, parts = changed, _parts(settings, changed)
         inputs = embedded
     given, per_layer = (inputs["inputs_embeds"], inputs["per_layer_inputs"]) if hidden is None else (hidden, None)
@@ -176,11 +176,11 @@ def plan_of(inputs: Inputs) -> AttentionPlan:
     return AttentionPlan.build(inputs["mask"]) if plan is None else plan
 
 
-def plan_after(before: Inputs, after: Inputs) -> AttentionPlan:
-    """The plan of inputs that a merge callback was given as `before`: it may have put another mask or plan there."""
-    if after.get("plan") is before.get("plan") and after.get("mask") is not before.get("mask"):
-        return AttentionPlan.build(after["mask"])
-    return plan_of(after)
+def plan_after(plan: AttentionPlan, before: Inputs, after: Inputs) -> AttentionPlan:
+    """The plan of `after`, which a merge callback made of `before`: it may have put another mask or plan there."""
+    if after.get("plan") is not before.get("plan"):
+        return plan_of(after)
+    return plan if after.get("mask") is before.get("mask") else AttentionPlan.build(after["mask"])
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class ModalityModule(nn.Module):
         self.implementation = FLASH_NAME if self.in_one_row else NAME
         use_bitfield_attention(module, self.implementation)
         self.packing = PACKED  # of interlace.model.rows
-        self._counts: dict[int, int] = {}
+        self._counts: dict[tuple[int, ...], int] = {}
         self.returned: tuple[int | None, ...] = ()  # what each layer returns, see slice.Absent
         if self.kind != "text":
             try:
@@ -131,8 +131,6 @@ class ModalityModule(nn.Module):
                 raise self._unknown(error) from error
             layout = encoder_layout(self)
             self.packing, self.returned = layout.name, layout.returned
-            if layout.one_size:
-                self.any_size = False
 
     def _unknown(self, error: Exception) -> ValueError:
         return ValueError(
@@ -222,21 +220,22 @@ class ModalityModule(nn.Module):
         """
         if self._tokens is not None:
             return self._tokens(tuple(shape))
-        return -(-self._feature_count(self.encoder_length(tuple(shape))) // self.downsample)
+        return -(-self._feature_count(tuple(shape)) // self.downsample)
 
-    def _feature_count(self, length: int) -> int:
-        """Features of an item of `length` tokens inside the layers."""
+    def _feature_count(self, shape: tuple[int, ...]) -> int:
+        """Features of an item of this shape, before downsampling."""
+        length = self.encoder_length(shape)
         if self.packing == PACKED:
             return length - self.prefix
-        if length not in self._counts:
+        if shape not in self._counts:
             like = next(self.layers.parameters())
             hidden = torch.empty((1, length, self.hidden_size), device="meta", dtype=like.dtype)
             shell = epilogue(self.module, self.layer_path, self.returned)
             kept: Any = shell.get_submodule(self.layer_path)[0]  # type: ignore[index]
-            output, _ = run(shell, kept, self._blank(like), hidden=hidden)
+            output, _ = run(shell, kept, self._blank(like, shape), hidden=hidden)
             count = self.features_of(output).shape[1]
-            self._counts[length] = count - self.prefix if count == length else count
-        return self._counts[length]
+            self._counts[shape] = count - self.prefix if count == length else count
+        return self._counts[shape]
 
     # ------------------------------------------------------------------ inputs
 
@@ -375,14 +374,16 @@ class ModalityModule(nn.Module):
             zeros = like.new_zeros(()).expand(len(shapes), self.channels, height, width)
             kwargs = self.kwargs_of(zeros, [(shape[1], shape[2]) for shape in shapes])
         else:
-            kwargs = self._blank(like)
+            kwargs = self._blank(like, self.default_shape if self.packing == PACKED else shapes[0])
         # What the hollow prologue makes of this is replaced at the first layer.
         output, _ = run(self.module, self._first_layer, kwargs, hidden=hidden)
         return output
 
-    def _blank(self, like: Tensor) -> dict[str, Any]:
-        """What the encoder is called with for one item of nominal size, without memory."""
-        return self.kwargs_of(torch.empty((1, *self.default_shape), device="meta", dtype=like.dtype))
+    def _blank(self, like: Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
+        """What the encoder is called with for one item, without memory; its layers may be told the size of an image."""
+        if self.images is None:
+            shape = self.default_shape  # audio of any length is padded to it
+        return self.kwargs_of(torch.empty((1, *shape), device="meta", dtype=like.dtype))
 
     def _run_first(self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor) -> Any:
         """All groups but the last stop at the first layer; the last one goes on with everything packed."""

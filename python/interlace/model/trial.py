@@ -30,19 +30,16 @@ _answers: dict[Any, Any] = {}
 
 @dataclass(frozen=True)
 class Layout:
-    """How samples share a batch of a module: one of interlace.model.rows, and why not a faster one.
+    """How samples share a batch of a module: one of interlace.model.rows.
 
     returned: the length of the tuple that each layer returns, None for a tensor (see Absent); empty if not known.
     limit: with a longer sample [tokens] in the batch each must be run alone (rotary frequencies that depend on the
     longest); None: however long they are.
-    one_size: an image encoder that takes no images of another size than it was configured for.
     """
 
     name: str
-    reason: str = ""
     returned: tuple[int | None, ...] = ()
     limit: int | None = None
-    one_size: bool = False
 
 
 def far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -74,6 +71,15 @@ class Case(NamedTuple):
     needed: bool = True
 
 
+def both_modes(together: Callable[..., Sequence[Tensor]], alone: Callable[..., Sequence[Tensor]]) -> list[Case]:
+    """The cases of samples in evaluation and in training; both functions take `training`."""
+    in_training = partial(together, training=True), partial(alone, training=True)
+    return [
+        Case("in evaluation", together, alone),
+        Case("in training", *in_training, trusted=False, needed=False),
+    ]
+
+
 def fastest(name: str, layouts: Iterable[str], cases: Iterable[Case]) -> Layout:
     """The first of `layouts` that gives each sample of every case what it gets alone; of none, ALONE."""
     reasons = []
@@ -91,10 +97,15 @@ def fastest(name: str, layouts: Iterable[str], cases: Iterable[Case]) -> Layout:
     for layout in layouts:
         wrong = next((reason for case, alone in wanted if (reason := _differs(case, layout, alone))), "")
         if not wrong:
-            return Layout(layout, "; ".join(reasons))
+            return Layout(layout)
         reasons.append(wrong)
-    log.info("%s runs one sample at a time: %s", name, "; ".join(reasons))
-    return Layout(ALONE, "; ".join(reasons))
+    return one_by_one(name, "; ".join(reasons))
+
+
+def one_by_one(name: str, reason: object) -> Layout:
+    """The safest layout, and a line in the log that says why."""
+    log.info("%s runs one sample at a time: %s", name, reason)
+    return Layout(ALONE)
 
 
 def _differs(case: Case, layout: str, alone: Sequence[Tensor]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,13 @@ from interlace.model.slice import carve, clone
 from interlace.model.standin import Unanswerable, cheaply, stand_in
 from interlace.model.trial import (
     TOLERANCE,
-    Case,
     Layout,
+    both_modes,
     far,
     fastest,
     find_cuts,
     note_returns,
+    one_by_one,
     one_line,
     random_rows,
     remembered,
@@ -48,33 +48,16 @@ def _layout(encoder: ModalityModule) -> Layout:
         try:
             trial = _Trial(encoder)
         except Unanswerable as error:
-            return Layout(ALONE, str(error))
+            return one_by_one(name, error)
         if encoder.nominal_length <= LARGEST:
             trial.check()
-        found, one_size = Layout(ALONE), False
-        several = encoder.images is not None and encoder.any_size
+        found = Layout(ALONE)
         for shapes in _shapes(encoder):
             trial.choose(shapes)
-            if several and len(set(shapes)) > 1:
-                try:
-                    trial.alone()
-                except Exception:  # layers may know the configured size only, whatever the prologue takes
-                    one_size = True
-                    continue
-            cases = [
-                Case("in evaluation", trial.together, trial.alone),
-                Case(
-                    "in training",
-                    partial(trial.together, training=True),
-                    partial(trial.alone, training=True),
-                    trusted=False,
-                    needed=False,
-                ),
-            ]
-            found = fastest(name, (PACKED, ROWS), cases)
-            if found.name != ALONE or (several and not one_size):
+            found = fastest(name, (PACKED, ROWS), both_modes(trial.together, trial.alone))
+            if found.name != ALONE or (encoder.images is not None and encoder.any_size):
                 break
-        return replace(found, returned=tuple(trial.returned), one_size=one_size)
+        return replace(found, returned=tuple(trial.returned))
 
 
 class _Trial:

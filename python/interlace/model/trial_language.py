@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,18 @@ from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import IGNORE, Sample
 from interlace.model.slice import carve
 from interlace.model.standin import SMALL, Unanswerable, cheaply, stand_in, takes
-from interlace.model.trial import TOLERANCE, Case, Layout, far, fastest, find_cuts, note_returns, remembered
+from interlace.model.trial import (
+    TOLERANCE,
+    Case,
+    Layout,
+    both_modes,
+    far,
+    fastest,
+    find_cuts,
+    note_returns,
+    one_by_one,
+    remembered,
+)
 
 LENGTHS = ((9, 5), (70, 37))  # tokens of two samples; what mixes tokens up to 106 apart shows in the longer ones
 WORDS = 512  # logits of a stand-in for a large vocabulary
@@ -47,7 +57,7 @@ def _layout(module: nn.Module, settings: LanguageSettings, max_length: int | Non
             try:
                 model = stand_in(module, settings.layer_path)
             except Unanswerable as error:
-                return Layout(ALONE, str(error))
+                return one_by_one(type(module).__name__, error)
             if words is not None:
                 _trim(model, words)
             few, many = (
@@ -61,18 +71,15 @@ def _layout(module: nn.Module, settings: LanguageSettings, max_length: int | Non
             few.check(own)
         returned = note_returns(model.get_submodule(settings.layer_path))  # type: ignore[arg-type]
         cases = [
-            Case("in evaluation", few.together, few.alone),
-            Case(
-                "in training",
-                partial(few.together, training=True),
-                partial(few.alone, training=True),
-                trusted=False,
-                needed=False,
-            ),
+            *both_modes(few.together, few.alone),
             Case("longer samples", many.together, many.alone, needed=False),
         ]
         found = fastest(type(module).__name__, (PACKED, ROWS), cases)
-        found = few.limited(found, max_length) if found.name != ALONE else replace(found, limit=few.original_length())
+        found = (
+            few.limited(found, max_length)
+            if found.name != ALONE
+            else replace(found, limit=_original_length(module.config))
+        )
         return replace(found, returned=tuple(returned))
 
 
@@ -126,10 +133,6 @@ class _Trial:
         """The same of all samples in one batch."""
         return self._run(layout, self.ids, training)
 
-    def original_length(self) -> int | None:
-        """At which length the rotary frequencies may change, if the config has one."""
-        return _original_length(self.model.config)
-
     def limited(self, layout: Layout, max_length: int | None) -> Layout:
         """`layout` with its limit: up to which length of the others a sample gets what it gets alone."""
         length = len(self.ids[1])
@@ -140,10 +143,10 @@ class _Trial:
 
         if max_length is None or max_length <= length or right(max_length):
             return layout
-        limit = self.original_length()
+        limit = _original_length(self.model.config)
         if limit is None or limit <= length or not right(limit):
-            reason = f"{layout.name}: rotary frequencies or more depend on the longest sample"
-            return Layout(ALONE, reason, limit=0 if limit is None else limit)
+            alone = one_by_one(type(self.model).__name__, "rotary frequencies or more depend on the longest sample")
+            return replace(alone, limit=0 if limit is None else limit)
         return replace(layout, limit=limit)
 
     def _run(self, layout: str, ids: list[Tensor], training: bool, shift: int = 0) -> list[Tensor]:
