@@ -38,7 +38,7 @@ from bench.measure import command, free_port, join_group, machine, versions, wri
 from interlace import balance, comm
 from interlace.attention import AttentionPlan
 from interlace.comm.picture import plot_traces
-from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Capabilities, Copy, Ticket, Transport
+from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Copy, Forwarding, Ticket, Transport
 from interlace.comm.transports.emulated import EmulatedTransport
 from interlace.masks import BitfieldMask
 
@@ -46,19 +46,12 @@ WORLD = 2
 LATENCY = 200e-6  # seconds
 
 
-class Serial(Transport):
+class Serial(Forwarding):
     """A transport whose batches are waited for where they are issued."""
 
-    name = "serial"
-
     def __init__(self, inner: Transport) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.batches, self.bytes = 0, 0  # for those that count them
-        self.rank, self.world, self.timeout, self.device = inner.rank, inner.world, inner.timeout, inner.device
-
-    @classmethod
-    def capabilities(cls) -> Capabilities:
-        return Capabilities("serial", "cpu")
 
     def copy_batch(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str,
@@ -67,15 +60,6 @@ class Serial(Transport):
         ticket = self.inner.copy_batch(outgoing, incoming, label, then, arguments)
         ticket.wait()
         return ticket
-
-    def signal(self, peer: int) -> None:
-        self.inner.signal(peer)
-
-    def wait(self, peer: int) -> None:
-        self.inner.wait(peer)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class _Done:

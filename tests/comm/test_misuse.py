@@ -24,23 +24,19 @@ from interlace.comm import (
     resolve,
     run_local,
 )
+from interlace.comm.transports.base import Forwarding
 from tests.comm.jobs import TIMEOUT, on_ranks
 
 # ---------------------------------------------------------------------- threads
 
 
-class Held(Transport):
+class Held(Forwarding):
     """A transport whose n-th batch is under way until it is let go."""
 
     def __init__(self, inner: Transport, batch: int) -> None:
-        self.inner, self.batch = inner, batch
-        self.name, self.rank, self.world = inner.name, inner.rank, inner.world
-        self.device, self.timeout = inner.device, inner.timeout
+        super().__init__(inner)
+        self.batch = batch
         self.reached, self.go = threading.Event(), threading.Event()
-
-    @classmethod
-    def capabilities(cls) -> Any:
-        raise NotImplementedError
 
     def copy_batch(self, *arguments: Any) -> Any:
         if self.batch == 0:
@@ -48,15 +44,6 @@ class Held(Transport):
             assert self.go.wait(TIMEOUT)
         self.batch -= 1
         return self.inner.copy_batch(*arguments)
-
-    def signal(self, peer: int) -> None:
-        self.inner.signal(peer)
-
-    def wait(self, peer: int) -> None:
-        self.inner.wait(peer)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def both(group: Transport, first: Callable[[Transport], object], second: Callable[[Transport], object]) -> list[str]:

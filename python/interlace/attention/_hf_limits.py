@@ -20,7 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from interlace.attention._hf_masks import MaskFunction, Unknown, cells_of, describe, inner, is_constant_true, name_of
+from interlace.attention._hf_masks import (
+    BANDS,
+    MaskFunction,
+    Unknown,
+    cells_of,
+    describe,
+    inner,
+    is_constant_true,
+    name_of,
+)
 
 
 class Limits(NamedTuple):
@@ -66,9 +75,9 @@ def _read(function: MaskFunction) -> Limits | None:
         return _read(cells["mask_function"])
     if name in _BLOCKS:
         return None
-    if name in _READERS:
+    if name in BANDS or name in _READERS:
         try:
-            return _READERS[name](cells)
+            return Limits(*BANDS[name](cells)) if name in BANDS else _READERS[name](cells)
         except (KeyError, TypeError, AttributeError) as error:
             raise Unknown(f"mask function {name} is not built as expected ({type(error).__name__}: {error})") from error
     if is_constant_true(function):
@@ -110,15 +119,6 @@ def _chunks(cells: dict[str, Any]) -> Limits:
     return Limits(chunk=int(cells["chunk_size"]))
 
 
-def _two_sided(cells: dict[str, Any]) -> Limits:
-    window = cells["sliding_window"]
-    if "is_causal" in cells:  # T5Gemma 2 derives both ends from one number
-        left, right = (window, 0) if cells["is_causal"] else ((window + 1) // 2, window // 2 + 1)
-    else:
-        left, right = window
-    return Limits(back=left, ahead=max(right - 1, 0))
-
-
 def _all_keys(mask: Tensor | None) -> Limits:
     if mask is not None and not bool(mask.all()):
         raise Unknown("padding of its own")
@@ -131,13 +131,7 @@ _AND, _OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
 _READERS: dict[str, Callable[[dict[str, Any]], Limits | None]] = {
     _AND: lambda c: _meet([_read(f) for f in c["mask_functions"]]),
     _OR: lambda c: _join([_read(f) for f in c["mask_functions"]]),
-    "causal_mask_function": lambda c: Limits(ahead=0),
     "bidirectional_mask_function": lambda c: EVERYTHING,
-    inner("sliding_window_overlay"): lambda c: Limits(back=c["sliding_window"]),
-    inner("sliding_window_bidirectional_overlay"): lambda c: Limits(c["sliding_window"] + 1, c["sliding_window"]),
-    inner("_bidirectional_window_overlay"): lambda c: Limits(c["sliding_window"], c["sliding_window"] - 1),
-    inner("sliding_window_bidirectional_mask_function"): lambda c: Limits(c["sliding_window"], c["sliding_window"] - 1),
-    inner("sliding_window_mask_function"): _two_sided,
     inner("chunked_overlay"): _chunks,
     inner("_legacy_chunked_overlay"): _chunks,
     inner("packed_sequence_mask_function"): lambda c: EVERYTHING,

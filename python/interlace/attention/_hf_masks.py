@@ -101,10 +101,9 @@ def translate(function: MaskFunction, at: Sides) -> Pattern:
     """The pattern of `function` for queries and keys of these indices; raises Unknown."""
     name = name_of(function)
     cells = cells_of(function)
-    reader = _READERS.get(name)
-    if reader is not None:
+    if name in BANDS or name in _READERS:
         try:
-            return reader(cells, at)
+            return _band(*BANDS[name](cells), at) if name in BANDS else _READERS[name](cells, at)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise Unknown(f"mask function {name} is not built as expected ({type(error).__name__}: {error})") from error
     if is_constant_true(function):
@@ -164,13 +163,13 @@ def _look_up(table: Tensor, at: Sides) -> Sides:
     return at(read)
 
 
-def _two_sided(cells: dict[str, Any], at: Sides) -> Pattern:
+def _two_sided(cells: dict[str, Any]) -> tuple[float, float]:
     window = cells["sliding_window"]
     if "is_causal" in cells:  # T5Gemma 2 derives both ends from one number
         left, right = (window, 0) if cells["is_causal"] else ((window + 1) // 2, window // 2 + 1)
     else:
         left, right = window
-    return _band(left, max(right - 1, 0), at)
+    return left, max(right - 1, 0)
 
 
 def _chunks(cells: dict[str, Any], at: Sides) -> Pattern:
@@ -212,17 +211,19 @@ def inner(factory: str) -> str:
     return f"{factory}.<locals>.inner_mask"
 
 
+# What is a window and nothing else: keys after q - back and up to q + ahead, as (back, ahead).
+BANDS: dict[str, Callable[[dict[str, Any]], tuple[float, float]]] = {
+    "causal_mask_function": lambda c: (math.inf, 0),
+    inner("sliding_window_overlay"): lambda c: (c["sliding_window"], math.inf),
+    inner("sliding_window_bidirectional_overlay"): lambda c: (c["sliding_window"] + 1, c["sliding_window"]),
+    inner("_bidirectional_window_overlay"): lambda c: (c["sliding_window"], c["sliding_window"] - 1),
+    inner("sliding_window_bidirectional_mask_function"): lambda c: (c["sliding_window"], c["sliding_window"] - 1),
+    inner("sliding_window_mask_function"): _two_sided,
+}
 _READERS: dict[str, Callable[[dict[str, Any], Sides], Pattern]] = {
     "and_masks.<locals>.and_mask": lambda c, at: reduce(_both, [translate(f, at) for f in c["mask_functions"]]),
     "or_masks.<locals>.or_mask": lambda c, at: reduce(_either, [translate(f, at) for f in c["mask_functions"]]),
-    "causal_mask_function": lambda c, at: _band(math.inf, 0, at),
     "bidirectional_mask_function": lambda c, at: Pattern(),
-    inner("sliding_window_overlay"): lambda c, at: _band(c["sliding_window"], math.inf, at),
-    inner("sliding_window_bidirectional_overlay"): lambda c, at: _band(
-        c["sliding_window"] + 1, c["sliding_window"], at
-    ),
-    inner("_bidirectional_window_overlay"): lambda c, at: _band(c["sliding_window"], c["sliding_window"] - 1, at),
-    inner("sliding_window_mask_function"): _two_sided,
     inner("chunked_overlay"): _chunks,
     inner("_legacy_chunked_overlay"): _chunks,
     inner("blockwise_overlay"): lambda c, at: Pattern(inner=None, span=_look_up(c["block_sequence_ids"], at)),
@@ -233,9 +234,6 @@ _READERS: dict[str, Callable[[dict[str, Any], Sides], Pattern]] = {
     inner("padding_mask_function"): lambda c, at: _keys(c["padding_mask"], at),
     # T5Gemma, transformers 4.57
     inner("bidirectional_mask_function"): lambda c, at: _keys(c["attention_mask"], at),
-    inner("sliding_window_bidirectional_mask_function"): lambda c, at: _band(
-        c["sliding_window"], c["sliding_window"] - 1, at
-    ),
 }
 
 

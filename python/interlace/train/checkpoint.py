@@ -258,7 +258,7 @@ class Checkpoints:
             shape = list(item.tensor_data.size)
             entry = key if sizes == shape else f"{key}@{','.join(map(str, offsets))}"
             tensors[entry] = cast(Tensor, planner.resolve_data(item))  # all that is saved are tensors
-            parts.append((key, entry, code_of(item.tensor_data.properties.dtype), shape, offsets, sizes))
+            parts.append((key, entry, code_of(entry, item.tensor_data.properties.dtype), shape, offsets, sizes))
         file, begins = write_tensors(draft / name, tensors)
         chunks = [
             (key, dtype, shape, Chunk(offsets=offsets, sizes=sizes, file=name, begin=begins[entry]))

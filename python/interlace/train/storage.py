@@ -150,10 +150,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[File, dict
     end = 0
     for name in order:
         tensor = tensors[name]
-        if tensor.dtype not in _CODES:
-            raise ValueError(f"{name} is {tensor.dtype}, which safetensors cannot hold")
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": code_of(name, tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -189,10 +187,10 @@ def read_chunk(folder: Path, stored: Stored, chunk: Chunk) -> Tensor:
     return flat.reshape(chunk.sizes)
 
 
-def code_of(dtype: torch.dtype) -> str:
-    """Safetensors' name of a dtype. Raises ValueError if it has none."""
+def code_of(name: str, dtype: torch.dtype) -> str:
+    """Safetensors' name of the dtype of the tensor `name`. Raises ValueError if it has none."""
     if dtype not in _CODES:
-        raise ValueError(f"a checkpoint cannot hold tensors of {dtype}")
+        raise ValueError(f"{name} is {dtype}, which safetensors cannot hold")
     return _CODES[dtype]
 
 

@@ -177,6 +177,34 @@ class Transport(ABC):
         self.close()
 
 
+class Forwarding(Transport):
+    """A transport over another, which does what a subclass does not do itself; closing it closes the other."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.name = inner, inner.name
+        self.rank, self.world, self.device, self.timeout = inner.rank, inner.world, inner.device, inner.timeout
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(cls.__name__, "cpu")
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.inner.allocate(shape, dtype)
+
+    def _give_up(self, error: CommError) -> None:
+        self.inner._give_up(error)
+
+    def signal(self, peer: int) -> None:
+        self.inner.signal(peer)
+
+    def wait(self, peer: int) -> None:
+        self.inner.wait(peer)
+
+    def close(self) -> None:
+        self.inner.close()
+        self.ends_with_it.close()
+
+
 class _Use:
     """The block of `Transport.used_for`."""
 

@@ -6,13 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
-from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Capabilities, CommError, Copy, Ticket, Transport
+from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Capabilities, Copy, Forwarding, Ticket, Transport
 
 
-class EmulatedTransport(Transport):
+class EmulatedTransport(Forwarding):
     """`inner`, but a batch is not done before a link of its own would have brought this rank its bytes.
 
     The link takes one batch after the other, in the order in which they are issued: the bytes of a batch occupy it for
@@ -29,18 +26,15 @@ class EmulatedTransport(Transport):
             raise ValueError(f"latency must be a finite number of seconds, not negative, got {latency}")
         if inner.device.type != "cpu":
             raise ValueError(f"a link is emulated for CPU tensors only, {inner.name} moves {inner.device}")
-        self.inner, self.bandwidth, self.latency = inner, bandwidth, latency
+        super().__init__(inner)
+        self.bandwidth, self.latency = bandwidth, latency
         self.name = f"emulated {inner.name}"
-        self.rank, self.world, self.device, self.timeout = inner.rank, inner.world, inner.device, inner.timeout
         self._lock = threading.Lock()
         self._free = 0.0  # when the last bytes that were asked for will have left the link
 
     @classmethod
     def capabilities(cls) -> Capabilities:
         return Capabilities("emulated", "cpu")
-
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.inner.allocate(shape, dtype)
 
     def copy_batch(
         self,
@@ -66,16 +60,3 @@ class EmulatedTransport(Transport):
                 then()
 
         return self.inner.copy_batch(outgoing, incoming, label, arrive, arguments)
-
-    def _give_up(self, error: CommError) -> None:
-        self.inner._give_up(error)
-
-    def signal(self, peer: int) -> None:
-        self.inner.signal(peer)
-
-    def wait(self, peer: int) -> None:
-        self.inner.wait(peer)
-
-    def close(self) -> None:
-        self.inner.close()
-        self.ends_with_it.close()
