@@ -10,6 +10,7 @@ import torch
 from transformers import masking_utils
 
 from interlace.attention import AttentionPlan, hf
+from interlace.attention._hf_plans import MOST_PLANS
 from interlace.masks import BitfieldMask
 from tests.attention.hf_models import FIVE, IMAGE_TOKENS, batch, make, random, text_ids
 
@@ -175,6 +176,16 @@ def test_vision_towers_take_their_images_in_one_call(name, monkeypatch):
     if FIVE:  # 4.57 gives the single call to "flash_attention_2" alone, and its loop gives the same numbers
         assert len(calls) == 2 and set(lengths) == {3 * 16}  # two layers, three images of 16 patches
         assert name != "qwen2_vl" or calls[0] is calls[1]  # one plan for the whole tower
+
+
+def test_boundaries_that_are_written_anew():
+    """Each time the plan of what they say now, and the tensor does not keep one for every batch there ever was."""
+    ends = torch.tensor([0, 1, 10], dtype=torch.int32)
+    for step in range(40):
+        ends[1] = 1 + step % 9
+        plan = hf.packed_plan(ends, ends, 10, 10, causal=True)
+        assert plan.q_doc.tolist() == [[0] * int(ends[1]) + [1] * (10 - int(ends[1]))]
+    assert len(ends.__dict__["_interlace_plans"]) <= MOST_PLANS
 
 
 def assert_same_generation(model, other, inputs, cache="dynamic"):

@@ -15,6 +15,8 @@ from interlace.attention._traced import traced_plan
 from interlace.attention.plan import AttentionPlan
 from interlace.masks import CAUSAL, NO_WINDOW, BitfieldMask, Tokens, word
 
+MOST_PLANS = 16  # kept on one tensor of boundaries
+
 
 def narrowed(plan: AttentionPlan, limits: Limits) -> AttentionPlan:
     """`plan` where nothing is seen beyond `limits`, spans included; made once per plan and limits.
@@ -119,6 +121,8 @@ def packed_plan(q_ends: Tensor, k_ends: Tensor, q_len: int, k_len: int, *, causa
     made: dict[Any, tuple[AttentionPlan, Tensor]] = q_ends.__dict__.setdefault("_interlace_plans", {})
     key = (q_ends._version, id(k_ends), k_ends._version, q_len, k_len, causal)
     if key not in made:
+        if len(made) == MOST_PLANS:
+            made.clear()  # boundaries that are written anew for each batch
         made[key] = (_build_packed(q_ends, k_ends, q_len, k_len, causal), k_ends)
     return made[key][0]
 
