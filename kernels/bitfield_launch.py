@@ -87,6 +87,10 @@ def _dims(q: Tensor, v: Tensor, architecture: int) -> dict[str, int]:
     )  # fmt: skip
 
 
+def _padded(dims: dict[str, Any]) -> bool:
+    return dims["HEAD_DIM"] != dims["BLOCK_D"] or dims["VALUE_DIM"] != dims["BLOCK_V"]
+
+
 def can_fuse(q: Tensor, v: Tensor, architecture: int) -> bool:
     """Whether backward_calls(fused=True) is there for tensors like q and v."""
     padded = (block_d(x.shape[3], architecture) for x in (q, v))
@@ -115,7 +119,7 @@ def forward_calls(
     ragged = k.shape[2] % plan.block != 0
     tile = choose(
         FORWARD, architecture, *padded, plan.block,
-        float32=q.dtype == torch.float32, capped=softcap is not None, ragged=ragged,
+        float32=q.dtype == torch.float32, capped=softcap is not None, bounded=ragged or _padded(dims),
     )  # fmt: skip
     slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
     slot_out = q.new_empty((slots, heads, plan.block, value_dim), dtype=torch.float32)
@@ -195,7 +199,7 @@ def _query_gradient_calls(
     heads = q.shape[1]
     tile = choose(
         QUERY_GRADIENT, architecture, shared["BLOCK_D"], shared["BLOCK_V"], plan.block,
-        float32=q.dtype == torch.float32, capped=shared["SOFTCAP"], ragged=ragged,
+        float32=q.dtype == torch.float32, capped=shared["SOFTCAP"], bounded=ragged or _padded(shared),
     )  # fmt: skip
     slots = plan.slot_row.numel() if has_slots(plan.slot_row) else 0
     slot_dq = q.new_empty((slots, heads, plan.block, q.shape[3]), dtype=torch.float32)
@@ -229,7 +233,7 @@ def _key_gradient_calls(
     float32, capped = q.dtype == torch.float32, shared["SOFTCAP"]
     tile = choose(
         kernel, architecture, shared["BLOCK_D"], shared["BLOCK_V"], plan.block,
-        float32=float32, capped=capped, ragged=ragged,
+        float32=float32, capped=capped, bounded=ragged or _padded(shared),
     )  # fmt: skip
     slots = plan.slot_k_row.numel() if has_slots(plan.slot_k_row) else 0
     slot_dk, slot_dv = (x.new_empty((slots, kv_heads, plan.block, x.shape[3]), dtype=torch.float32) for x in (k, v))

@@ -60,10 +60,10 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
         FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2)},
     },
     100: {
-        FORWARD: {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 3), 192: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+        FORWARD: {64: Tile(128, 32, 8, 3), 128: Tile(64, 64, 8, 3), 192: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
         QUERY_GRADIENT: {
-            64: Tile(128, 64, 8, 3),
-            128: Tile(64, 64, 8, 2),
+            64: Tile(64, 64, 8, 3),
+            128: Tile(64, 32, 8, 2),
             192: Tile(128, 32, 8, 2),
             256: Tile(128, 32, 8, 2),
         },
@@ -76,21 +76,24 @@ TILES: dict[int, dict[str, dict[int, Tile]]] = {
         FUSED_GRADIENT: {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 1)},
     },
 }
-# Another tile without a softcap and with lengths that are multiples of the block: a larger one is clean there, or (80)
-# that of TILES spills under Triton 3.6.
-PLAIN = {(90, KEY_GRADIENT, 128): Tile(64, 64, 8, 2), (80, FORWARD, 256): Tile(64, 16, 8, 2)}
+# Another tile where there is no softcap, no padding of head dimensions, nor a length that is no multiple of the block,
+# and v is as wide as q and k: a larger one is clean there, or (80) that of TILES spills under Triton 3.6.
+PLAIN = {
+    (80, FORWARD, 256): Tile(64, 16, 8, 2),
+    (90, KEY_GRADIENT, 128): Tile(64, 64, 8, 2),
+    (100, QUERY_GRADIENT, 128): Tile(64, 64, 8, 2),
+}
 # Where the tile of TILES spills once there is a softcap. 32 keys are too few for wgmma: it is HMMA, at half the rate.
 CAPPED = {
     (90, KEY_GRADIENT, 192): Tile(32, 32, 8, 1),
     (90, KEY_GRADIENT, 256): Tile(32, 32, 8, 1),
-    (100, QUERY_GRADIENT, 128): Tile(64, 32, 8, 2),
+    (100, QUERY_GRADIENT, 64): Tile(64, 64, 8, 2),
+    (100, KEY_GRADIENT, 64): Tile(32, 128, 8, 2),
 }
-# Where it spills once v is padded to less than q and k, as 64 beside 96.
-NARROW_VALUES = {(100, QUERY_GRADIENT, 128): Tile(64, 32, 8, 2)}
 # Exact fp32 products run on the plain cores, which hold their operands in registers: larger tiles spill, but for these.
 FLOAT32 = Tile(16, 16, 8, 1)
 FLOAT32_LARGER = {
-    (QUERY_GRADIENT, 64): Tile(32, 16, 8, 1),
+    (QUERY_GRADIENT, 64): Tile(16, 32, 8, 1),
     (QUERY_GRADIENT, 192): Tile(16, 32, 8, 1),
     (KEY_GRADIENT, 128): Tile(16, 32, 8, 1),
 }
@@ -123,12 +126,13 @@ def choose(
     *,
     float32: bool,
     capped: bool = False,
-    ragged: bool = True,
+    bounded: bool = True,
 ) -> Tile:
     """The tile of `kernel` for `architecture` (10 * major; 0 = the interpreter), cut to the plan's block.
 
     block_d, block_v: padded head dimensions of q and k, and of v.
-    capped: with a softcap. ragged: a block that is looped over may end beyond the sequence.
+    capped: with a softcap. bounded: a block that is looped over may end beyond the sequence, or head dimensions are
+    padded: loads have masks.
     """
     if architecture == 0:
         tile = INTERPRETED
@@ -139,10 +143,10 @@ def choose(
         else:
             key = (known, kernel, wide)
             tile = TILES[known][kernel][wide]
-            if capped or not ragged:
-                tile = (CAPPED if capped else PLAIN).get(key, tile)
-            if block_v < block_d:
-                tile = NARROW_VALUES.get(key, tile)
+            if capped:
+                tile = CAPPED.get(key, tile)
+            elif not bounded and block_v == block_d:
+                tile = PLAIN.get(key, tile)
     return tile._replace(m=min(tile.m, block), n=min(tile.n, block))
 
 
