@@ -12,13 +12,15 @@ from transformers import (
     InternVLVisionModel,
     PixtralVisionConfig,
     PixtralVisionModel,
+    SamVisionConfig,
+    SamVisionModel,
     Siglip2VisionConfig,
     Siglip2VisionModel,
     YolosConfig,
     YolosModel,
 )
 
-from interlace.model import Media
+from interlace.model import Media, ModalityModule
 from tests.attention.hf_models import FIVE
 from tests.model.zoo import COMMON, PATCH, assert_same_gradients, build, gradients
 
@@ -120,6 +122,12 @@ def test_features_and_gradients(name, cuts):
     for output in (found, wanted):
         (output * direction).sum().backward()
     assert_same_gradients(gradients(encoder), gradients(oracle))
+
+
+def test_layers_that_take_no_rows_of_tokens():
+    sizes = {**COMMON, "hidden_size": 16, "image_size": 16, "patch_size": PATCH, "num_pos_feats": 8}
+    with pytest.raises(ValueError, match=r"SamVisionModel .* its layers take \[1, 4, 4, 16\], not tokens"):
+        ModalityModule(SamVisionModel(SamVisionConfig(**sizes, global_attn_indexes=[1], window_size=2)))
 
 
 def test_stages_that_lack_weights_of_the_first_layers():

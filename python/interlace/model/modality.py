@@ -157,6 +157,8 @@ class ModalityModule(nn.Module):
         """Tokens that the encoder makes of an image of this size; without memory."""
         item = torch.empty((1, self.channels, *size), device="meta")
         hidden, _ = run(prologue(self.module, self.layer_path), self._first_layer, self.kwargs_of(item))
+        if hidden.dim() != 3:
+            raise ValueError(f"its layers take {list(hidden.shape)}, not tokens [B, N, D]")
         return int(hidden.shape[1])
 
     def _takes_any_size(self, images: ImageInputs) -> bool:
