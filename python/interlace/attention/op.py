@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from interlace.attention import _transforms
+from interlace.attention.backend import Attention, accumulate_dtype
 from interlace.attention.plan import AttentionPlan
-from interlace.attention.reference import accumulate_dtype
 from interlace.masks import BitfieldMask
 
 BACKENDS = ("reference", "cpu", "triton", "gluon")
@@ -196,7 +196,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse by `backend`, "" to choose; outside autograd, shapes unchecked."""
     check_dtypes(q, k, v)
-    out, lse = _choose(backend, q, v).forward(q, k, v, plan, scale, softcap)
+    out, lse = _choose(backend, q, v).forward(Attention(q, k, v, plan, scale, softcap))
     return out.contiguous(), lse.contiguous()
 
 
@@ -210,7 +210,7 @@ def run_backward(
     run = _choose(backend, q, v)
     repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
     backward = run.backward if repeatable else getattr(run, "atomic_backward", run.backward)
-    grads = backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, wide)
+    grads = backward(Attention(q, k, v, plan, scale, softcap), out, lse, dout, dlse, wide)
     dq, dk, dv = (grad.contiguous() for grad in grads)
     return dq, dk, dv
 
