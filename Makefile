@@ -2,7 +2,7 @@
 # make test       set up, lint, and the tests that are not marked slow
 # make test-all   what `make test` does, then the tests that are (long sweeps, real installs), then `make test-asan`
 # make test-asan  the tests of csrc/ on a build with AddressSanitizer and UndefinedBehaviorSanitizer
-# make lint       ruff (rules and format) and mypy
+# make lint       ruff (rules and format), mypy and clang-format
 # make wheel      dist/*.whl for this Python, tagged for the oldest glibc that it runs with (auditwheel)
 # make bench      every benchmark under pytest-benchmark; each also runs alone: python -m bench.NAME
 # make clean      remove the environment and everything that was built
@@ -59,6 +59,7 @@ lint: $(CORE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(filter %.cpp %.h %.inc,$(CSRC))
 
 bench: $(CORE)
 	$(BIN)/python -m pytest bench -o python_files='*.py' --benchmark-only $(PYTEST_ARGS)
@@ -89,7 +90,7 @@ $(DEPS): pyproject.toml
 	    echo "error: no C++ compiler; on Debian: apt-get install g++, or set CXX" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -qq "$(TORCH)"
-	$(PIP) install -qq "setuptools>=77" "pybind11>=3"
+	$(PIP) install -qq "setuptools>=77" "pybind11>=3" "clang-format==23.1.5"
 	$(PIP) install -qq --no-build-isolation --editable ".[data,dev]"
 	touch $@
 

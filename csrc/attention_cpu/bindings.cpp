@@ -27,7 +27,8 @@ Dtype dtype_of(const py::array &array, const char *name) {
     if (py::isinstance<py::array_t<int16_t>>(array)) return Dtype::bf16;
     if (py::isinstance<py::array_t<double>>(array)) return Dtype::f64;
     if (array.dtype().kind() == 'f' && array.itemsize() == 2 && array.dtype().byteorder() == '=') return Dtype::f16;
-    throw py::value_error(std::string(name) + " must be float16, float32, float64 or int16 (the bits of bfloat16), got " +
+    throw py::value_error(std::string(name) +
+                          " must be float16, float32, float64 or int16 (the bits of bfloat16), got " +
                           dtype_name(array));
 }
 
@@ -116,7 +117,8 @@ Problem problem(const py::array &q, const py::array &k, const py::array &v, cons
     require(p.kv_heads >= 1 && p.q_heads % p.kv_heads == 0, "the heads of q must be a multiple of those of k");
     require(p.head_dim >= 1 && p.value_dim >= 1, "head dimensions must be at least 1");
     p.block = std::min(block, std::max<int64_t>({p.q_len, p.k_len, 1}));  // a larger one is one block too
-    require(p.block <= 1 << 15, "blocks of more than 32768 tokens need gigabytes for the bits of one: use smaller ones");
+    require(p.block <= 1 << 15,
+            "blocks of more than 32768 tokens need gigabytes for the bits of one: use smaller ones");
     p.sinks = sinks;
     p.scale = scale;
     p.softcap = softcap;
@@ -201,7 +203,8 @@ py::array_t<int32_t> hand_over(std::vector<int32_t> &values) {
 
 py::tuple attention_block_lists(const std::vector<py::array> &queries, const std::vector<py::array> &keys,
                                 int64_t sinks, int64_t block, int threads) {
-    require(queries.size() == 5 && keys.size() == 4, "queries are five arrays (bits, doc, span, pos, window), keys four");
+    require(queries.size() == 5 && keys.size() == 4,
+            "queries are five arrays (bits, doc, span, pos, window), keys four");
     require(queries[0].ndim() == 2 && keys[0].ndim() == 2, "bits must have shape [batch, length]");
     require(block >= 1, "block must be at least 1");
     require(threads >= 1 && threads <= MOST_THREADS, "threads must lie between 1 and 1024");

@@ -83,7 +83,8 @@ inline Class decide(const Summary &q, const Summary &k, int64_t sinks) {
     if (no_span && ((q.any_bits & k.own) == 0 || ((q.all_bits & CAUSAL) && k.pos_lo > q.pos_hi))) return EMPTY;
     if (k.pos_hi <= q.reach_lo && k.pos_lo >= sinks) return EMPTY;
 
-    const bool together = q.doc_lo == q.doc_hi && k.doc_lo == k.doc_hi && q.doc_lo == k.doc_lo && !q.padded && !k.padded;
+    const bool together =
+        q.doc_lo == q.doc_hi && k.doc_lo == k.doc_hi && q.doc_lo == k.doc_lo && !q.padded && !k.padded;
     if (!together || !(k.pos_lo > q.reach_hi || k.pos_hi < sinks)) return UNKNOWN;
     if ((k.own & ~q.all_bits) == 0 && (!(q.any_bits & CAUSAL) || k.pos_hi <= q.pos_lo)) return FULL;
     const bool one_span = q.span_lo == q.span_hi && k.span_lo == k.span_hi && q.span_lo == k.span_lo;
@@ -114,7 +115,8 @@ Class evaluate(const Tokens &q, int64_t rows, const Tokens &k, int64_t columns, 
 }
 
 Tokens from(Tokens t, int64_t first) {
-    return {t.bits + first, t.doc + first, t.span + first, t.pos + first, t.window ? t.window + first : nullptr, t.length};
+    return {t.bits + first, t.doc + first, t.span + first, t.pos + first, t.window ? t.window + first : nullptr,
+            t.length};
 }
 
 // One list from the portions of rows that were classified in parallel; ptr holds the length of each row so far.
@@ -164,7 +166,8 @@ struct Block {
 
     Block(const Tokens &tokens, int64_t first, int64_t count)
         : first(first), count(count), seen((count + PANEL - 1) / PANEL) {
-        for (int64_t t = 0; t < count; ++t) seen[t / PANEL] |= uint64_t(tokens.doc[first + t] < 0) << t % PANEL;  // padding
+        for (int64_t t = 0; t < count; ++t)
+            seen[t / PANEL] |= uint64_t(tokens.doc[first + t] < 0) << t % PANEL;  // padding
     }
     bool all() const {
         for (int64_t p = 0; p * PANEL < count; ++p)
@@ -192,8 +195,8 @@ void look_at(const Tokens &queries, const Tokens &keys, int64_t first, int64_t l
     }
 }
 
-// The documents of one side as BlockLists says. Blocks with a full one are done; in most others every token sees itself,
-// so the block at the same place is looked at before the partial ones, of which few are then left.
+// The documents of one side as BlockLists says. Blocks with a full one are done; in most others every token sees
+// itself, so the block at the same place is looked at before the partial ones, of which few are then left.
 std::vector<int32_t> documents(const Tokens &queries, const Tokens &keys, int64_t batch, int64_t block, int64_t sinks,
                                int threads, bool of_queries, const Lists &full, const Lists &part) {
     const Tokens &side = of_queries ? queries : keys, &other = of_queries ? keys : queries;

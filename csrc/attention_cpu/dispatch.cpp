@@ -35,8 +35,7 @@ const Kernels &choose() {
         throw std::invalid_argument("INTERLACE_CPU_ISA is \"" + asked + "\"; it must be amx, avx512, avx2 or baseline");
 #if defined(INTERLACE_WIDE_VECTORS)
     __builtin_cpu_init();
-    const bool avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 #if defined(INTERLACE_AMX)

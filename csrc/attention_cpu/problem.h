@@ -25,8 +25,8 @@ constexpr int PANEL = 64;
 // Element types of q, k, v, out and their gradients. bf16 and fp16 are computed in fp32.
 enum class Dtype { f32, f64, bf16, f16 };
 
-// The fields of the mask rule (see masks.py) for one side, [batch, length] each. A query that sees nothing and a key that
-// nobody sees have a negative doc (block_lists.h): what their rows hold is not computed with.
+// The fields of the mask rule (see masks.py) for one side, [batch, length] each. A query that sees nothing and a key
+// that nobody sees have a negative doc (block_lists.h): what their rows hold is not computed with.
 struct Tokens {
     const int64_t *bits;
     const int32_t *doc, *span, *pos, *window;  // window: queries only

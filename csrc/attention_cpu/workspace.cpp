@@ -14,8 +14,7 @@ Workspace::Workspace(int64_t bytes) {
 Workspace::~Workspace() { ::operator delete(start_, std::align_val_t(64)); }
 
 RowOrder::RowOrder(const Problem &problem, int64_t together)
-    : together(together),
-      count(problem.batch * ((problem.q_blocks() + together - 1) / together)),
+    : together(together), count(problem.batch * ((problem.q_blocks() + together - 1) / together)),
       rows(new int64_t[count]) {
     std::iota(rows.get(), rows.get() + count, int64_t(0));
     const int64_t n = problem.q_blocks(), groups = (n + together - 1) / together;

@@ -88,9 +88,9 @@ py::tuple assign_exact(const py::array &weights, int64_t bins, std::optional<int
     } catch (const OutOfTime &found) {
         const std::string text = "assign_exact has looked at " + std::to_string(found.nodes) + " of " +
                                  std::to_string(nodes) + " nodes in " + format_number(seconds) +
-                                 " s; its heaviest bin is " + format_number(found.makespan) +
-                                 ", none can be below " + format_number(found.bound) +
-                                 ": use nodes=" + std::to_string(found.nodes) + " to get that answer, or more seconds";
+                                 " s; its heaviest bin is " + format_number(found.makespan) + ", none can be below " +
+                                 format_number(found.bound) + ": use nodes=" + std::to_string(found.nodes) +
+                                 " to get that answer, or more seconds";
         PyErr_SetString(PyExc_TimeoutError, text.c_str());
         throw py::error_already_set();
     }

@@ -1,6 +1,5 @@
 // Bindings of the algorithms that deal samples to microbatches and put these in order.
 #include <algorithm>
-#include <limits>
 
 #include "balance/bottleneck_match.h"
 #include "balance/microbatches.h"
@@ -8,22 +7,23 @@
 #include "balance/subset_sum.h"
 #include "common/arrays.h"
 #include "common/interruptible.h"
+#include "common/limits.h"
 
 namespace interlace {
 
 namespace {
 
-constexpr int64_t kMostEntries = 1 << 22;  // of a pipeline: its actions and messages take some 600 bytes for each
-constexpr int64_t kMostPairs = 1 << 26;    // of an overloaded and an underloaded microbatch, 32 bytes each
+constexpr int64_t MOST_ENTRIES = 1 << 22;  // of a pipeline: its actions and messages take some 600 bytes for each
+constexpr int64_t MOST_PAIRS = 1 << 26;    // of an overloaded and an underloaded microbatch, 32 bytes each
 
 // Costs where infinity says "not allowed"; negative values are as good as others.
 std::vector<double> read_allowed(const py::array &array, const std::string &name) {
     const std::vector<double> values = read_real(array, name);
     const int64_t columns = array.ndim() == 2 ? array.shape(1) : 0;
     for (size_t i = 0; i < values.size(); ++i) {
-        if (!std::isnan(values[i]) && values[i] != -std::numeric_limits<double>::infinity()) continue;
-        const std::string place = array.ndim() == 2 ? std::to_string(i / columns) + ", " + std::to_string(i % columns)
-                                                    : std::to_string(i);
+        if (!std::isnan(values[i]) && values[i] != -INF) continue;
+        const std::string place =
+            array.ndim() == 2 ? std::to_string(i / columns) + ", " + std::to_string(i % columns) : std::to_string(i);
         throw py::value_error(name + "[" + place + "] is " + format_number(values[i]) +
                               ": values must be numbers, or infinity for what is not allowed");
     }
@@ -48,7 +48,7 @@ void check_not_negative(double value, const std::string &name) {
 
 // Every overloaded microbatch is matched with every underloaded one.
 void check_pairs(int64_t overloaded, int64_t underloaded) {
-    if (overloaded > kMostPairs / std::max<int64_t>(1, underloaded))
+    if (overloaded > MOST_PAIRS / std::max<int64_t>(1, underloaded))
         throw py::value_error(std::to_string(overloaded) + " overloaded and " + std::to_string(underloaded) +
                               " underloaded microbatches have more than 2^26 pairs: use at most 16384 microbatches");
 }
@@ -90,7 +90,7 @@ py::tuple bind_bottleneck_match(const py::array &cost, const py::array &alone) {
         const Interruptible call;
         match = bottleneck_match(values, without, columns);
     }
-    if (match.threshold == std::numeric_limits<double>::infinity())
+    if (match.threshold == INF)
         throw py::value_error("no matching is allowed: the rows that are infinite alone have too few finite costs");
     return py::make_tuple(match.threshold, to_numpy(match.partner));
 }
@@ -182,7 +182,7 @@ Pipeline read_pipeline(const py::array &forward, const py::array &backward, int6
     if (stages > ranks && microbatches % ranks != 0)
         throw py::value_error("interleaved 1F1B needs a multiple of " + std::to_string(ranks) +
                               " microbatches, one group per pass over the ranks; got " + std::to_string(microbatches));
-    if (microbatches * stages > kMostEntries)
+    if (microbatches * stages > MOST_ENTRIES)
         throw py::value_error("forward has " + std::to_string(microbatches * stages) +
                               " entries, more than 2^22: merge stages, or order fewer microbatches");
     // No time is above that of everything one after the other.
@@ -190,7 +190,8 @@ Pipeline read_pipeline(const py::array &forward, const py::array &backward, int6
     for (const std::vector<double> *costs : {&result.forward, &result.backward})
         for (const double cost : *costs) total += cost;
     if (overflows(total))
-        throw py::value_error("forward, backward and transfer add up to more than a double can hold: use a larger unit");
+        throw py::value_error(
+            "forward, backward and transfer add up to more than a double can hold: use a larger unit");
     result.costs = {microbatches, stages, ranks, nullptr, nullptr, transfer};
     return result;
 }

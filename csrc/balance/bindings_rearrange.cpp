@@ -13,14 +13,12 @@ namespace interlace {
 
 namespace {
 
-std::string entry_name(int64_t i, int64_t j) {
-    return "volume[" + std::to_string(i) + ", " + std::to_string(j) + "]";
-}
+std::string entry_name(int64_t i, int64_t j) { return "volume[" + std::to_string(i) + ", " + std::to_string(j) + "]"; }
 
 // The non-zero entries of a contiguous matrix, in one pass over memory.
 template <typename T>
 void read_rows(const T *values, Volume &volume) {
-    constexpr int64_t chunk = 8;
+    constexpr int64_t CHUNK = 8;
     const int64_t d = volume.instances;
     volume.row_start.push_back(0);
     Poll poll;
@@ -28,15 +26,15 @@ void read_rows(const T *values, Volume &volume) {
         poll(d);
         double sum = 0.0;
         for (int64_t j = 0; j < d;) {
-            if (j + chunk <= d) {
+            if (j + CHUNK <= d) {
                 bool any = false;
-                for (int64_t k = 0; k < chunk; ++k) any |= values[j + k] != T(0);
+                for (int64_t k = 0; k < CHUNK; ++k) any |= values[j + k] != T(0);
                 if (!any) {
-                    j += chunk;
+                    j += CHUNK;
                     continue;
                 }
             }
-            for (const int64_t end = std::min(d, j + chunk); j < end; ++j) {
+            for (const int64_t end = std::min(d, j + CHUNK); j < end; ++j) {
                 if (values[j] == T(0)) continue;
                 const double value = static_cast<double>(values[j]);
                 if (!std::isfinite(value) || value < 0)

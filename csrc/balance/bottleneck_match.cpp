@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
@@ -35,10 +35,10 @@ uint64_t at_most(const double *values, int64_t count, double threshold) {
 // Keeps the values with low < value < high, in order. Without a branch, since which ones these are is not predictable.
 void keep_between(std::vector<double> &values, double low, double high) {
     size_t kept = 0;
-    constexpr size_t piece = 1 << 20;
-    for (size_t start = 0; start < values.size(); start += piece) {
+    constexpr size_t PIECE = 1 << 20;
+    for (size_t start = 0; start < values.size(); start += PIECE) {
         check_interrupt();
-        for (size_t i = start; i < std::min(values.size(), start + piece); ++i) {
+        for (size_t i = start; i < std::min(values.size(), start + PIECE); ++i) {
             const double value = values[i];
             values[kept] = value;
             kept += (value > low) & (value < high);
@@ -58,7 +58,7 @@ double near_median(const std::vector<double> &values) {
 }
 
 class Matcher {
-public:
+  public:
     Matcher(const std::vector<double> &cost, const std::vector<double> &alone, int64_t columns)
         : cost_(cost), alone_(alone), rows_(static_cast<int64_t>(alone.size())), columns_(columns),
           words_((columns + 63) / 64), allowed_(rows_ * words_), column_of(rows_, -1), row_of(columns, -1),
@@ -102,15 +102,15 @@ public:
         std::fill(row_of.begin(), row_of.end(), -1);
     }
 
-private:
+  private:
     const std::vector<double> &cost_, &alone_;
     const int64_t rows_, columns_, words_;
     std::vector<uint64_t> allowed_;  // [rows, words]: columns within the threshold
 
-public:
+  public:
     std::vector<int32_t> column_of, row_of;
 
-private:
+  private:
     std::vector<int32_t> layer_;    // per row: steps from an unmatched row, -1 = not reached
     std::vector<uint64_t> unseen_;  // columns that this search has not been at
     int32_t last_ = 0;              // the layer whose rows see a free column
@@ -216,7 +216,7 @@ BottleneckMatch bottleneck_match(const std::vector<double> &cost, const std::vec
     Matcher matcher(cost, alone, columns);
 
     // No row can go below the best it can have at all.
-    double least = -std::numeric_limits<double>::infinity();
+    double least = -INF;
     Poll poll;
     for (int64_t row = 0; row < rows; ++row) {
         poll(columns / 16 + 1);
@@ -225,11 +225,11 @@ BottleneckMatch bottleneck_match(const std::vector<double> &cost, const std::vec
         least = std::max(least, best);
     }
     BottleneckMatch result{least, std::vector<int32_t>(rows, -1)};
-    if (least == std::numeric_limits<double>::infinity()) return result;
+    if (least == INF) return result;
 
     if (!matcher.feasible(least)) {
         // The smallest feasible value: above `low`, which is not feasible, at most `threshold`, which is.
-        double low = least, threshold = std::numeric_limits<double>::infinity();
+        double low = least, threshold = INF;
         std::vector<double> values = cost;
         values.insert(values.end(), alone.begin(), alone.end());
         keep_between(values, low, threshold);
@@ -248,7 +248,7 @@ BottleneckMatch bottleneck_match(const std::vector<double> &cost, const std::vec
             keep_between(values, low, threshold);
         }
         result.threshold = threshold;
-        if (threshold == std::numeric_limits<double>::infinity()) return result;
+        if (threshold == INF) return result;
     }
     matcher.forget();
     matcher.feasible(result.threshold);

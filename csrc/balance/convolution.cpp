@@ -15,8 +15,8 @@ namespace interlace {
 
 namespace {
 
-constexpr int partners = 8;
-constexpr size_t most_pairs = 1 << 14;  // larger pairs of bins try moves only
+constexpr int PARTNERS = 8;
+constexpr size_t MOST_PAIRS = 1 << 14;  // larger pairs of bins try moves only
 
 struct Batch {
     double sum = 0.0;
@@ -24,7 +24,7 @@ struct Batch {
 };
 
 class Batches {
-public:
+  public:
     Batches(const std::vector<double> &lengths, const std::vector<double> &attention, const std::vector<int32_t> &order,
             int64_t bins)
         : lengths_(lengths), attention_(attention), order_(order), rank_(order.size()), batches_(bins) {
@@ -58,7 +58,7 @@ public:
             const int32_t from = costliest.index();
             std::vector<int32_t> tried;
             bool improved = false;
-            while (!improved && static_cast<int>(tried.size()) < partners && cheapest.key() < -costliest.key()) {
+            while (!improved && static_cast<int>(tried.size()) < PARTNERS && cheapest.key() < -costliest.key()) {
                 const int32_t to = cheapest.index();
                 improved = to != from && exchange(batches_[from], batches_[to], -costliest.key());
                 if (improved) {
@@ -66,7 +66,7 @@ public:
                     update(to);
                 } else {
                     tried.push_back(to);
-                    cheapest.set(to, Tournament::out);
+                    cheapest.set(to, Tournament::OUT);
                 }
             }
             for (const int32_t bin : tried) update(bin);
@@ -78,7 +78,7 @@ public:
         return bin_of;
     }
 
-private:
+  private:
     // The batch's cost without one member and with another item (-1: none).
     double cost(const Batch &batch, int32_t without, int32_t with) const {
         double sum = batch.sum;
@@ -102,7 +102,7 @@ private:
     bool exchange(Batch &heavy, Batch &light, double limit) {
         double best = limit;
         int32_t give = -1, take = -1;
-        const bool pairs = heavy.members.size() * light.members.size() <= most_pairs;
+        const bool pairs = heavy.members.size() * light.members.size() <= MOST_PAIRS;
         for (const int32_t given : heavy.members) {
             poll_(pairs ? 1 + static_cast<int64_t>(light.members.size()) : 1);
             const auto consider = [&](int32_t taken) {

@@ -16,20 +16,13 @@ namespace interlace {
 
 namespace {
 
-constexpr int64_t steps_between_looks = 1 << 16;  // at the clock
+constexpr int64_t STEPS_BETWEEN_LOOKS = 1 << 16;  // at the clock
 
 class Search {
-public:
+  public:
     Search(const std::vector<double> &weights, std::vector<int32_t> order, int64_t bins, int64_t capacity)
-        : weights_(weights),
-          order_(std::move(order)),
-          bins_(bins),
-          capacity_(capacity),
-          whole_(exactly_whole(weights)),
-          left_(weights.size() + 1, 0.0),
-          loads_(bins, 0.0),
-          items_(bins, 0),
-          frames_(weights.size()) {
+        : weights_(weights), order_(std::move(order)), bins_(bins), capacity_(capacity), whole_(exactly_whole(weights)),
+          left_(weights.size() + 1, 0.0), loads_(bins, 0.0), items_(bins, 0), frames_(weights.size()) {
         for (size_t depth = weights.size(); depth-- > 0;) left_[depth] = left_[depth + 1] + weights_[order_[depth]];
     }
 
@@ -44,7 +37,7 @@ public:
         frames_[0] = {};
         int64_t nodes = most_nodes, steps = 0;
         while (nodes > 0) {
-            if ((steps += bins_) >= steps_between_looks) {
+            if ((steps += bins_) >= STEPS_BETWEEN_LOOKS) {
                 steps = 0;
                 check_interrupt();
                 if (out_of_time()) throw OutOfTime{most_nodes - nodes, best.makespan, best.bound};
@@ -71,7 +64,7 @@ public:
         return false;
     }
 
-private:
+  private:
     struct Frame {
         int64_t bin = -1;   // where the item of this depth lies
         double before = 0;  // that bin's load without it

@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
@@ -15,8 +16,7 @@ double assignment_lower_bound(std::vector<double> weights, int64_t bins, int64_t
     std::vector<double> prefix(n + 1, 0.0);
     for (int64_t i = 0; i < n; ++i) prefix[i + 1] = prefix[i] + weights[i];
     double bound = prefix[n] / static_cast<double>(bins);
-    constexpr double exact_integers = 9007199254740992.0;  // 2^53
-    const bool whole = prefix[n] < exact_integers &&
+    const bool whole = prefix[n] < EXACT_INTEGERS &&
                        std::all_of(weights.begin(), weights.end(), [](double w) { return w == std::floor(w); });
     if (whole) bound = std::ceil(bound);
 

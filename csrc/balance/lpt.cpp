@@ -15,7 +15,7 @@ std::vector<int32_t> lpt(const std::vector<double> &weights, const std::vector<i
         poll();
         const int32_t bin = lightest.index();
         bin_of[item] = bin;
-        lightest.set(bin, ++items[bin] == capacity ? Tournament::out : lightest.key() + weights[item]);
+        lightest.set(bin, ++items[bin] == capacity ? Tournament::OUT : lightest.key() + weights[item]);
     }
     return bin_of;
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "balance/refine.h"
 #include "balance/tournament.h"
@@ -12,8 +11,8 @@ namespace interlace {
 
 namespace {
 
-constexpr int partners = 8;
-constexpr int64_t most_samples = 1'000'000;  // that are looked up in all: some milliseconds
+constexpr int PARTNERS = 8;
+constexpr int64_t MOST_SAMPLES = 1'000'000;  // that are looked up in all: some milliseconds
 
 struct Microbatch {
     std::vector<int32_t> samples;  // by rising LLM cost, then number
@@ -21,14 +20,10 @@ struct Microbatch {
 };
 
 class LlmBalance {
-public:
+  public:
     LlmBalance(const std::vector<double> &encoder, const std::vector<double> &llm,
                const std::vector<int32_t> &microbatch_of, int64_t count, double most_encoder)
-        : encoder_(encoder),
-          llm_(llm),
-          microbatches_(count),
-          heaviest_(count, 0.0),
-          lightest_(count, 0.0),
+        : encoder_(encoder), llm_(llm), microbatches_(count), heaviest_(count, 0.0), lightest_(count, 0.0),
           most_encoder_(most_encoder) {
         for (size_t i = 0; i < encoder.size(); ++i)
             microbatches_[microbatch_of[i]].samples.push_back(static_cast<int32_t>(i));
@@ -44,17 +39,17 @@ public:
         const int64_t count = static_cast<int64_t>(microbatches_.size());
         double total = 0.0;
         for (const double cost : llm_) total += cost;
-        const double enough = total / static_cast<double>(count) * good_enough;
+        const double enough = total / static_cast<double>(count) * GOOD_ENOUGH;
         for (int64_t m = 0; m < count; ++m) {
             poll_();
             update(m);
         }
         // A microbatch that nobody can relieve is left to deferral; the next one may still be relieved.
-        while (heaviest_.key() != Tournament::out && -heaviest_.key() > enough && looked_up_ < most_samples) {
+        while (heaviest_.key() != Tournament::OUT && -heaviest_.key() > enough && looked_up_ < MOST_SAMPLES) {
             const int64_t from = heaviest_.index();
             std::vector<int64_t> tried;
             bool relieved = false;
-            while (!relieved && static_cast<int>(tried.size()) < partners &&
+            while (!relieved && static_cast<int>(tried.size()) < PARTNERS &&
                    lightest_.key() < microbatches_[from].llm) {
                 const int64_t to = lightest_.index();
                 relieved = exchange(microbatches_[from], microbatches_[to]);
@@ -63,11 +58,11 @@ public:
                     update(to);
                 } else {
                     tried.push_back(to);
-                    lightest_.set(to, Tournament::out);
+                    lightest_.set(to, Tournament::OUT);
                 }
             }
             for (const int64_t m : tried) lightest_.set(m, microbatches_[m].llm);
-            if (!relieved) heaviest_.set(from, Tournament::out);
+            if (!relieved) heaviest_.set(from, Tournament::OUT);
         }
     }
 
@@ -78,7 +73,7 @@ public:
         return result;
     }
 
-private:
+  private:
     // Summed afresh: no drift over many steps.
     void weigh(Microbatch &each) const {
         each.encoder = each.llm = 0.0;

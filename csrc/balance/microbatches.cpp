@@ -18,17 +18,16 @@ namespace interlace {
 
 namespace {
 
-constexpr double near = 1.001;                 // an overload that needs no second try
-constexpr int64_t buckets = int64_t{1} << 14;  // of an overloaded microbatch whose costs are no whole numbers
+constexpr double NEAR = 1.001;                 // an overload that needs no second try
+constexpr int64_t BUCKETS = int64_t{1} << 14;  // of an overloaded microbatch whose costs are no whole numbers
 
 double sum(const std::vector<double> &values) { return std::accumulate(values.begin(), values.end(), 0.0); }
 
 // The sums that subsets of one overloaded microbatch can have, near the transfers that are asked for.
 class Transfers {
-public:
+  public:
     Transfers(const std::vector<double> &costs, const std::vector<double> &targets, bool chosen)
-        : costs_(costs), units_(to_units(costs, 0.0, buckets)),
-          usable_(units_.unit > 0.0 && units_.total > 0),
+        : costs_(costs), units_(to_units(costs, 0.0, BUCKETS)), usable_(units_.unit > 0.0 && units_.total > 0),
           limit_(usable_ ? limit(*std::max_element(targets.begin(), targets.end())) : 0),
           // Whole numbers need no trace to know what a sum weighs, only to choose items once the partner is known.
           sums_(units_.counts, limit_, chosen || !units_.exact, ideals(targets)) {}
@@ -42,11 +41,9 @@ public:
     }
 
     // Needs `chosen`.
-    std::vector<int32_t> items(double target) const {
-        return sums_.items(nearest(target));
-    }
+    std::vector<int32_t> items(double target) const { return sums_.items(nearest(target)); }
 
-private:
+  private:
     const std::vector<double> &costs_;
     const Units units_;
     const bool usable_;
@@ -277,7 +274,7 @@ Deferral assign_microbatches(const std::vector<double> &encoder, const std::vect
     const double least_printed = pairing_bound(loads_of(llm, printed, count));
     Deferral best, plain;
     for (const double cap : {least, least + (most - least) / 4, most}) {
-        if (best.count > 0 && (least == most || overload(best) <= near)) break;
+        if (best.count > 0 && (least == most || overload(best) <= NEAR)) break;
         Deferral found = defer(encoder, llm, even_llm_loads(encoder, llm, even, count, cap), count);
         if (heaviest(found.llm_loads) > least_printed) {
             if (plain.count == 0) plain = defer(encoder, llm, printed, count);

@@ -17,7 +17,7 @@ struct Deferral {
     std::vector<int32_t> llm_of;        // per sample: the same or the one after it
     std::vector<double> encoder_loads;  // per microbatch
     std::vector<double> llm_loads;
-    double threshold = 0.0;             // of the bottleneck matching: the heaviest LLM microbatch
+    double threshold = 0.0;  // of the bottleneck matching: the heaviest LLM microbatch
 };
 
 // min(microbatches, floor(sum / max)) of the encoder costs, at least 1 and at most the number of samples.
@@ -37,8 +37,8 @@ Deferral assign_microbatches(const std::vector<double> &encoder, const std::vect
                              bool as_printed);
 
 struct DeferralCosts {
-    std::vector<double> cost;     // [overloaded, underloaded]: the heavier of both after the transfer (equation 4.3)
-    std::vector<double> moved;    // [overloaded, underloaded]: what is transferred
+    std::vector<double> cost;   // [overloaded, underloaded]: the heavier of both after the transfer (equation 4.3)
+    std::vector<double> moved;  // [overloaded, underloaded]: what is transferred
 };
 
 // For every pair of an overloaded microbatch (its samples' LLM costs) and an underloaded one (its load): the subset

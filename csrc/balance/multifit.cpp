@@ -13,10 +13,10 @@ namespace {
 
 // The lowest bin that an item fits, by the least load of each half of the bins.
 class FirstFit {
-public:
+  public:
     explicit FirstFit(int64_t bins) {
         while (leaves_ < bins) leaves_ *= 2;
-        least_.assign(2 * leaves_, Tournament::out);
+        least_.assign(2 * leaves_, Tournament::OUT);
         std::fill_n(least_.begin() + leaves_, bins, 0.0);
         for (int64_t node = leaves_ - 1; node >= 1; --node)
             least_[node] = std::min(least_[2 * node], least_[2 * node + 1]);
@@ -37,7 +37,7 @@ public:
         for (node /= 2; node >= 1; node /= 2) least_[node] = std::min(least_[2 * node], least_[2 * node + 1]);
     }
 
-private:
+  private:
     int64_t leaves_ = 1;
     std::vector<double> least_;
 };
@@ -67,7 +67,7 @@ std::vector<int32_t> multifit(const std::vector<double> &weights, const std::vec
             packed = bin >= 0;
             if (!packed) break;
             trial[item] = static_cast<int32_t>(bin);
-            fit.set(bin, ++items[bin] == capacity ? Tournament::out : fit.load(bin) + weights[item]);
+            fit.set(bin, ++items[bin] == capacity ? Tournament::OUT : fit.load(bin) + weights[item]);
         }
         const double reached = packed ? makespan(weights, trial, bins) : high;
         if (packed && reached < high) {

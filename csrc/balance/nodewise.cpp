@@ -2,35 +2,29 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <numeric>
 #include <utility>
 
 #include "balance/order.h"
 #include "balance/tournament.h"
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int64_t most_wanted = 24;       // batches that an instance asks for in one step
-constexpr int64_t most_offers = 8;        // batches that its node offers for one of them
-constexpr int64_t patience = 200;         // steps without a better placement before the search goes back to the best
-constexpr int64_t most_work = 1'000'000;  // about as many entries of the volume are looked at: some 10 ms
-constexpr int64_t tenures[] = {8, 5, 3, 13, 2, 6, 10, 4};  // steps for which a moved batch stays, round by round
+constexpr int64_t MOST_WANTED = 24;       // batches that an instance asks for in one step
+constexpr int64_t MOST_OFFERS = 8;        // batches that its node offers for one of them
+constexpr int64_t PATIENCE = 200;         // steps without a better placement before the search goes back to the best
+constexpr int64_t MOST_WORK = 1'000'000;  // about as many entries of the volume are looked at: some 10 ms
+constexpr int64_t TENURES[] = {8, 5, 3, 13, 2, 6, 10, 4};  // steps for which a moved batch stays, round by round
 
 class Placement {
-public:
+  public:
     explicit Placement(const Volume &volume)
-        : volume_(volume),
-          c_(volume.per_node),
-          node_of_(volume.instances, -1),
-          held_(volume.instances, -1),
-          outside_(volume.row_sum),
-          level_(volume.instances, 0.0),
-          node_level_(volume.nodes(), 0.0),
+        : volume_(volume), c_(volume.per_node), node_of_(volume.instances, -1), held_(volume.instances, -1),
+          outside_(volume.row_sum), level_(volume.instances, 0.0), node_level_(volume.nodes(), 0.0),
           worst_(volume.instances, 0.0) {}
 
     // Batches to nodes by falling volume that they keep there.
@@ -77,7 +71,7 @@ public:
         std::vector<int32_t> best_node_of = node_of_, best_held = held_;
         double best = bottleneck();
         // More for nodes so large that a step is a long one.
-        const int64_t enough = most_work * std::clamp<int64_t>(c_ / 64, 1, 4);
+        const int64_t enough = MOST_WORK * std::clamp<int64_t>(c_ / 64, 1, 4);
         std::vector<int64_t> free_from(volume_.instances, 0);  // the step from which a batch may move again
         int64_t step = 0;
         for (size_t round = 0; best > bound && work_ < enough; ++round) {
@@ -90,8 +84,8 @@ public:
             limit_ = best;
             for (int64_t node = 0; node < volume_.nodes(); ++node) measure(node);
             work_ += 4 * volume_.instances;
-            const int64_t tenure = tenures[round % (sizeof tenures / sizeof *tenures)];
-            for (int64_t last = step; step < last + patience && best > bound && work_ < enough; ++step) {
+            const int64_t tenure = TENURES[round % (sizeof TENURES / sizeof *TENURES)];
+            for (int64_t last = step; step < last + PATIENCE && best > bound && work_ < enough; ++step) {
                 poll_(2 * c_ + 20);
                 work_ += 2 * c_ + 20;
                 const Exchange found = best_exchange(free_from, step);
@@ -143,7 +137,7 @@ public:
         return rank_of;
     }
 
-private:
+  private:
     // Exchanges a batch of the bottleneck's node for any other, so that a round does not end where the last one did.
     void shake() {
         const int64_t slot = worst_.index() / c_ * c_ + next_random(c_), with = next_random(volume_.instances);
@@ -160,7 +154,7 @@ private:
     struct Exchange {
         int64_t slot = -1;
         int32_t batch = -1;
-        double change = kInfinity;
+        double change = INF;
     };
 
     struct Part {
@@ -228,7 +222,7 @@ private:
         const auto larger = [](const Volume::Entry &a, const Volume::Entry &b) {
             return a.value != b.value ? a.value > b.value : a.other < b.other;
         };
-        const int64_t count = std::min<int64_t>(most_wanted, wanted_.size());
+        const int64_t count = std::min<int64_t>(MOST_WANTED, wanted_.size());
         std::partial_sort(wanted_.begin(), wanted_.begin() + count, wanted_.end(), larger);
         wanted_.resize(count);
     }
@@ -248,15 +242,15 @@ private:
             Offer offer = {slot, part(held_[slot], node), 0.0, 0.0};
             for (const Volume::Entry &entry : offer.here)
                 if (entry.other == instance) offer.own = entry.value;
-            if (c_ > most_offers) offer.loss = change(offer.here, {nullptr, nullptr});
+            if (c_ > MOST_OFFERS) offer.loss = change(offer.here, {nullptr, nullptr});
             offers_.push_back(offer);
         }
-        if (c_ <= most_offers) return;
+        if (c_ <= MOST_OFFERS) return;
         const auto cheaper = [](const Offer &a, const Offer &b) {
             return a.loss != b.loss ? a.loss < b.loss : a.slot < b.slot;
         };
-        std::partial_sort(offers_.begin(), offers_.begin() + most_offers, offers_.end(), cheaper);
-        offers_.resize(most_offers);
+        std::partial_sort(offers_.begin(), offers_.begin() + MOST_OFFERS, offers_.end(), cheaper);
+        offers_.resize(MOST_OFFERS);
     }
 
     Exchange best_exchange(const std::vector<int64_t> &free_from, int64_t step) {

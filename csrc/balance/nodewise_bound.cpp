@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <limits>
 
 #include "balance/nodewise.h"
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
@@ -17,12 +17,9 @@ namespace {
 // node:
 //     D = sum_i lambda_i row_sum[i] - sum_j p_j - sum_g (the c largest of max(0, sum_{i in g} lambda_i v[i, j] - p_j)).
 class Dual {
-public:
+  public:
     explicit Dual(const Volume &volume)
-        : volume_(volume),
-          score_(volume.instances, 0.0),
-          rows_(volume.instances),
-          columns_(volume.instances),
+        : volume_(volume), score_(volume.instances, 0.0), rows_(volume.instances), columns_(volume.instances),
           is_touched_(volume.instances, 0) {}
 
     // D, and its subgradient left in rows() and columns().
@@ -75,7 +72,7 @@ public:
     const std::vector<double> &rows() const { return rows_; }
     const std::vector<double> &columns() const { return columns_; }
 
-private:
+  private:
     const Volume &volume_;
     std::vector<double> score_, rows_, columns_;
     std::vector<int32_t> touched_;  // batches of which the node's instances hold some
@@ -117,7 +114,7 @@ double nodewise_bound(const Volume &volume, const std::vector<double> &sent, int
     for (int64_t i = 0; i < d; ++i) lambda[i] = sent[i] >= 0.97 * reached ? 1.0 : 0.0;
     project_to_simplex(lambda);
     best_lambda = lambda;
-    double pace = 1.0, climbed = -std::numeric_limits<double>::infinity();
+    double pace = 1.0, climbed = -INF;
     int64_t stale = 0;
     for (int64_t step = 0; step < iterations && best < reached * (1 - 1e-9); ++step) {
         const double value = dual.evaluate(lambda, price);

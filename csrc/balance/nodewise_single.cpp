@@ -10,8 +10,8 @@ namespace interlace {
 
 namespace {
 
-constexpr int64_t passes_per_effort = 20;
-constexpr int root_passes = 60, inner_passes = 6;  // of the multipliers, at the root of the tree and below
+constexpr int64_t PASSES_PER_EFFORT = 20;
+constexpr int ROOT_PASSES = 60, INNER_PASSES = 6;  // of the multipliers, at the root of the tree and below
 
 // Whether c batches can bring all instances of a node strictly below a limit, if the node may choose first.
 // Depth-first: the instance that has most to do, by what its best free batches could still do, must take one of its
@@ -20,7 +20,7 @@ constexpr int root_passes = 60, inner_passes = 6;  // of the multipliers, at the
 // climbed by subgradient steps from those of the branch before. Work is counted, so that the answer is the same
 // everywhere.
 class NodeSearch {
-public:
+  public:
     NodeSearch(const Volume &volume, int64_t node, int64_t budget) : c_(volume.per_node), budget_(budget) {
         std::vector<int64_t> known(volume.instances, -1);
         for (int64_t row = 0; row < c_; ++row) {
@@ -46,12 +46,12 @@ public:
         if (static_cast<int64_t>(held_.size()) * c_ > int64_t{1} << 16) return Answer::unknown;
         std::vector<double> excess(c_);
         for (int64_t row = 0; row < c_; ++row) excess[row] = sums_[row] - limit * (1 - 1e-9);
-        return search(excess, c_, root_passes);
+        return search(excess, c_, ROOT_PASSES);
     }
 
     int64_t left() const { return std::max<int64_t>(0, budget_); }
 
-private:
+  private:
     // The sum of the `count` largest of what the open batches do for one instance.
     double most(int64_t count, int64_t row) {
         poll_(1 + static_cast<int64_t>(held_.size()));
@@ -144,7 +144,7 @@ private:
                 continue;
             std::vector<double> left = excess;
             for (int64_t row = 0; row < c_; ++row) left[row] -= held_[batch][row];
-            answer = search(left, places - 1, inner_passes);
+            answer = search(left, places - 1, INNER_PASSES);
         }
         while (tried > 0) closed_[choices[--tried]] = 0;
         return answer;
@@ -178,7 +178,7 @@ int64_t batches_needed(const Volume &volume, int64_t instance, double limit) {
 double nodewise_single_bound(const Volume &volume, const std::vector<double> &sent, double bound, int64_t effort) {
     const double reached = *std::max_element(sent.begin(), sent.end());
     if (bound >= reached || effort == 0) return bound;
-    int64_t budget = passes_per_effort * std::min(effort, int64_t{1} << 40);
+    int64_t budget = PASSES_PER_EFFORT * std::min(effort, int64_t{1} << 40);
     std::vector<int64_t> nodes;
     std::vector<double> heaviest(volume.nodes(), 0.0);
     std::vector<int64_t> needed(volume.nodes(), 0);

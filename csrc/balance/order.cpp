@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
@@ -22,12 +23,12 @@ std::vector<int32_t> descending_order(const std::vector<double> &weights) {
         return order;
     }
 
-    constexpr int passes = 3;
-    constexpr std::array<int, passes> shift = {32, 42, 52};  // 10 + 10 + 11 bits: the sign bit is never set
-    constexpr std::array<int, passes> buckets = {1024, 1024, 2048};
+    constexpr int PASSES = 3;
+    constexpr std::array<int, PASSES> SHIFT = {32, 42, 52};  // 10 + 10 + 11 bits: the sign bit is never set
+    constexpr std::array<int, PASSES> BUCKETS = {1024, 1024, 2048};
     std::vector<uint64_t> keys(n), moved(n);
-    std::array<std::vector<uint32_t>, passes> starts;
-    for (int pass = 0; pass < passes; ++pass) starts[pass].assign(buckets[pass], 0);
+    std::array<std::vector<uint32_t>, PASSES> starts;
+    for (int pass = 0; pass < PASSES; ++pass) starts[pass].assign(BUCKETS[pass], 0);
     uint64_t lower = 0;
     check_interrupt();
     for (size_t i = 0; i < n; ++i) {
@@ -36,20 +37,20 @@ std::vector<int32_t> descending_order(const std::vector<double> &weights) {
         std::memcpy(&bits, &weight, sizeof bits);
         lower |= bits & UINT32_MAX;
         keys[i] = ((0x7FFFFFFFu - (bits >> 32)) << 32) | i;  // complement: the heaviest comes first
-        for (int pass = 0; pass < passes; ++pass) ++starts[pass][(keys[i] >> shift[pass]) & (buckets[pass] - 1)];
+        for (int pass = 0; pass < PASSES; ++pass) ++starts[pass][(keys[i] >> SHIFT[pass]) & (BUCKETS[pass] - 1)];
     }
-    for (int pass = 0; pass < passes; ++pass) {
+    for (int pass = 0; pass < PASSES; ++pass) {
         uint32_t *start = starts[pass].data();
-        const uint64_t mask = buckets[pass] - 1;
-        if (start[(keys[0] >> shift[pass]) & mask] == n) continue;  // one bucket holds all
+        const uint64_t mask = BUCKETS[pass] - 1;
+        if (start[(keys[0] >> SHIFT[pass]) & mask] == n) continue;  // one bucket holds all
         uint32_t sum = 0;
-        for (int b = 0; b < buckets[pass]; ++b) {
+        for (int b = 0; b < BUCKETS[pass]; ++b) {
             const uint32_t count = start[b];
             start[b] = sum;
             sum += count;
         }
         check_interrupt();
-        for (const uint64_t key : keys) moved[start[(key >> shift[pass]) & mask]++] = key;
+        for (const uint64_t key : keys) moved[start[(key >> SHIFT[pass]) & mask]++] = key;
         keys.swap(moved);
     }
     for (size_t i = 0; i < n; ++i) order[i] = static_cast<int32_t>(keys[i] & UINT32_MAX);
@@ -65,13 +66,12 @@ std::vector<int32_t> descending_order(const std::vector<double> &weights) {
 }
 
 bool exactly_whole(const std::vector<double> &weights) {
-    constexpr double exact_integers = 9007199254740992.0;  // 2^53
     double total = 0.0;
     for (const double weight : weights) {
         if (weight != std::floor(weight)) return false;
         total += weight;
     }
-    return total < exact_integers;
+    return total < EXACT_INTEGERS;
 }
 
 }  // namespace interlace

@@ -26,7 +26,7 @@ std::vector<int32_t> packed_batches(const std::vector<double> &lengths, const st
     const double bound = std::max(total / static_cast<double>(bins), costs[by_cost[0]]);
     if (least <= bound) return best;
     // Near the bound there is nothing to refine, but the print must not be better by what is left.
-    const bool near = least <= bound * good_enough;
+    const bool near = least <= bound * GOOD_ENOUGH;
     for (const std::vector<double> *key : {&lengths, &attention}) {
         std::vector<int32_t> candidate = lpt(*key, order, bins, n);
         if (!near) candidate = refine(costs, by_cost, std::move(candidate), bins, n);

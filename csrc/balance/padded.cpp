@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <queue>
 #include <utility>
 
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
@@ -33,7 +33,7 @@ struct Probe {
 // The longest runs under the limit, over costs by rising value.
 Probe runs_within(const Rising &rising, int64_t bins, double limit) {
     const int64_t n = rising.size();
-    Probe probe = {false, 0.0, std::numeric_limits<double>::infinity(), {0}};
+    Probe probe = {false, 0.0, INF, {0}};
     int64_t begin = 0;
     Poll poll;
     for (int64_t bin = 0; bin < bins && begin < n; ++bin) {
@@ -62,9 +62,7 @@ Probe runs_within(const Rising &rising, int64_t bins, double limit) {
 
 }  // namespace
 
-double batch_cost(double own, int64_t members, double padded) {
-    return own + static_cast<double>(members) * padded;
-}
+double batch_cost(double own, int64_t members, double padded) { return own + static_cast<double>(members) * padded; }
 
 std::vector<int32_t> padded_batches(const std::vector<double> &own, const std::vector<double> &padded,
                                     const std::vector<int32_t> &order, int64_t bins) {

@@ -11,7 +11,7 @@ namespace interlace {
 
 namespace {
 
-constexpr int partners = 8;
+constexpr int PARTNERS = 8;
 
 struct Item {
     double weight;
@@ -24,7 +24,7 @@ using Items = std::vector<Item>;  // one group of one bin, by falling weight
 
 // The exchange that shifts nearest to half the difference of two loads; a negative position stands for no item.
 struct Exchange {
-    double miss = Tournament::out;  // |shift - half|
+    double miss = Tournament::OUT;  // |shift - half|
     double shift = 0.0;
     int64_t give = -1, take = -1, group = -1;
 };
@@ -70,7 +70,7 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
     const double heaviest_before = *std::max_element(loads.begin(), loads.end());
     double bound = std::max(total / static_cast<double>(bins), weights[order[0]]);
     if (exactly_whole(weights)) bound = std::ceil(bound);
-    const double enough = bound * good_enough;
+    const double enough = bound * GOOD_ENOUGH;
     if (heaviest_before <= enough) return bin_of;
 
     const int64_t row_length = static_cast<int64_t>(weights.size()) / groups;
@@ -106,10 +106,10 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
         if (loads[from] <= enough) break;
         std::vector<int32_t> tried;
         bool improved = false;
-        while (!improved && static_cast<int>(tried.size()) < partners) {
+        while (!improved && static_cast<int>(tried.size()) < PARTNERS) {
             const int32_t to = lightest.index();
             const double difference = loads[from] - loads[to];
-            if (lightest.key() == Tournament::out || !(difference > 0)) break;
+            if (lightest.key() == Tournament::OUT || !(difference > 0)) break;
             Exchange best;
             list(from);
             list(to);
@@ -141,7 +141,7 @@ std::vector<int32_t> refine(const std::vector<double> &weights, const std::vecto
                 }
             } else {
                 tried.push_back(to);
-                lightest.set(to, Tournament::out);
+                lightest.set(to, Tournament::OUT);
             }
         }
         for (const int32_t bin : tried) lightest.set(bin, loads[bin]);

@@ -6,11 +6,11 @@
 namespace interlace {
 
 // Where local search ends: this many times a lower bound is near enough.
-constexpr double good_enough = 1 + 1e-4;
+constexpr double GOOD_ENOUGH = 1 + 1e-4;
 
 // Lowers the heaviest bin of an assignment by local search: the heaviest bin gives one item, or exchanges one item,
 // with one of the lightest bins, whichever brings the two loads closest; again until no such step with any of the
-// `partners` lightest bins lowers the heaviest, or it is within `good_enough` of a lower bound. The result is never
+// `PARTNERS` lightest bins lowers the heaviest, or it is within `GOOD_ENOUGH` of a lower bound. The result is never
 // heavier than the input.
 //
 // order: descending_order(weights). groups, capacity: as in grouped_lpt (1 and the cap of a bin for plain items); only

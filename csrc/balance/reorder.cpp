@@ -3,11 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <map>
 #include <numeric>
 #include <unordered_map>
 #include <utility>
+
+#include "common/limits.h"
 
 namespace interlace {
 
@@ -210,20 +211,18 @@ std::vector<int32_t> reorder_as_printed(const PipelineCosts &costs) {
 double pipeline_bound(const PipelineCosts &costs) {
     const int64_t count = costs.microbatches, stages = costs.stages, ranks = costs.ranks;
     const double hop = ranks > 1 ? costs.transfer : 0.0;
-    constexpr double infinity = std::numeric_limits<double>::infinity();
     double bound = 0.0;
     Poll poll;
     for (int64_t k = 0; k < count; ++k) {
         double alone = 2.0 * hop * static_cast<double>(stages - 1);
-        for (int64_t s = 0; s < stages; ++s)
-            alone += costs.forward[k * stages + s] + costs.backward[k * stages + s];
+        for (int64_t s = 0; s < stages; ++s) alone += costs.forward[k * stages + s] + costs.backward[k * stages + s];
         bound = std::max(bound, alone);
     }
     for (int64_t rank = 0; rank < ranks; ++rank) {
         double work = 0.0;
         // The rank begins after some microbatch has come through the stages before it, and ends before another one (the
         // same, if there is no other) has gone back through them.
-        double first[2] = {infinity, infinity}, back[2] = {infinity, infinity};
+        double first[2] = {INF, INF}, back[2] = {INF, INF};
         int64_t first_of = -1, back_of = -1;
         for (int64_t k = 0; k < count; ++k) {
             poll(stages);
@@ -262,8 +261,7 @@ Reordered reorder_microbatches(const PipelineCosts &costs, int64_t evaluations) 
     const auto done = [&] { return best.evaluations >= evaluations || best.seconds <= best.bound * (1.0 + 1e-12); };
 
     std::vector<double> size(count, 0.0);
-    for (int64_t i = 0; i < count * costs.stages; ++i)
-        size[i / costs.stages] += costs.forward[i] + costs.backward[i];
+    for (int64_t i = 0; i < count * costs.stages; ++i) size[i / costs.stages] += costs.forward[i] + costs.backward[i];
     std::vector<int32_t> order(count);
     for (const int direction : {0, 1, -1}) {
         if (done()) break;

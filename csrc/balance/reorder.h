@@ -24,7 +24,7 @@ struct PipelineCosts {
 // The (interleaved) 1F1B lists of Megatron-LM (arXiv 2104.04473, section 2.2) with their SENDs and RECVs, and when they
 // finish if the pipeline takes the microbatches in some order. Interleaved: needs microbatches % ranks == 0.
 class OneForwardOneBackward {
-public:
+  public:
     explicit OneForwardOneBackward(const PipelineCosts &costs);
 
     // Seconds until the last rank finishes. An order shorter than the lists: the places behind it cost nothing.
@@ -35,7 +35,7 @@ public:
     // the gap before the first backward, which all places below `ranks` share.
     double interval(const std::vector<int32_t> &order);
 
-private:
+  private:
     const PipelineCosts costs_;
     std::vector<int64_t> offsets_;
     std::vector<int8_t> op_;

@@ -11,10 +11,10 @@ namespace interlace {
 
 namespace {
 
-constexpr int64_t most_bits = int64_t{1} << 26;   // 8 MB
-constexpr int64_t most_kept = int64_t{1} << 15;   // words of snapshots, 256 KB: stays in the cache
-constexpr int64_t most_words = int64_t{1} << 30;  // steps of 64 sums: about half a second
-constexpr int64_t default_buckets = int64_t{1} << 16;
+constexpr int64_t MOST_BITS = int64_t{1} << 26;   // 8 MB
+constexpr int64_t MOST_KEPT = int64_t{1} << 15;   // words of snapshots, 256 KB: stays in the cache
+constexpr int64_t MOST_WORDS = int64_t{1} << 30;  // steps of 64 sums: about half a second
+constexpr int64_t DEFAULT_BUCKETS = int64_t{1} << 16;
 
 // No standard function before C++20. value != 0.
 int lowest_bit(uint64_t value) { return __builtin_ctzll(value); }
@@ -37,14 +37,14 @@ Units to_units(const std::vector<double> &weights, double resolution, int64_t bu
         for (const double weight : weights) divisor = std::gcd(divisor, static_cast<int64_t>(weight));
         divisor = std::max<int64_t>(divisor, 1);
         result.total = static_cast<int64_t>(total) / divisor;
-        if (result.total <= most_bits && n * (result.total / 64 + 1) <= most_words) {
+        if (result.total <= MOST_BITS && n * (result.total / 64 + 1) <= MOST_WORDS) {
             result.unit = static_cast<double>(divisor);
             for (int64_t i = 0; i < n; ++i) result.counts[i] = static_cast<int64_t>(weights[i]) / divisor;
             return result;
         }
     }
     // Not more units than the table may have, whatever resolution was asked for.
-    const int64_t most = std::min(most_bits, most_words / n * 64);
+    const int64_t most = std::min(MOST_BITS, MOST_WORDS / n * 64);
     const double smallest = total / static_cast<double>(most);
     result.unit = std::max(resolution == 0.0 ? total / static_cast<double>(buckets) : resolution, smallest);
     result.exact = false;
@@ -60,12 +60,11 @@ Units to_units(const std::vector<double> &weights, double resolution, int64_t bu
 SubsetSums::SubsetSums(const std::vector<int64_t> &counts, int64_t limit, bool traced, std::vector<int64_t> wanted)
     : limit_(limit), counts_(counts), bits_(limit / 64 + 1, 0) {
     const int64_t n = static_cast<int64_t>(counts.size()), words = static_cast<int64_t>(bits_.size());
-    if (traced) stride_ = n * words / most_kept + 1;
+    if (traced) stride_ = n * words / MOST_KEPT + 1;
     std::vector<int32_t> order(counts.size());
     std::iota(order.begin(), order.end(), 0);
-    interruptible_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-        return counts[a] != counts[b] ? counts[a] < counts[b] : a < b;
-    });
+    interruptible_sort(order.begin(), order.end(),
+                       [&](int32_t a, int32_t b) { return counts[a] != counts[b] ? counts[a] < counts[b] : a < b; });
     bits_[0] = 1;
     const bool may_end = !wanted.empty();
     std::sort(wanted.begin(), wanted.end(), std::greater<int64_t>());
@@ -213,7 +212,7 @@ void polish(const std::vector<double> &weights, double target, std::vector<char>
 }  // namespace
 
 std::vector<int32_t> subset_sum(const std::vector<double> &weights, double target, double resolution) {
-    const Units units = to_units(weights, resolution, default_buckets);
+    const Units units = to_units(weights, resolution, DEFAULT_BUCKETS);
     const int64_t n = static_cast<int64_t>(weights.size());
     double total = 0.0;
     for (const double weight : weights) total += weight;

@@ -20,7 +20,7 @@ Units to_units(const std::vector<double> &weights, double resolution, int64_t bu
 // Which sums 0 .. limit subsets of whole numbers can have: one bit per sum, so that an item costs limit / 64 steps.
 // Items come in by rising size (ties: lower index), so that early ones touch few sums.
 class SubsetSums {
-public:
+  public:
     // traced: keep what `items` needs. wanted: the `ideal` sums of all targets that will be asked for; the work
     // ends when more items cannot bring any of them nearer, often after a few.
     SubsetSums(const std::vector<int64_t> &counts, int64_t limit, bool traced, std::vector<int64_t> wanted);
@@ -35,7 +35,7 @@ public:
     // Items, rising by index, that have this possible sum. Items that count 0 are never among them.
     std::vector<int32_t> items(int64_t sum) const;
 
-private:
+  private:
     using Bits = std::vector<uint64_t>;
 
     int64_t limit_;

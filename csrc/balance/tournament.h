@@ -2,8 +2,9 @@
 
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <vector>
+
+#include "common/limits.h"
 
 namespace interlace {
 
@@ -12,13 +13,13 @@ namespace interlace {
 // that depends on data, which beats a heap's pop and push several times over. Masks see to that: of a conditional
 // compilers make a branch, which is mispredicted at every other level where keys are fractions.
 class Tournament {
-public:
-    static constexpr double out = std::numeric_limits<double>::infinity();  // the key of an entry that left
+  public:
+    static constexpr double OUT = INF;  // the key of an entry that left
 
     Tournament(int64_t entries, double key) {
         while (leaves_ < entries) leaves_ *= 2;
         nodes_.resize(2 * leaves_);
-        const uint64_t first = ordered(key), none = ordered(out);
+        const uint64_t first = ordered(key), none = ordered(OUT);
         for (int64_t i = 0; i < leaves_; ++i) nodes_[leaves_ + i] = {i < entries ? first : none, i};
         for (int64_t node = leaves_ - 1; node >= 1; --node) {
             const Node &left = nodes_[2 * node], &right = nodes_[2 * node + 1];
@@ -45,7 +46,7 @@ public:
         }
     }
 
-private:
+  private:
     struct Node {
         uint64_t key;
         int64_t index;

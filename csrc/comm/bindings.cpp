@@ -29,9 +29,7 @@ uint64_t load(const py::array &flags, int64_t index) { return flag_load(flag_at(
 
 void store(const py::array &flags, int64_t index, uint64_t value) { flag_store(flag_at(flags, index), value); }
 
-uint64_t add(const py::array &flags, int64_t index, uint64_t amount) {
-    return flag_add(flag_at(flags, index), amount);
-}
+uint64_t add(const py::array &flags, int64_t index, uint64_t amount) { return flag_add(flag_at(flags, index), amount); }
 
 bool wait_at_least(const py::array &flags, int64_t index, uint64_t value, double timeout) {
     const uint64_t *flag = flag_at(flags, index);

@@ -21,10 +21,10 @@ inline bool is_aligned(const py::array &array) {
     return (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;
 }
 
-// A C-contiguous array of T whose elements lie where the processor expects them: a copy, unless the array is one already.
+// A C-contiguous array of T whose elements lie where the processor expects them: a copy, unless the array is one
+// already.
 template <typename T>
-using Contiguous =
-    py::array_t<T, py::array::c_style | py::array::forcecast | py::detail::npy_api::NPY_ARRAY_ALIGNED_>;
+using Contiguous = py::array_t<T, py::array::c_style | py::array::forcecast | py::detail::npy_api::NPY_ARRAY_ALIGNED_>;
 
 inline std::string format_number(double value) { return py::str(py::float_(value)).cast<std::string>(); }
 inline std::string shape_of(const py::array &array) { return py::str(array.attr("shape")).cast<std::string>(); }
@@ -35,8 +35,8 @@ inline bool overflows(double total) { return !std::isfinite(total * 1.001); }
 
 // For loops over all items of an argument, which is read with the GIL: Ctrl-C ends them too. item: counts from 0.
 inline void check_signals(int64_t item) {
-    constexpr int64_t every = 1 << 16;
-    if (item % every == every - 1 && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    constexpr int64_t EVERY = 1 << 16;
+    if (item % EVERY == EVERY - 1 && PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 // Before any copy: a broadcast array can name terabytes that nobody has.
@@ -48,7 +48,8 @@ inline void check_items(const py::array &array, const std::string &name) {
 inline void check_real(const py::array &array, const std::string &name) {
     const char kind = array.dtype().kind();
     if (kind != 'f' && kind != 'i' && kind != 'u')
-        throw py::value_error(name + " must be an array of real numbers (float or int), got dtype " + dtype_name(array));
+        throw py::value_error(name + " must be an array of real numbers (float or int), got dtype " +
+                              dtype_name(array));
 }
 
 // The items of a real array in C order. Integers above 2^53 are rounded.
@@ -67,8 +68,8 @@ inline void check_costs(const std::vector<double> &values, const std::string &na
         check_signals(static_cast<int64_t>(i));
         total += values[i];
         if (std::isfinite(values[i]) && values[i] >= 0) continue;
-        const std::string place = columns == 0 ? std::to_string(i)
-                                               : std::to_string(i / columns) + ", " + std::to_string(i % columns);
+        const std::string place =
+            columns == 0 ? std::to_string(i) : std::to_string(i / columns) + ", " + std::to_string(i % columns);
         throw py::value_error(name + "[" + place + "] is " + format_number(values[i]) +
                               ": values must be finite and not negative");
     }

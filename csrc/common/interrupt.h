@@ -10,13 +10,13 @@ namespace interlace {
 // What a call is asked for now and then while it runs. The bindings start one for each call (Interruptible, in
 // interruptible.h); where there is none, as in a worker thread, nothing is asked.
 class Watch {
-public:
+  public:
     explicit Watch(bool (*ask)());
     ~Watch();
     Watch(const Watch &) = delete;
     Watch &operator=(const Watch &) = delete;
 
-private:
+  private:
     friend void check_interrupt();
     bool (*ask_)();  // throws to end the call; false: not to be asked again
     std::chrono::steady_clock::time_point next_;
@@ -28,17 +28,17 @@ void check_interrupt();
 
 // check_interrupt for loops whose steps are too short for it: every 16,384 of them, steps of up to a microsecond.
 class Poll {
-public:
+  public:
     void operator()(int64_t steps = 1) {
         left_ -= steps;
         if (left_ > 0) return;
-        left_ = every;
+        left_ = EVERY;
         check_interrupt();
     }
 
-private:
-    static constexpr int64_t every = 1 << 14;
-    int64_t left_ = every;
+  private:
+    static constexpr int64_t EVERY = 1 << 14;
+    int64_t left_ = EVERY;
 };
 
 // std::sort; where that takes long, its comparisons are counted.

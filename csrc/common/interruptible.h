@@ -9,10 +9,10 @@ namespace interlace {
 
 // Releases the GIL, and lets Python's signal handlers run now and then: Ctrl-C ends the call with KeyboardInterrupt.
 class Interruptible {
-public:
+  public:
     Interruptible() : watch_(&handle_signals) {}
 
-private:
+  private:
     // Python runs handlers in its main thread only: a call in another need not take the GIL again.
     static bool handle_signals() {
         const pybind11::gil_scoped_acquire acquire;

@@ -13,9 +13,9 @@ namespace interlace {
 
 namespace {
 
-constexpr int64_t kMost = 1 << 30;        // products of two such counts fit int64
-constexpr int64_t kMostStates = 1 << 26;  // of 16 bytes
-constexpr int64_t kMostSteps = 1 << 28;   // a second or two
+constexpr int64_t MOST = 1 << 30;         // products of two such counts fit int64
+constexpr int64_t MOST_STATES = 1 << 26;  // of 16 bytes
+constexpr int64_t MOST_STEPS = 1 << 28;   // a second or two
 
 void check_distinct(const std::vector<int64_t> &values, const std::string &name) {
     std::set<int64_t> seen;
@@ -29,7 +29,7 @@ py::tuple pipeline_template(const py::array &costs, const py::array &widths, int
     const Matrix matrix = read_matrix(costs, "costs");
     checked_count(nodes, "nodes", 1, 1 << 20);
     checked_count(gpus, "gpus_per_node", 1, 1 << 10);
-    checked_count(per_stage, "microbatches_per_stage", 1, kMost);
+    checked_count(per_stage, "microbatches_per_stage", 1, MOST);
     const std::vector<int64_t> each = read_some_integers(widths, "widths", 1, gpus);
     check_distinct(each, "widths");
     if (static_cast<int64_t>(each.size()) != matrix.columns)
@@ -40,10 +40,10 @@ py::tuple pipeline_template(const py::array &costs, const py::array &widths, int
                               " nodes: a stage lies within one node, so use at most " + std::to_string(matrix.rows));
     // Of the tables: layers placed by GPUs used, and the costs that stages can have.
     const int64_t states = (nodes * gpus + 1) * (matrix.rows + 1);
-    if (states > kMostStates || matrix.rows * matrix.columns > kMostStates / (matrix.rows - nodes + 1))
+    if (states > MOST_STATES || matrix.rows * matrix.columns > MOST_STATES / (matrix.rows - nodes + 1))
         throw py::value_error(std::to_string(matrix.rows) + " layers on " + std::to_string(nodes * gpus) +
                               " GPUs are more than 2^26 states: merge layers");
-    if (states * matrix.columns > kMostSteps)
+    if (states * matrix.columns > MOST_STEPS)
         throw py::value_error(std::to_string(matrix.rows) + " layers on " + std::to_string(nodes * gpus) +
                               " GPUs with " + std::to_string(matrix.columns) +
                               " widths are more than 2^28 steps for each of some 50 passes: merge layers or allow " +
@@ -66,9 +66,9 @@ py::tuple pipeline_template(const py::array &costs, const py::array &widths, int
 py::tuple instantiate(const py::array &node_counts, const py::array &times, int64_t nodes, int64_t pipelines,
                       int64_t microbatches) {
     checked_count(nodes, "nodes", 1, 1 << 14);
-    checked_count(microbatches, "microbatches", 1, kMost);
-    checked_count(pipelines, "pipelines", 1, kMost);
-    const std::vector<int64_t> sizes = read_some_integers(node_counts, "node_counts", 1, kMost);
+    checked_count(microbatches, "microbatches", 1, MOST);
+    checked_count(pipelines, "pipelines", 1, MOST);
+    const std::vector<int64_t> sizes = read_some_integers(node_counts, "node_counts", 1, MOST);
     check_distinct(sizes, "node_counts");
     const std::vector<double> each = read_positive(times, "times");
     if (each.size() != sizes.size())
@@ -91,7 +91,7 @@ py::tuple instantiate(const py::array &node_counts, const py::array &times, int6
 
 py::array_t<int64_t> split_batch(const py::array &times, int64_t microbatches, bool variance) {
     const std::vector<double> each = read_positive(times, "times");
-    checked_count(microbatches, "microbatches", 1, kMost);
+    checked_count(microbatches, "microbatches", 1, MOST);
     if (microbatches < static_cast<int64_t>(each.size()))
         throw py::value_error("cannot split " + std::to_string(microbatches) + " microbatches over " +
                               std::to_string(each.size()) + " pipelines: each needs one, so use a batch of at least " +

@@ -32,8 +32,8 @@ py::tuple orchestrate(const py::array &forward, const py::array &layers, const p
     if (overflows(largest * static_cast<double>(times.rows) * std::pow(static_cast<double>(batch), 2) * (1 << 24)))
         throw py::value_error("the time of a batch overflows: use a larger unit than for forward times of " +
                               format_number(largest));
-    const OrchestrationLimits limits{gpus, batch, vpp, gpu_memory, read_link(stage_link, "stage_link"),
-                                     read_link(data_link, "data_link")};
+    const OrchestrationLimits limits{
+        gpus, batch, vpp, gpu_memory, read_link(stage_link, "stage_link"), read_link(data_link, "data_link")};
     const double most = *std::max_element(memory.values.begin(), memory.values.end()) * static_cast<double>(batch);
     for (const LinkCost &link : {limits.stage_link, limits.data_link})
         if (overflows(link.transfer(most) * static_cast<double>(times.rows) * (1 << 25)))
@@ -42,8 +42,8 @@ py::tuple orchestrate(const py::array &forward, const py::array &layers, const p
     std::vector<OrchestratedModule> modules;
     for (int64_t m = 0; m < times.rows; ++m) {
         const double *row = &times.values[m * times.columns], *size = &memory.values[m * 5];
-        modules.push_back({std::vector<double>(row, row + times.columns), depth[m], size[0], size[1],
-                           size[2], size[3], size[4]});
+        modules.push_back(
+            {std::vector<double>(row, row + times.columns), depth[m], size[0], size[1], size[2], size[3], size[4]});
     }
     Orchestration best;
     {

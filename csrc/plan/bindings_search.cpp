@@ -9,8 +9,8 @@ namespace interlace {
 
 namespace {
 
-constexpr int64_t kMost = 1 << 24;
-constexpr double kMostStages = 1 << 26;  // of some 30 bytes
+constexpr int64_t MOST = 1 << 24;
+constexpr double MOST_STAGES = 1 << 26;  // of some 30 bytes
 
 // degrees [degrees, 2]: tp, cp; forward, backward [degrees, layers]; layers [6, layers]: weights, gradients, optimizer,
 // activations, input, reduces.
@@ -58,8 +58,8 @@ py::tuple search(const std::vector<ModuleArrays> &modules, int64_t gpus, int64_t
     std::vector<SearchedModule> read;
     for (size_t m = 0; m < modules.size(); ++m)
         read.push_back(read_module(modules[m], "modules[" + std::to_string(m) + "]"));
-    checked_count(gpus, "gpus", 1, kMost);
-    checked_count(batch, "batch", 1, kMost);
+    checked_count(gpus, "gpus", 1, MOST);
+    checked_count(batch, "batch", 1, MOST);
     checked_count(microbatch, "microbatch", 1, batch);
     if (!(gpu_memory > 0)) throw py::value_error("gpu_memory must be positive, got " + format_number(gpu_memory));
     for (size_t d = 0; d < dp.size(); ++d)
@@ -71,14 +71,22 @@ py::tuple search(const std::vector<ModuleArrays> &modules, int64_t gpus, int64_t
         const double deepest = static_cast<double>(std::min(module.layers(), gpus));
         stages += static_cast<double>(module.tp.size() * recompute.size()) * deepest * (deepest + 1);
     }
-    if (stages > kMostStages)
+    if (stages > MOST_STAGES)
         throw py::value_error("modules have options with " + format_number(stages) +
                               " stages in all, more than 2^26: merge layers, or give fewer (tp, cp)");
     check_shares(parallel, dp.size(), modules.size(), "parallel");
     check_shares(colocated, dp.size(), 2, "colocated");
-    SearchLimits limits{gpus, batch, microbatch, gpu_memory, read_link(stage_link, "stage_link"),
-                        read_link(tensor_link, "tensor_link"), read_link(data_link, "data_link"), dp,
-                        {recompute.begin(), recompute.end()}, parallel, colocated};
+    SearchLimits limits{gpus,
+                        batch,
+                        microbatch,
+                        gpu_memory,
+                        read_link(stage_link, "stage_link"),
+                        read_link(tensor_link, "tensor_link"),
+                        read_link(data_link, "data_link"),
+                        dp,
+                        {recompute.begin(), recompute.end()},
+                        parallel,
+                        colocated};
     SearchResult best;
     {
         const Interruptible call;

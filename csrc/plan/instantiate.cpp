@@ -4,13 +4,12 @@
 #include <limits>
 
 #include "common/interrupt.h"
+#include "common/limits.h"
 #include "plan/split_batch.h"
 
 namespace interlace {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // The most microbatches that a number of pipelines runs on 0 .. n nodes; minus infinity where none use just so many.
 // float where that holds all numbers of microbatches: it is compared twice as fast.
@@ -60,7 +59,7 @@ Row<Value> beside_one(const Row<Value> &a, const std::vector<Item<Value>> &items
 // squaring where that is less work.
 template <typename Value>
 class Power {
-public:
+  public:
     Power(const std::vector<Item<Value>> &items, int64_t nodes, int64_t count, bool or_fewer, Value most)
         : items_(items), or_fewer_(or_fewer), most_(most) {
         Row<Value> none(nodes + 1, -std::numeric_limits<Value>::infinity());
@@ -84,7 +83,7 @@ public:
     // Adds the pipelines that reach runs()[node] to the counts.
     void take(int64_t node, std::vector<int32_t> &counts) const { take(rows_.size() - 1, node, counts); }
 
-private:
+  private:
     void add_one() {
         rows_.push_back(beside_one(rows_.back(), items_, or_fewer_, most_));
         squared_.push_back(0);
@@ -124,14 +123,10 @@ private:
 
 template <typename Value>
 class Search {
-public:
+  public:
     Search(const std::vector<int64_t> &sizes, const std::vector<double> &times, int64_t nodes, int64_t pipelines,
            int64_t microbatches)
-        : sizes_(sizes),
-          times_(times),
-          nodes_(nodes),
-          pipelines_(pipelines),
-          microbatches_(microbatches),
+        : sizes_(sizes), times_(times), nodes_(nodes), pipelines_(pipelines), microbatches_(microbatches),
           most_(static_cast<Value>(microbatches)) {}
 
     Instantiation solve() {
@@ -150,11 +145,11 @@ public:
         return best_;
     }
 
-private:
+  private:
     // Probes; if that fails, low becomes the next time at which some template runs one more.
     void narrow(double limit, double &low) {
         if (probe(limit)) return;
-        low = kInfinity;
+        low = INF;
         for (size_t j = 0; j < times_.size(); ++j)
             if (runs_[j] < microbatches_) low = std::min(low, static_cast<double>(runs_[j] + 1) * times_[j]);
     }
@@ -241,7 +236,7 @@ private:
     const std::vector<double> &times_;
     const int64_t nodes_, pipelines_, microbatches_;
     const Value most_;
-    Instantiation best_{{}, {}, kInfinity};
+    Instantiation best_{{}, {}, INF};
     std::vector<int64_t> runs_;
     std::vector<int32_t> last_;
 };
@@ -250,9 +245,8 @@ private:
 
 Instantiation best_instantiation(const std::vector<int64_t> &sizes, const std::vector<double> &times, int64_t nodes,
                                  int64_t pipelines, int64_t microbatches) {
-    if (pipelines > microbatches) return {{}, {}, kInfinity};
-    if (microbatches <= int64_t{1} << 23)
-        return Search<float>(sizes, times, nodes, pipelines, microbatches).solve();
+    if (pipelines > microbatches) return {{}, {}, INF};
+    if (microbatches <= int64_t{1} << 23) return Search<float>(sizes, times, nodes, pipelines, microbatches).solve();
     return Search<double>(sizes, times, nodes, pipelines, microbatches).solve();
 }
 

@@ -2,15 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 std::vector<int64_t> divisors(int64_t value) {
     std::vector<int64_t> low, high;
@@ -25,21 +23,21 @@ std::vector<int64_t> divisors(int64_t value) {
 
 // One choice of tensor and data parallelism for a module, given the backbone's DP.
 struct Choice {
-    size_t tp;             // index
-    int64_t dp, samples;   // replicas; samples of a microbatch on the one that has most
-    double warm;           // T * PP: one microbatch through the module
-    double work;           // GPU time per microbatch: warm * tp * dp
-    double sent;           // bytes of a microbatch from each GPU of a stage to the next
-    double hop;            // seconds of that
-    double least;          // T_warm and T_PP with the fewest stages, as far as they are this module's own
-    double least_sum;      // seconds of a gradient sum with the most stages
+    size_t tp;            // index
+    int64_t dp, samples;  // replicas; samples of a microbatch on the one that has most
+    double warm;          // T * PP: one microbatch through the module
+    double work;          // GPU time per microbatch: warm * tp * dp
+    double sent;          // bytes of a microbatch from each GPU of a stage to the next
+    double hop;           // seconds of that
+    double least;         // T_warm and T_PP with the fewest stages, as far as they are this module's own
+    double least_sum;     // seconds of a gradient sum with the most stages
 };
 
 class Search {
-public:
+  public:
     Search(const std::vector<OrchestratedModule> &modules, size_t backbone, const std::vector<int64_t> &tp,
            const OrchestrationLimits &limits)
-        : modules_(modules), backbone_(backbone), tp_(tp), limits_(limits), best_{kInfinity, {}} {
+        : modules_(modules), backbone_(backbone), tp_(tp), limits_(limits), best_{INF, {}} {
         for (const OrchestratedModule &module : modules) {
             std::vector<int64_t> sizes;
             if (module.layers > 0) {
@@ -69,7 +67,7 @@ public:
         return best_;
     }
 
-private:
+  private:
     std::vector<Choice> choices(size_t m, int64_t dp) const {
         std::vector<Choice> found;
         for (size_t t = 0; t < tp_.size(); ++t) {
@@ -84,9 +82,8 @@ private:
             }
         }
         // The most promising first, so that good times are found early; ties by tensor-parallel size.
-        std::stable_sort(found.begin(), found.end(), [&](const Choice &a, const Choice &b) {
-            return promise(a) < promise(b);
-        });
+        std::stable_sort(found.begin(), found.end(),
+                         [&](const Choice &a, const Choice &b) { return promise(a) < promise(b); });
         return found;
     }
 
@@ -134,7 +131,7 @@ private:
         for (size_t later = m + 1; later < modules_.size(); ++later) {
             if (options_[later].empty()) return;
             rest += promise(options_[later].front());
-            double fewest = kInfinity;
+            double fewest = INF;
             for (const Choice &choice : options_[later]) fewest = std::min(fewest, choice.least);
             rest_least += fewest;
         }
@@ -162,7 +159,7 @@ private:
     // The smallest pipeline size whose stages are short enough for a time below the best, if all else takes `others`; 0
     // if there is none.
     int64_t stages_for(size_t m, double warm, double others) const {
-        if (microbatches_ == 1 || best_.time == kInfinity) return larger(m, 0);
+        if (microbatches_ == 1 || best_.time == INF) return larger(m, 0);
         const double stage = (best_.time - others) / static_cast<double>(microbatches_ - 1);
         const double needed = std::ceil(warm / stage * (1 - 1e-12));  // below the quotient for its rounding
         if (!(needed <= static_cast<double>(limits_.gpus)) || stage <= 0) return 0;
@@ -178,7 +175,7 @@ private:
     }
 
     bool memory_fits(size_t m, int64_t pp, int64_t downstream) const {
-        if (limits_.gpu_memory == kInfinity) return true;
+        if (limits_.gpu_memory == INF) return true;
         const int64_t depth = pp + downstream;
         double flight = static_cast<double>(depth);
         // Interleaving warms up 2 (depth - 1) + (vpp - 1) depth + 1 chunks of 1 / vpp of a stage each.
@@ -227,8 +224,8 @@ private:
             warm += chosen_[m].warm;
             if (m + 1 == modules_.size()) continue;
             const Choice &next = chosen_[m + 1];
-            const double taken = static_cast<double>(next.samples) * modules_[m].output_bytes /
-                                 static_cast<double>(tp_[next.tp]);
+            const double taken =
+                static_cast<double>(next.samples) * modules_[m].output_bytes / static_cast<double>(tp_[next.tp]);
             between += limits_.stage_link.transfer(std::max(chosen_[m].sent, taken));
         }
         return warm / static_cast<double>(limits_.vpp) + between;

@@ -38,11 +38,11 @@ struct OrchestrationLimits {
 // language model in modules; those before it feed it, those after it are fed by it.
 //
 // For given DP and TP sizes the warm-up is fixed and only the pipeline sizes remain. A limit on the slowest stage and
-// one on the slowest gradient sum leave smallest sizes, since both fall with the sizes, while GPUs, memory and transfers
-// ask for small ones. So it is enough to raise, from the smallest sizes that memory allows, the module of the slowest
-// sum, and from each of these states the module of the slowest stage, until the GPUs run out. Choices whose relaxed time
-// (equal work on all GPUs) is no better than the best found are skipped, as are those whose stages could be short enough
-// only on more GPUs than there are.
+// one on the slowest gradient sum leave smallest sizes, since both fall with the sizes, while GPUs, memory and
+// transfers ask for small ones. So it is enough to raise, from the smallest sizes that memory allows, the module of the
+// slowest sum, and from each of these states the module of the slowest stage, until the GPUs run out. Choices whose
+// relaxed time (equal work on all GPUs) is no better than the best found are skipped, as are those whose stages could
+// be short enough only on more GPUs than there are.
 Orchestration best_orchestration(const std::vector<OrchestratedModule> &modules, size_t backbone,
                                  const std::vector<int64_t> &tp, const OrchestrationLimits &limits);
 

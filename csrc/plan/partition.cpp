@@ -1,9 +1,9 @@
 #include "plan/partition.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
@@ -17,7 +17,7 @@ struct Probe {
 };
 
 class Row {
-public:
+  public:
     Row(const std::vector<double> &costs, int64_t parts, int64_t most)
         : n_(static_cast<int64_t>(costs.size())), parts_(parts), most_(most), prefix_(costs.size() + 1, 0.0) {
         for (int64_t i = 0; i < n_; ++i) prefix_[i + 1] = prefix_[i] + costs[i];
@@ -64,7 +64,7 @@ public:
         return cuts;
     }
 
-private:
+  private:
     double cost(int64_t start, int64_t end) const { return prefix_[end] - prefix_[start]; }
 
     int64_t furthest_end(int64_t start, double limit) const {
@@ -80,7 +80,7 @@ private:
     }
 
     Probe probe(double limit) const {
-        Probe result{false, 0.0, std::numeric_limits<double>::infinity()};
+        Probe result{false, 0.0, INF};
         for (int64_t part = 0, start = 0; part < parts_; ++part) {
             poll_();
             const int64_t end = furthest_end(start, limit);

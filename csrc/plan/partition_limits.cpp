@@ -2,15 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Interval {
     int64_t low, high;
@@ -18,7 +16,7 @@ struct Interval {
 
 // Largest of any range of a row, in O(1) after O(n log n).
 class RangeMax {
-public:
+  public:
     explicit RangeMax(const std::vector<double> &values) : levels_{values} {
         for (size_t width = 1; 2 * width <= values.size(); width *= 2) {
             const std::vector<double> &below = levels_.back();
@@ -34,7 +32,7 @@ public:
         return std::max(levels_[level][low], levels_[level][high + 1 - (int64_t{1} << level)]);
     }
 
-private:
+  private:
     std::vector<std::vector<double>> levels_;
 };
 
@@ -51,22 +49,16 @@ std::vector<double> differences(const std::vector<double> &sums) {
 }
 
 class Row {
-public:
+  public:
     Row(const std::vector<double> &costs, const std::vector<double> &memory, const std::vector<double> &limits,
         const std::vector<double> &speeds)
-        : n_(static_cast<int64_t>(costs.size())),
-          stages_(static_cast<int64_t>(speeds.size())),
-          cost_(prefix_sums(costs)),
-          memory_(prefix_sums(memory)),
-          limits_(limits),
-          speeds_(speeds),
-          costliest_(differences(cost_)),
-          largest_(differences(memory_)),
-          ends_(stages_) {}
+        : n_(static_cast<int64_t>(costs.size())), stages_(static_cast<int64_t>(speeds.size())),
+          cost_(prefix_sums(costs)), memory_(prefix_sums(memory)), limits_(limits), speeds_(speeds),
+          costliest_(differences(cost_)), largest_(differences(memory_)), ends_(stages_) {}
 
     std::vector<int32_t> solve() {
-        if (!probe(kInfinity)) return {};
-        double high = bottleneck(cuts(kInfinity)), speed = 0.0, fastest = 0.0;
+        if (!probe(INF)) return {};
+        double high = bottleneck(cuts(INF)), speed = 0.0, fastest = 0.0;
         for (const double each : speeds_) speed += each, fastest = std::max(fastest, each);
         // No bottleneck is below an equal share or the costliest layer where it is fastest; most are not far above.
         double low = std::max(cost_[n_] / speed * (1.0 - 1e-12), costliest_(0, n_ - 1) / fastest);
@@ -83,7 +75,7 @@ public:
         return cuts(high);
     }
 
-private:
+  private:
     double cost(int64_t stage, int64_t start, int64_t end) const {
         return (cost_[end] - cost_[start]) / speeds_[stage];
     }
@@ -124,7 +116,7 @@ private:
 
     // Whether all layers can be placed. ends_[s]: where stage s can end. next_: the least limit that changes any of it.
     bool probe(double limit) {
-        next_ = kInfinity;
+        next_ = INF;
         std::vector<Interval> starts{{0, 0}};
         for (int64_t stage = 0; stage < stages_; ++stage) {
             std::vector<Interval> &ends = ends_[stage];
@@ -199,7 +191,7 @@ private:
     std::vector<double> cost_, memory_, limits_, speeds_;
     RangeMax costliest_, largest_;
     std::vector<std::vector<Interval>> ends_;
-    double next_ = kInfinity;
+    double next_ = INF;
     Poll poll_;
 };
 

@@ -2,22 +2,20 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <queue>
 
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-constexpr int64_t few_stages = 24;  // per layer and width; measured
+constexpr int64_t FEW_STAGES = 24;  // per layer and width; measured
 
 // The least of the keys that came in last, of which the first ones leave; ties go to the one that came first.
 class SlidingMin {
-public:
+  public:
     explicit SlidingMin(int64_t places) : entries_(places) {}
 
     void clear() { first_ = last_ = 0; }
@@ -34,7 +32,7 @@ public:
         return first_ < last_ ? entries_[first_].place : -1;
     }
 
-private:
+  private:
     struct Entry {
         double key;
         int64_t place;
@@ -44,27 +42,16 @@ private:
 };
 
 class Planner {
-public:
+  public:
     Planner(const std::vector<double> &costs, int64_t layers, const std::vector<int64_t> &widths, int64_t nodes,
             int64_t gpus, int64_t per_stage)
-        : layers_(layers),
-          nodes_(nodes),
-          gpus_(gpus),
-          more_(static_cast<double>(per_stage - 1)),
-          widths_(widths),
-          prefix_(widths.size(), std::vector<double>(layers + 1, 0.0)),
-          before_((nodes * gpus + 1) * (layers + 1)),
-          after_(before_.size()),
-          ends_(widths.size(), {std::vector<int32_t>(layers), std::vector<int32_t>(layers)}),
-          past_(layers + 1),
-          now_(layers + 1),
-          slow_(layers + 1),
-          quick_(layers + 1),
-          low_(nodes * gpus + 1),
+        : layers_(layers), nodes_(nodes), gpus_(gpus), more_(static_cast<double>(per_stage - 1)), widths_(widths),
+          prefix_(widths.size(), std::vector<double>(layers + 1, 0.0)), before_((nodes * gpus + 1) * (layers + 1)),
+          after_(before_.size()), ends_(widths.size(), {std::vector<int32_t>(layers), std::vector<int32_t>(layers)}),
+          past_(layers + 1), now_(layers + 1), slow_(layers + 1), quick_(layers + 1), low_(nodes * gpus + 1),
           high_(nodes * gpus + 1) {
         for (size_t w = 0; w < widths.size(); ++w)
-            for (int64_t i = 0; i < layers; ++i)
-                prefix_[w][i + 1] = prefix_[w][i] + costs[i * widths.size() + w];
+            for (int64_t i = 0; i < layers; ++i) prefix_[w][i + 1] = prefix_[w][i] + costs[i * widths.size() + w];
         for (int64_t i = 0; i < layers; ++i)
             cheapest_ += *std::min_element(&costs[i * widths.size()], &costs[i * widths.size()] + widths.size());
         const int64_t most = layers - nodes + 1;  // every other node holds a layer at least
@@ -80,7 +67,7 @@ public:
     }
 
     PipelineTemplate solve() {
-        PipelineTemplate best{{}, {}, kInfinity};
+        PipelineTemplate best{{}, {}, INF};
         struct Interval {
             double bound;
             int64_t low, high;
@@ -108,7 +95,7 @@ public:
         return best;
     }
 
-private:
+  private:
     size_t at(int64_t gpu, int64_t layer) const { return gpu * (layers_ + 1) + layer; }
 
     // What no pipeline with such a slowest stage goes below: all layers where they are cheapest, and as few stages as
@@ -127,14 +114,14 @@ private:
 
     // Lower bound on T1 + T2 + T3 for slowest stages in low .. high; exact for low == high.
     double relax(double low, double high) {
-        std::fill(before_.begin(), before_.end(), kInfinity);
-        std::fill(after_.begin(), after_.end(), kInfinity);
+        std::fill(before_.begin(), before_.end(), INF);
+        std::fill(after_.begin(), after_.end(), INF);
         const int64_t all = nodes_ * gpus_;
         after_[at(all, layers_)] = 0.0;
         int64_t stages = 0;
         for (size_t w = 0; w < widths_.size(); ++w) stages += find_ends(w, low, high);
         // Both ways see the same stages; where a layer begins few of them, looking at each is faster.
-        const bool few = stages <= few_stages * layers_ * static_cast<int64_t>(widths_.size());
+        const bool few = stages <= FEW_STAGES * layers_ * static_cast<int64_t>(widths_.size());
         find_ranges();
         for (int64_t gpu = all - 1; gpu >= 0; --gpu) {
             for (size_t w = 0; w < widths_.size(); ++w) {
@@ -307,7 +294,7 @@ private:
 PipelineTemplate best_pipeline_template(const std::vector<double> &costs, int64_t layers,
                                         const std::vector<int64_t> &widths, int64_t nodes, int64_t gpus,
                                         int64_t per_stage) {
-    if (nodes > layers) return {{}, {}, kInfinity};
+    if (nodes > layers) return {{}, {}, INF};
     return Planner(costs, layers, widths, nodes, gpus, per_stage).solve();
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <map>
 #include <numeric>
 #include <stdexcept>
@@ -16,16 +15,14 @@ namespace interlace {
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 // One way to run a group, whatever the data parallelism.
 struct Option {
     int64_t tp, cp, pp;
     bool recompute;
     std::vector<std::vector<int32_t>> cuts;
-    double slowest = 0.0, fill = 0.0;  // the slowest stage; all stages once with the transfers between them
-    double gradients = 0.0;            // bytes of the stage that has most
-    double entry = 0.0;                // bytes that enter each rank of the first stage
+    double slowest = 0.0, fill = 0.0;            // the slowest stage; all stages once with the transfers between them
+    double gradients = 0.0;                      // bytes of the stage that has most
+    double entry = 0.0;                          // bytes that enter each rank of the first stage
     std::vector<double> fixed, optimizer, kept;  // bytes per stage; kept: per microbatch in flight
 
     int64_t gpus() const { return tp * cp * pp; }
@@ -36,7 +33,7 @@ bool any_backward(const double *backward, int64_t layers) {
 }
 
 class Options {
-public:
+  public:
     explicit Options(const SearchLimits &limits) : limits_(limits) {}
 
     // All options of the modules under one (tp, cp), pp and recompute each.
@@ -68,7 +65,7 @@ public:
         return found;
     }
 
-private:
+  private:
     // Forward and backward of each layer, the forward once more where it is recomputed, and what tensor parallelism
     // sums: as much for every forward and for the backward.
     std::vector<double> layer_times(const SearchedModule &module, size_t at, bool recompute) const {
@@ -125,8 +122,7 @@ private:
             option.fill += times[s];
             option.gradients = std::max(option.gradients, gradients[s]);
             if (recompute) option.fixed[s] += largest[s];  // of the layer that runs again
-            if (s > 0)
-                option.fill += limits_.stage_link.transfer(sent[s]) + limits_.stage_link.transfer(sent_back[s]);
+            if (s > 0) option.fill += limits_.stage_link.transfer(sent[s]) + limits_.stage_link.transfer(sent_back[s]);
         }
         return option;
     }
@@ -146,7 +142,7 @@ struct Candidate {
 };
 
 class Search {
-public:
+  public:
     Search(const std::vector<SearchedModule> &modules, const SearchLimits &limits) : limits_(limits) {
         const Options options(limits);
         const int64_t encoders = static_cast<int64_t>(modules.size()) - 1;
@@ -178,7 +174,7 @@ public:
         return std::move(best_);
     }
 
-private:
+  private:
     double peak(const Option &option, int64_t downstream) const {
         double most = 0.0;
         for (int64_t s = 0; s < option.pp; ++s) {

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <vector>
 
+#include "common/limits.h"
 #include "plan/link_cost.h"
 
 namespace interlace {
@@ -37,7 +37,7 @@ struct GroupConfiguration {
 };
 
 struct SearchResult {
-    double time = std::numeric_limits<double>::infinity();  // which means that nothing fits
+    double time = INF;  // which means that nothing fits
     int64_t dp = 0;
     bool colocated = false;
     std::vector<GroupConfiguration> groups;  // encoders, then the language model

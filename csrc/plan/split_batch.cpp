@@ -3,17 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <queue>
 #include <utility>
 
 #include "common/interrupt.h"
+#include "common/limits.h"
 
 namespace interlace {
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Adds or removes units one by one until the counts sum to `total`: the cheapest next unit comes, the dearest goes.
 // price(i, m) is what the m-th unit of pipeline i costs, and grows with m. No count falls below 1.
@@ -46,8 +44,8 @@ void settle(std::vector<int64_t> &counts, int64_t total, const std::function<dou
     }
 }
 
-// The value of `count(x)`'s argument below which a sum of counts that grows with x stays below `total`. To the last bit:
-// every unit that is missing then is a step of `settle`.
+// The value of `count(x)`'s argument below which a sum of counts that grows with x stays below `total`. To the last
+// bit: every unit that is missing then is a step of `settle`.
 double level(double low, double high, int64_t total, const std::function<int64_t(double)> &count) {
     while (true) {
         check_interrupt();
@@ -59,7 +57,7 @@ double level(double low, double high, int64_t total, const std::function<int64_t
 }
 
 class LeastVariance {
-public:
+  public:
     LeastVariance(const std::vector<double> &times, int64_t total) : times_(times), total_(total) {}
 
     std::vector<int64_t> solve() {
@@ -76,7 +74,7 @@ public:
         return best_counts_;
     }
 
-private:
+  private:
     // What the m-th unit of pipeline i adds to sum (N_i T_i - mu)^2.
     double price(size_t i, int64_t m, double mu) const {
         return times_[i] * (times_[i] * static_cast<double>(2 * m - 1) - 2.0 * mu);
@@ -131,7 +129,7 @@ private:
     // convex in it, and a line where it is known which N_i are 1. Those only become more, but for rounding.
     Relaxed relaxed(double mu) const {
         check_interrupt();
-        double lambda = kInfinity;
+        double lambda = INF;
         for (size_t least = 0; true;) {
             double sum = static_cast<double>(total_), slope = 0.0;
             size_t now = 0;
@@ -193,10 +191,10 @@ private:
         size_t giver = 0, taker = 0;
         bool found = false;
         while (true) {
-            double dearest = -kInfinity, cheapest = kInfinity;
+            double dearest = -INF, cheapest = INF;
             size_t from = 0, to = 0;
             for (size_t i = 0; i < times_.size(); ++i) {
-                const double last = counts_[i] > 1 ? price(i, counts_[i], right) : -kInfinity;
+                const double last = counts_[i] > 1 ? price(i, counts_[i], right) : -INF;
                 const double next = price(i, counts_[i] + 1, right);
                 if (last > dearest) dearest = last, from = i;
                 if (next < cheapest) cheapest = next, to = i;
@@ -204,7 +202,8 @@ private:
             if (!(dearest > cheapest) || !(times_[to] > times_[from])) break;
             const double a = times_[to], b = times_[from];
             const double cross = (a * a * static_cast<double>(2 * counts_[to] + 1) -
-                                  b * b * static_cast<double>(2 * counts_[from] - 1)) / (2.0 * (a - b));
+                                  b * b * static_cast<double>(2 * counts_[from] - 1)) /
+                                 (2.0 * (a - b));
             giver = from;
             taker = to;
             found = true;
@@ -221,7 +220,7 @@ private:
 
     const std::vector<double> &times_;
     int64_t total_;
-    double best_ = kInfinity;
+    double best_ = INF;
     std::vector<int64_t> counts_, best_counts_;
 };
 

@@ -14,9 +14,9 @@ std::vector<int64_t> split_min_max(const std::vector<double> &times, int64_t mic
 
 // The dissertation's eq. 2.6: least sum of squared differences from the mean pipeline time, exactly. For a fixed centre
 // mu instead of the mean the problem is separable and convex, so a greedy solves it, and the minimum over mu is the
-// minimum of eq. 2.6. The relaxation to real counts gives a mu to start from and bounds how far from it the best one can
-// lie, and a walk over the exchanges between these ends visits every candidate. The exchanges are many, and their sums
-// say little, where times differ by many orders of magnitude: at most 1e6 is assumed.
+// minimum of eq. 2.6. The relaxation to real counts gives a mu to start from and bounds how far from it the best one
+// can lie, and a walk over the exchanges between these ends visits every candidate. The exchanges are many, and their
+// sums say little, where times differ by many orders of magnitude: at most 1e6 is assumed.
 std::vector<int64_t> split_least_variance(const std::vector<double> &times, int64_t microbatches);
 
 // Largest m with m * time <= limit in double precision, at most `most`.

@@ -41,9 +41,9 @@ std::vector<double> read_numbers(const py::array &array, const std::string &name
 py::dict simulate(const py::array &offsets, const py::array &op, const py::array &stage, const py::array &microbatch,
                   const py::array &peer, const py::array &copies, const py::array &seconds, const py::array &transfer,
                   const py::array &memory, const py::array &scratch) {
-    constexpr int32_t most = std::numeric_limits<int32_t>::max();
+    constexpr int32_t MOST = std::numeric_limits<int32_t>::max();
     const int64_t n = op.size();
-    if (n > most) throw py::value_error("op has " + std::to_string(n) + " actions: more than int32 can index");
+    if (n > MOST) throw py::value_error("op has " + std::to_string(n) + " actions: more than int32 can index");
     const std::vector<int64_t> offsets_ = read_integers(offsets, "offsets", 0, n);
     if (offsets_.size() < 2 || offsets_.front() != 0 || offsets_.back() != n)
         throw py::value_error("offsets must run from 0 to the number of actions, " + std::to_string(n) +
@@ -56,7 +56,7 @@ py::dict simulate(const py::array &offsets, const py::array &op, const py::array
     const auto copies_ = read_as<int32_t>(copies, "copies", copies.size(), 1, ranks);
     const int64_t stages = static_cast<int64_t>(copies_.size());
     const auto stage_ = read_as<int32_t>(stage, "stage", n, 0, stages - 1);
-    const auto microbatch_ = read_as<int32_t>(microbatch, "microbatch", n, 0, most);
+    const auto microbatch_ = read_as<int32_t>(microbatch, "microbatch", n, 0, MOST);
     const auto peer_ = read_as<int32_t>(peer, "peer", n, -1, ranks - 1);
     for (int64_t i = 0; i < n; ++i) {
         const Op code = static_cast<Op>(op_[i]);

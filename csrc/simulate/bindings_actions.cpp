@@ -11,7 +11,7 @@ namespace interlace {
 namespace {
 
 class Reader {
-public:
+  public:
     explicit Reader(const py::tuple &ops) {
         for (const py::handle op : ops) ops_.push_back(op.ptr());
     }
@@ -59,7 +59,7 @@ public:
                   peer = interned("peer"), grad = interned("grad");
     py::dict modules;
 
-private:
+  private:
     static py::str interned(const char *name) {
         return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name));
     }

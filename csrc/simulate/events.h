@@ -40,7 +40,7 @@ struct ActionLists {
 // its peer and waits for it; a REDUCE_GRAD starts when all copies of its stage have reached it; anything else takes its
 // seconds. Since no choice is ever open, times do not depend on the order in which ranks are visited. O(actions).
 class EventSimulator {
-public:
+  public:
     // lists: checked (ops known, peers and stages in range). It must outlive the simulator.
     explicit EventSimulator(const ActionLists &lists);
 
@@ -54,14 +54,14 @@ public:
     // The actions in the order in which they ran.
     const std::vector<int64_t> &order() const { return order_; }
 
-private:
+  private:
     const ActionLists lists_;
-    std::vector<int32_t> link_;         // per action: its channel (SEND, RECV) or its barrier (REDUCE_GRAD)
-    std::vector<int64_t> first_;        // per channel: where its arrivals begin
-    std::vector<double> arrivals_;      // of all channels
-    std::vector<int64_t> sent_, taken_; // per channel
-    std::vector<char> awaited_;         // per channel: its receiver waits for it
-    std::vector<double> free_;          // per channel: when the link has delivered all it was given
+    std::vector<int32_t> link_;                  // per action: its channel (SEND, RECV) or its barrier (REDUCE_GRAD)
+    std::vector<int64_t> first_;                 // per channel: where its arrivals begin
+    std::vector<double> arrivals_;               // of all channels
+    std::vector<int64_t> sent_, taken_;          // per channel
+    std::vector<char> awaited_;                  // per channel: its receiver waits for it
+    std::vector<double> free_;                   // per channel: when the link has delivered all it was given
     std::vector<std::vector<int32_t>> members_;  // per barrier: ranks that have reached it
     std::vector<int32_t> needed_;                // per barrier
     std::vector<double> clocks_;

@@ -34,8 +34,9 @@ Replay::Replay(const ActionLists &lists) : clocks_(lists.ranks) {
         const Op op = static_cast<Op>(lists.op[action]);
         if (op == Op::reduce_grad) throw std::invalid_argument("a replay has no REDUCE_GRAD");
         if (op == Op::send) {
-            Channel &channel = channels.emplace(std::make_pair(rank, lists.peer[action]),
-                                                Channel{static_cast<int32_t>(channels.size()), {}})
+            Channel &channel = channels
+                                   .emplace(std::make_pair(rank, lists.peer[action]),
+                                            Channel{static_cast<int32_t>(channels.size()), {}})
                                    .first->second;
             channel.slots.push_back(slots);
             steps_.push_back({rank, -1, slots++, channel.link});

@@ -11,7 +11,7 @@ namespace interlace {
 // the actions once is valid for all costs, so a replay needs no queues and no waiting. The
 // arithmetic is that of EventSimulator. Only for lists without REDUCE_GRAD.
 class Replay {
-public:
+  public:
     // Throws std::invalid_argument if the lists deadlock or hold a REDUCE_GRAD.
     explicit Replay(const ActionLists &lists);
 
@@ -19,7 +19,7 @@ public:
     // filled for compute actions. No allocation.
     double makespan(const double *seconds, double transfer, double *finish = nullptr);
 
-private:
+  private:
     struct Step {
         int32_t rank;
         int32_t action;  // compute: whose seconds it takes; -1: it sends or receives

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan, bitfield_attention, reference
+from interlace.attention.backend import Attention, accumulate_dtype
 from interlace.attention.op import run_backward, run_forward
 from interlace.masks import BitfieldMask, word
 from tests.attention import cases
@@ -349,7 +350,7 @@ def test_reference_agrees_with_its_own_probabilities():
     """Weights of a row that sees something sum to one: attention over ones is one, else zero."""
     mask, keys = cases.masks()["empty rows"]
     q, k, v = cases.tensors(mask, keys, 2, 2, 4, torch.float32)
-    out, lse = reference.forward(q, k, torch.ones_like(v), AttentionPlan.build(mask), 0.5, None)
+    out, lse = reference.forward(Attention(q, k, torch.ones_like(v), AttentionPlan.build(mask), 0.5, None))
     torch.testing.assert_close(out[..., 0], (lse > -torch.inf).float())
 
 
@@ -395,6 +396,6 @@ def test_wide_key_gradients_are_the_others_before_rounding(backend, dtype, dim, 
     dq_too, *wide = run_backward(*arguments, wide=True)
     assert torch.equal(dq, dq_too)
     for one, other in zip(rounded, wide):
-        assert other.dtype == reference.accumulate_dtype(dtype) and one.dtype == dtype
+        assert other.dtype == accumulate_dtype(dtype) and one.dtype == dtype
         assert torch.equal(one, other.to(dtype))
         assert dtype.itemsize > 2 or not torch.equal(one.to(other.dtype), other)

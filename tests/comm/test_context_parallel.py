@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.attention_masks import MASKS
 from interlace.attention import AttentionPlan, bitfield_attention
+from interlace.attention.backend import accumulate_dtype
 from interlace.attention.op import run_backward, run_forward
-from interlace.attention.reference import accumulate_dtype
 from interlace.balance import TokenShards, distribute_tokens
 from interlace.comm import ContextParallelPlan, context_parallel_attention, run_local, shard, shard_mask, unshard
 from interlace.comm.context_parallel import LEAST_BYTES, _chunks

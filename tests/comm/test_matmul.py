@@ -319,13 +319,13 @@ def test_a_transport_that_is_closed_has_no_thread_left():
 
     def rank(group):
         all_gather_matmul(torch.ones(4, 2), [torch.ones(3, 2)], num_chunks=4, layout="remap")
-        lanes = [thread for thread in threading.enumerate() if thread.name.startswith("interlace-lane")]
+        sides = [thread for thread in threading.enumerate() if thread.name.startswith("interlace-copies")]
         group.barrier()
         group.close()
-        return group, lanes
+        return group, sides
 
     results = run_local(2, rank)
-    assert all(lanes for _, lanes in results)
+    assert all(sides for _, sides in results)
     assert not {thread for thread in threading.enumerate() if thread not in before}
     assert len({id(group) for group, _ in results}) == 2  # they are still there
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from interlace.comm import all_gather_matmul, matmul, matmul_reduce_scatter, pipeline, run_local, traced
+from interlace.comm import all_gather_matmul, matmul, matmul_reduce_scatter, overlap, run_local, traced
 from tests.comm.products import column, row
 
 HELD = 10.0  # seconds until something held back in vain is an error
@@ -130,14 +130,14 @@ def test_order_and_results_under_random_delays(operation, layout, monkeypatch):
         if delays.random() < 0.3:
             time.sleep(delays.random() * 2e-3)
 
-    multiply = pipeline.multiply
+    multiply = overlap.multiply
 
     def slow(*args):
         if delays.random() < 0.2:
             time.sleep(delays.random() * 2e-3)
         multiply(*args)
 
-    monkeypatch.setattr(pipeline, "multiply", slow)
+    monkeypatch.setattr(overlap, "multiply", slow)
     for seed in range(50):
         delays.seed(seed)
         world, chunks = delays.choice([2, 3, 4]), delays.randint(2, 6)
@@ -156,7 +156,7 @@ class Started:
         self.events: dict[tuple[int, str], threading.Event] = {}
         self.lock = threading.Lock()
         self.batches: dict[int, int] = {}
-        for module in (pipeline, matmul):
+        for module in (overlap, matmul):
             monkeypatch.setattr(module, "computing", self.computing)
 
     def event(self, rank, ending):
@@ -201,10 +201,10 @@ def test_the_last_remap_of_backward_runs_beside_the_weight_gradient(monkeypatch)
     chunks, world = 4, 2
     began = {rank: threading.Event() for rank in range(world)}
     waited: list[bool] = []
-    place = pipeline.Lane.run
-    jobs: dict[pipeline.Lane, int] = {}
+    place = overlap.SideStream.run
+    jobs: dict[overlap.SideStream, int] = {}
     lanes = {}
-    of, weight_gradient = pipeline.Lane.of, matmul._weight_gradient
+    of, weight_gradient = overlap.SideStream.of, matmul._weight_gradient
 
     def remember(transport):
         lanes[of(transport)] = transport.rank
@@ -227,8 +227,8 @@ def test_the_last_remap_of_backward_runs_beside_the_weight_gradient(monkeypatch)
         began[ranks.rank].set()
         return weight_gradient(grad, rows)
 
-    monkeypatch.setattr(pipeline.Lane, "of", staticmethod(remember))
-    monkeypatch.setattr(pipeline.Lane, "run", held)
+    monkeypatch.setattr(overlap.SideStream, "of", staticmethod(remember))
+    monkeypatch.setattr(overlap.SideStream, "run", held)
     monkeypatch.setattr(matmul, "_weight_gradient", computes)
     case = make("scatter", world)
 
@@ -251,12 +251,12 @@ def test_the_last_remap_of_backward_runs_beside_the_weight_gradient(monkeypatch)
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
 def test_a_buffer_rewritten_too_early_is_noticed(operation, monkeypatch):
     """The same run with slow consumers: right with the buffers' turns kept, wrong results and a wrong trace without."""
-    place = pipeline.Lane.run
+    place = overlap.SideStream.run
 
     def slowly(lane, function):
         return place(lane, lambda: (time.sleep(0.02), function()))
 
-    monkeypatch.setattr(pipeline.Lane, "run", slowly)
+    monkeypatch.setattr(overlap.SideStream, "run", slowly)
 
     def before(rank, what):
         if what == "take" and operation == "scatter":
@@ -268,7 +268,7 @@ def test_a_buffer_rewritten_too_early_is_noticed(operation, monkeypatch):
     for result in results:
         check_schedule(operation, result, 6, "remap")
 
-    class Hasty(pipeline.Turns):
+    class Hasty(overlap.BufferRing):
         """Waits for what used a buffer only at the end."""
 
         def take(self, i):
@@ -281,7 +281,7 @@ def test_a_buffer_rewritten_too_early_is_noticed(operation, monkeypatch):
             for _, consumed in self.late:
                 consumed()
 
-    monkeypatch.setattr(pipeline, "Turns", Hasty)
+    monkeypatch.setattr(overlap, "BufferRing", Hasty)
     results = run(operation, case, 6, "remap", before)
     assert not is_exact(operation, case, results)
     with pytest.raises(AssertionError):

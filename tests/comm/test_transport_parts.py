@@ -22,7 +22,7 @@ from torch import Tensor
 from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
 from interlace.comm import CommError, EmulatedTransport, Transport, all_gather_into_tensor, connect, run_local, traced
 from interlace.comm.transports import Copy, LocalHub, LocalTransport, shm
-from interlace.comm.transports.base import NO_ARGUMENTS, _Pulse, _QueuedTicket
+from interlace.comm.transports.base import NO_ARGUMENTS, _LastProgress, _QueuedTicket
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
 from interlace.comm.transports.meeting import Meeting
 from interlace.comm.transports.process_group import GlooTransport, NcclTransport
@@ -319,13 +319,13 @@ def test_long_texts_are_cut_for_display_but_compared_whole() -> None:
 
 
 def test_a_wait_lasts_as_long_as_batches_before_it_move() -> None:
-    pulse = _Pulse()
-    ticket = _QueuedTicket("a batch", -4.8, torch.device("cpu"), pulse)  # 0.2 s without a beat
+    progress = _LastProgress()
+    ticket = _QueuedTicket("a batch", -4.8, torch.device("cpu"), progress)  # 0.2 s without a beat
 
     def work() -> None:
         for _ in range(10):
             time.sleep(0.05)
-            pulse.beat()
+            progress.note()
         ticket.finished.set()
 
     thread = threading.Thread(target=work)
@@ -333,4 +333,4 @@ def test_a_wait_lasts_as_long_as_batches_before_it_move() -> None:
     ticket.wait()
     thread.join()
     with pytest.raises(CommError, match="a batch: nothing moved for"):
-        _QueuedTicket("a batch", -4.9, torch.device("cpu"), pulse).wait()
+        _QueuedTicket("a batch", -4.9, torch.device("cpu"), progress).wait()

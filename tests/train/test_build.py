@@ -19,8 +19,8 @@ from interlace.train import feed
 from interlace.train.build import architecture, build, build_plan, materialize, present
 from interlace.train.checkpoint import fingerprint
 from interlace.train.config import ConfigError
+from interlace.train.costs import flop_costs
 from interlace.train.feed import datasets, media_specs, prepare, report_left_out
-from interlace.train.planning import flop_costs
 from interlace.train.trainer import canonical_names
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

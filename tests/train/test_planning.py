@@ -11,7 +11,7 @@ from interlace.data import ByteTokenizer
 from interlace.plan import ParallelPlan, StagePlan
 from interlace.run import stage_graph
 from interlace.train.build import build, build_plan
-from interlace.train.planning import budget_lengths, flop_costs
+from interlace.train.costs import budget_lengths, flop_costs
 from tests.train.test_build import _build, _config
 
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from interlace import _core
+from interlace.attention.backend import Attention, accumulate_dtype
 from interlace.attention.plan import AttentionPlan
-from interlace.attention.reference import accumulate_dtype
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
@@ -39,11 +39,9 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] -> out [B, Hq, Tq, Dv], lse [B, Hq, Tq] (natural log;
-    -inf = empty row)."""
+def forward(job: Attention) -> tuple[Tensor, Tensor]:
+    """As backend.py says."""
+    q, k, v, plan, scale, softcap = job
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
     _core.attention_forward(
@@ -60,19 +58,10 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    softcap: float | None,
-    wide: bool = False,
+    job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse; wide: dk, dv as summed."""
+    """As backend.py says."""
+    q, k, v, plan, scale, softcap = job
     dq = torch.empty(q.shape, dtype=q.dtype)
     dk, dv = (torch.empty(x.shape, dtype=accumulate_dtype(x.dtype) if wide else x.dtype) for x in (k, v))
     _core.attention_backward(

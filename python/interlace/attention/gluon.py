@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from interlace.attention import triton as _triton
-from interlace.attention.plan import AttentionPlan
+from interlace.attention.backend import Attention
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 128
@@ -44,22 +44,21 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
     return _missing()
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, Tq, D], k and v [B, Hkv, Tk, D] -> out like q, lse fp32 [B, Hq, Tq] (natural log; -inf = empty row).
+def forward(job: Attention) -> tuple[Tensor, Tensor]:
+    """As backend.py says.
 
     TMA loads whole boxes: rows of keys that nobody sees are made zero before, in a copy of v.
     """
     from interlace.kernels.bitfield_gluon_launch import gluon_forward_calls, loadable
     from interlace.kernels.bitfield_launch import on_device, positive_scale
 
+    q, k, v, plan, scale, softcap = job
     if plan.block != BLOCK:
         raise ValueError(
             f"the plan has blocks of {plan.block} tokens; the Gluon kernel needs {BLOCK}: AttentionPlan.build(mask)"
         )
     if min(q.shape[0], q.shape[2], k.shape[2]) == 0:  # a TMA descriptor cannot describe an empty tensor
-        return _triton.forward(q, k, v, plan, scale, softcap)
+        return _triton.forward(job)
     q, scale = positive_scale(q, scale)
     v = v.masked_fill((plan.k_doc < 0)[:, None, :, None], 0.0)
     q, k, v = loadable(q), loadable(k), loadable(v)

@@ -44,9 +44,9 @@ from interlace.attention._hf_limits import Limits, limits_of
 from interlace.attention._hf_masks import Sides, Unknown
 from interlace.attention._hf_plans import cut, narrowed, packed_plan
 from interlace.attention._traced import interval_plan, whole_graph
+from interlace.attention.backend import accumulate_dtype
 from interlace.attention.op import bitfield_attention
 from interlace.attention.plan import AttentionPlan
-from interlace.attention.reference import accumulate_dtype
 
 __all__ = ["attention", "carrier", "current_plan", "make_mask", "register", "under_current_plan", "use_plan"]
 

@@ -1,7 +1,7 @@
 """bitfield_attention: the op that users call, as a torch.library custom op around the backends.
 
     bitfield_attention(q, k, v, mask) ── checks shapes, builds the plan if given a mask
-      ├─ _Eager, where nobody watches (below)
+      ├─ _Eager, for plain tensors in eager mode
       ├─ _transforms, under torch.func
       └─ interlace::bitfield_attention ── casts under autocast, picks the backend   (torch.compile sees one opaque node)
            └─ backend.forward
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from interlace.attention import _transforms
+from interlace.attention.backend import Attention, accumulate_dtype
 from interlace.attention.plan import AttentionPlan
-from interlace.attention.reference import accumulate_dtype
 from interlace.masks import BitfieldMask
 
 BACKENDS = ("reference", "cpu", "triton", "gluon")
@@ -81,7 +81,7 @@ def bitfield_attention(
         raise TypeError(f"mask must be a BitfieldMask or an AttentionPlan, got {type(mask).__name__}")
     plan.check(q.shape[0], q.shape[2], k.shape[2], q.device)
     numbers = check_options(q, scale, softcap, deterministic, backend)
-    if _nobody_watches(q, k, v):
+    if _is_plain_eager(q, k, v):
         out, lse = _Eager.apply(q, k, v, plan, *numbers)
     elif _transforms.transforming():
         out, lse = _transforms.attend(*cast_for_autocast(q, k, v), plan, *numbers)
@@ -196,7 +196,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse by `backend`, "" to choose; outside autograd, shapes unchecked."""
     check_dtypes(q, k, v)
-    out, lse = _choose(backend, q, v).forward(q, k, v, plan, scale, softcap)
+    out, lse = _choose(backend, q, v).forward(Attention(q, k, v, plan, scale, softcap))
     return out.contiguous(), lse.contiguous()
 
 
@@ -210,7 +210,7 @@ def run_backward(
     run = _choose(backend, q, v)
     repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
     backward = run.backward if repeatable else getattr(run, "atomic_backward", run.backward)
-    grads = backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, wide)
+    grads = backward(Attention(q, k, v, plan, scale, softcap), out, lse, dout, dlse, wide)
     dq, dk, dv = (grad.contiguous() for grad in grads)
     return dq, dk, dv
 
@@ -218,7 +218,7 @@ def run_backward(
 # ---------------------------------------------------------------------- eager mode
 
 
-def _nobody_watches(*tensors: Tensor) -> bool:
+def _is_plain_eager(*tensors: Tensor) -> bool:
     """Whether nothing needs to see the op as a node of its own: then torch.library's machinery can be left out."""
     device = tensors[0].device.type
     return (
@@ -255,10 +255,10 @@ class _Eager(torch.autograd.Function):
         _transforms.refuse_batched_gradients(dout, dlse)
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        watched = not _nobody_watches(q, k, v, *(grad for grad in (dout, dlse) if grad is not None))
+        special = not _is_plain_eager(q, k, v, *(grad for grad in (dout, dlse) if grad is not None))
         if _transforms.transforming():
             grads = _transforms.gradients(dout, dlse, q, k, v, out, lse, ctx.plan, *ctx.numbers)
-        elif watched or torch.is_grad_enabled():  # create_graph wants a second derivative: the op says it has none
+        elif special or torch.is_grad_enabled():  # create_graph wants a second derivative: the op says it has none
             plan = (ctx.plan.tensors(), ctx.plan.block, ctx.plan.sinks)
             grads = _backward(dout, dlse, q, k, v, out, lse, *plan, *ctx.numbers)
         else:

@@ -138,8 +138,8 @@ class AttentionPlan:
         plan = cls(
             block,
             mask.sinks,
-            lists.full_q_ptr, _room(lists.full_q_idx), lists.part_q_ptr, _room(lists.part_q_idx),
-            lists.full_k_ptr, _room(lists.full_k_idx), lists.part_k_ptr, _room(lists.part_k_idx),
+            lists.full_q_ptr, _two_entries(lists.full_q_idx), lists.part_q_ptr, _two_entries(lists.part_q_idx),
+            lists.full_k_ptr, _two_entries(lists.full_k_idx), lists.part_k_ptr, _two_entries(lists.part_k_idx),
             q.bits, lists.q_doc, q.span, q.pos, q.window,
             k.bits, lists.k_doc, k.span, k.pos,
             *splitting.work(lists.full_q_ptr, lists.part_q_ptr, heads, *sizes[:2]),
@@ -290,8 +290,8 @@ class _Splitting:
         full_here = torch.minimum(stop, full) - torch.minimum(start, full)  # full blocks come first in a row
         cost = full_here + PARTIAL_COST * (stop - start - full_here)
         order = torch.argsort(cost, descending=True, stable=True)
-        row, start, stop, slot = (_room(field[order]) for field in (row, start, stop, slot))
-        return row, start, stop, slot, row_slots, _room(slot_row)
+        row, start, stop, slot = (_two_entries(field[order]) for field in (row, start, stop, slot))
+        return row, start, stop, slot, row_slots, _two_entries(slot_row)
 
 
 def _repeated(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ def _repeated(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return row, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[row]
 
 
-def _room(values: Tensor) -> Tensor:
+def _two_entries(values: Tensor) -> Tensor:
     """int32, padded with -1 to two entries: torch.compile specialises on lengths 0 and 1 and would compile again."""
     values = values.to(torch.int32)
     return values if values.numel() >= 2 else torch.nn.functional.pad(values, (0, 2 - values.numel()), value=-1)

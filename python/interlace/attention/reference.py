@@ -11,15 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from interlace.attention.plan import AttentionPlan
+from interlace.attention.backend import Attention, accumulate_dtype
 from interlace.masks import visible
 
 INF = float("inf")
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that scores, LSE and sums have for inputs of `dtype`: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def why_not(q: Tensor, v: Tensor) -> str | None:
@@ -27,11 +22,9 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] -> out [B, Hq, Tq, Dv], lse [B, Hq, Tq] (natural log;
-    -inf = empty row)."""
+def forward(job: Attention) -> tuple[Tensor, Tensor]:
+    """As backend.py says."""
+    q, k, v, plan, scale, softcap = job
     seen = visible(plan.queries().rows(), plan.keys().columns(), plan.sinks)
     scores, _ = _scores(q, k, seen, scale, softcap)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -INF)
@@ -40,19 +33,10 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    softcap: float | None,
-    wide: bool = False,
+    job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse; wide: dk, dv as summed."""
+    """As backend.py says."""
+    q, k, v, plan, scale, softcap = job
     seen = visible(plan.queries().rows(), plan.keys().columns(), plan.sinks)
     rows, columns = seen.any(2), seen.any(1)
     q, dout, out = (_part_of(rows, x) for x in (q, dout, out))

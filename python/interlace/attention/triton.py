@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from interlace.attention.plan import AttentionPlan
+from interlace.attention.backend import Attention
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -41,13 +41,11 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] -> out [B, Hq, Tq, Dv], lse fp32 [B, Hq, Tq] (natural
-    log; -inf = empty row)."""
+def forward(job: Attention) -> tuple[Tensor, Tensor]:
+    """As backend.py says."""
     from interlace.kernels.bitfield_launch import architecture_of, forward_calls, on_device, positive_scale
 
+    q, k, v, plan, scale, softcap = job
     _check_block(plan.block)
     q, scale = positive_scale(q, scale)
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -60,59 +58,28 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    softcap: float | None,
-    wide: bool = False,
+    job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in their dtypes, given those of out and (or None) of lse; wide: dk, dv as summed."""
-    return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, wide, fused=False)
+    """As backend.py says."""
+    return _backward(job, out, lse, dout, dlse, wide, fused=False)
 
 
 def atomic_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    softcap: float | None,
-    wide: bool = False,
+    job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As backward; the last bits of dq change from run to run. Takes 4 bytes more per element of q.
 
     For fp32, for head dimensions above 128 and before Hopper it is `backward` (see bitfield_tiles.has_fused).
     """
-    return _backward(dout, dlse, q, k, v, out, lse, plan, scale, softcap, wide, fused=True)
+    return _backward(job, out, lse, dout, dlse, wide, fused=True)
 
 
 def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    softcap: float | None,
-    wide: bool,
-    *,
-    fused: bool,
+    job: Attention, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wide: bool, *, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     from interlace.kernels.bitfield_launch import architecture_of, backward_calls, can_fuse, on_device
 
+    q, k, v, plan, scale, softcap = job
     _check_block(plan.block)
     dout, q, k, v = _rows(dout), _rows(q), _rows(k), _rows(v)
     out, lse = out.contiguous(), lse.contiguous()

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from interlace.attention import AttentionPlan
+from interlace.attention.backend import accumulate_dtype
 from interlace.attention.op import (
     cast_for_autocast,
     check_dtypes,
@@ -47,7 +48,6 @@ from interlace.attention.op import (
     run_backward,
     run_forward,
 )
-from interlace.attention.reference import accumulate_dtype
 from interlace.balance import TokenShards
 from interlace.comm.agreement import Fingerprint, arguments_of, fingerprint_of_mask, fingerprint_of_shards
 from interlace.comm.collectives import reduce_in_order

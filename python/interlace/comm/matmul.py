@@ -4,14 +4,14 @@
     y = matmul_reduce_scatter(z, wo)                              # z: all rows; y: this rank's rows of the sum
 
 Each is the backward of the other: the gradient of a gather is a reduce-scatter, of chunks, under the products that give
-them; the last transfer and the remap run under the product of the weight gradient. `pipeline` has the schedules.
+them; the last transfer and the remap run under the product of the weight gradient. `overlap` has the order of both.
 
 How an operation is cut follows from shapes alone, so that all ranks come to the same answer:
 
     num_chunks  "auto" takes chunks of at least 1 MiB per pair of ranks (copy engines reach 46 GB/s at 64 KiB and 82 at
                 1 MiB) and 1024 rows over all ranks, so that a product of one is no slower per row; at most 8. Below
                 2048 rows that is 1: then gather, product and reduce-scatter follow each other.
-    layout      "auto" is "direct" from 128 rows of a rank in a chunk on, below that "remap" (see `pipeline`). Processor
+    layout      "auto" is "direct" from 128 rows of a rank in a chunk on, below that "remap" (see `overlap`). Processor
                 time of 4 ranks on a CPU, K = N = 512: "direct" takes 0.74 to 0.91 of "remap" at 512 rows, 0.87 to 1.13
                 at 128, and up to 1.8 times as much at 16 rows and 4 leading positions. Not measured on a GPU, where 128
                 rows are a tile of a product.
@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from interlace.comm.agreement import arguments_of
 from interlace.comm.group import Group, resolve
-from interlace.comm.pipeline import Schedule, gather_products, scatter_products
+from interlace.comm.overlap import Chunking, gather_products, scatter_products
 from interlace.comm.reverse_mode import check_reverse_mode
 from interlace.comm.trace import computing
 from interlace.comm.transports.base import Copy, Ticket, Transport, peers_of
@@ -87,12 +87,12 @@ def all_gather_matmul(
     x = x.reshape(leading.numel(), rows, width)
     watched = torch.is_grad_enabled()
     again = "with gradients of weights" if watched and any(weight.requires_grad for weight in weights) else "alone"
-    schedule = _schedule(
+    chunking = _chunking(
         "all_gather_matmul", x, transport, num_chunks, layout, x.shape, watched and x.requires_grad,
         x=torch.Size((*leading, rows, width)), regather=again if regather else False,
     )  # fmt: skip
-    with transport.used_for(schedule.label):
-        gathered, *products = _AllGatherMatmul.apply(x, transport, schedule, regather, *weights)
+    with transport.used_for(chunking.label):
+        gathered, *products = _AllGatherMatmul.apply(x, transport, chunking, regather, *weights)
     total = transport.world * rows
     return gathered.view(*leading, total, width), [p.view(*leading, total, p.shape[-1]) for p in products]
 
@@ -135,9 +135,9 @@ def matmul_reduce_scatter(
     shape = torch.Size((leading.numel(), total // world, weight.shape[0]))
     result = torch.Size((*leading, *shape[1:]))
     backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    schedule = _schedule("matmul_reduce_scatter", x, transport, num_chunks, layout, shape, backward, result=result)
-    with transport.used_for(schedule.label):
-        return _MatmulReduceScatter.apply(x, transport, schedule, weight).view(result)
+    chunking = _chunking("matmul_reduce_scatter", x, transport, num_chunks, layout, shape, backward, result=result)
+    with transport.used_for(chunking.label):
+        return _MatmulReduceScatter.apply(x, transport, chunking, weight).view(result)
 
 
 def chunks_for(rows: int, row_bytes: int, batch: int, world: int) -> int:
@@ -151,10 +151,10 @@ def chunks_for(rows: int, row_bytes: int, batch: int, world: int) -> int:
     return max(1, min(MAX_CHUNKS, rows, by_bytes, by_rows))
 
 
-def _schedule(
+def _chunking(
     name: str, like: Tensor, transport: Transport, num_chunks: int | str, layout: str, shape: torch.Size,
     backward: bool, **options: object,
-) -> Schedule:  # fmt: skip
+) -> Chunking:  # fmt: skip
     """How `shape` [B, m, columns], what one rank sends to another, is cut. Ranks must agree on `options` too."""
     batch, rows, columns = shape
     if num_chunks == "auto":
@@ -167,20 +167,20 @@ def _schedule(
         raise ValueError(f'{name}: layout must be "auto", "direct" or "remap", got {layout!r}')
     direct = rows >= DIRECT_ROWS * chunks if layout == "auto" else layout == "direct"
     laid = "direct" if direct else "remap"
-    return Schedule(chunks, direct, name, arguments_of(like.dtype, backward, chunks=chunks, layout=laid, **options))
+    return Chunking(chunks, direct, name, arguments_of(like.dtype, backward, chunks=chunks, layout=laid, **options))
 
 
 class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, transport: Transport, schedule: Schedule, regather: bool, *weights: Tensor
+        ctx: Any, x: Tensor, transport: Transport, chunking: Chunking, regather: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         """x [B, m, K] -> gathered [B, W, m, K], products [B, W, m, N]."""
         x = x.contiguous()
-        done = gather_products(transport, x, [weight.t() for weight in weights], schedule)
+        done = gather_products(transport, x, [weight.t() for weight in weights], chunking)
         done.wait_rows()
         done.wait()
-        ctx.transport, ctx.schedule, ctx.regather = transport, schedule, regather
+        ctx.transport, ctx.chunking, ctx.regather = transport, chunking, regather
         kept = () if not any(ctx.needs_input_grad[4:]) else (x if regather else done.rows,)
         ctx.save_for_backward(*weights, *kept)
         ctx.set_materialize_grads(False)
@@ -191,13 +191,13 @@ class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_gathered: Tensor | None, *d_products: Tensor | None) -> tuple[Tensor | None, ...]:
-        schedule = _backward_of(ctx.schedule)
-        with ctx.transport.used_for(schedule.label):
-            return _AllGatherMatmul._backward(ctx, ctx.transport, schedule, d_gathered, d_products)
+        chunking = _backward_of(ctx.chunking)
+        with ctx.transport.used_for(chunking.label):
+            return _AllGatherMatmul._backward(ctx, ctx.transport, chunking, d_gathered, d_products)
 
     @staticmethod
     def _backward(
-        ctx: Any, transport: Transport, schedule: Schedule, d_gathered: Tensor | None,
+        ctx: Any, transport: Transport, chunking: Chunking, d_gathered: Tensor | None,
         d_products: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
@@ -205,11 +205,11 @@ class _AllGatherMatmul(torch.autograd.Function):
         weights, kept = saved[: len(needs)], saved[len(needs) :]
         grads = [None if grad is None else grad.contiguous() for grad in d_products]
         d_weights: list[Tensor | None] = [None] * len(weights)
-        again = _Regather(transport, kept[0], schedule) if kept and ctx.regather else None
+        again = _Regather(transport, kept[0], chunking) if kept and ctx.regather else None
 
         def weight_gradients() -> None:
             rows = again.wait() if again is not None else kept[0]
-            with computing(transport, f"{schedule.label}, weight gradient"):
+            with computing(transport, f"{chunking.label}, weight gradient"):
                 for i, grad in enumerate(grads):
                     if needs[i] and grad is not None:
                         d_weights[i] = _weight_gradient(grad, rows)
@@ -222,7 +222,7 @@ class _AllGatherMatmul(torch.autograd.Function):
             d_x = like.new_empty(batch, rows, width)
             terms = [(grad, weight) for grad, weight in zip(grads, weights) if grad is not None]
             meanwhile = weight_gradients if any(needs) else None
-            scatter_products(transport, terms, d_gathered, d_x, schedule, meanwhile)
+            scatter_products(transport, terms, d_gathered, d_x, chunking, meanwhile)
         elif any(needs):
             weight_gradients()
         return d_x, None, None, None, *d_weights
@@ -230,30 +230,30 @@ class _AllGatherMatmul(torch.autograd.Function):
 
 class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transport: Transport, schedule: Schedule, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, transport: Transport, chunking: Chunking, weight: Tensor) -> Tensor:
         """x [B, W, m, K], weight [N, K] -> [B, m, N]."""
         batch, _, rows, _ = x.shape
         x = x.contiguous()
         y = x.new_empty(batch, rows, weight.shape[0])
-        scatter_products(transport, [(x, weight.t())], None, y, schedule)
-        ctx.transport, ctx.schedule = transport, schedule
+        scatter_products(transport, [(x, weight.t())], None, y, chunking)
+        ctx.transport, ctx.chunking = transport, chunking
         ctx.save_for_backward(weight, x if ctx.needs_input_grad[3] else None)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        transport, schedule = ctx.transport, _backward_of(ctx.schedule)
+        transport, chunking = ctx.transport, _backward_of(ctx.chunking)
         weight, x = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
         matrices = [weight] if needs_x else []
         d_weight = None
-        with transport.used_for(schedule.label):
-            done = gather_products(transport, d_y.contiguous(), matrices, schedule)
+        with transport.used_for(chunking.label):
+            done = gather_products(transport, d_y.contiguous(), matrices, chunking)
             if needs_weight:
                 done.wait_rows()
                 # The remap of the last products may still run beside this one.
-                with computing(transport, f"{schedule.label}, weight gradient"):
+                with computing(transport, f"{chunking.label}, weight gradient"):
                     d_weight = _weight_gradient(done.rows, x)
             done.wait()
         return done.products[0] if needs_x else None, None, None, d_weight
@@ -262,13 +262,13 @@ class _MatmulReduceScatter(torch.autograd.Function):
 class _Regather:
     """The gather of x [B, m, K] that runs while the input gradient is computed."""
 
-    def __init__(self, transport: Transport, x: Tensor, schedule: Schedule) -> None:
+    def __init__(self, transport: Transport, x: Tensor, chunking: Chunking) -> None:
         rank, peers = transport.rank, peers_of(transport.rank, transport.world)
         self._rows = x.new_empty(x.shape[0], transport.world, *x.shape[1:])
         outgoing = [Copy(peer, part) for peer in peers for part in x.unbind()]
         incoming = [Copy(peer, part) for peer in peers for part in self._rows[:, peer].unbind()]
-        label = f"{schedule.label}, gather again"
-        self._ticket: Ticket = transport.copy_batch(outgoing, incoming, label, None, schedule.arguments)
+        label = f"{chunking.label}, gather again"
+        self._ticket: Ticket = transport.copy_batch(outgoing, incoming, label, None, chunking.arguments)
         self._rows[:, rank].copy_(x)
 
     def wait(self) -> Tensor:
@@ -283,8 +283,8 @@ def _weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
     return torch.mm(grad.flatten(0, 2).t(), rows.flatten(0, 2), out=result)
 
 
-def _backward_of(schedule: Schedule) -> Schedule:
-    return schedule._replace(label=f"backward of {schedule.label}")
+def _backward_of(chunking: Chunking) -> Chunking:
+    return chunking._replace(label=f"backward of {chunking.label}")
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

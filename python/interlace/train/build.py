@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from interlace.train.config import ConfigError, nearest
+from interlace.train.costs import flop_costs
 from interlace.train.schema import MOST, Config, Encoder, LanguageModel
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
 def build_plan(config: Config, model: MultimodalModel, *, source: str = "config") -> ParallelPlan:
     """Cuts the model into stages and places them. Raises ConfigError for more stages than layers and the like."""
     from interlace.plan import ParallelPlan, ParallelSpec
-    from interlace.train.planning import flop_costs
 
     parallel = config.parallel
     specs = {name: ParallelSpec(pp=parallel.stages(name), dp=parallel.dp) for name in model.modules_order()}

@@ -67,7 +67,7 @@ class StopSignals:
 
 
 @dataclass(frozen=True)
-class Death:
+class RankFailure:
     """The rank that ended a run: its number, how it ended and its last words."""
 
     rank: int
@@ -133,12 +133,12 @@ class Ranks:
         elif first:
             self._send(signal.SIGTERM)
 
-    def wait(self) -> Death | None:
-        """Waits until all ranks have ended; None when all ended well or saved, else the death that ended the run."""
+    def wait(self) -> RankFailure | None:
+        """Waits until all ranks have ended; None when all ended well or saved, else the failure that ended the run."""
         while True:
             codes = [process.poll() for process in self.processes]
             if any(code not in (None, 0, *STOPPED) for code in codes):
-                return self._aftermath()
+                return self._failure()
             if None not in codes:
                 return None
             time.sleep(POLL_SECONDS)
@@ -148,7 +148,7 @@ class Ranks:
         codes = [process.returncode for process in self.processes]
         return next((self.stop.number or STOPPED[code] for code in codes if code in STOPPED), 0)
 
-    def _aftermath(self) -> Death:
+    def _failure(self) -> RankFailure:
         """One rank is dead: lets the others end within the timeout, kills the rest, finds the first cause."""
         at_once = {rank for rank, process in enumerate(self.processes) if (process.poll() or 0) < 0}
         deadline = time.monotonic() + self.timeout
@@ -169,7 +169,7 @@ class Ranks:
 
         first = min(dead, key=suspicion)
         words = str(reports[first].get("error") or self._tail(first))
-        return Death(first, codes[first], words, codes[first] == USER_ERROR, tuple(sorted(killed)))
+        return RankFailure(first, codes[first], words, codes[first] == USER_ERROR, tuple(sorted(killed)))
 
     def _send(self, number: int) -> None:
         for process in self.processes:
@@ -212,26 +212,26 @@ def run(
         for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        death = ranks.wait()
+        failure = ranks.wait()
     except BaseException:
         ranks._send(signal.SIGKILL)
         raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if death is None:
+    if failure is None:
         stopped = ranks.signal()
         return 128 + stopped if stopped else 0
-    if death.user_error:
-        say(f"interlace: {death.words}")
+    if failure.user_error:
+        say(f"interlace: {failure.words}")
         return USER_ERROR
     if ranks.stop.number:
-        say(f"interlace: stopped on request before it could save everything ({death})")
+        say(f"interlace: stopped on request before it could save everything ({failure})")
     else:
-        say(f"interlace: {death}")
-        for rank in death.hung:
+        say(f"interlace: {failure}")
+        for rank in failure.hung:
             say(f"interlace: rank {rank} hung: it did not end by itself and was killed")
-        others = [str(rank) for rank in range(count) if rank != death.rank]
+        others = [str(rank) for rank in range(count) if rank != failure.rank]
         if others:
             say(f"interlace: the other ranks ({', '.join(others)}) have been stopped; logs in {ranks.logs}")
     again = resume()

@@ -233,12 +233,12 @@ def close(
     if BLANK in metrics:
         rows["items_read_as_blank"] = metrics[BLANK]
     report.write_summary(folder, rows)
-    with without("the baselines"):
+    with optional("the baselines"):
         baselines = feed.baselines(tokenizer.vocab_size)
         rows |= {f"{name.split('_')[0]}_byte_baseline": nats for name, nats in baselines.items()}
     wants_accuracy = held_out.name == "digits" and config.log.accuracy_samples > 0
     if config.log.samples or wants_accuracy:
-        with without("the answers to held-out samples"):
+        with optional("the answers to held-out samples"):
             whole = load_whole(config, folder, tokenizer, source)
             held_out.decode = set(held_out.tokens)  # this process now runs every encoder
             if wants_accuracy:
@@ -265,7 +265,7 @@ def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any
 
 
 @contextlib.contextmanager
-def without(what: str) -> Iterator[None]:
+def optional(what: str) -> Iterator[None]:
     """Lets the closing report do without `what` when it fails, and says so in one line."""
     try:
         yield

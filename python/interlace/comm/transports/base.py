@@ -244,19 +244,19 @@ def peers_of(rank: int, world: int) -> list[int]:
     return [(rank + step) % world for step in range(1, world)]
 
 
-class _Pulse:
+class _LastProgress:
     """When a transport last got somewhere: a batch begun, a piece arrived. Waits are bounded from there."""
 
     def __init__(self) -> None:
         self.time = time.monotonic()
 
-    def beat(self) -> None:
+    def note(self) -> None:
         self.time = time.monotonic()
 
 
 class _QueuedTicket:
-    def __init__(self, what: str, timeout: float, device: torch.device, pulse: _Pulse) -> None:
-        self.what, self.timeout, self.device, self.pulse = what, timeout, device, pulse
+    def __init__(self, what: str, timeout: float, device: torch.device, progress: _LastProgress) -> None:
+        self.what, self.timeout, self.device, self.progress = what, timeout, device, progress
         self.finished = threading.Event()
         self.error: CommError | None = None
         self.event: torch.cuda.Event | None = None
@@ -268,10 +268,10 @@ class _QueuedTicket:
     def wait(self) -> None:
         # The thread bounds its own waits; this one, a little longer so that the thread's reason arrives, is for a
         # thread that hangs. Batches that were issued before may take their time, as long as they move.
-        self.pulse.beat()
+        self.progress.note()
         patience = self.timeout + 5.0
-        while not self.finished.wait(max(self.pulse.time + patience - time.monotonic(), 0.0)):
-            if time.monotonic() >= self.pulse.time + patience:
+        while not self.finished.wait(max(self.progress.time + patience - time.monotonic(), 0.0)):
+            if time.monotonic() >= self.progress.time + patience:
                 raise CommError(f"{self.what}: nothing moved for {patience:g} s")
         self.keep = None
         if self.error is not None:
@@ -299,7 +299,7 @@ class QueueTransport(Transport):
         self._process = os.getpid()
         self.failed: CommError | None = None
         self._closed = False
-        self._pulse = _Pulse()
+        self._progress = _LastProgress()
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], _QueuedTicket] | None] = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(
@@ -354,7 +354,7 @@ class QueueTransport(Transport):
         sequence = self.batches
         self.batches += 1
         what = f"rank {self.rank} of {self.world}, {label} (batch {sequence})"
-        ticket = _QueuedTicket(what, self.timeout, self.device, self._pulse)
+        ticket = _QueuedTicket(what, self.timeout, self.device, self._progress)
         ticket.keep = (outgoing, incoming, then)
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         inference = torch.is_inference_mode_enabled()  # belongs to a thread, and its tensors are written only in it
@@ -363,7 +363,7 @@ class QueueTransport(Transport):
 
         def run() -> None:
             began = time.perf_counter()
-            self._pulse.beat()
+            self._progress.note()
             with torch.inference_mode(inference), torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)

@@ -127,7 +127,7 @@ class LocalTransport(QueueTransport):
             self.copier([(to, source) for to, source in zip(expected, parcel.tensors) if to.numel()])
             taken = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
             with hub.changed:
-                self._pulse.beat()
+                self._progress.note()
                 hub.posted[edge].popleft()
                 hub.taken[edge].append((taken,))
                 hub.changed.notify_all()

@@ -127,7 +127,7 @@ class GlooTransport(QueueTransport):
             work.wait(timedelta(seconds=self.timeout if timeout is None else timeout))
         except RuntimeError as error:
             raise self._lost(peer, what, error) from error
-        self._pulse.beat()
+        self._progress.note()
 
     def _lost(self, peer: int, what: str, error: RuntimeError) -> CommError:
         reason = " ".join(str(error).split())[:200]

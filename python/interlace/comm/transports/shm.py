@@ -336,7 +336,7 @@ class ShmTransport(QueueTransport):
             seen = flag_load(segment.flags, segment.bell(self.rank))
             if advance():
                 moved, lost = time.monotonic(), ""
-                self._pulse.beat()
+                self._progress.note()
                 continue
             if done():
                 return

@@ -1,4 +1,4 @@
-"""Two pipelines of transfers and matrix products: gather -> product, and product -> reduce-scatter.
+"""Transfers beside the matrix products that use or make their rows: gather -> product, product -> reduce-scatter.
 
 A transfer is cut into chunks of rows; while the transport moves one, the products of another run (DistTrain section 7,
 StepCCL; Figures 13 and 14). Two things go beyond the paper:
@@ -9,9 +9,9 @@ StepCCL; Figures 13 and 14). Two things go beyond the paper:
 
     A chunk holds rows of every rank, but the result wants the rows of a rank together. Layout "remap" is the paper's:
     chunks lie contiguously, a product is one product, and its result (C, W, m/C, N) is copied to (W, C, m/C, N).
-    Here that happens chunk by chunk, on a `Lane` beside the next product. Layout "direct" lets the transfers deliver
-    each piece where it belongs and multiplies strided views, rank by rank, into the final result: no copy at all, but
-    smaller products.
+    Here that happens chunk by chunk, on a `SideStream` beside the next product. Layout "direct" lets the transfers
+    deliver each piece where it belongs and multiplies strided views, rank by rank, into the final result: no copy at
+    all, but smaller products.
 
 Chunks cut rows only: an element of a product is one dot product, whatever the number of chunks.
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 Wait = Callable[[], None]
 
 
-class Schedule(NamedTuple):
+class Chunking(NamedTuple):
     """How an operation is cut: `chunks` of each rank's rows; where a chunk's pieces lie; its name in traces; what all
     ranks must pass alike to it."""
 
@@ -82,23 +82,23 @@ def multiply(rows: Tensor, matrix: Tensor, out: Tensor, add: bool = False) -> No
             torch.baddbmm(o, r, matrices, out=o) if add else torch.bmm(r, matrices, out=o)
 
 
-# ---------------------------------------------------------------------- what the pipelines stand on
+# ---------------------------------------------------------------------- what both stand on
 
 
-class Lane:
-    """A second line of execution for copies beside the products: a stream on CUDA, a thread on CPUs. In order."""
+class SideStream:
+    """Where copies run beside the products: a stream on CUDA, a thread on CPUs. In order."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "interlace-lane") if self.stream is None else None
+        self._thread = ThreadPoolExecutor(1, "interlace-copies") if self.stream is None else None
 
     @staticmethod
-    def of(transport: Transport) -> Lane:
-        """The lane of a transport, which ends with it."""
-        if transport not in _lanes:
-            _lanes[transport] = lane = Lane(transport.device)
-            transport.ends_with_it.callback(lane.end)
-        return _lanes[transport]
+    def of(transport: Transport) -> SideStream:
+        """The side stream of a transport, which ends with it."""
+        if transport not in _side_streams:
+            _side_streams[transport] = side = SideStream(transport.device)
+            transport.ends_with_it.callback(side.end)
+        return _side_streams[transport]
 
     def end(self) -> None:
         if self._thread is not None:
@@ -124,46 +124,46 @@ class Lane:
         return lambda: torch.cuda.current_stream(device).wait_event(done)
 
 
-_lanes: weakref.WeakKeyDictionary[Transport, Lane] = weakref.WeakKeyDictionary()
+_side_streams: weakref.WeakKeyDictionary[Transport, SideStream] = weakref.WeakKeyDictionary()
 
 
-class Turns(Generic[T]):
+class BufferRing(Generic[T]):
     """Buffers used in turn, chunk i the buffer i % len: written anew only when what was in it has been consumed."""
 
     def __init__(self, transport: Transport, buffers: Sequence[T], label: str) -> None:
         self.transport, self.buffers, self.label = transport, buffers, label
-        self._held: dict[int, tuple[int, Wait]] = {}  # turn -> the chunk in it, and the wait until it is consumed
+        self._held: dict[int, tuple[int, Wait]] = {}  # buffer -> the chunk in it, and the wait until it is consumed
         self._since = [0.0] * len(buffers)
 
     def take(self, i: int) -> T:
         """The buffer for chunk i, to be written."""
-        turn = i % len(self.buffers)
-        self._release(turn)
-        self._since[turn] = time.perf_counter()
-        return self.buffers[turn]
+        place = i % len(self.buffers)
+        self._release(place)
+        self._since[place] = time.perf_counter()
+        return self.buffers[place]
 
     def filled(self, i: int, consumed: Wait) -> None:
         """Chunk i is in its buffer, which must be left alone until `consumed` returns."""
         self._note("write", i)
-        turn = i % len(self.buffers)
-        self._held[turn], self._since[turn] = (i, consumed), time.perf_counter()
+        place = i % len(self.buffers)
+        self._held[place], self._since[place] = (i, consumed), time.perf_counter()
 
     def finish(self) -> None:
         """Returns when everything has been consumed."""
-        for turn in range(len(self.buffers)):
-            self._release(turn)
+        for place in range(len(self.buffers)):
+            self._release(place)
 
-    def _release(self, turn: int) -> None:
-        if turn in self._held:
-            i, consumed = self._held.pop(turn)
+    def _release(self, place: int) -> None:
+        if place in self._held:
+            i, consumed = self._held.pop(place)
             consumed()
             self._note("read", i)
 
     def _note(self, kind: str, i: int) -> None:
         if self.transport.trace is not None:
-            turn = i % len(self.buffers)
-            label = f"{self.label}, buffer {turn}, chunk {i}"
-            self.transport.trace.add(kind, label, self._since[turn], time.perf_counter())
+            place = i % len(self.buffers)
+            label = f"{self.label}, buffer {place}, chunk {i}"
+            self.transport.trace.add(kind, label, self._since[place], time.perf_counter())
 
 
 # ---------------------------------------------------------------------- gather -> product
@@ -178,7 +178,7 @@ class Gathered(NamedTuple):
     wait: Wait
 
 
-def gather_products(transport: Transport, x: Tensor, matrices: Sequence[Tensor], schedule: Schedule) -> Gathered:
+def gather_products(transport: Transport, x: Tensor, matrices: Sequence[Tensor], chunking: Chunking) -> Gathered:
     """All ranks' x, and its products with each of `matrices`; the gather of chunk i + 1 is under way during chunk i.
 
     Args:
@@ -188,25 +188,25 @@ def gather_products(transport: Transport, x: Tensor, matrices: Sequence[Tensor],
     (batch, rows, width), world = x.shape, transport.world
     gathered = x.new_empty(batch, world, rows, width)
     products = [x.new_empty(batch, world, rows, matrix.shape[1]) for matrix in matrices]
-    if schedule.chunks == 1:
-        _gather_whole(transport, x, gathered, schedule)
-        with computing(transport, schedule.chunk(0)):
+    if chunking.chunks == 1:
+        _gather_whole(transport, x, gathered, chunking)
+        with computing(transport, chunking.chunk(0)):
             for matrix, product in zip(matrices, products):
                 multiply(gathered, matrix, product)
         return Gathered(gathered, products, _nothing, _nothing)
-    body = _gather_direct if schedule.direct else _gather_remapped
-    waits = body(transport, x, gathered.transpose(0, 1), matrices, [p.transpose(0, 1) for p in products], schedule)
+    body = _gather_direct if chunking.direct else _gather_remapped
+    waits = body(transport, x, gathered.transpose(0, 1), matrices, [p.transpose(0, 1) for p in products], chunking)
     return Gathered(gathered, products, *waits)
 
 
-def _gather_whole(transport: Transport, x: Tensor, gathered: Tensor, schedule: Schedule) -> None:
+def _gather_whole(transport: Transport, x: Tensor, gathered: Tensor, chunking: Chunking) -> None:
     """gathered [B, W, m, K] = all ranks' x, in one transfer."""
     peers = peers_of(transport.rank, transport.world)
     ranks = gathered.transpose(0, 1)
     arrives = ranks if ranks.is_contiguous() else torch.empty_like(ranks, memory_format=torch.contiguous_format)
     outgoing = [Copy(peer, x) for peer in peers]
     incoming = [Copy(peer, arrives[peer]) for peer in peers]
-    ticket = transport.copy_batch(outgoing, incoming, schedule.chunk(0), None, schedule.arguments)
+    ticket = transport.copy_batch(outgoing, incoming, chunking.chunk(0), None, chunking.arguments)
     arrives[transport.rank].copy_(x)
     ticket.wait()
     if arrives is not ranks:
@@ -215,19 +215,19 @@ def _gather_whole(transport: Transport, x: Tensor, gathered: Tensor, schedule: S
 
 def _gather_direct(
     transport: Transport, x: Tensor, gathered: Tensor, matrices: Sequence[Tensor], products: list[Tensor],
-    schedule: Schedule,
+    chunking: Chunking,
 ) -> tuple[Wait, Wait]:  # fmt: skip
     """gathered [W, B, m, K] and products [W, B, m, N] are filled in place; nothing is used twice."""
-    peers, cuts = peers_of(transport.rank, transport.world), schedule.cuts(x.shape[1])
+    peers, cuts = peers_of(transport.rank, transport.world), chunking.cuts(x.shape[1])
     tickets = []
     for i, cut in enumerate(cuts):
         outgoing = [Copy(peer, piece) for peer in peers for piece in x[:, cut].unbind()]
         incoming = [Copy(peer, piece) for peer in peers for piece in gathered[peer, :, cut].unbind()]
-        tickets.append(transport.copy_batch(outgoing, incoming, schedule.chunk(i), None, schedule.arguments))
-    _own_rows(transport, x, gathered, matrices, products, schedule)
+        tickets.append(transport.copy_batch(outgoing, incoming, chunking.chunk(i), None, chunking.arguments))
+    _own_rows(transport, x, gathered, matrices, products, chunking)
     for i, (cut, ticket) in enumerate(zip(cuts, tickets)):
         ticket.wait()
-        with computing(transport, schedule.chunk(i)):
+        with computing(transport, chunking.chunk(i)):
             for ranks in _others(transport):
                 for matrix, product in zip(matrices, products):
                     multiply(gathered[ranks, :, cut], matrix, product[ranks, :, cut])
@@ -236,53 +236,53 @@ def _gather_direct(
 
 def _gather_remapped(
     transport: Transport, x: Tensor, gathered: Tensor, matrices: Sequence[Tensor], products: list[Tensor],
-    schedule: Schedule,
+    chunking: Chunking,
 ) -> tuple[Wait, Wait]:  # fmt: skip
     """As `_gather_direct`, over contiguous buffers: one is arriving, one is multiplied, one is copied to its place."""
-    peers, lane, cuts = peers_of(transport.rank, transport.world), Lane.of(transport), schedule.cuts(x.shape[1])
+    peers, side, cuts = peers_of(transport.rank, transport.world), SideStream.of(transport), chunking.cuts(x.shape[1])
     longest = (len(peers), x.shape[0], cuts[0].stop)
     buffers = [
         [whole.new_empty(*longest, whole.shape[-1]) for whole in (gathered, *products)]
-        for _ in range(min(3, schedule.chunks))
+        for _ in range(min(3, chunking.chunks))
     ]
-    turns = Turns(transport, buffers, f"{schedule.label}, remap")
+    ring = BufferRing(transport, buffers, f"{chunking.label}, remap")
 
     def issue(i: int) -> tuple[Ticket, list[Tensor]]:
-        buffer = [_first_rows(part, cuts[i]) for part in turns.take(i)]
+        buffer = [_first_rows(part, cuts[i]) for part in ring.take(i)]
         source = x[:, cuts[i]].contiguous()
         outgoing = [Copy(peer, source) for peer in peers]
         incoming = [Copy(peer, buffer[0][_slot(transport, peer)]) for peer in peers]
-        return transport.copy_batch(outgoing, incoming, schedule.chunk(i), None, schedule.arguments), buffer
+        return transport.copy_batch(outgoing, incoming, chunking.chunk(i), None, chunking.arguments), buffer
 
     def place(i: int, sources: Sequence[Tensor], wholes: Sequence[Tensor]) -> Wait:
         def copy() -> None:
-            with computing(transport, f"{schedule.chunk(i)}, remap"):
+            with computing(transport, f"{chunking.chunk(i)}, remap"):
                 for source, whole in zip(sources, wholes):
                     whole[: transport.rank, :, cuts[i]].copy_(source[: transport.rank])
                     whole[transport.rank + 1 :, :, cuts[i]].copy_(source[transport.rank :])
 
-        return lane.run(copy)
+        return side.run(copy)
 
     issued = [issue(0), issue(1)]
-    _own_rows(transport, x, gathered, matrices, products, schedule)
-    for i in range(schedule.chunks):
+    _own_rows(transport, x, gathered, matrices, products, chunking)
+    for i in range(chunking.chunks):
         ticket, (arrived, *results) = issued[i]
         ticket.wait()
         rows_placed = place(i, [arrived], [gathered])
-        with computing(transport, schedule.chunk(i)):
+        with computing(transport, chunking.chunk(i)):
             for matrix, result in zip(matrices, results):
                 multiply(arrived, matrix, result)
-        turns.filled(i, place(i, results, products))
-        if i + 2 < schedule.chunks:
+        ring.filled(i, place(i, results, products))
+        if i + 2 < chunking.chunks:
             issued.append(issue(i + 2))
-    return rows_placed, turns.finish  # which holds the buffers until their last copy is over
+    return rows_placed, ring.finish  # which holds the buffers until their last copy is over
 
 
 def _own_rows(
     transport: Transport, x: Tensor, gathered: Tensor, matrices: Sequence[Tensor], products: list[Tensor],
-    schedule: Schedule,
+    chunking: Chunking,
 ) -> None:  # fmt: skip
-    with computing(transport, f"{schedule.label}, own rows"):
+    with computing(transport, f"{chunking.label}, own rows"):
         gathered[transport.rank].copy_(x)
         for matrix, product in zip(matrices, products):
             multiply(x[None], matrix, product[transport.rank, None])
@@ -296,7 +296,7 @@ def scatter_products(
     terms: Sequence[tuple[Tensor, Tensor]],
     extra: Tensor | None,
     out: Tensor,
-    schedule: Schedule,
+    chunking: Chunking,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """out = this rank's rows of the sum over ranks of (rows @ matrix summed over `terms`) + extra.
@@ -312,55 +312,55 @@ def scatter_products(
         out: [B, m, N], contiguous.
         meanwhile: what else there is to compute. Without it the rows of this rank come last.
     """
-    if schedule.chunks == 1:
-        _scatter_whole(transport, terms, extra, out, schedule, meanwhile or _nothing)
+    if chunking.chunks == 1:
+        _scatter_whole(transport, terms, extra, out, chunking, meanwhile or _nothing)
         return
-    rank, peers, cuts = transport.rank, peers_of(transport.rank, transport.world), schedule.cuts(out.shape[1])
+    rank, peers, cuts = transport.rank, peers_of(transport.rank, transport.world), chunking.cuts(out.shape[1])
     by_rank = [(rows.transpose(0, 1), matrix) for rows, matrix in terms]
     extra = None if extra is None else extra.transpose(0, 1)
     own_last = meanwhile is None
     ranks = _others(transport) if own_last else [slice(0, transport.world)]
     longest = (len(peers) if own_last else transport.world, out.shape[0], cuts[0].stop, out.shape[2])
     buffers = [transport.allocate(longest, out.dtype) for _ in range(2)]
-    turns = Turns(transport, buffers, f"{schedule.label}, send")
+    ring = BufferRing(transport, buffers, f"{chunking.label}, send")
     arrived = []
     for i, cut in enumerate(cuts):
-        sends = _first_rows(turns.take(i), cut)
-        with computing(transport, schedule.chunk(i)):
-            _produce(by_rank, extra, ranks, cut, sends, schedule.direct)
+        sends = _first_rows(ring.take(i), cut)
+        with computing(transport, chunking.chunk(i)):
+            _produce(by_rank, extra, ranks, cut, sends, chunking.direct)
         arrives = out.new_empty(len(peers), *sends.shape[1:])
         outgoing = [Copy(peer, sends[_slot(transport, peer) if own_last else peer]) for peer in peers]
         incoming = [Copy(peer, arrives[_slot(transport, peer)]) for peer in peers]
         then = None if own_last else partial(_sum, transport, arrives, sends[rank], out[:, cut])
-        ticket = transport.copy_batch(outgoing, incoming, schedule.chunk(i), then, schedule.arguments)
-        turns.filled(i, ticket.wait)
+        ticket = transport.copy_batch(outgoing, incoming, chunking.chunk(i), then, chunking.arguments)
+        ring.filled(i, ticket.wait)
         arrived.append(arrives)
     if meanwhile is not None:
         meanwhile()
-        turns.finish()
+        ring.finish()
         return
     own = torch.empty_like(out)
-    with computing(transport, f"{schedule.label}, own rows"):
-        _produce(by_rank, extra, [slice(rank, rank + 1)], slice(None), own[None], schedule.direct)
-    turns.finish()
-    with computing(transport, f"{schedule.label}, sum"):
+    with computing(transport, f"{chunking.label}, own rows"):
+        _produce(by_rank, extra, [slice(rank, rank + 1)], slice(None), own[None], chunking.direct)
+    ring.finish()
+    with computing(transport, f"{chunking.label}, sum"):
         for arrives, cut in zip(arrived, cuts):
             _sum(transport, arrives, own[:, cut], out[:, cut])
 
 
 def _scatter_whole(
     transport: Transport, terms: Sequence[tuple[Tensor, Tensor]], extra: Tensor | None, out: Tensor,
-    schedule: Schedule, meanwhile: Wait,
+    chunking: Chunking, meanwhile: Wait,
 ) -> None:  # fmt: skip
     """`scatter_products` with one product per term and one transfer."""
     sends = transport.allocate((transport.world, *out.shape), out.dtype)
     by_rank = sends.transpose(0, 1)
     whole = by_rank if by_rank.is_contiguous() else torch.empty_like(by_rank, memory_format=torch.contiguous_format)
-    with computing(transport, schedule.chunk(0)):
+    with computing(transport, chunking.chunk(0)):
         _produce(terms, extra, [slice(None)], slice(None), whole, True)  # everything, the leading dimension first
         if whole is not by_rank:
             by_rank.copy_(whole)
-    ticket = reduce_pieces(transport, list(sends.unbind()), out, schedule.chunk(0), schedule.arguments)
+    ticket = reduce_pieces(transport, list(sends.unbind()), out, chunking.chunk(0), chunking.arguments)
     meanwhile()
     ticket.wait()
 

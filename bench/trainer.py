@@ -1,0 +1,284 @@
+"""`interlace train` against a plain PyTorch loop: the same modules, data and batches on the same cores, in one run.
+
+    plain    what a user writes without us: HuggingFace modules with SDPA, samples padded to the longest of the batch,
+             images of one size together, speech padded as Whisper wants it, AdamW and clipping, one process
+    packed   the same loop around a MultimodalModel: one packed row, bitfield attention, no runtime
+    the rest `interlace train`, on 1 and 2 ranks, by placement and number of microbatches
+
+The model of configs/stamps.toml (1.4 M parameters) and two larger ones train on its data. Each layout trains in
+processes of its own, round after round, so that all see the same machine; a figure is the median over rounds of tokens
+(of the language model, without padding) per second of a step, from loading the batch to the update.
+
+    python -m bench.trainer [--sizes 1.4M 33M 150M] [--rounds 3] [--dataset digits] [--out bench/results/trainer.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bench.measure import command, machine, versions, write_json
+from interlace.data import ByteTokenizer
+from interlace.model import MultimodalModel, Sample
+from interlace.model.language import cross_entropy_sum, merge_tokens
+from interlace.model.projector import stack_tokens
+from interlace.model.sample import IGNORE
+from interlace.train import config as configs
+from interlace.train import launch
+from interlace.train.build import build, materialize
+from interlace.train.feed import Feed, datasets, prepare
+from interlace.train.metrics import LOSS
+from interlace.train.optim import Optimizer
+from interlace.train.schema import Config
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs" / "stamps.toml"
+SIZES: dict[str, list[str]] = {
+    "1.4M": [],
+    "33M": [
+        *("language_model.hidden_size=512", "language_model.intermediate_size=1408"),
+        *("language_model.num_hidden_layers=8", "language_model.num_attention_heads=8"),
+        *("language_model.num_key_value_heads=4", "vision.hidden_size=384", "vision.intermediate_size=1536"),
+        *("vision.num_hidden_layers=6", "vision.num_attention_heads=6"),
+    ],
+    "150M": [
+        *("language_model.hidden_size=1024", "language_model.intermediate_size=2816"),
+        *("language_model.num_hidden_layers=10", "language_model.num_attention_heads=16"),
+        *("language_model.num_key_value_heads=8", "vision.hidden_size=512", "vision.intermediate_size=2048"),
+        *("vision.num_hidden_layers=8", "vision.num_attention_heads=8"),
+    ],
+}
+STEPS = {"1.4M": 14, "33M": 8, "150M": 5}  # of a round
+WARM = 2  # of them, not counted
+LAYOUTS: dict[str, list[str]] = {
+    "1 rank": ["parallel.ranks=1"],
+    "encoders | language model": [],
+    "replicated, language model in 2": ['parallel.placement="replicated"', "parallel.language_model.pp=2"],
+    "chain in 2": ['parallel.placement="chain"', "parallel.ranks=2"],
+    "2 replicas": ["parallel.ranks=1", "parallel.dp=2"],
+}
+MICROBATCHES = (1, 2, 4, 8)
+LOOPS = ("plain", "packed")
+
+
+# ---------------------------------------------------------------------- the loops
+
+
+class Step(NamedTuple):
+    """One step of training: its loss in nats per target, its speed."""
+
+    loss: float
+    tokens_per_s: float
+
+
+class Plain:
+    """Loss of a list of samples by the modules of a MultimodalModel alone, as their library runs them."""
+
+    def __init__(self, mllm: MultimodalModel) -> None:
+        self.mllm = mllm
+        for module in (mllm.language_model, *(encoder.module for encoder in mllm.encoders.values())):
+            module.set_attn_implementation("sdpa")
+
+    def __call__(self, samples: Sequence[Sample]) -> Tensor:
+        """Mean cross entropy over all targets, in nats."""
+        features = {name: self._encode(name, samples) for name in self.mllm.encoders}
+        longest = max(len(sample.input_ids) for sample in samples)
+        ids = torch.zeros(len(samples), longest, dtype=torch.int64)
+        labels, attended = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
+        for row, sample in enumerate(samples):
+            length = len(sample.input_ids)
+            ids[row, :length], labels[row, :length], attended[row, :length] = sample.input_ids, sample.labels, 1
+        language_model: Any = self.mllm.language_model
+        embeds = language_model.get_input_embeddings()(ids)
+        inputs = {"input_ids": ids, "inputs_embeds": embeds, "placeholders": self.mllm.placeholders}
+        merged = merge_tokens({name: rows for name, rows in features.items() if rows is not None}, inputs)
+        output = language_model(inputs_embeds=merged["inputs_embeds"], attention_mask=attended, use_cache=False)
+        return cross_entropy_sum(output.logits, labels) / int((labels != IGNORE).sum())
+
+    def _encode(self, name: str, samples: Sequence[Sample]) -> Tensor | None:
+        """Features of all items in order, [n, D]; None for no items. Items of one shape go together."""
+        encoder: Any = self.mllm.encoders[name]
+        items = [item for sample in samples for item in sample.media.get(name, ())]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, item in enumerate(items):
+            groups.setdefault(item.shape, []).append(i)
+        pieces: dict[int, Tensor] = {}
+        if name == "audio":
+            batch = torch.zeros(len(items), *encoder.default_shape)
+            for row, item in zip(batch, items):
+                row[:, : item.shape[1]] = item.data
+            hidden = encoder.module(batch).last_hidden_state if items else []
+            pieces = {i: hidden[i, : encoder.encoder_length(item.shape)] for i, item in enumerate(items)}
+        else:
+            for members in groups.values():
+                batch = torch.stack([items[i].data for i in members])
+                hidden = encoder.module(batch, interpolate_pos_encoding=True).last_hidden_state
+                pieces.update(zip(members, hidden))
+        if not pieces:
+            return None
+        rows = [pieces[i] for i in range(len(items))]
+        features: Tensor = encoder.projector(stack_tokens(torch.cat(rows), [len(x) for x in rows], encoder.downsample))
+        return features
+
+
+def packed(mllm: MultimodalModel) -> Callable[[Sequence[Sample]], Tensor]:
+    """The same loss by the model itself."""
+
+    def loss(samples: Sequence[Sample]) -> Tensor:
+        output: Tensor = mllm(**mllm.collate(samples)).loss
+        return output
+
+    return loss
+
+
+def train(loop: str, config: Config) -> list[Step]:
+    """Trains as a loop in one process does."""
+    torch.set_num_threads(launch.default_threads(1))
+    torch.manual_seed(config.run.seed)
+    tokenizer = ByteTokenizer()
+    mllm = build(config, tokenizer)
+    materialize(mllm, seed=config.run.seed)
+    splits = datasets(config, mllm, tokenizer)[:2]
+    feed = Feed(*splits, batch_size=config.train.batch_size, seed=config.run.seed, validation_samples=1)
+    parameters = list(mllm.parameters())
+    optimizer = Optimizer(mllm.named_parameters(), config)
+    loss_of = Plain(mllm) if loop == "plain" else packed(mllm)
+    steps = []
+    for step in range(1, config.train.steps + 1):
+        began = time.perf_counter()
+        batch = feed.next()
+        loss = loss_of(batch.samples)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(parameters, config.train.clip_norm)
+        optimizer.step(step)
+        value = float(loss)
+        steps.append(Step(value, batch.tokens / (time.perf_counter() - began)))
+    feed.close()
+    return steps
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def config_of(
+    size: str, layout: Sequence[str] = (), microbatches: int = 1, folder: str = "runs", steps: int = 1,
+    dataset: str = "stamps",
+) -> Config:  # fmt: skip
+    """The config of a short run: no validation, no page, every step logged."""
+    model = [f"model.{module}.config.{rest}" for module, _, rest in (x.partition(".") for x in SIZES[size])]
+    rest = ["log.every=1", "log.trace_step=0", "log.samples=0", "log.accuracy_samples=0", "log.tensorboard=false"]
+    rest += [f"run.folder={json.dumps(folder)}", f"data.dataset={json.dumps(dataset)}", "checkpoint.every=0"]
+    rest += [f"train.steps={steps}", f"train.microbatches={microbatches}", "train.warmup_steps=0"]
+    rest += ["train.schedule_steps=450", "train.validate_every=0", "train.validation_samples=2"]
+    return configs.load(CONFIG, [*model, *layout, *rest])
+
+
+def run(name: str, config: Config) -> list[Step]:
+    """The steps of a loop, or of `interlace train` as its metrics have them, in processes of their own."""
+    folder = Path(config.run.folder)
+    path = folder / "config.toml"
+    path.write_text(configs.dumps(config))
+    module = ["bench.trainer", "--loop", name] if name in LOOPS else ["interlace", "train"]
+    done = subprocess.run([sys.executable, "-m", *module, str(path)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} ended with code {done.returncode}:\n{done.stderr[-4000:]}")
+    if name in LOOPS:
+        return [Step(*step) for step in json.loads(done.stdout)]
+    [metrics] = [each for each in folder.glob("*/*/metrics.jsonl") if not each.parent.is_symlink()]
+    return [Step(line[LOSS], line["throughput(tps)"]) for line in map(json.loads, metrics.read_text().splitlines())]
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def measure(size: str, rounds: int, steps: int, microbatches: Sequence[int], dataset: str) -> dict[str, Any]:
+    """A report on one size: a row for each loop and layout."""
+    cases: list[tuple[str, int]] = [(loop, 1) for loop in LOOPS]
+    cases += [(layout, n) for layout in LAYOUTS for n in microbatches]
+    found: dict[tuple[str, int], list[list[Step]]] = {case: [] for case in cases}
+    for _ in range(rounds):
+        for name, n in cases:
+            with tempfile.TemporaryDirectory() as folder:
+                config = config_of(size, LAYOUTS.get(name, ()), n, folder, steps, dataset)
+                ran = run(name, prepare(config, lambda line: print(line, file=sys.stderr)))
+            found[name, n].append(ran)
+            print(f"{size} {name}, {n}: {speed(ran):,.0f} tokens/s", file=sys.stderr, flush=True)
+    plain = statistics.median(speed(ran) for ran in found["plain", 1])
+    first = found["packed", 1][0][0].loss
+    rows = []
+    for (name, n), runs in found.items():
+        speeds = sorted(speed(ran) for ran in runs)
+        loss = runs[0][0].loss
+        if name != "plain" and abs(loss - first) > 1e-4 * abs(first):  # plain: Whisper attends its padding
+            raise RuntimeError(f"{name}, {n} microbatches: the first step's loss is {loss}, not {first}")
+        row = {
+            "loop": name,
+            "microbatches": n,
+            "tokens_per_s": statistics.median(speeds),
+            "slowest": speeds[0],
+            "fastest": speeds[-1],
+            "times_plain": statistics.median(speeds) / plain,
+            "first_loss": loss,
+        }
+        rows.append(row)
+    return {"size": size, "parameters": parameters_of(size), "steps": steps, "rounds": rounds, "rows": rows}
+
+
+def speed(ran: Sequence[Step]) -> float:
+    """Tokens per second of a round: the median over its steps once it is warm."""
+    return statistics.median(step.tokens_per_s for step in ran[WARM:])
+
+
+def parameters_of(size: str) -> int:
+    return sum(parameter.numel() for parameter in build(config_of(size), ByteTokenizer()).parameters())
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help=f"of a round; default: {STEPS}")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=list(MICROBATCHES))
+    parser.add_argument("--dataset", choices=("stamps", "digits"), default="stamps")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "trainer.json")
+    parser.add_argument("--loop", nargs=2, metavar=("LOOP", "CONFIG"), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.loop:
+        print(json.dumps(train(options.loop[0], configs.load(options.loop[1]))))
+        return None
+    report = {
+        "benchmark": "trainer",
+        "command": command("trainer", argv),
+        "machine": machine(),
+        "versions": versions(),
+        "sizes": [
+            measure(size, options.rounds, options.steps or STEPS[size], options.microbatches, options.dataset)
+            for size in options.sizes
+        ],
+    }
+    write_json(options.out, report)
+    print_table(report)
+    return report
+
+
+def print_table(report: dict[str, Any]) -> None:
+    for part in report["sizes"]:
+        print(f"\n{part['size']}: {part['parameters']:,} parameters, tokens/s (times the plain loop)")
+        for row in part["rows"]:
+            what = row["loop"] if row["loop"] in LOOPS else f"{row['loop']}, {row['microbatches']} microbatches"
+            print(f"  {what:48} {row['tokens_per_s']:8,.0f}  {row['times_plain']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The comparison of `interlace train` with a plain loop at a toy size: every layout trains, from the same loss."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import trainer
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_layout(tmp_path):
+    out = tmp_path / "trainer.json"
+    arguments = ["--sizes", "1.4M", "--rounds", "1", "--steps", "3", "--microbatches", "2", "--dataset", "digits"]
+    report = trainer.main([*arguments, "--out", str(out)])
+    assert json.loads(out.read_text()) == json.loads(json.dumps(report))
+    [part] = report["sizes"]
+    assert [row["loop"] for row in part["rows"]] == [*trainer.LOOPS, *trainer.LAYOUTS]
+    assert all(row["tokens_per_s"] > 0 for row in part["rows"])
+    plain, *others = (row["first_loss"] for row in part["rows"])
+    assert all(other == pytest.approx(plain, rel=1e-4) for other in others)  # digits have no speech
+
+
+def test_the_sizes_are_what_they_are_called():
+    found = [trainer.parameters_of(size) for size in trainer.SIZES]
+    assert found == [pytest.approx(count, rel=0.1) for count in (1.4e6, 33e6, 150e6)]
