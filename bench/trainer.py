@@ -107,26 +107,26 @@ class Plain:
         return cross_entropy_sum(output.logits, labels) / int((labels != IGNORE).sum())
 
     def _encode(self, name: str, samples: Sequence[Sample]) -> Tensor | None:
-        """Features of all items in order, [n, D]; None for no items. Items of one shape go together."""
+        """Features of all items in order, [n, D]; None for no items. Images of one shape go together."""
         encoder: Any = self.mllm.encoders[name]
         items = [item for sample in samples for item in sample.media.get(name, ())]
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for i, item in enumerate(items):
-            groups.setdefault(item.shape, []).append(i)
+        if not items:
+            return None
         pieces: dict[int, Tensor] = {}
         if name == "audio":
             batch = torch.zeros(len(items), *encoder.default_shape)
             for row, item in zip(batch, items):
                 row[:, : item.shape[1]] = item.data
-            hidden = encoder.module(batch).last_hidden_state if items else []
+            hidden = encoder.module(batch).last_hidden_state
             pieces = {i: hidden[i, : encoder.encoder_length(item.shape)] for i, item in enumerate(items)}
         else:
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for i, item in enumerate(items):
+                groups.setdefault(item.shape, []).append(i)
             for members in groups.values():
                 batch = torch.stack([items[i].data for i in members])
                 hidden = encoder.module(batch, interpolate_pos_encoding=True).last_hidden_state
                 pieces.update(zip(members, hidden))
-        if not pieces:
-            return None
         rows = [pieces[i] for i in range(len(items))]
         features: Tensor = encoder.projector(stack_tokens(torch.cat(rows), [len(x) for x in rows], encoder.downsample))
         return features
