@@ -26,22 +26,22 @@ _HOMES = {
     "ModalityModule": "model",
     "MultimodalModel": "model",
     "Sample": "model",
-    "ParallelPlan": "plan",
-    "ParallelSpec": "plan",
+    "Layout": "layout",
+    "ParallelSpec": "layout",
     "ParallelModel": "run",
     "PipelineError": "run",
     "parallelize": "run",
 }
-_MODULES = ("attention", "balance", "comm", "masks", "model", "parallel", "plan", "run", "schedule", "simulate")
+_MODULES = ("attention", "balance", "comm", "layout", "masks", "model", "parallel", "plan", "run", "schedule", "simulate")
 
 __all__ = [
     "AttentionPlan",
     "BitfieldMask",
+    "Layout",
     "Media",
     "ModalityModule",
     "MultimodalModel",
     "ParallelModel",
-    "ParallelPlan",
     "ParallelSpec",
     "PipelineError",
     "Sample",
@@ -50,6 +50,7 @@ __all__ = [
     "balance",
     "bitfield_attention",
     "comm",
+    "layout",
     "masks",
     "model",
     "parallel",

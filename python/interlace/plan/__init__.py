@@ -1,7 +1,8 @@
 """Where a model is cut: what each layer costs, given what is frozen, which layers form a stage, and on which rank.
 
 cost.py (frozen-aware costs) · partitioning.py (the exact cut, in csrc/plan/) · profile.py (times single layers) ·
-profile_modules.py (all layers of a model) · parallel_plan.py (ParallelSpec per module -> ParallelPlan) ·
+profile_modules.py (all layers of a model) · module_costs.py (what each layer of a model costs) ·
+place.py (ParallelSpec per module -> Layout) ·
 oobleck.py (pipeline templates, their combinations, batch shares) · reconfiguration.py (new pipelines after failures) ·
 orchestration.py (GPUs and degrees for encoder, language model and generator) ·
 cost_model.py (seconds from a few measurements) · stable_batch.py (how many samples a profile needs) ·
@@ -25,14 +26,7 @@ from interlace.plan.oobleck import (
     split_batch,
 )
 from interlace.plan.orchestration import ModuleWork, Orchestration, orchestrate
-from interlace.plan.parallel_plan import (
-    ModuleCosts,
-    ParallelPlan,
-    ParallelSpec,
-    StagePlan,
-    analytic_costs,
-    layer_costs,
-)
+from interlace.plan.module_costs import ModuleCosts, analytic_costs, layer_costs
 from interlace.plan.partitioning import partition
 from interlace.plan.reconfiguration import Reconfigured, reconfigure
 from interlace.plan.search import Configuration, SearchModule, in_flight, search_configuration
@@ -53,13 +47,10 @@ __all__ = [
     "ModuleCosts",
     "ModuleWork",
     "Orchestration",
-    "ParallelPlan",
-    "ParallelSpec",
     "PipelineTemplate",
     "Reconfigured",
     "SearchModule",
     "StableBatch",
-    "StagePlan",
     "analytic_costs",
     "backward_needs",
     "bernoulli_trials",

@@ -1,124 +1,214 @@
-"""The module graph cut into pipeline stages, and where each stage runs.
+"""The stages of a layout as nodes of a graph: what feeds what, what needs a backward, who sums gradients.
 
-A `Stage` is a contiguous run of one module's layers on one rank, or on several ranks as replicated copies. The
-`StageGraph` connects them: stage i of a module feeds stage i + 1, and the last stage of an encoder feeds the
-language model. Ranks may host any number of stages (encoders merged on one rank, consecutive stages folded,
-an encoder beside the first LLM layers, everything on one rank), in any order.
+A node is one stage on one lane; copies are nodes of their own. Stage i of a pipeline feeds stage i + 1; the last stage
+of a producing module feeds the first stage of a consuming one wherever a chunk of the latter reads rows of the former
+(`StepTable.links`), in any replica. A consumer reads the copy on its own lane, or else the stage's own lane; copies that
+nobody reads run forwards only.
 
-Copies. A stage with several ranks is computed on each of them. A consumer reads the copy on its own rank, or
-else the copy on `ranks[0]`. Only copies that are read run BACKWARD (`ranks[0]` where nothing reads any of
-them); REDUCE_GRAD then gives the gradient to all.
-
-Depth. Cornstarch lets stage i of an encoder of n stages run n + llm_stages - i - 1 forwards before its first
-backward, and LLM stage i run llm_stages - i - 1 (section 4.1; Cornstarch's multimodal 1F1B). Both are the longest path
-from the stage to the sink, counted in hops between different ranks, which also holds when several stages
-share a rank and for any other acyclic graph of modules.
+Backward. A stage has something of its own to train, or not. A chunk runs BACKWARD on a stage if that is so, or if it
+does so on what feeds the stage: on the stage before it, or on the last stage of a module of which the chunk reads rows.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Reduction, Stage
 from interlace.schedule.actions import valid_module_name
 
-Node = tuple[int, int]
-"""One copy of one stage: (position in StageGraph.stages, rank)."""
+Ints = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A contiguous run of one module's layers.
+class Node(NamedTuple):
+    """A stage on one lane: `pipeline` counts `Layout.pipelines()`, copy 0 is the stage's own lane."""
 
-    module: its name, and index: its number within the module, from 0.
-    ranks: where it runs; more than one means replicated copies.
-    backward: it has a BACKWARD action, because it or something before it is trainable.
-    input_grad: the gradient of its inputs is wanted: something strictly before it is trainable.
-    pass_through: it has a BACKWARD only to hand gradients on and nothing of its own to train. Then microbatches
-        in which all trainable stages before it are absent need no BACKWARD of it, and it has nothing to reduce.
+    pipeline: int
+    stage: int
+    lane: int
+    copy: int
+
+
+class GraphArrays(NamedTuple):
+    """A StageGraph for compiled code. All int32; nodes in the order of `StageGraph.nodes`.
+
+    node_pipeline, node_stage, node_lane, node_copy, node_trains [nodes]: as in Node, and whether it trains something.
+    pipeline_module [pipelines], pipeline_first [pipelines + 1]: its module, and where its nodes begin.
+    lane_first [lanes + 1], lane_rank: the ranks of each lane. module_links [n, 2]: producer and consumer modules.
+    reduction_first [reductions + 1], reduction_rank, reduction_node: who takes part in each reduction, by rank, with the
+        first node of that rank that holds some of its weights. reduction_tied [reductions]: whether it is of a tied
+        weight. reduction_member_first [reductions + 1], reduction_member: all nodes whose backward adds to it.
     """
 
-    module: str
-    index: int
-    ranks: tuple[int, ...]
-    backward: bool
-    input_grad: bool
-    pass_through: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.module}/{self.index}"
+    node_pipeline: Ints
+    node_stage: Ints
+    node_lane: Ints
+    node_copy: Ints
+    node_trains: Ints
+    pipeline_module: Ints
+    pipeline_first: Ints
+    lane_first: Ints
+    lane_rank: Ints
+    module_links: Ints
+    reduction_first: Ints
+    reduction_rank: Ints
+    reduction_node: Ints
+    reduction_tied: Ints
+    reduction_member_first: Ints
+    reduction_member: Ints
 
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Stages, the edges between them (positions in `stages`, producer -> consumer) and the number of ranks.
+    """A layout with what a schedule has to know of the model.
 
-    tied: groups of positions of stages that hold one trainable weight (input embedding and output head), whose
-        gradients are added up over the ranks of the group.
-    replicas: how many copies of the whole graph run side by side and reduce gradients together (data parallelism);
-        ranks and lists are those of one of them.
-    Raises ValueError when the parts do not fit together: the message names the stage and what to change.
+    links: (producer, consumer) modules; the last stage of the one feeds the first of the other.
+    trainable: per module, for each layer whether anything in it is trained.
+    tied: groups of (module, layer) that hold one trained weight (input embedding and output head of one module).
+
+    Raises ValueError, naming what does not fit.
     """
 
-    stages: tuple[Stage, ...]
-    edges: tuple[tuple[int, int], ...]
-    num_ranks: int
-    tied: tuple[tuple[int, ...], ...] = ()
-    replicas: int = 1
+    layout: Layout
+    links: tuple[tuple[str, str], ...]
+    trainable: Mapping[str, tuple[bool, ...]]
+    tied: tuple[tuple[tuple[str, int], ...], ...] = ()
+    _number: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._check_stages()
-        self._check_edges()
-
-    def _check_stages(self) -> None:
-        if not self.stages:
-            raise ValueError("a StageGraph needs at least one stage")
-        for name, count in (("num_ranks", self.num_ranks), ("replicas", self.replicas)):
-            if count < 1:
-                raise ValueError(f"{name} is {count}; a StageGraph needs at least one")
+        self._number.update({name: i for i, name in enumerate(self.modules)})
+        for name in self.modules:
+            if not valid_module_name(name):
+                raise ValueError(f'module name {name!r} must not hold white space or any of , ; / @ + < > = "')
+            layers = self.layout.pipelines(name)[0].num_layers
+            if len(self.trainable.get(name, ())) != layers:
+                raise ValueError(f"trainable[{name!r}] must say of each of its {layers} layers whether it is trained")
+        for link in self.links:
+            for name in link:
+                if name not in self._number:
+                    raise ValueError(f"link {link} names {name!r}; modules: {', '.join(self.modules)}")
+            if any(stage.copies for stage in self.layout.pipelines(link[1])[0].stages):
+                raise ValueError(f"{link[1]} reads {link[0]} and has copies: only a module that reads none may have them")
+        if len(set(self.links)) != len(self.links):
+            raise ValueError("a link is given twice")
         for group in self.tied:
-            if len(set(group)) < 2 or not all(0 <= s < len(self.stages) for s in group):
-                raise ValueError(f"tied names the stages {group}; a group is two or more of 0..{len(self.stages) - 1}")
-        indices: dict[str, list[int]] = {}
-        for stage in self.stages:
-            if not valid_module_name(stage.module):
-                raise ValueError(f'module name {stage.module!r} must not hold white space or any of , ; / @ + < > = "')
-            indices.setdefault(stage.module, []).append(stage.index)
-            if not stage.ranks or len(set(stage.ranks)) != len(stage.ranks):
-                raise ValueError(f"stage {stage} has ranks {stage.ranks}; name each of its ranks once")
-            outside = [rank for rank in stage.ranks if not 0 <= rank < self.num_ranks]
-            if outside:
-                raise ValueError(f"stage {stage} is on rank {outside[0]}, but ranks go from 0 to {self.num_ranks - 1}")
-            if stage.input_grad and not stage.backward:
-                raise ValueError(f"stage {stage} wants the gradient of its inputs (input_grad) but has backward=False")
-            if stage.pass_through and not stage.input_grad:
-                raise ValueError(f"stage {stage} is pass_through, which needs input_grad=True: it passes gradients on")
-        for module, found in indices.items():
-            if sorted(found) != list(range(len(found))):
-                raise ValueError(f"module {module!r} has stages {sorted(found)}; number them 0 to {len(found) - 1}")
+            names = {name for name, _ in group}
+            if len(set(group)) < 2 or len(names) > 1:
+                raise ValueError(f"tied names {group}: a group is two or more layers of one module")
+            for name, layer in group:
+                if not 0 <= layer < len(self.trainable.get(name, ())):
+                    raise ValueError(f"tied names layer {layer} of {name!r}, which is none")
+        self.module_order  # noqa: B018 (raises for a cycle)
 
-    def _check_edges(self) -> None:
-        if len(set(self.edges)) != len(self.edges):
-            raise ValueError("an edge is given twice")
-        for producer, consumer in self.edges:
-            if not (0 <= producer < len(self.stages) and 0 <= consumer < len(self.stages)):
-                raise ValueError(f"edge {(producer, consumer)} names a stage outside 0..{len(self.stages) - 1}")
-            if self.stages[producer].backward and not self.stages[consumer].input_grad:
-                raise ValueError(
-                    f"stage {self.stages[producer]} has a backward, so its consumer {self.stages[consumer]} must have "
-                    "backward=True and input_grad=True"
-                )
-        for module in self.modules:
-            members = self.module_stages(module)
-            for before, after in pairwise(members):
-                if (before, after) not in self.edges:
-                    raise ValueError(f"no edge from {self.stages[before]} to {self.stages[after]}: add it")
-        if len(self.topological) != len(self.stages):
-            stuck = sorted(set(range(len(self.stages))) - set(self.topological))
-            raise ValueError(f"the stages form a cycle: {', '.join(str(self.stages[s]) for s in stuck)}")
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """Module names, by their number in rows."""
+        return tuple(self.layout.modules)
+
+    @cached_property
+    def module_order(self) -> tuple[str, ...]:
+        """The modules, producers before consumers. Raises ValueError where they feed each other in a cycle."""
+        order: list[str] = []
+        left = list(self.modules)
+        while left:
+            free = [n for n in left if not any(b == n and a in left for a, b in self.links)]
+            if not free:
+                raise ValueError(f"the modules {', '.join(left)} feed each other in a cycle")
+            order.append(free[0])
+            left.remove(free[0])
+        return tuple(order)
+
+    @cached_property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """Those of the layout."""
+        return self.layout.pipelines()
+
+    @cached_property
+    def pipeline_number(self) -> dict[tuple[str, int], int]:
+        """(module, replica) -> place in `pipelines`."""
+        return {(p.module, p.replica): i for i, p in enumerate(self.pipelines)}
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """Pipeline by pipeline, stage by stage, copy by copy."""
+        return tuple(
+            Node(p, stage.index, self.layout.lane_number(lane), copy)
+            for p, pipeline in enumerate(self.pipelines)
+            for stage in pipeline.stages
+            for copy, lane in enumerate(stage.lanes)
+        )
+
+    def trains(self, stage: Stage) -> bool:
+        """Whether anything in `stage` is trained."""
+        return any(self.trainable[stage.module][stage.start : stage.stop])
+
+    @cached_property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """What may be reduced in a step: of every layer something of which is trained, then of every tied weight."""
+        layout = self.layout
+        found = [g for g in layout.reduce_groups() if any(self.trainable[g.module][g.start : g.stop])]
+        for number, group in enumerate(self.tied):
+            module = group[0][0]
+            tp = layout.spec(module).tp
+            for pipeline in layout.pipelines(module):
+                held = [
+                    next(s for s in pipeline.stages if s.start <= layer < s.stop).lane.ranks for _, layer in group
+                ]
+                for place in range(tp):
+                    # Of context-parallel ranks, which have one sum by now, each sums with those of its own place.
+                    for first in range(place, len(held[0]), tp):
+                        ranks = tuple(sorted({ranks[first] for ranks in held}))
+                        if len(ranks) > 1:
+                            layers = [layer for _, layer in group]
+                            found.append(Reduction(module, min(layers), max(layers) + 1, ranks, number))
+        return tuple(found)
+
+    def members(self, reduction: Reduction) -> list[int]:
+        """The nodes whose weights `reduction` sums."""
+        layers = range(reduction.start, reduction.stop)
+        if reduction.tied >= 0:
+            layers = [layer for _, layer in self.tied[reduction.tied]]  # type: ignore[assignment]
+        found = []
+        for number, node in enumerate(self.nodes):
+            pipeline = self.pipelines[node.pipeline]
+            stage = pipeline.stages[node.stage]
+            if stage.module != reduction.module or not any(stage.start <= layer < stage.stop for layer in layers):
+                continue
+            if set(self.layout.lanes()[node.lane].ranks) & set(reduction.ranks):
+                found.append(number)
+        return found
+
+    @cached_property
+    def arrays(self) -> GraphArrays:
+        """What compiled code takes."""
+        nodes, lanes = self.nodes, self.layout.lanes()
+        members = [self.members(reduction) for reduction in self.reductions]
+        first_node = [
+            next(n for n in found if rank in lanes[nodes[n].lane].ranks)
+            for reduction, found in zip(self.reductions, members, strict=True)
+            for rank in reduction.ranks
+        ]
+        counts = [sum(len(stage.lanes) for stage in p.stages) for p in self.pipelines]
+        return GraphArrays(
+            *(_ints(column) for column in zip(*nodes, strict=True)),
+            _ints([self.trains(self.pipelines[n.pipeline].stages[n.stage]) for n in nodes]),
+            _ints([self._number[p.module] for p in self.pipelines]),
+            _starts(counts),
+            _starts([len(lane.ranks) for lane in lanes]),
+            _ints([rank for lane in lanes for rank in lane.ranks]),
+            _ints([[self._number[a], self._number[b]] for a, b in self.links]).reshape(-1, 2),
+            _starts([len(reduction.ranks) for reduction in self.reductions]),
+            _ints([rank for reduction in self.reductions for rank in reduction.ranks]),
+            _ints(first_node),
+            _ints([reduction.tied >= 0 for reduction in self.reductions]),
+            _starts([len(found) for found in members]),
+            _ints([node for found in members for node in found]),
+        )
 
     @classmethod
     def build(
@@ -127,152 +217,44 @@ class StageGraph:
         links: Iterable[tuple[str, str]] = (),
         *,
         trainable: Mapping[str, bool | Sequence[bool]] | None = None,
-        num_ranks: int | None = None,
         tied: Iterable[Sequence[tuple[str, int]]] = (),
         replicas: int = 1,
     ) -> StageGraph:
-        """The graph for modules given as one rank (or ranks of the copies) per stage.
+        """The graph of modules given as one rank (or ranks of the copies) per stage, each stage one layer.
 
-        links: (producer module, consumer module); the last stage of one feeds the first of the other.
-        trainable: per module, or per stage of it, whether anything in it is trainable (default: all);
-            `backward`, `input_grad` and `pass_through` of every stage follow from it.
-        tied: groups of (module, stage index) that hold one trainable weight. replicas: see the class.
+        trainable: per module, or per stage of it, whether anything in it is trained (default: all).
+        tied: groups of (module, stage). replicas: of the whole, on ranks of their own.
 
             StageGraph.build({"vision": [0], "audio": [1], "language_model": [2, 3]},
                              [("vision", "language_model"), ("audio", "language_model")])
         """
-        first: dict[str, int] = {}
-        ranks: list[tuple[int, ...]] = []
-        names: list[tuple[str, int]] = []
-        own: list[bool] = []
-        edges: list[tuple[int, int]] = []
-        for module, places in modules.items():
+        ranks = [[(at,) if isinstance(at, int) else tuple(at) for at in places] for places in modules.values()]
+        per_replica = 1 + max((rank for places in ranks for at in places for rank in at), default=-1)
+        made = {}
+        flags: dict[str, tuple[bool, ...]] = {}
+        for (name, places), stages in zip(modules.items(), ranks, strict=True):
             if not places:
-                raise ValueError(f"module {module!r} has no stages")
-            first[module] = len(names)
-            given = True if trainable is None else trainable.get(module, True)
-            flags = [given] * len(places) if isinstance(given, bool) else list(given)
-            if len(flags) != len(places):
-                raise ValueError(f"trainable[{module!r}] has {len(flags)} entries for {len(places)} stages")
-            for index, place in enumerate(places):
-                if index:
-                    edges.append((len(names) - 1, len(names)))
-                names.append((module, index))
-                ranks.append((place,) if isinstance(place, int) else tuple(place))
-                own.append(bool(flags[index]))
-        for producer, consumer in links:
-            for module in (producer, consumer):
-                if module not in first:
-                    raise ValueError(f"link {(producer, consumer)} names {module!r}; modules: {', '.join(modules)}")
-            edges.append((first[producer] + len(modules[producer]) - 1, first[consumer]))
-        before = [False] * len(names)
-        for _ in names:  # the longest path has fewer edges than there are stages
-            for start, stop in edges:
-                before[stop] = before[stop] or before[start] or own[start]
-        stages = tuple(
-            Stage(module, index, place, mine or earlier, earlier, earlier and not mine)
-            for (module, index), place, mine, earlier in zip(names, ranks, own, before, strict=True)
-        )
-        highest = max(rank for place in ranks for rank in place)
-        groups = tuple(tuple(names.index(key) for key in group) for group in tied)
-        return cls(stages, tuple(edges), highest + 1 if num_ranks is None else num_ranks, groups, replicas)
-
-    @cached_property
-    def modules(self) -> tuple[str, ...]:
-        """Module names in the order of their first stage in `stages`."""
-        return tuple(dict.fromkeys(stage.module for stage in self.stages))
-
-    @cached_property
-    def position(self) -> dict[tuple[str, int], int]:
-        """(module, stage index) -> position in `stages`."""
-        return {(stage.module, stage.index): i for i, stage in enumerate(self.stages)}
-
-    def module_stages(self, module: str) -> list[int]:
-        """Positions of a module's stages, first to last."""
-        found = [i for i, stage in enumerate(self.stages) if stage.module == module]
-        return sorted(found, key=lambda i: self.stages[i].index)
-
-    @cached_property
-    def topological(self) -> tuple[int, ...]:
-        """Positions in an order in which producers precede consumers; ties by position in `stages`."""
-        return tuple(_topological(len(self.stages), self.edges))
-
-    @cached_property
-    def nodes(self) -> tuple[Node, ...]:
-        """Every copy of every stage, producers before consumers."""
-        return tuple((s, rank) for s in self.topological for rank in self.stages[s].ranks)
-
-    @cached_property
-    def copy_edges(self) -> tuple[tuple[Node, Node], ...]:
-        """(copy that produces, copy that reads it) for every copy of every consumer."""
-        found = []
-        for producer, consumer in self.edges:
-            available = self.stages[producer].ranks
-            for rank in self.stages[consumer].ranks:
-                found.append(((producer, rank if rank in available else available[0]), (consumer, rank)))
-        return tuple(found)
-
-    def hosted(self, rank: int) -> list[int]:
-        """Positions of the stages on `rank`, producers before consumers."""
-        return [s for s, where in self.nodes if where == rank]
-
-    @cached_property
-    def depths(self) -> dict[Node, int]:
-        """Longest path from each copy to a sink, in hops between different ranks."""
-        depth = dict.fromkeys(self.nodes, 0)
-        consumers: dict[Node, list[Node]] = {}
-        for producer, consumer in self.copy_edges:
-            consumers.setdefault(producer, []).append(consumer)
-        for node in reversed(self.nodes):
-            for consumer in consumers.get(node, ()):
-                depth[node] = max(depth[node], depth[consumer] + (consumer[1] != node[1]))
-        return depth
-
-    @cached_property
-    def rank_depths(self) -> tuple[int, ...] | None:
-        """Longest path from each rank to a rank that sends to no other, or None if ranks feed each other in a cycle.
-
-        Where it is not None every rank is one pipeline unit: it runs all its stages for a microbatch in one go.
-        """
-        hops = {(a[1], b[1]) for a, b in self.copy_edges if a[1] != b[1]}
-        order = _topological(self.num_ranks, tuple(sorted(hops)))
-        if len(order) != self.num_ranks:
-            return None
-        depth = [0] * self.num_ranks
-        after: dict[int, list[int]] = {}
-        for rank, consumer in hops:
-            after.setdefault(rank, []).append(consumer)
-        for rank in reversed(order):
-            depth[rank] = max((depth[consumer] + 1 for consumer in after.get(rank, ())), default=0)
-        return tuple(depth)
-
-    @cached_property
-    def in_flight_caps(self) -> dict[Node, int]:
-        """How many microbatches each copy may hold between forward and backward under 1F1B: warm-up depth + 1."""
-        if self.rank_depths is not None:
-            return {node: self.rank_depths[node[1]] + 1 for node in self.nodes}
-        return {node: depth + 1 for node, depth in self.depths.items()}
-
-    def everything(self, microbatches: int) -> tuple[frozenset[str], ...]:
-        """The presence of a step in which every module runs in every microbatch."""
-        return (frozenset(self.modules),) * microbatches
+                raise ValueError(f"module {name!r} has no stages")
+            given = True if trainable is None else trainable.get(name, True)
+            flags[name] = (given,) * len(places) if isinstance(given, bool) else tuple(map(bool, given))
+            pipelines = []
+            for replica in range(replicas):
+                lanes = [[Lane((replica * per_replica + rank,)) for rank in at] for at in stages]
+                pipelines.append(
+                    Pipeline(
+                        name,
+                        replica,
+                        tuple(Stage(name, i, i, i + 1, own, tuple(copies)) for i, (own, *copies) in enumerate(lanes)),
+                    )
+                )
+            made[name] = (ParallelSpec(pp=len(places), dp=replicas), tuple(pipelines))
+        layout = Layout(made, per_replica * replicas)
+        return cls(layout, tuple(links), flags, tuple(tuple(group) for group in tied))
 
 
-def _topological(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Kahn's order, lowest number first among the free; shorter than `count` if there is a cycle."""
-    waiting = [0] * count
-    after: list[list[int]] = [[] for _ in range(count)]
-    for producer, consumer in edges:
-        waiting[consumer] += 1
-        after[producer].append(consumer)
-    free = [i for i in range(count) if not waiting[i]]
-    heapq.heapify(free)
-    order: list[int] = []
-    while free:
-        item = heapq.heappop(free)
-        order.append(item)
-        for consumer in after[item]:
-            waiting[consumer] -= 1
-            if not waiting[consumer]:
-                heapq.heappush(free, consumer)
-    return order
+def _ints(values: Sequence[object]) -> Ints:
+    return np.array(values, dtype=np.int32)
+
+
+def _starts(counts: Sequence[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

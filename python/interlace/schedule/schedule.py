@@ -1,42 +1,48 @@
-"""A schedule: one ordered list of actions per rank, with the graph and the presence it was made for."""
+"""A schedule: one ordered list of actions per rank, with the graph and the table it was made for."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from interlace.schedule.actions import Action, Op
-from interlace.schedule.communication import insert_communication
-from interlace.schedule.graph import Node, StageGraph
-from interlace.schedule.work import works
+import numpy as np
+from numpy.typing import NDArray
 
-Compute = tuple[Op, Node, int]
-"""FORWARD or BACKWARD of one copy for one microbatch, before it becomes an Action."""
+from interlace.schedule.actions import Action, action_of, rows_of
+from interlace.schedule.graph import StageGraph
+from interlace.schedule.table import StepTable
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Schedule:
-    """What every rank does in one step.
+    """What every rank does in one step. The checker, the simulator and the executor all read these rows.
 
-    actions: one list per rank; the checker, the simulator and the executor all read these lists.
-    presence: per microbatch, the modules that run in it.
-    reduce_grad: whether the lists end in REDUCE_GRAD actions.
-    active: the modules that run in this step in any replica, those of `presence` among them.
+    rows: int32 [n, 7], the lists of all ranks one after the other (columns: `interlace.schedule.actions`);
+    first: int64 [ranks + 1], where each rank's begins. backward: False for evaluation. reduce_grad: whether gradients
+    are summed over the ranks that share weights.
     """
 
     name: str
     graph: StageGraph
-    presence: tuple[frozenset[str], ...]
-    actions: list[list[Action]]
+    table: StepTable
+    rows: NDArray[np.int32]
+    first: NDArray[np.int64]
+    backward: bool = True
     reduce_grad: bool = True
-    active: frozenset[str] = frozenset()
 
-    def __post_init__(self) -> None:
-        self.active = frozenset(self.active).union(*self.presence)
+    def of_rank(self, rank: int) -> NDArray[np.int32]:
+        """The rows of one rank, int32 [n, 7]."""
+        return self.rows[self.first[rank] : self.first[rank + 1]]
 
-    @property
-    def num_microbatches(self) -> int:
-        return len(self.presence)
+    @cached_property
+    def actions(self) -> list[list[Action]]:
+        """All lists as objects, for people."""
+        modules = self.graph.modules
+        return [
+            [action_of(row, modules) for row in self.of_rank(rank).tolist()]
+            for rank in range(self.graph.layout.world)
+        ]
 
     def to_text(self) -> str:
         """One line per rank, actions separated by commas: also a valid CSV."""
@@ -53,60 +59,18 @@ class Schedule:
                 raise ValueError(f"rank {rank}: {error}") from None
         return lists
 
-
-@dataclass(frozen=True)
-class Reduction:
-    """One REDUCE_GRAD: the action that all `ranks` (of every replica) have, and the stages whose gradients it sums."""
-
-    action: Action
-    ranks: tuple[int, ...]
-    stages: tuple[int, ...]
-
-
-def assemble(
-    name: str,
-    graph: StageGraph,
-    presence: Sequence[Collection[str]],
-    compute: Sequence[Sequence[Compute]],
-    *,
-    reduce_grad: bool,
-    active: Collection[str] = (),
-) -> Schedule:
-    """The schedule that runs `compute` (per rank, in order), with communication and REDUCE_GRAD added.
-
-    Raises ValueError when `active` names a module that the graph does not have.
-    """
-    step = works(graph, presence)
-    unknown = sorted(set(active) - set(graph.modules))
-    if unknown:
-        raise ValueError(f"active names {unknown[0]!r}; modules: {', '.join(graph.modules)}")
-    names = [(stage.module, stage.index) for stage in graph.stages]
-    lists = [[Action(op, *names[node[0]], microbatch) for op, node, microbatch in actions] for actions in compute]
-    lists = insert_communication(graph, step, lists)
-    made = Schedule(name, graph, tuple(map(frozenset, presence)), lists, reduce_grad, frozenset(active))
-    if reduce_grad:
-        for reduction in reductions(graph, made.active):
-            for rank in reduction.ranks:
-                lists[rank].append(reduction.action)
-    return made
-
-
-def reductions(graph: StageGraph, active: Collection[str]) -> list[Reduction]:
-    """What is reduced after a step in which the modules `active` run, in the order in which all ranks do it.
-
-    First the stages with something to train, over their copies: consumers come first, as their gradients are ready
-    first. Then the tied weights, over the stages that hold them: each of these already has the sum of its copies. A
-    module that is absent everywhere is left out: its parameters and optimizer state stay untouched.
-    """
-    stages = graph.stages
-    found = [
-        Reduction(Action(Op.REDUCE_GRAD, stages[s].module, stages[s].index), stages[s].ranks, (s,))
-        for s in reversed(graph.topological)
-        if stages[s].backward and not stages[s].pass_through and stages[s].module in active
-    ]
-    for number, group in enumerate(graph.tied, 1):
-        first = stages[group[0]]
-        ranks = tuple(sorted({rank for s in group for rank in stages[s].ranks}))
-        if any(stages[s].backward and stages[s].module in active for s in group):
-            found.append(Reduction(Action(Op.REDUCE_GRAD, first.module, first.index, part=number), ranks, group))
-    return found
+    @classmethod
+    def of_actions(
+        cls,
+        name: str,
+        graph: StageGraph,
+        table: StepTable,
+        lists: Sequence[Sequence[Action]],
+        *,
+        backward: bool = True,
+        reduce_grad: bool = True,
+    ) -> Schedule:
+        """The schedule of lists of objects, one per rank."""
+        rows = [rows_of(actions, graph.modules) for actions in lists]
+        first = np.concatenate([[0], np.cumsum([len(part) for part in rows])]).astype(np.int64)
+        return cls(name, graph, table, np.concatenate(rows), first, backward, reduce_grad)

@@ -1,0 +1,175 @@
+"""StepTable: what a step consists of. Chunks of samples, and which rows of a chunk another chunk reads.
+
+Pure data, made from lengths alone (`interlace.run.table`), the same on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pieces = NDArray[np.int32]
+"""int32 [n, 5]: source chunk, source row, destination chunk, destination row, count."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chunk:
+    """The `index`-th chunk of a replica of a module: one FORWARD of each of its stages, and its backward.
+
+    samples: int32 [n], their places in the step's batch, in the order in which they are collated.
+    """
+
+    module: str
+    replica: int
+    index: int
+    samples: NDArray[np.int32]
+
+    def __str__(self) -> str:
+        return f"{self.module}, replica {self.replica}, chunk {self.index}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Edge:
+    """The rows of `producer` that `consumer` reads at `port` ("embeds", or the layer that they are added to).
+
+    pieces: chunks are places in `StepTable.chunks`; a source row counts rows after the projector, without padding; a
+        destination row is the ordinal among that module's placeholders in the destination chunk.
+    """
+
+    producer: str
+    consumer: str
+    port: str
+    pieces: Pieces
+
+
+@dataclass(frozen=True, eq=False)
+class StepTable:
+    """What one step computes.
+
+    chunks: those of a replica stand in the order of their index. targets: int64 [chunks], valid targets of each (0 of
+    a chunk without a loss). place: (epoch, position, step) of the batch in the run.
+
+    Raises ValueError, naming the chunk, where chunks, pieces and targets do not fit together.
+    """
+
+    chunks: tuple[Chunk, ...]
+    edges: tuple[Edge, ...] = ()
+    targets: NDArray[np.int64] | None = None
+    place: tuple[int, int, int] = (0, 0, 0)
+
+    def __post_init__(self) -> None:
+        if not self.chunks:
+            raise ValueError("a step needs at least one chunk")
+        following: dict[tuple[str, int], int] = {}
+        for chunk in self.chunks:
+            key = (chunk.module, chunk.replica)
+            if chunk.index != following.get(key, 0):
+                raise ValueError(f"{chunk} stands where chunk {following.get(key, 0)} of its replica is due")
+            following[key] = chunk.index + 1
+        if self.targets is not None and self.targets.shape != (len(self.chunks),):
+            raise ValueError(f"targets has shape {self.targets.shape} for {len(self.chunks)} chunks")
+        modules = np.array([chunk.module for chunk in self.chunks])
+        for edge in self.edges:
+            pieces = edge.pieces
+            if pieces.dtype != np.int32 or pieces.ndim != 2 or pieces.shape[1] != 5:
+                raise ValueError(f"pieces must be int32 [n, 5], got {pieces.dtype} {list(pieces.shape)}")
+            if len(pieces) == 0:
+                continue
+            if pieces.min() < 0 or pieces[:, 4].min() < 1 or pieces[:, [0, 2]].max() >= len(self.chunks):
+                raise ValueError(f"a piece from {edge.producer} to {edge.consumer} names a chunk or rows that are none")
+            for column, module in ((0, edge.producer), (2, edge.consumer)):
+                wrong = modules[pieces[:, column]] != module
+                if wrong.any():
+                    chunk = self.chunks[int(pieces[wrong.argmax(), column])]
+                    raise ValueError(f"a piece from {edge.producer} to {edge.consumer} names {chunk}")
+
+    @cached_property
+    def links(self) -> NDArray[np.int32]:
+        """int32 [m, 2], sorted: each pair of chunks of which the second reads rows of the first."""
+        pairs = [edge.pieces[:, [0, 2]] for edge in self.edges if len(edge.pieces)]
+        if not pairs:
+            return np.zeros((0, 2), np.int32)
+        keys = np.unique(np.concatenate(pairs).astype(np.int64) @ np.array([len(self.chunks), 1]))
+        return np.stack([keys // len(self.chunks), keys % len(self.chunks)], axis=1).astype(np.int32)
+
+    @cached_property
+    def active(self) -> frozenset[str]:
+        """The modules that have a chunk on any replica."""
+        return frozenset(chunk.module for chunk in self.chunks)
+
+    @cached_property
+    def digest(self) -> int:
+        """48 bits that two tables share only if they say the same; a float64 holds them."""
+        parts = hashlib.blake2b(digest_size=6)
+        names = ";".join(f"{c.module},{c.replica},{len(c.samples)}" for c in self.chunks)
+        parts.update(f"{self.place} {names}".encode())
+        parts.update(np.concatenate([chunk.samples for chunk in self.chunks]).tobytes())
+        for edge in self.edges:
+            parts.update(f"{edge.producer}>{edge.consumer}:{edge.port}".encode())
+            parts.update(np.ascontiguousarray(edge.pieces).tobytes())
+        if self.targets is not None:
+            parts.update(np.ascontiguousarray(self.targets).tobytes())
+        return int.from_bytes(parts.digest(), "little")
+
+    def of(self, module: str, replica: int) -> list[int]:
+        """The places of the chunks of a replica, in order."""
+        return [i for i, c in enumerate(self.chunks) if c.module == module and c.replica == replica]
+
+    @classmethod
+    def aligned(
+        cls,
+        links: Sequence[tuple[str, str]],
+        presence: Sequence[Collection[str]],
+        *,
+        replicas: int = 1,
+        samples: Mapping[str, int] | None = None,
+    ) -> StepTable:
+        """Chunks that go side by side: those of entry k of `presence` read each other, one row of one sample each.
+
+        links: (producer, consumer) modules. presence: per microbatch, the modules that have a chunk in it. replicas: of
+            every module, each with these microbatches. samples: per module, how many a chunk has (default 1).
+        """
+        chunks: list[Chunk] = []
+        at: dict[tuple[int, int, str], int] = {}
+        following: dict[tuple[str, int], int] = {}
+        order = list(dict.fromkeys([name for pair in links for name in pair] + [n for p in presence for n in sorted(p)]))
+        for replica in range(replicas):
+            for k, present in enumerate(presence):
+                for name in (name for name in order if name in present):
+                    index = following.get((name, replica), 0)
+                    following[name, replica] = index + 1
+                    at[replica, k, name] = len(chunks)
+                    place = np.array([replica * len(presence) + k], np.int32)
+                    chunks.append(Chunk(name, replica, index, place))
+        edges = []
+        for producer, consumer in links:
+            pairs = [
+                (at[replica, k, producer], 0, at[replica, k, consumer], 0, 1)
+                for replica in range(replicas)
+                for k in range(len(presence))
+                if (replica, k, producer) in at and (replica, k, consumer) in at
+            ]
+            edges.append(Edge(producer, consumer, "embeds", np.array(pairs, np.int32).reshape(-1, 5)))
+        return cls(tuple(chunks), tuple(edges))
+
+
+def merged(pieces: Pieces) -> Pieces:
+    """`pieces` sorted by destination, with those joined that follow each other on both sides."""
+    order = np.lexsort((pieces[:, 3], pieces[:, 2]))
+    pieces = pieces[order]
+    if len(pieces) < 2:
+        return pieces
+    before, after = pieces[:-1], pieces[1:]
+    joined = (before[:, 0] == after[:, 0]) & (before[:, 2] == after[:, 2])
+    joined &= (before[:, 1] + before[:, 4] == after[:, 1]) & (before[:, 3] + before[:, 4] == after[:, 3])
+    starts = np.flatnonzero(np.concatenate([[True], ~joined]))
+    out = pieces[starts].copy()
+    out[:, 4] = np.add.reduceat(pieces[:, 4], starts)
+    return out
+
+
