@@ -1,166 +1,321 @@
-"""Executes one rank's action list, the very list that the checker proved and the simulator times.
+"""Executes one rank's list, the very rows that the checker proved and the simulator times. It decides nothing.
+
+A plain loop: each action is done before the next begins. RECV blocks until the message is there, SEND and REDUCE_GRAD
+start what travels by itself; sums are awaited when the list ends. Several ranks of one process are a thread each.
 
 A stage's forward starts from detached inputs and its backward ends at them; what crosses a stage boundary, to another
-rank or within one, is an activation and later its gradient. So any placement computes the same numbers.
+rank or within one, is an activation and later its gradient. So any layout computes the same numbers.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from interlace.run.channel import Channel, PipelineError, Tag
-from interlace.schedule import Action, Op
+from interlace.comm.channel import Channel, Tag
+from interlace.comm.transports.base import CommError
+from interlace.layout import Reduction
+from interlace.parallel.route import Routes, put, take
+from interlace.run.errors import PipelineError
+from interlace.run.gradients import Sum
+from interlace.schedule.actions import CODES, OPS, Op, action_of
 
 Key = tuple[str, int]
+Value = tuple[str, int, int]
+"""An activation: module, stage, chunk."""
+Message = tuple[str, int, int, int, int]
+"""An activation, the chunk that reads it, and whether it is the gradient."""
+
+FORWARD, BACKWARD, SEND, RECV, REDUCE_GRAD = (
+    CODES[op] for op in (Op.FORWARD, Op.BACKWARD, Op.SEND, Op.RECV, Op.REDUCE_GRAD)
+)
 
 
 @dataclass
 class StageRuntime:
-    """A stage of this rank with its neighbours in the module graph."""
+    """A stage of this rank. last: the last of its pipeline. sink: its output is a loss."""
 
     module: nn.Module
-    producers: tuple[Key, ...]
-    sink: bool  # its output is the loss
+    last: bool
+    sink: bool
 
 
 @dataclass
 class Step:
-    """What one step works on, and what it leaves."""
+    """What one step works on, and what it leaves.
 
-    presence: Sequence[frozenset[str]]
-    inputs: Callable[[str, int], dict[str, Any]]  # (module, microbatch) -> collated inputs
-    scale: float  # multiplies the summed loss: 1 / global number of valid target tokens
+    inputs: (module, chunk, first stage) -> collated inputs. scale: multiplies the summed loss: 1 / valid targets of the
+    whole batch. start: called once before the first message or sum. ends: chunk ->
+    the module and the last stage, whose output its rows are.
+    """
+
+    routes: Routes
+    ends: Mapping[int, Key]
+    inputs: Callable[[str, int, bool], dict[str, Any]]
+    scale: float
+    start: Callable[[], None] = lambda: None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    loss_sum: float = 0.0
-    records: list[tuple[int, Action, float, float]] = field(default_factory=list)  # rank, action, start, finish [s]
+    loss: Tensor | None = None  # float64, summed over the chunks of this rank; on its device
+    times: list[tuple[float, float]] = field(default_factory=list)  # start, finish of each action [s]
 
 
 class Executor:
-    """Runs action lists on one rank. ``reduce_grad`` handles REDUCE_GRAD (a generator of waits)."""
+    """Runs lists on one rank.
+
+    stages: those of this rank. lanes: the ranks of each lane, by number. reductions: of the graph. parameters: what of
+    this rank a reduction sums.
+    """
 
     def __init__(
         self,
         rank: int,
         stages: Mapping[Key, StageRuntime],
         channel: Channel,
-        reduce_grad: Callable[[Action], Iterator[str]],
-    ):
-        self.rank = rank
-        self.stages = dict(stages)
-        self.channel = channel
-        self.reduce_grad = reduce_grad
-        self._read([])
+        modules: Sequence[str],
+        lanes: Sequence[Sequence[int]],
+        reductions: Sequence[Reduction],
+        parameters: Callable[[Reduction], Sequence[nn.Parameter]],
+    ) -> None:
+        self.rank, self.stages, self.channel = rank, dict(stages), channel
+        self._modules, self._lanes, self._reductions, self._parameters = modules, lanes, reductions, parameters
+        self._handlers: dict[int, Callable[..., None]] = {
+            FORWARD: self._forward,
+            BACKWARD: self._backward,
+            SEND: self._send,
+            RECV: self._receive,
+            REDUCE_GRAD: self._reduce,
+        }
 
-    def _read(self, actions: Sequence[Action]) -> None:
-        """Learn from the list which values are used here, and how often, so that nothing else is kept."""
-        self._values: dict[Tag, Tensor] = {}  # activations and gradients waiting for their use here
-        self._saved: dict[tuple[str, int, int], tuple[dict[Key, Tensor], Tensor]] = {}
-        self._uses: Counter[Tag] = Counter()
-        self._backward = set()
-        for action in actions:
-            key = (action.module, action.stage)
-            if action.op is Op.SEND:
-                self._uses[Tag.of(action)] += 1
-            elif action.op is Op.FORWARD:
-                self._uses.update(Tag(*producer, action.microbatch, False) for producer in self.stages[key].producers)
-            elif action.op is Op.BACKWARD:
-                self._backward.add((*key, action.microbatch))
-                if not self.stages[key].sink:
-                    self._uses[Tag(*key, action.microbatch, True)] += 1
-
-    def _take(self, tag: Tag) -> Tensor:
-        self._uses[tag] -= 1
-        return self._values[tag] if self._uses[tag] else self._values.pop(tag)
-
-    def _keep(self, tag: Tag, tensor: Tensor) -> None:
-        if self._uses[tag]:
-            self._values[tag] = tensor
-
-    def run(self, actions: Sequence[Action], step: Step) -> Iterator[str]:
-        """Execute ``actions``; yields what it waits for whenever an in-process peer has to move first."""
+    def run(self, rows: NDArray[Any], step: Step) -> None:
+        """Do the actions `rows` (int32 [n, 7]) in order. Raises PipelineError that names the action that failed."""
+        actions = rows.tolist()
+        self._step = step
         self._read(actions)
-        for action in actions:
-            start = time.monotonic()
+        handlers, modules, times = self._handlers, self._modules, step.times
+        started = False
+        for row in actions:
+            op, module, *rest = row
+            if not started and op >= SEND:
+                started = True
+                step.start()
+            begin = time.monotonic()
             try:
-                yield from self._do(action, step)
+                handler = handlers.get(op)
+                if handler is None:
+                    raise PipelineError(f"this executor does not know {OPS[op].name}: use a GPipe or 1F1B schedule")
+                handler(modules[module], *rest)
             except PipelineError:
                 raise
+            except CommError as error:
+                raise PipelineError(str(error)) from error
             except Exception as error:
-                raise PipelineError(
-                    f"rank {self.rank}, {_describe(action)}: {type(error).__name__}: {error}"
-                ) from error
-            step.records.append((self.rank, action, start, time.monotonic()))
-        self.channel.finish()
+                text = f"rank {self.rank}, {_describe(row, modules)}: {type(error).__name__}: {error}"
+                raise PipelineError(text) from error
+            times.append((begin, time.monotonic()))
+        if not started:
+            step.start()
+        self._finish(step, actions)
         if self._saved:
-            name, stage, microbatch = next(iter(self._saved))
-            raise PipelineError(f"rank {self.rank}: {name}[{stage}] microbatch {microbatch} was never taken backward")
+            name, stage, chunk = next(iter(self._saved))
+            raise PipelineError(f"rank {self.rank}: {name}[{stage}] chunk {chunk} was never taken backward")
 
-    def _do(self, action: Action, step: Step) -> Iterator[str]:
-        if action.op is Op.FORWARD:
-            self._forward_stage(action, step)
-        elif action.op is Op.BACKWARD:
-            self._backward_stage(action, step)
-        elif action.op is Op.SEND:
-            tag = Tag.of(action)
-            self.channel.send(self._take(tag), action.peer, tag)
-        elif action.op is Op.RECV:
-            tag = Tag.of(action)
-            while (tensor := self.channel.receive(action.peer, tag)) is None:
-                yield f"rank {self.rank} waits for {tag} from rank {action.peer}"
-            self._keep(tag, tensor)
-        elif action.op is Op.REDUCE_GRAD:
-            yield from self.reduce_grad(action)
-        else:
-            raise PipelineError(f"this executor does not know {action.op.name}: use a GPipe or 1F1B schedule")
+    # -- values ----------------------------------------------------------------------------------------------
 
-    def _forward_stage(self, action: Action, step: Step) -> None:
-        key, microbatch = (action.module, action.stage), action.microbatch
-        stage = self.stages[key]
-        inputs = step.inputs(action.module, microbatch)
-        backward = (*key, microbatch) in self._backward
-        received: dict[Key, Tensor] = {}
-        for producer in stage.producers:
-            if producer[0] in step.presence[microbatch]:
-                value = self._take(Tag(*producer, microbatch, False))
-                wanted = backward and self._uses[Tag(*producer, microbatch, True)] > 0
-                received[producer] = value.requires_grad_(wanted)
+    def _read(self, actions: Sequence[Sequence[int]]) -> None:
+        """Learn from the list which values are used here, and how often, so that nothing else is kept."""
+        self._outputs: dict[Value, Tensor] = {}
+        self._gradients: dict[Value, Tensor] = {}  # of outputs made here, as far as readers have given theirs
+        self._messages: dict[Message, Tensor] = {}  # as received, or to be sent
+        self._saved: dict[Value, tuple[dict[Any, Tensor], Tensor]] = {}
+        self._sums: dict[int, Sum] = {}
+        self._uses: dict[Value, int] = defaultdict(int)
+        self._takes_backward: set[Value] = set()
+        wanted: set[tuple[str, int, int, int]] = set()  # gradients that go to other ranks
+        received: set[tuple[str, int, int, int]] = set()
+        forwards: list[Value] = []
+        modules = self._modules
+        for op, number, stage, chunk, other, _, grad in actions:
+            module = modules[number]
+            if op == FORWARD:
+                forwards.append((module, stage, chunk))
+            elif op == BACKWARD:
+                self._takes_backward.add((module, stage, chunk))
+            elif op == SEND and grad:
+                wanted.add((module, stage, chunk, other))
+            elif op == SEND:
+                self._uses[module, stage, chunk] += 1
+            elif op == RECV and not grad:
+                received.add((module, stage, chunk, other))
+        self._wanted, self._received = wanted, received
+        for module, stage, chunk in forwards:
+            sources = [(module, stage - 1, chunk)] if stage else self._origins(chunk)
+            for source in sources:
+                if (*source, chunk) not in received:
+                    self._uses[source] += 1
+
+    def _origins(self, chunk: int) -> list[Value]:
+        """The activations of which `chunk` reads rows."""
+        return [(*self._step.ends[source], source) for source in self._step.routes.sources.get(chunk, ())]
+
+    def _output(self, source: Value) -> Tensor:
+        """The output of a stage of this rank, which is forgotten with its last use."""
+        self._uses[source] -= 1
+        return self._outputs[source] if self._uses[source] else self._outputs.pop(source)
+
+    def _has_backward(self, source: Value, reader: int) -> bool:
+        return source in self._takes_backward or (*source, reader) in self._wanted
+
+    # -- actions ---------------------------------------------------------------------------------------------
+
+    def _forward(self, module: str, stage: int, chunk: int, *_: int) -> None:
+        step, runtime = self._step, self.stages[module, stage]
+        inputs = step.inputs(module, chunk, stage == 0)
+        backward = (module, stage, chunk) in self._takes_backward
+        received: dict[Any, Tensor] = {}
         hidden = None
-        if action.stage > 0:
-            hidden = received[action.module, action.stage - 1]
-        elif stage.producers:
-            inputs = {**inputs, "features": {name: value for (name, _), value in received.items()}}
-        with torch.set_grad_enabled(backward), step.autocast():
-            output = stage.module(inputs, hidden)
-        if stage.sink:
-            step.loss_sum += float(output.detach())
+        if stage:
+            source = (module, stage - 1, chunk)
+            key = (*source, chunk)
+            value = self._messages.pop((*key, 0)) if key in self._received else self._output(source)
+            hidden = received[source] = value.requires_grad_(backward and self._has_backward(source, chunk))
         else:
-            self._keep(Tag(*key, microbatch, False), output.detach())
+            features = self._features(chunk, backward)
+            if features:
+                inputs = {**inputs, "features": features}
+                received = dict(features)
+        with torch.set_grad_enabled(backward), step.autocast():
+            output = runtime.module(inputs, hidden)
+        if runtime.sink:
+            loss = output.detach().double()
+            step.loss = loss if step.loss is None else step.loss + loss
+        elif self._uses[module, stage, chunk]:
+            self._outputs[module, stage, chunk] = output.detach()
         if backward:
-            self._saved[action.module, action.stage, microbatch] = (received, output)
+            self._saved[module, stage, chunk] = (received, output)
 
-    def _backward_stage(self, action: Action, step: Step) -> None:
-        key, microbatch = (action.module, action.stage), action.microbatch
-        received, output = self._saved.pop((*key, microbatch))
-        gradient = None if self.stages[key].sink else self._take(Tag(*key, microbatch, True))
-        # Without grad: everything trainable lies in encoders that this microbatch does not use.
+    def _features(self, chunk: int, backward: bool) -> dict[str, Tensor]:
+        """Encoder -> the rows that a chunk reads of it, in the order of its placeholders."""
+        parts: dict[str, list[tuple[int, Tensor]]] = {}
+        wanted: dict[str, bool] = {}
+        for source in self._origins(chunk):
+            name, _, producer = source
+            route = self._step.routes.between(producer, chunk)
+            key = (*source, chunk)
+            rows = self._messages.pop((*key, 0)) if key in self._received else take(self._output(source), route.rows)
+            parts.setdefault(name, []).append((producer, rows))
+            wanted[name] = wanted.get(name, False) or self._has_backward(source, chunk)
+        features = {}
+        for name, found in parts.items():
+            total = self._step.routes.total[name, chunk]
+            _, rows = found[0]
+            if len(found) > 1 or not isinstance(self._step.routes.between(found[0][0], chunk).places, slice):
+                whole = rows.new_empty(total, *rows.shape[1:])
+                for producer, part in found:
+                    put(whole, self._step.routes.between(producer, chunk).places, part)
+                rows = whole
+            features[name] = rows.detach().requires_grad_(backward and wanted[name])
+        return features
+
+    def _backward(self, module: str, stage: int, chunk: int, *_: int) -> None:
+        value = (module, stage, chunk)
+        received, output = self._saved.pop(value)
+        sink = self.stages[module, stage].sink
+        gradient = torch.full_like(output, self._step.scale) if sink else self._gradient(value, output)
+        # Without grad: everything trainable lies in encoders that this chunk does not use.
         if output.requires_grad:
-            torch.autograd.backward(output * step.scale if gradient is None else output, gradient)
-        for producer, value in received.items():
-            if value.requires_grad:
-                self._keep(
-                    Tag(*producer, microbatch, True),
-                    value.grad if value.grad is not None else torch.zeros_like(value),
-                )
+            torch.autograd.backward(output, gradient)
+        for source, given in received.items():
+            if not given.requires_grad:
+                continue
+            grad = torch.zeros_like(given) if given.grad is None else given.grad
+            if isinstance(source, tuple):
+                self._hand_back(source, chunk, grad, whole=True)
+                continue
+            for origin in self._origins(chunk):
+                if origin[0] == source and self._has_backward(origin, chunk):
+                    places = self._step.routes.between(origin[2], chunk).places
+                    self._hand_back(origin, chunk, take(grad, places), whole=False)
+
+    def _hand_back(self, source: Value, reader: int, gradient: Tensor, *, whole: bool) -> None:
+        """What the backward of `reader` found for rows of `source`, kept for its backward here or for a SEND."""
+        if (*source, reader) in self._wanted:
+            self._messages[(*source, reader, 1)] = gradient
+        elif whole:
+            self._gradients[source] = gradient
+        else:
+            self._add(source, reader, gradient, self._saved[source][1])
+
+    def _add(self, source: Value, reader: int, gradient: Tensor, output: Tensor) -> None:
+        """Add the gradient of the rows that `reader` reads to that of `output`, the whole chunk."""
+        route = self._step.routes.between(source[2], reader)
+        if isinstance(route.rows, slice) and route.count == len(output) and source not in self._gradients:
+            self._gradients[source] = gradient
+            return
+        if source not in self._gradients:
+            self._gradients[source] = torch.zeros_like(output)
+        put(self._gradients[source], route.rows, gradient, add=True)
+
+    def _gradient(self, value: Value, output: Tensor) -> Tensor:
+        """The gradient of an output, from all who read it."""
+        if not self.stages[value[:2]].last:
+            key = (*value, value[2], 1)
+            return self._messages.pop(key) if key in self._messages else self._gradients.pop(value)
+        for reader in self._step.routes.readers.get(value[2], ()):
+            arrived = self._messages.pop((*value, reader, 1), None)
+            if arrived is not None:
+                self._add(value, reader, arrived, output)
+        return self._gradients.pop(value)
+
+    def _send(self, module: str, stage: int, chunk: int, other: int, peer: int, grad: int) -> None:
+        if grad:
+            tensor = self._messages.pop((module, stage, chunk, other, 1))
+        else:
+            tensor = self._output((module, stage, chunk))
+            if other != chunk:
+                tensor = take(tensor, self._step.routes.between(chunk, other).rows)
+        (rank,) = self._lanes[peer]
+        self.channel.send(tensor, rank, Tag(module, stage, chunk, other, bool(grad)))
+
+    def _receive(self, module: str, stage: int, chunk: int, other: int, peer: int, grad: int) -> None:
+        (rank,) = self._lanes[peer]
+        tensor = self.channel.receive(rank, Tag(module, stage, chunk, other, bool(grad)))
+        self._messages[module, stage, chunk, other, grad] = tensor
+
+    def _reduce(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
+        reduction = self._reductions[number]
+        if reduction.tied >= 0:  # a sum of what the stages have summed
+            for pending in self._sums.values():
+                pending.wait()
+        key = f"{reduction.module} layers {reduction.start} to {reduction.stop}{' tied' * (reduction.tied >= 0)}"
+        self._sums[number] = Sum(self._parameters(reduction), reduction.ranks, self.channel, key)
+
+    def _finish(self, step: Step, actions: Sequence[Sequence[int]]) -> None:
+        """Wait for the sums and for what was sent."""
+        done: dict[int, float] = {}
+        try:
+            for number, pending in self._sums.items():
+                pending.wait()
+                done[number] = time.monotonic()
+            self.channel.finish()
+        except CommError as error:
+            raise PipelineError(str(error)) from error
+        self._sums = {}
+        for place, row in enumerate(actions):
+            if row[0] == REDUCE_GRAD:
+                step.times[place] = (step.times[place][0], done[row[4]])
 
 
-def _describe(action: Action) -> str:
-    text = f"{action.op.name} {action.module}[{action.stage}] microbatch {action.microbatch}"
-    return text + (f" with rank {action.peer}" if action.peer >= 0 else "")
+def _describe(row: Sequence[int], modules: Sequence[str]) -> str:
+    action = action_of(row, modules)
+    text = f"{action.op.name} {action.module}[{action.stage}]"
+    if action.chunk >= 0:
+        text += f" chunk {action.chunk}"
+    return text + (f" with lane {action.peer}" if action.peer >= 0 else "")

@@ -1,44 +1,55 @@
 """REDUCE_GRAD: gradients of parameters that live on several ranks become one sum, the same bits on each.
 
-Three reasons for a parameter to live on several ranks: data-parallel replicas of a stage, redundant copies in the
-replicated placement, and weights tied across stages (input embedding and output head). A parameter without gradient
-anywhere keeps none, so that absent modalities leave parameters and optimizer state untouched, as in one process.
+A sum starts when the last backward of its weights is done and travels while the rank goes on. Gradients go in buckets,
+flat tensors of at most `BUCKET_BYTES`, each with a flag per parameter behind it: a parameter without a gradient on any
+rank keeps none, so that absent modalities leave parameters and optimizer state untouched, as in one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from interlace.run.channel import Channel
+from interlace.comm.channel import Channel, Pending
+
+BUCKET_BYTES = 32 << 20
 
 
-def sum_over_ranks(
-    parameters: Sequence[nn.Parameter], ranks: Sequence[int], channel: Channel, key: str
-) -> Iterator[str]:
-    """Sum ``.grad`` of ``parameters`` (same list on each of ``ranks``) in fixed rank order.
+class Sum:
+    """The sum of the gradients of `parameters` over `ranks`, which all give the same list; starts when it is made."""
 
-    Generator: yields what it waits for while in-process peers have to move first.
-    """
-    trainable = [p for p in parameters if p.requires_grad]
-    if len(ranks) == 1 or not trainable:
-        return
-    flags = torch.tensor([float(p.grad is not None) for p in trainable], device=trainable[0].device)
-    for dtype in sorted({p.dtype for p in trainable}, key=str):
-        group = [p for p in trainable if p.dtype == dtype]
-        pieces = [p.grad.reshape(-1) if p.grad is not None else p.new_zeros(p.numel()) for p in group]
-        flat = torch.cat(pieces)
-        yield from _all_reduce(flat, ranks, channel, f"{key} {dtype}")
-        for p, piece in zip(group, flat.split([p.numel() for p in group]), strict=True):
-            p.grad = piece.view_as(p)
-    yield from _all_reduce(flags, ranks, channel, f"{key} flags")
-    for p, count in zip(trainable, flags.tolist(), strict=True):
-        if count == 0:
-            p.grad = None
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: Sequence[int], channel: Channel, key: str) -> None:
+        self._parts: list[tuple[list[nn.Parameter], Tensor, Pending]] = []
+        for number, bucket in enumerate(_buckets(parameters)):
+            gradients = [p.grad for p in bucket]
+            pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in zip(bucket, gradients)]
+            flags = torch.tensor([float(g is not None) for g in gradients], dtype=bucket[0].dtype)
+            flat = torch.cat([*pieces, flags.to(bucket[0].device)])
+            pending = channel.start_all_reduce(flat, ranks, f"{key} {number}")
+            self._parts.append((bucket, flat, pending))
+
+    def wait(self) -> None:
+        """The sums are in `.grad` of the parameters."""
+        for bucket, flat, pending in self._parts:
+            pending.wait()
+            *pieces, flags = flat.split([*(p.numel() for p in bucket), len(bucket)])
+            for p, piece, count in zip(bucket, pieces, flags.tolist(), strict=True):
+                p.grad = piece.view_as(p) if count else None
+        self._parts = []
 
 
-def _all_reduce(tensor: Tensor, ranks: Sequence[int], channel: Channel, key: str) -> Iterator[str]:
-    while not channel.all_reduce(tensor, ranks, key):
-        yield f"ranks {list(ranks)} reduce {key}"
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """What is trained of `parameters`, by dtype, in buckets."""
+    found: list[list[nn.Parameter]] = []
+    for dtype in sorted({p.dtype for p in parameters if p.requires_grad}, key=str):
+        size = BUCKET_BYTES
+        for p in parameters:
+            if p.requires_grad and p.dtype is dtype:
+                if size + p.nbytes > BUCKET_BYTES:
+                    found.append([])
+                    size = 0
+                found[-1].append(p)
+                size += p.nbytes
+    return found

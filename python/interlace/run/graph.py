@@ -1,118 +1,109 @@
-"""What a plan means for a model: its stage graph for the schedule generators, and who holds which parameter."""
+"""What a layout means for a model: its stage graph for the schedule generators, and which layer a parameter belongs to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from interlace.plan import ModuleCosts, ParallelPlan, layer_costs
-from interlace.schedule import Op, Stage, StageGraph
+from interlace.layout import Layout
+from interlace.plan import ModuleCosts, layer_costs
+from interlace.schedule import Op, StageGraph, StepTable
 
 
-def stage_graph(mllm: Any, plan: ParallelPlan) -> StageGraph:
-    """Stages of one replica with their edges, and which of them have a backward.
+def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
+    """The nodes and links of `layout`, and what of it is trained in `mllm`.
 
-    A stage needs the gradient of its inputs if anything trainable lies strictly before it on any path, across
-    modules, and a backward if it needs that or holds something trainable itself. Raises ValueError for a stage split
-    over ranks (`ParallelPlan.check_executable`): several ranks of a stage are copies of it here.
+    Raises ValueError where the layout is of another model, or cuts replicas so that tied weights are together in some
+    and apart in others.
     """
-    plan.check_executable()
-    ranks: dict[str, list[tuple[int, ...]]] = {name: [] for name in mllm.modules_order()}
-    trainable: dict[str, list[bool]] = {name: [] for name in ranks}
-    layers = {name: [layer.trainable for layer in mllm.layers(name)] for name in ranks}
-    for stage in plan.stages:
-        ranks[stage.module].append(stage.ranks)
-        trainable[stage.module].append(any(layers[stage.module][stage.start : stage.stop]))
-    return StageGraph.build(
-        ranks,
-        mllm.edges(),
-        trainable=trainable,
-        num_ranks=plan.num_ranks,
-        tied=[tied.stages for tied in tied_weights(mllm, plan)],
-        replicas=plan.dp,
-    )
+    modules = mllm.modules_order()
+    if list(layout.modules) != list(modules):
+        raise ValueError(
+            f"the layout has the modules {', '.join(layout.modules)}, the model {', '.join(modules)}, in this order"
+        )
+    for name in modules:
+        layers, placed = len(mllm.layer_list(name)), layout.pipelines(name)[0].num_layers
+        if layers != placed:
+            raise ValueError(f"{name} has {layers} layers, but the layout places {placed}")
+    trainable = {name: tuple(layer.trainable for layer in mllm.layers(name)) for name in modules}
+    return StageGraph(layout, tuple(mllm.edges()), trainable, _tied(mllm, layout))
 
 
-def forward_only(graph: StageGraph) -> StageGraph:
-    """The same graph with nothing to take backward: evaluation."""
-    stages = tuple(Stage(s.module, s.index, s.ranks, backward=False, input_grad=False) for s in graph.stages)
-    return StageGraph(stages=stages, edges=graph.edges, num_ranks=graph.num_ranks, replicas=graph.replicas)
-
-
-def stage_durations(
-    mllm: Any, plan: ParallelPlan, costs: Mapping[str, ModuleCosts], *, recompute: bool = False
-) -> dict[tuple[Op, str, int], float]:
-    """Seconds of FORWARD and BACKWARD of every stage, for `simulate`, from measured (or estimated) layer costs."""
-    per_layer = layer_costs(costs, mllm.modules_order(), recompute=recompute)
-    durations = {}
-    for stage in plan.stages:
-        cost = costs[stage.module]
-        forward = np.bincount(cost.layer, weights=cost.times.forward, minlength=cost.num_layers)
-        seconds = float(forward[stage.start : stage.stop].sum())
-        both = float(per_layer[stage.module][stage.start : stage.stop].sum())
-        durations[Op.FORWARD, stage.module, stage.index] = seconds
-        durations[Op.BACKWARD, stage.module, stage.index] = max(both - seconds, 0.0)
-    return durations
-
-
-@dataclass(frozen=True)
-class Tied:
-    """One trainable weight that lives under several names in several stages, on several ranks of a replica."""
-
-    names: tuple[str, ...]
-    stages: tuple[tuple[str, int], ...]
-    ranks: tuple[int, ...]  # local
-
-
-def tied_weights(mllm: Any, plan: ParallelPlan) -> list[Tied]:
-    """The weights whose gradients several ranks of a replica add up, in the order in which they do it."""
+def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """The trained weights that live in layers of several stages."""
     parameters = dict(mllm.named_parameters(remove_duplicate=False))
+    layer_of = parameter_layers(mllm)
     found = []
     for names in mllm.tied_parameters():
-        if not parameters[names[0]].requires_grad:
+        places = sorted({layer_of[name] for name in names})
+        if not parameters[names[0]].requires_grad or len(places) < 2:
             continue
-        holders = []
-        for stage in plan.stages:
-            part = mllm.slice(stage.module, stage.start, stage.stop)
-            if any(name in names for name, _ in part.named_parameters(remove_duplicate=False)):
-                holders.append(stage)
-        ranks = tuple(sorted({rank for stage in holders for rank in stage.ranks}))
-        if len(holders) > 1 and len(ranks) > 1:
-            found.append(Tied(tuple(names), tuple((s.module, s.index) for s in holders), ranks))
+        if len({module for module, _ in places}) > 1:
+            raise ValueError(f"{names[0]} is one weight of several modules, whose ranks could not keep it equal: untie it")
+        cuts = {
+            tuple(next(s.index for s in pipeline.stages if s.start <= layer < s.stop) for _, layer in places)
+            for pipeline in layout.pipelines(places[0][0])
+        }
+        if len({len(set(stages)) for stages in cuts}) > 1:
+            raise ValueError(
+                f"the tied weight {names[0]} is on one stage of some replicas and on several of others: cut all alike"
+            )
+        if any(len(set(stages)) > 1 for stages in cuts):
+            found.append(tuple(places))
+    return tuple(found)
+
+
+def parameter_layers(mllm: Any) -> dict[str, tuple[str, int]]:
+    """Name of a parameter -> (module, the layer that it travels with)."""
+    found = {}
+    for module in mllm.modules_order():
+        layers = mllm.layers(module)
+        whole = "language_model." if module == "language_model" else f"encoders.{module}."
+        homes = [(f"{part.name}.", layer.index) for layer in layers for part in layer.parts]
+        for name, _ in mllm.named_parameters(remove_duplicate=False):
+            if name.startswith(whole):
+                # What is registered beside the layers and is no part of its own precedes them.
+                found[name] = module, next((index for prefix, index in homes if name.startswith(prefix)), 0)
     return found
 
 
-class ParameterMap:
-    """Which ranks hold which parameters, known to every rank without holding them.
+def stage_durations(
+    mllm: Any,
+    layout: Layout,
+    costs: Mapping[str, ModuleCosts],
+    *,
+    recompute: bool = False,
+    table: StepTable | None = None,
+) -> dict[tuple[Any, ...], float]:
+    """Seconds of FORWARD and BACKWARD of every stage, for `simulate`, from measured (or estimated) layer costs.
 
-    ``owner[name]`` is the one global rank that counts the parameter (norms), ``tied`` the weights whose gradients
-    several ranks of a replica add up, ``stage_ranks`` the global ranks that run a stage in any replica.
+    costs: of one microbatch. table: gives every chunk its own, by its share of the samples of a chunk of the language
+    model; keys then are (op, module, stage, chunk).
     """
+    per_layer = layer_costs(costs, mllm.modules_order(), recompute=recompute)
+    found: dict[tuple[Any, ...], float] = {}
 
-    def __init__(self, mllm: Any, plan: ParallelPlan):
-        self.plan = plan
-        groups = [tuple(names) for names in mllm.tied_parameters()]
-        weight = {name: names for names in groups for name in names}  # name -> all names of the same weight
-        holders: dict[str, list[int]] = {}
-        for stage in plan.stages:
-            part = mllm.slice(stage.module, stage.start, stage.stop)
-            for name, _ in part.named_parameters(remove_duplicate=False):
-                for alias in weight.get(name, (name,)):
-                    holders.setdefault(alias, []).extend(stage.ranks)
-        self.owner = {name: min(ranks) for name, ranks in holders.items()}
-        self.tied = tied_weights(mllm, plan)
+    def seconds(stage: Any) -> tuple[float, float]:
+        cost = costs[stage.module]
+        forward = np.bincount(cost.layer, weights=cost.times.forward, minlength=cost.num_layers)
+        once = float(forward[stage.start : stage.stop].sum())
+        both = float(per_layer[stage.module][stage.start : stage.stop].sum())
+        return once, max(both - once, 0.0)
 
-    def stage_ranks(self, module: str, index: int) -> list[int]:
-        """Global ranks that hold this stage, over copies and replicas."""
-        ranks = next(s.ranks for s in self.plan.stages if (s.module, s.index) == (module, index))
-        return [replica * self.plan.num_ranks + rank for replica in range(self.plan.dp) for rank in ranks]
-
-    def groups(self) -> list[list[int]]:
-        """Every set of global ranks that reduces something together."""
-        groups = [self.stage_ranks(stage.module, stage.index) for stage in self.plan.stages]
-        for tied in self.tied:
-            groups += [[replica * self.plan.num_ranks + r for r in tied.ranks] for replica in range(self.plan.dp)]
-        return [*groups, list(range(self.plan.world_size))]
+    for pipeline in layout.pipelines():
+        share = {-1: 1.0}
+        if table is not None:
+            readers = [len(chunk.samples) for chunk in table.chunks if chunk.module == list(layout.modules)[-1]]
+            share = {
+                i: len(table.chunks[i].samples) / float(np.mean(readers))
+                for i in table.of(pipeline.module, pipeline.replica)
+            }
+        for stage in pipeline.stages:
+            times = seconds(stage)
+            for op, time in zip((Op.FORWARD, Op.BACKWARD), times, strict=True):
+                for chunk, part in share.items():
+                    key = (op, stage.module, stage.index) if table is None else (op, stage.module, stage.index, chunk)
+                    found[key] = time * part
+    return found

@@ -1,58 +1,60 @@
-"""`parallelize(mllm, plan)`: this process's share of a model, and `step(samples)` that trains it.
+"""`parallelize(mllm, layout)`: this process's share of a model, and `step(samples)` that trains it.
 
-    parallel = parallelize(mllm, plan)           # transport "local": one process plays every rank
-    loss = parallel.step(samples)                # gradients are in .grad of parallel.named_parameters()
+    parallel = parallelize(mllm, layout)         # transport "local": one process plays every rank
+    loss = parallel.step(samples)                # gradients are in .grad of mllm's parameters
 
-Every rank of a replica is given the same samples; each collates what its own stages read, and media that it does not
-run may be undecoded (`Media.data is None`). The loss is normalised by the number of valid targets of the whole batch,
-over all replicas, so the gradients equal those of ``mllm(**mllm.collate(samples))`` in one process.
+Every rank is given the same samples, the global batch; which of them it works on says the step's table, and media that
+it does not run may be undecoded. The loss is normalised by the number of valid targets of the whole batch, so the
+gradients equal those of ``mllm(**mllm.collate(samples))`` in one process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from interlace import balance
-from interlace.model import MultimodalModel
-from interlace.plan import ParallelPlan, StagePlan
-from interlace.run import agreement, copies
-from interlace.run.channel import Channel, LocalChannel, LocalNetwork, PipelineError
-from interlace.run.distributed import DistributedChannel
-from interlace.run.executor import Executor, Key, StageRuntime, Step
-from interlace.run.gradients import sum_over_ranks
-from interlace.run.graph import ParameterMap, forward_only, stage_graph
-from interlace.schedule import Action, Schedule, check, gpipe, one_f_one_b
+from interlace.comm.channel import Channel, GroupChannel, LocalChannel, LocalNetwork
+from interlace.comm.transports.base import CommError
+from interlace.layout import Layout
+from interlace.model import Media, MultimodalModel
+from interlace.parallel.route import Routes
+from interlace.run import agreement
+from interlace.run.errors import PipelineError
+from interlace.run.executor import Step
+from interlace.run.graph import stage_graph
+from interlace.run.ranks import Rank, Views, local_ranks
+from interlace.run.table import Lengths, step_table
+from interlace.run.threads import run_threads
+from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
 from interlace.simulate import Timeline
 
 _GENERATORS: dict[str, Callable[..., Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+_KEPT = 64  # schedules: tables of one form recur
 
 
 class StepResult(float):
     """The loss of a step (mean cross entropy over the valid targets of the whole batch, nats), with its circumstances.
 
-    The same on every rank. tokens: valid targets of all replicas; microbatches: of this replica.
+    The same on every rank. tokens: valid targets of the batch; microbatches: chunks of a replica of the language model,
+    of the one that has most. notes: what each rank noted, by rank.
     """
 
     tokens: int
     microbatches: int
+    notes: tuple[float, ...]
 
-    def __new__(cls, loss: float, tokens: int, microbatches: int) -> StepResult:
+    def __new__(cls, loss: float, tokens: int, microbatches: int, notes: Sequence[float] = ()) -> StepResult:
         result = super().__new__(cls, loss)
-        result.tokens, result.microbatches = tokens, microbatches
+        result.tokens, result.microbatches, result.notes = tokens, microbatches, tuple(notes)
         return result
 
-    def __getnewargs__(self) -> tuple[float, int, int]:  # type: ignore[override]
-        return float(self), self.tokens, self.microbatches
+    def __getnewargs__(self) -> tuple[float, int, int, tuple[float, ...]]:  # type: ignore[override]
+        return float(self), self.tokens, self.microbatches, self.notes
 
     @property
     def loss(self) -> float:
@@ -62,7 +64,7 @@ class StepResult(float):
 
 def parallelize(
     mllm: MultimodalModel,
-    plan: ParallelPlan,
+    layout: Layout,
     *,
     schedule: str = "1f1b",
     transport: str | None = None,
@@ -70,129 +72,102 @@ def parallelize(
     autocast: torch.dtype | None = None,
     timeout: float = 300.0,
 ) -> ParallelModel:
-    """Place ``mllm`` as ``plan`` says. What is frozen is fixed here: freeze before.
+    """Place ``mllm`` as ``layout`` says; it is trained in place. What is frozen is fixed here: freeze before.
 
-    transport: "local" plays all ranks in this process, one rank on ``mllm``'s own parameters, several on a copy of the
-        model each: optimize ``parallel.named_parameters()``, as a step of an optimizer over ``mllm.parameters()``
-        raises, and bring back what they learned with `ParallelModel.copy_to`. "distributed" is one rank of the default
-        process group, on ``mllm``'s own parameters; the default where such a group of more than one rank exists.
+    transport: "local" plays all ranks in this process, a thread each, on ``mllm``'s own weights. "distributed" is one
+        rank of the default process group, on those weights of ``mllm`` that it holds; the default where such a group of
+        more than one rank exists.
     schedule: "1f1b" or "gpipe". checkpointing: recompute each layer's activations in backward. autocast: run forwards
-        under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer
-        (for rank 0 at the start and end of a step up to half as long again: it may be waiting for a lost one itself).
+        under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
 
-    Raises ValueError when the world's size is not the plan's, or for a plan that splits a stage (tp * cp > 1).
+    Raises ValueError when the world's size is not the layout's, or for lanes of several ranks (tp * cp > 1), which this
+    version plans but does not run.
     """
-    plan.check_executable()
+    wide = next((stage for stage in layout.stages() if len(stage.lane.ranks) > 1), None)
+    if wide is not None:
+        raise ValueError(
+            f"{wide} is split over ranks {wide.lane} (tp * cp > 1), which this version does not run: use pp and dp"
+        )
     if schedule not in _GENERATORS:
         raise ValueError(f"unknown schedule {schedule!r}: use one of {', '.join(map(repr, sorted(_GENERATORS)))}")
     if transport is None:
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         transport = "distributed" if grouped else "local"
     if transport == "local":
-        network = LocalNetwork()
-        ranks = list(range(plan.world_size))
-        models = [mllm] if len(ranks) == 1 else [copy.deepcopy(mllm) for _ in ranks]
-        channels: list[Channel] = [LocalChannel(rank, network) for rank in ranks]
+        ranks = list(range(layout.world))
+        channel = None
     elif transport == "distributed":
         if not dist.is_initialized():
             raise PipelineError("torch.distributed is not initialised: call init_process_group before parallelize")
-        if dist.get_world_size() != plan.world_size:
+        if dist.get_world_size() != layout.world:
             raise ValueError(
-                f"{dist.get_world_size()} ranks run but the plan is for {plan.world_size} "
-                f"({plan.num_ranks} per replica x {plan.dp} replicas): start that many, or change the specs"
+                f"{dist.get_world_size()} ranks run but the layout is for {layout.world}: start that many, or change "
+                "the specs"
             )
         ranks = [dist.get_rank()]
-        models = [mllm]
-        held = (p.device for stage in plan.of_rank(ranks[0]) for p in _stage(mllm, stage).parameters())
-        channel = DistributedChannel(mllm.modules_order(), timeout, next(held))
-        channel.add_groups(ParameterMap(mllm, plan).groups())
-        channels = [channel]
+        channel = GroupChannel(mllm.modules_order(), timeout)
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
-    parallel = ParallelModel(mllm, plan, _GENERATORS[schedule], ranks, models, channels, checkpointing, autocast)
-    if models != [mllm]:
-        copies.watch(parallel, mllm)
-    return parallel
+    return ParallelModel(mllm, layout, schedule, ranks, channel, checkpointing, autocast, timeout)
 
 
 class ParallelModel:
-    """The ranks of a plan that this process plays (one, or all with the in-process channel)."""
+    """The ranks of a layout that this process plays: one, or all."""
 
     def __init__(
         self,
         mllm: MultimodalModel,
-        plan: ParallelPlan,
-        generator: Callable[..., Schedule],
+        layout: Layout,
+        schedule: str,
         ranks: Sequence[int],
-        models: Sequence[MultimodalModel],
-        channels: Sequence[Channel],
+        channel: Channel | None,
         checkpointing: bool,
         autocast: torch.dtype | None,
+        timeout: float,
     ):
-        self.plan = plan
-        self.mllm = mllm
-        self.ranks = list(ranks)
-        self.graph = stage_graph(mllm, plan)
-        self._generator = generator
-        self._agreed = agreement.of_model(mllm, plan, schedule=generator.__name__, autocast=autocast)
-        self._autocast = autocast
-        self._channels = dict(zip(ranks, channels, strict=True))
-        self._schedules: dict[tuple[bool, tuple[frozenset[str], ...], frozenset[str]], Schedule] = {}
-        self._records: list[tuple[int, Action, float, float]] = []
+        self.layout, self.mllm, self.ranks = layout, mllm, list(ranks)
+        self.graph = stage_graph(mllm, layout)
+        self._generator = _GENERATORS[schedule]
+        self._agreed = agreement.of_model(mllm, layout, schedule=schedule, autocast=autocast)
+        self._autocast, self._timeout = autocast, timeout
+        self._channel = channel
+        self._schedules: dict[tuple[bool, bytes, bytes], Schedule] = {}
         self._last: Schedule | None = None
+        self._times: dict[int, list[tuple[float, float]]] = {}
         self._trainable = _trainable(mllm)
         self._failed = ""
-        self.stages: dict[int, dict[Key, nn.Module]] = {}
-        self._executors: dict[int, Executor] = {}
-        for rank, model in zip(ranks, models, strict=True):
-            self.stages[rank] = {
-                (stage.module, stage.index): _stage(model, stage, checkpointing) for stage in plan.of_rank(rank)
-            }
-            self._executors[rank] = Executor(
-                rank, self._runtimes(rank), self._channels[rank], partial(self._reduce, rank)
-            )
-        self._map = ParameterMap(mllm, plan)
-        self._homes = {
-            rank: {id(p): key for key, stage in reversed(stages.items()) for p in stage.parameters()}
-            for rank, stages in self.stages.items()
-        }
+        self._norm: tuple[float, list[tuple[int, int]]] | None = None
+        self._views = Views()
+        self._ranks: dict[int, Rank] = local_ranks(mllm, self.graph, ranks, checkpointing, self._views)
+        if channel is not None:
+            try:
+                channel.add_groups([reduction.ranks for reduction in self.graph.reductions])
+            except CommError as error:
+                raise PipelineError(str(error)) from error
 
     # -- what lives here -------------------------------------------------------------------------------------
 
     @property
+    def stages(self) -> dict[int, dict[tuple[str, int], nn.Module]]:
+        """Rank of this process -> (module, stage) -> its StageModule."""
+        return {number: rank.stages for number, rank in self._ranks.items()}
+
+    @property
     def hosts(self) -> set[str]:
-        """Modules whose stages run in this process: the modalities among them must be decoded here."""
+        """Modules whose stages run in this process."""
         return {module for stages in self.stages.values() for module, _ in stages}
 
-    def parameters_of(self, rank: int) -> dict[str, nn.Parameter]:
-        """Parameters on ``rank`` by their name in the whole model; tied weights on one rank appear once."""
-        found: dict[str, nn.Parameter] = {}
-        seen: set[int] = set()
-        for stage in self.stages[rank].values():
-            for name, parameter in stage.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found[name] = parameter
-        return found
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters of this process; a name repeats where several in-process ranks hold copies."""
-        for rank in self.ranks:
-            yield from self.parameters_of(rank).items()
+        """The parameters of the model that live in this process, by their names in it; each once."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for rank in self._ranks.values():
+            for name, parameter in rank.own.items():
+                found.setdefault(id(parameter), (name, parameter))
+        yield from found.values()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This process's weights by their names in the whole model; a weight that several ranks hold is there once."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.named_parameters():
-            found.setdefault(name, parameter.detach())
-        return found
-
-    @torch.no_grad()
-    def copy_to(self, mllm: nn.Module) -> None:
-        """Write this process's weights into ``mllm``: what several in-process ranks have learned on their copies."""
-        parameters = dict(mllm.named_parameters(remove_duplicate=False))
-        for name, weight in self.state_dict().items():
-            parameters[name].copy_(weight)
+        """This process's weights by their names in the whole model."""
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def train(self, mode: bool = True) -> None:
         """Switch the stages between training and evaluation (frozen modules stay in evaluation)."""
@@ -205,176 +180,243 @@ class ParallelModel:
         for _, parameter in self.named_parameters():
             parameter.grad = None
 
+    # -- tables ----------------------------------------------------------------------------------------------
+
+    def table(
+        self,
+        samples: Sequence[Any],
+        microbatches: int | None = None,
+        chunks: Mapping[str, int] | None = None,
+        place: tuple[int, int, int] = (0, 0, 0),
+    ) -> StepTable:
+        """The table of a step over `samples`: arguments and errors as in `step`."""
+        flat, groups = _grouped(samples, microbatches)
+        *encoders, _ = self.mllm.modules_order()
+        lengths = Lengths.of(flat, encoders)
+        return step_table(
+            self.layout, lengths, microbatches=microbatches, groups=groups, chunks=chunks, place=place
+        )
+
+    def schedule(self, table: StepTable, *, train: bool = True) -> Schedule:
+        """The checked schedule of a table. One with the same chunks and links as an earlier one has its lists."""
+        pipelines = self.graph.pipeline_number
+        form = bytes(bytearray(0)) + b",".join(b"%d" % pipelines[c.module, c.replica] for c in table.chunks)
+        key = (train, form, table.links.tobytes())
+        if key not in self._schedules:
+            made = self._generator(self.graph, table, backward=train, reduce_grad=train)
+            check(made)
+            if len(self._schedules) >= _KEPT:
+                self._schedules.clear()
+            self._schedules[key] = made
+        return self._schedules[key]
+
+    def wanted(
+        self, samples: Sequence[Any], microbatches: int | None = None, chunks: Mapping[str, int] | None = None
+    ) -> list[Media]:
+        """The media of `samples` that this process reads in a step with these arguments."""
+        flat, _ = _grouped(samples, microbatches)
+        firsts = {
+            (stage.module, self.layout.replica(rank, stage.module))
+            for rank in self.ranks
+            for stage in self.layout.of_rank(rank)
+            if stage.index == 0
+        }
+        return [
+            item
+            for chunk in self.table(samples, microbatches, chunks).chunks
+            if (chunk.module, chunk.replica) in firsts
+            for i in chunk.samples
+            for item in flat[i].media.get(chunk.module, ())
+        ]
+
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def step(self, samples: Sequence[Any], microbatches: int | None = None) -> StepResult:
-        """Forward and backward of one batch; gradients add up in ``.grad`` until `zero_grad`.
+    def step(
+        self,
+        samples: Sequence[Any],
+        microbatches: int | None = None,
+        *,
+        chunks: Mapping[str, int] | None = None,
+        place: tuple[int, int, int] = (0, 0, 0),
+        note: Callable[[], float] = lambda: 0.0,
+    ) -> StepResult:
+        """Forward and backward of the global batch; gradients add up in ``.grad`` until `zero_grad`.
 
-        ``samples``: this replica's samples, or a list of lists to fix the microbatches. Otherwise they are spread
-        over ``microbatches`` (default: twice the ranks of a replica, at most one per sample) by LLM tokens. With
-        several replicas in this process, sample or microbatch i goes to replica i modulo their number.
+        samples: the same list on every rank, or a list of lists to fix the chunks of the language model (the i-th goes
+            to replica i modulo their number). Otherwise they are spread by their tokens over `microbatches` of each
+            replica (default: twice the stages of its pipeline, at most one per sample).
+        chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
+            position, step) of the batch, for the table. note: asked at the end; all ranks learn all (`StepResult.notes`).
 
-        Raises ValueError for a batch without any valid target, or when what is frozen has changed since
-        `parallelize`; PipelineError when a peer is lost or its batch is refused, and then the gradients are undefined.
+        Raises ValueError for a batch without any valid target, when a rank was given something else, or when what is
+        frozen has changed since `parallelize`; PipelineError when a peer is lost, and then the gradients are undefined.
         """
         if _trainable(self.mllm) != self._trainable:
             raise ValueError(
                 "what is frozen has changed since parallelize(): freeze or unfreeze first, then parallelize again"
             )
-        return self._run(samples, microbatches, train=True)
+        return self._run(samples, microbatches, chunks, place, note, train=True)
 
     @torch.no_grad()
-    def evaluate(self, samples: Sequence[Any], microbatches: int | None = None) -> StepResult:
+    def evaluate(
+        self, samples: Sequence[Any], microbatches: int | None = None, *, chunks: Mapping[str, int] | None = None
+    ) -> StepResult:
         """Mean loss of a batch over the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
-        return self._run(samples, microbatches, train=False)
+        return self._run(samples, microbatches, chunks, (0, 0, 0), lambda: 0.0, train=False)
 
-    def _run(self, samples: Sequence[Any], microbatches: int | None, train: bool) -> StepResult:
+    def _run(
+        self,
+        samples: Sequence[Any],
+        microbatches: int | None,
+        chunks: Mapping[str, int] | None,
+        place: tuple[int, int, int],
+        note: Callable[[], float],
+        train: bool,
+    ) -> StepResult:
         if self._failed:
             raise PipelineError(f"an earlier step failed and left the ranks out of step ({self._failed}): start anew")
-        for channel in self._channels.values():
-            if isinstance(channel, LocalChannel):
-                channel.network.clear()
         try:
-            return self._run_step(samples, microbatches, train)
+            return self._run_step(samples, microbatches, chunks, place, note, train)
         except Exception as error:
-            if not isinstance(next(iter(self._channels.values())), LocalChannel) and not isinstance(error, ValueError):
+            if self._channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
+                self._channel.leave(str(error))
             raise
 
-    def _run_step(self, samples: Sequence[Any], microbatches: int | None, train: bool) -> StepResult:
-        replicas = sorted({rank // self.plan.num_ranks for rank in self.ranks})
+    def _run_step(
+        self,
+        samples: Sequence[Any],
+        microbatches: int | None,
+        chunks: Mapping[str, int] | None,
+        place: tuple[int, int, int],
+        note: Callable[[], float],
+        train: bool,
+    ) -> StepResult:
         refused: ValueError | None = None
+        given, digest = "", 0
         try:
-            split = [self._split(samples[i :: len(replicas)], microbatches) for i in range(len(replicas))]
+            flat, groups = _grouped(samples, microbatches)
+            table = self.table(samples, microbatches, chunks, place)
+            given = agreement.of_samples(groups_or_one(flat, groups)).text
+            digest = agreement.number(table.digest, self._agreed.text, train, given)
         except ValueError as error:
-            refused, split = error, [[] for _ in replicas]
-        groups = dict(zip(replicas, split, strict=True))
-
-        # What runs anywhere in this step, and whether all can start, is known before it starts: so all replicas
-        # reduce alike, and a batch that one rank refuses does not leave the others waiting.
-        *encoders, language_model = self.mllm.modules_order()
-        facts = {}
-        for rank in self.ranks:
-            here = [sample for group in groups[rank // self.plan.num_ranks] for sample in group]
-            first = rank % self.plan.num_ranks == 0
-            targets = sum(int((sample.labels != -100).sum()) for sample in here) if first else 0
-            present = ",".join(n for n in encoders if any(s.media.get(n) for s in here))
-            given = agreement.of_samples(groups[rank // self.plan.num_ranks]).text
-            facts[rank] = [refused is not None, targets, present, f"{self._agreed.text}; train={train}", given]
-        everyone = self._exchange(facts, "start of the step")
+            refused = error
+        compare = self._compare(digest, refused, f"{self._agreed.text}; train={train}", given)
         if refused is not None:
+            compare()
             raise refused
-        bad = [str(rank) for rank, (is_bad, *_) in enumerate(everyone) if is_bad]
-        if bad:
-            raise ValueError(f"rank {', '.join(bad)} refused its batch, so no rank runs this step: see its error")
-        self._check_agreement([model for *_, model, _ in everyone], [samples for *_, samples in everyone])
-        tokens = sum(count for _, count, *_ in everyone)
-        active = frozenset({language_model}.union(*(names.split(",") for _, _, names, *_ in everyone if names)))
+        tokens = int(table.targets.sum()) if table.targets is not None else 0
         if tokens == 0:
+            compare()
             if train:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
-            return StepResult(0.0, 0, len(split[0]))
+            return StepResult(0.0, 0, 0)
 
+        schedule = self.schedule(table, train=train)
+        routes = Routes(table)
+        ends = {i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1) for i, c in enumerate(table.chunks)}
+        self._views.refresh()
         kept = self._set_shared_gradients_aside() if train else []
-        steps: dict[int, Step] = {}
-        runs: dict[int, Iterator[str]] = {}
-        for rank in self.ranks:
-            replica_groups = groups[rank // self.plan.num_ranks]
-            presence = tuple(self._presence(group) for group in replica_groups)
-            schedule = self._schedule(train, presence, active)
-            steps[rank] = Step(
-                presence=presence,
-                inputs=self._collator(rank, replica_groups),
+        steps = {
+            number: Step(
+                routes=routes,
+                ends=ends,
+                inputs=_collator(self.mllm, table, flat),
                 scale=1.0 / tokens,
+                start=compare,
                 autocast=self._autocast_context,
             )
-            actions = self._to_global(rank, schedule.actions[rank % self.plan.num_ranks])
-            runs[rank] = self._executors[rank].run(actions, steps[rank])
-            self._last = schedule
-        _play(runs)
+            for number in self.ranks
+        }
+        self._norm = None
+        self._execute(schedule, steps, digest)
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        self._records = [record for step in steps.values() for record in step.records]
-        sums = self._exchange({rank: step.loss_sum for rank, step in steps.items()}, "loss")
-        return StepResult(sum(sums) / tokens, tokens, len(split[0]))
+        self._last, self._times = schedule, {number: step.times for number, step in steps.items()}
+        loss, norm, notes = self._results(steps, note, train)
+        if train:
+            self._norm = norm, self._signature()
+        most = max(chunk.index for chunk in table.chunks if chunk.module == self.graph.modules[-1]) + 1
+        return StepResult(loss / tokens, tokens, most, notes)
 
-    def _check_agreement(self, models: Sequence[str], samples: Sequence[str]) -> None:
-        wrong = agreement.disagreement(dict(enumerate(models)))
-        for first in range(0, self.plan.world_size, self.plan.num_ranks):
-            replica = range(first, first + self.plan.num_ranks)
-            wrong = wrong or agreement.disagreement({rank: samples[rank] for rank in replica})
-        if wrong:
-            raise ValueError(f"the ranks were not given the same, so none runs this step: {wrong}")
+    def _compare(self, digest: int, refused: ValueError | None, model: str, given: str) -> Callable[[], None]:
+        """Begin to compare what the ranks were given; the returned call ends it, and raises ValueError if it differs."""
+        channel = self._channel
+        if channel is None or channel.world == 1:
+            return lambda: None
+        channel.begin(digest)
+        numbers = torch.tensor([float(digest), float(refused is not None)], dtype=torch.float64)
+        pending = channel.start_all_gather(numbers, "start of the step")
+
+        def compare() -> None:
+            with _as_pipeline_errors():
+                everyone = pending.wait()
+                bad = everyone[:, 1].nonzero().flatten().tolist()
+                if refused is None and bad:
+                    ranks = ", ".join(map(str, bad))
+                    raise ValueError(f"rank {ranks} refused its batch, so no rank runs this step: see its error")
+                if refused is None and not bool((everyone[:, 0] == everyone[0, 0]).all()):
+                    said = channel.exchange([model, given], "what the ranks were given")
+                    wrong = agreement.disagreement({rank: model for rank, (model, _) in enumerate(said)})
+                    wrong = wrong or agreement.disagreement({rank: given for rank, (_, given) in enumerate(said)})
+                    raise ValueError(
+                        "the ranks were not given the same, so none runs this step: "
+                        f"{wrong or 'their tables differ: do they run one version of the program?'}"
+                    )
+
+        return compare
+
+    def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int) -> None:
+        if self._channel is not None:
+            (number,) = self.ranks
+            self._ranks[number].executor(self._channel, self.graph).run(schedule.of_rank(number), steps[number])
+            return
+        network = LocalNetwork(self.layout.world, self._timeout)
+        channels = {number: LocalChannel(number, network) for number in self.ranks}
+        drawn = torch.random.get_rng_state()
+
+        def play(number: int) -> None:
+            channels[number].begin(digest)
+            executor = self._ranks[number].executor(channels[number], self.graph)
+            executor.run(schedule.of_rank(number), steps[number])
+
+        if len(self.ranks) == 1:
+            play(self.ranks[0])
+            return
+        run_threads(self.ranks, play, lambda number, reason: channels[number].leave(reason))
+        if not torch.equal(drawn, torch.random.get_rng_state()):
+            raise PipelineError(
+                "the model draws random numbers (dropout?), which ranks that are threads of one process would share in "
+                "no fixed order: set its dropout to 0, play one rank (a layout of world 1), or start a process per rank"
+            )
+
+    def _results(
+        self, steps: Mapping[int, Step], note: Callable[[], float], train: bool
+    ) -> tuple[float, float, tuple[float, ...]]:
+        """The summed loss, the norm of the gradients and the ranks' notes, the same on every rank."""
+        losses = [step.loss for step in steps.values() if step.loss is not None]
+        loss = float(torch.stack(losses).sum()) if losses else 0.0
+        square = self._squares() if train else 0.0
+        mine = [loss, square, float(note())]
+        if self._channel is None:
+            return loss, square**0.5, (mine[2],) * len(self.ranks)
+        with _as_pipeline_errors():
+            numbers = torch.tensor(mine, dtype=torch.float64)
+            everyone = self._channel.start_all_gather(numbers, "loss").wait()
+        total, squares, _ = everyone.sum(0).tolist()
+        return total, squares**0.5, tuple(everyone[:, 2].tolist())
 
     def _set_shared_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Take the gradients of earlier steps off what ranks share: those are sums over ranks already."""
         kept = []
-        for rank in self.ranks:
-            for key, stage in self.stages[rank].items():
-                if len(self._map.stage_ranks(*key)) == 1 and not self._map.tied:
-                    continue
-                for parameter in stage.parameters():
+        shared = {rank for reduction in self.graph.reductions for rank in reduction.ranks}
+        for number in self.ranks:
+            if number in shared:
+                for parameter in self._ranks[number].own.values():
                     if parameter.grad is not None:
                         kept.append((parameter, parameter.grad))
                         parameter.grad = None
         return kept
-
-    def _split(self, samples: Sequence[Any], microbatches: int | None) -> list[list[Any]]:
-        if not samples:
-            raise ValueError("a step needs at least one sample (or one microbatch) for each replica")
-        if microbatches is not None and microbatches < 1:
-            raise ValueError(f"microbatches is {microbatches}: it must be at least 1")
-        grouped = [isinstance(item, (list, tuple)) for item in samples]
-        if all(grouped):
-            if microbatches is not None and microbatches != len(samples):
-                raise ValueError(f"microbatches is {microbatches} but {len(samples)} of them are given: leave it out")
-            groups = [list(group) for group in samples if group]
-            if not groups:
-                raise ValueError("all microbatches are empty: a step needs at least one sample for each replica")
-            return groups
-        if any(grouped):
-            raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
-        count = min(len(samples), microbatches or 2 * self.plan.num_ranks)
-        weights = np.array([len(sample.input_ids) for sample in samples], dtype=np.float64)
-        bins = balance.assign(weights, count, capacity=-(-len(samples) // count))
-        groups = [[] for _ in range(count)]
-        for sample, b in zip(samples, bins, strict=True):
-            groups[int(b)].append(sample)
-        return [group for group in groups if group]
-
-    def _presence(self, group: Sequence[Any]) -> frozenset[str]:
-        *encoders, language_model = self.mllm.modules_order()
-        return frozenset(
-            [name for name in encoders if any(sample.media.get(name) for sample in group)] + [language_model]
-        )
-
-    def _schedule(self, train: bool, presence: tuple[frozenset[str], ...], active: frozenset[str]) -> Schedule:
-        key = (train, presence, active)
-        if key not in self._schedules:
-            graph = self.graph if train else forward_only(self.graph)
-            schedule = self._generator(graph, presence, active=active)
-            check(schedule)
-            if len(self._schedules) >= 256:  # presence patterns recur; a long run must not collect them without end
-                self._schedules.clear()
-            self._schedules[key] = schedule
-        return self._schedules[key]
-
-    def _to_global(self, rank: int, actions: Sequence[Action]) -> list[Action]:
-        offset = rank - rank % self.plan.num_ranks
-        if offset == 0:
-            return list(actions)
-        return [replace(a, peer=a.peer + offset) if a.peer >= 0 else a for a in actions]
-
-    def _collator(self, rank: int, groups: Sequence[Sequence[Any]]) -> Callable[[str, int], dict[str, Any]]:
-        cache: dict[tuple[str, int], dict[str, Any]] = {}
-
-        def inputs(module: str, microbatch: int) -> dict[str, Any]:
-            key = (module, microbatch)
-            if key not in cache:
-                cache[key] = self.mllm.collate_module(module, groups[microbatch])
-            return cache[key]
-
-        return inputs
 
     def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
@@ -382,69 +424,78 @@ class ParallelModel:
         # A parameter that lives here: those of other ranks may be on the meta device.
         return torch.autocast(next(self.named_parameters())[1].device.type, dtype=self._autocast)
 
-    # -- gradients that several ranks share ------------------------------------------------------------------
+    # -- gradients -------------------------------------------------------------------------------------------
 
-    def _runtimes(self, rank: int) -> dict[Key, StageRuntime]:
-        local = rank % self.plan.num_ranks
-        stages = self.graph.stages
-        runtimes = {}
-        for i, stage in enumerate(stages):
-            if local not in stage.ranks:
-                continue
-            runtimes[stage.module, stage.index] = StageRuntime(
-                module=self.stages[rank][stage.module, stage.index],
-                producers=tuple((stages[a].module, stages[a].index) for a, b in self.graph.edges if b == i),
-                sink=not any(a == i for a, _ in self.graph.edges),
-            )
-        return runtimes
+    def _counted(self) -> Iterator[Tensor]:
+        """The gradients that this process counts in norms: each of the model once, however many ranks hold it."""
+        seen: set[int] = set()
+        for number in self.ranks:
+            for name, parameter in self._ranks[number].own.items():
+                if parameter.grad is not None and name in self._ranks[number].counts and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter.grad
 
-    def _reduce(self, rank: int, action: Action) -> Iterator[str]:
-        offset = rank - rank % self.plan.num_ranks
-        if action.part > 0:
-            tied = self._map.tied[action.part - 1]
-            held = self.parameters_of(rank)
-            parameter = next(held[name] for name in tied.names if name in held)
-            ranks = [r + offset for r in tied.ranks]
-            yield from sum_over_ranks([parameter], ranks, self._channels[rank], f"tied {tied.names[0]}")
-            return
-        ranks = self._map.stage_ranks(action.module, action.stage)
-        if len(ranks) == 1:
-            return
-        stage = self.stages[rank][action.module, action.stage]
-        # A weight that two stages of this rank share is reduced with the first of them only.
-        parameters = [p for p in stage.parameters() if self._homes[rank][id(p)] == (action.module, action.stage)]
-        key = f"{action.module}[{action.stage}]"
-        yield from sum_over_ranks(parameters, ranks, self._channels[rank], key)
+    def _squares(self) -> float:
+        gradients = list(self._counted())
+        if not gradients:
+            return 0.0
+        norms = torch._foreach_norm([gradient.detach() for gradient in gradients])
+        return float(torch.stack([norm.double() for norm in norms]).square().sum())
+
+    def _signature(self) -> list[tuple[int, int]]:
+        """Which gradients there are, and how often each was changed."""
+        return [(id(p.grad), p.grad._version) for _, p in self.named_parameters() if p.grad is not None]
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> float:
+    def clip_grad_norm_(self, max_norm: float, *, recompute: bool = False) -> float:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm.
 
-        Each parameter counts once, however many ranks hold it.
+        Each parameter counts once, however many ranks hold it. The norm is known from the end of the step; with
+        `recompute` (on every rank alike) it is taken anew, which gradients that were changed since need.
         """
-        squares = {}
-        for rank in self.ranks:
-            own = [
-                parameter.grad
-                for name, parameter in self.parameters_of(rank).items()
-                if parameter.grad is not None and self._map.owner[name] == rank
-            ]
-            squares[rank] = float(sum(gradient.double().pow(2).sum() for gradient in own)) if own else 0.0
-        norm = sum(self._exchange(squares, "gradient norm")) ** 0.5
+        if recompute:
+            square = self._squares()
+            if self._channel is not None:
+                with _as_pipeline_errors():
+                    numbers = torch.tensor([square], dtype=torch.float64)
+                    square = float(self._channel.start_all_gather(numbers, "gradient norm").wait().sum())
+            norm = square**0.5
+        elif self._norm is None:
+            raise ValueError("there is no gradient norm yet: call step() first, or pass recompute=True on every rank")
+        elif self._norm[1] != self._signature():
+            raise ValueError("gradients were changed since step(): pass recompute=True, on every rank")
+        else:
+            norm = self._norm[0]
         if norm > max_norm:
-            for _, parameter in self.named_parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(max_norm / (norm + 1e-6))
+            gradients = [p.grad for _, p in self.named_parameters() if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+        self._norm = min(norm, max_norm), self._signature()
         return norm
 
-    def _exchange(self, values: dict[int, Any], what: str) -> list[Any]:
-        """One small value per rank -> those of all ranks of all replicas, in rank order."""
-        if len(self.ranks) == self.plan.world_size:
-            return [values[rank] for rank in self.ranks]
-        (rank,) = self.ranks
-        channel = self._channels[rank]
-        assert isinstance(channel, DistributedChannel)
-        return channel.exchange(values[rank], what)
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Name -> the whole gradient, of every parameter of the model, on every rank (for tests and debugging)."""
+        shapes = {name: p for name, p in self.mllm.named_parameters()}
+        if self._channel is None:
+            return {name: None if p.grad is None else p.grad.clone() for name, p in shapes.items()}
+        here = self._ranks[self.ranks[0]]
+        held = {id(p): p for name, p in here.own.items() if name in here.counts}
+        found: dict[str, Tensor | None] = {}
+        flat = []
+        for parameter in shapes.values():
+            mine = held.get(id(parameter))
+            gradient = None if mine is None else mine.grad
+            known = torch.zeros(parameter.numel()) if gradient is None else gradient.reshape(-1).float()
+            flat.append(torch.cat([known, torch.tensor([float(gradient is not None)])]))
+        whole = torch.cat(flat)
+        with _as_pipeline_errors():
+            everyone = list(range(self.layout.world))
+            self._channel.add_groups([everyone])
+            self._channel.start_all_reduce(whole, everyone, "full gradients").wait()
+        for (name, parameter), part in zip(shapes.items(), whole.split([len(x) for x in flat]), strict=True):
+            found[name] = part[:-1].view(parameter.shape) if part[-1] else None
+        return found
 
     # -- what was measured -----------------------------------------------------------------------------------
 
@@ -452,43 +503,78 @@ class ParallelModel:
         """Measured timeline of the last step over all ranks. Collective; every rank returns the same."""
         if self._last is None:
             raise PipelineError("no step has run yet: call step() before timeline()")
-        records = self._records
-        if len(self.ranks) < self.plan.world_size:
-            text = "\n".join(f"{rank} {action} {start!r} {finish!r}" for rank, action, start, finish in records)
-            parts = self._exchange(dict.fromkeys(self.ranks, text), "timeline")
-            records = [_record(line) for part in parts for line in part.splitlines()]
-        return Timeline.from_records(records, num_ranks=self.plan.world_size)
+        times = [self._times.get(rank, []) for rank in range(self.layout.world)]
+        if self._channel is not None:
+            (number,) = self.ranks
+            text = " ".join(f"{start!r} {finish!r}" for start, finish in self._times[number])
+            with _as_pipeline_errors():
+                said = self._channel.exchange(text, "timeline")
+            times = [_times(text, rank, len(self._last.of_rank(rank))) for rank, text in enumerate(said)]
+        return Timeline(
+            self._last.actions,
+            [[start for start, _ in mine] for mine in times],
+            [[finish for _, finish in mine] for mine in times],
+        )
 
 
-def _record(line: str) -> tuple[int, Action, float, float]:
+def _times(text: str, rank: int, count: int) -> list[tuple[float, float]]:
     try:
-        rank, action, start, finish = line.split()
-        return int(rank), Action.parse(action), float(start), float(finish)
+        numbers = [float(word) for word in text.split()]
+        found = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if len(found) != count or any(not start <= finish for start, finish in found):
+            raise ValueError(f"{len(found)} actions, {count} expected, each with its start before its finish")
     except ValueError as error:
-        raise PipelineError(f"another rank's timeline has the line {line[:100]!r}: {error}") from error
+        raise PipelineError(f"rank {rank} says what is no timeline: {error}") from error
+    return found
 
 
-def _stage(mllm: MultimodalModel, stage: StagePlan, checkpointing: bool = False) -> nn.Module:
-    return mllm.slice(stage.module, stage.start, stage.stop, checkpointing=checkpointing)
+def _grouped(samples: Sequence[Any], microbatches: int | None) -> tuple[list[Any], list[list[int]] | None]:
+    """The samples of a batch, and if they come in lists the places of each list's."""
+    if not samples:
+        raise ValueError("a step needs at least one sample")
+    grouped = [isinstance(item, (list, tuple)) for item in samples]
+    if not any(grouped):
+        return list(samples), None
+    if not all(grouped):
+        raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
+    if microbatches is not None and microbatches != len(samples):
+        raise ValueError(f"microbatches is {microbatches} but {len(samples)} of them are given: leave it out")
+    flat: list[Any] = []
+    groups = []
+    for group in samples:
+        if group:
+            groups.append(list(range(len(flat), len(flat) + len(group))))
+            flat += group
+    if not flat:
+        raise ValueError("all microbatches are empty: a step needs at least one sample")
+    return flat, groups
+
+
+def groups_or_one(flat: Sequence[Any], groups: Sequence[Sequence[int]] | None) -> list[list[Any]]:
+    """The samples in their groups, or all in one."""
+    return [list(flat)] if groups is None else [[flat[i] for i in group] for group in groups]
+
+
+def _collator(mllm: MultimodalModel, table: StepTable, samples: Sequence[Any]) -> Callable[[str, int, bool], Any]:
+    """(module, chunk, first stage) -> the chunk's collated inputs, made when first asked for."""
+    cache: dict[tuple[int, bool], dict[str, Any]] = {}
+
+    def inputs(module: str, chunk: int, first: bool) -> dict[str, Any]:
+        if (chunk, first) not in cache:
+            chosen = [samples[i] for i in table.chunks[chunk].samples]
+            cache[chunk, first] = mllm.collate_module(module, chosen, decode=first)
+        return cache[chunk, first]
+
+    return inputs
 
 
 def _trainable(mllm: nn.Module) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for parameter in mllm.parameters())
 
 
-def _play(runs: dict[int, Iterator[str]]) -> None:
-    """Drive the executors of this process in turn until all are done."""
-    waiting: dict[int, str] = {}
-    while runs:
-        moved = False
-        for rank in list(runs):
-            try:
-                reason = next(runs[rank])
-                moved = moved or waiting.get(rank) != reason
-                waiting[rank] = reason
-            except StopIteration:
-                del runs[rank]
-                waiting.pop(rank, None)
-                moved = True
-        if runs and not moved:
-            raise PipelineError("deadlock: " + "; ".join(waiting[rank] for rank in runs))
+@contextlib.contextmanager
+def _as_pipeline_errors() -> Iterator[None]:
+    try:
+        yield
+    except CommError as error:
+        raise PipelineError(str(error)) from error
