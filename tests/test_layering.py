@@ -14,18 +14,21 @@ PACKAGE = ROOT / "python" / "interlace"
 
 # What a part of the package may not import. Parts are modules or folders directly under interlace.
 BELOW = {"comm", "parallel", "model", "run", "data", "resilience", "train", "cli", "__main__"}
-PURE = ("masks", "balance", "plan", "schedule", "simulate")
+PURE = ("masks", "balance", "layout", "plan", "schedule", "simulate")
 FORBIDDEN = {
     **{part: {"torch.distributed", *(f"interlace.{name}" for name in BELOW)} for part in PURE},
     "run": {"interlace.train", "interlace.data", "interlace.cli"},
 }
+# A layout is made by plan, so its constructors import that, but only when called: everybody else asks it alone.
+FORBIDDEN_ON_LOADING = {"layout": {f"interlace.{name}" for name in PURE if name != "layout"}}
 FORBIDDEN_ELSEWHERE = {"interlace.train", "interlace.cli"}
 MAY_IMPORT_TRAIN = {"train", "cli", "__main__"}
 KERNELS_MAY_IMPORT = {"torch", "triton", "interlace.kernels", *sys.stdlib_module_names}
 
 
-def imported(source: str, module: str, is_package: bool = False) -> Iterator[str]:
-    """Every module that a source names in an import, at any depth, and torch.distributed where it is an attribute.
+def imported(source: str, module: str, is_package: bool = False, on_loading: bool = False) -> Iterator[str]:
+    """Every module that a source names in an import, and torch.distributed where it is an attribute; at any depth, or
+    with `on_loading` outside of functions alone.
 
     `from a import b` yields a.b, since b may be a module. Blocks under `if TYPE_CHECKING:` are left out: they import
     nothing when the program runs.
@@ -35,6 +38,8 @@ def imported(source: str, module: str, is_package: bool = False) -> Iterator[str
         node = nodes.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             nodes.extend(node.orelse)
+            continue
+        if on_loading and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         nodes.extend(ast.iter_child_nodes(node))
         if isinstance(node, ast.Import):
@@ -61,7 +66,9 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     forbidden = FORBIDDEN.get(part, set())
     if part not in MAY_IMPORT_TRAIN:
         forbidden = forbidden | FORBIDDEN_ELSEWHERE
-    return [name for name in names if within(name, forbidden)]
+    late = FORBIDDEN_ON_LOADING.get(part, set())
+    early = imported(source, module, is_package, on_loading=True) if late else ()
+    return [*(name for name in names if within(name, forbidden)), *(name for name in early if within(name, late))]
 
 
 def modules() -> Iterator[tuple[Path, str, bool]]:
@@ -87,6 +94,10 @@ def test_imports_point_one_way(path, module, is_package):
         ("interlace.plan.cost", "from interlace import run", ["interlace.run"]),
         ("interlace.plan.cost", "if TYPE_CHECKING:\n    from interlace.model import mllm", []),
         ("interlace.plan.cost", "from . import partitioning\nfrom interlace.balance import assign", []),
+        ("interlace.layout.layout", "class A:\n    def f(self):\n        from interlace.plan import place", []),
+        ("interlace.layout.layout", "class A:\n    from ..plan import place", ["interlace.plan.place"]),
+        ("interlace.layout", "from interlace import layout, schedule", ["interlace.schedule"]),
+        ("interlace.layout.layout", "def f():\n    from interlace import run", ["interlace.run"]),
         ("interlace.run.step", "from interlace.parallel import mesh\nimport torch.distributed", []),
         ("interlace.run.step", "import interlace.data.loader", ["interlace.data.loader"]),
         ("interlace.data", "from .train import config", []),  # of interlace.data itself

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from interlace import attention, balance, comm, masks, model, parallel, plan, run, schedule, simulate
+    from interlace import attention, balance, comm, layout, masks, model, parallel, plan, run, schedule, simulate
     from interlace.attention import AttentionPlan, bitfield_attention
+    from interlace.layout import Layout, ParallelSpec
     from interlace.masks import BitfieldMask, Segment
     from interlace.model import Media, ModalityModule, MultimodalModel, Sample
-    from interlace.plan import ParallelPlan, ParallelSpec
     from interlace.run import ParallelModel, PipelineError, parallelize
 
 _HOMES = {
@@ -32,7 +32,19 @@ _HOMES = {
     "PipelineError": "run",
     "parallelize": "run",
 }
-_MODULES = ("attention", "balance", "comm", "layout", "masks", "model", "parallel", "plan", "run", "schedule", "simulate")
+_MODULES = (
+    "attention",
+    "balance",
+    "comm",
+    "layout",
+    "masks",
+    "model",
+    "parallel",
+    "plan",
+    "run",
+    "schedule",
+    "simulate",
+)
 
 __all__ = [
     "AttentionPlan",

@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from interlace.attention import AttentionPlan
+from interlace.layout import Layout, ParallelSpec
 from interlace.masks import BitfieldMask, word
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample, generate
 from interlace.model.rows import segments
-from interlace.plan import ParallelPlan, ParallelSpec
 from interlace.run import parallelize
 from tests.model.zoo import (
     COMMON,
@@ -284,8 +284,7 @@ def test_a_pipeline_of_rows(checkpointing):
     wanted = {name: None if p.grad is None else p.grad.clone() for name, p in mllm.named_parameters()}
     mllm.zero_grad()
     specs = {"vision": ParallelSpec(), "audio": ParallelSpec(), "language_model": ParallelSpec(pp=3)}
-    plan = ParallelPlan.from_specs(mllm, specs, placement="parallel")
-    parallel = parallelize(mllm, plan, checkpointing=checkpointing)
+    parallel = parallelize(mllm, Layout.from_specs(mllm, specs, placement="parallel"), checkpointing=checkpointing)
     assert parallel.step(microbatches).loss == pytest.approx(output.loss.item(), rel=1e-5)
     assert_same_gradients({name: p.grad for name, p in parallel.named_parameters()}, wanted)
 

@@ -1,5 +1,5 @@
 """plan.search_configuration against every configuration, priced by a cost written apart from it; its in-flight counts
-against the stage graph."""
+against 1F1B as a table of times."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import plan
-from interlace.schedule import StageGraph
+from interlace.layout import ParallelSpec
 
 LLM = "language_model"
 BYTES = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "input_bytes")
@@ -195,30 +195,32 @@ def check(problem):
     assert found.iteration_time == pytest.approx(best, rel=1e-12)
     assert found.throughput == (pytest.approx(problem.batch / best) if best else math.inf)
     # What it says is what it costs.
-    dp = found.plan.dp
+    dp = found.layout.data_parallel[LLM]
     chosen = {name: (s.tp, s.cp, s.pp, found.recompute[name]) for name, s in found.specs.items()}
-    assert problem.time(chosen, found.plan.placement, dp) == pytest.approx(best, rel=1e-12)
-    assert found.peak_bytes == pytest.approx(problem.peaks(chosen, found.plan.placement, dp))
+    assert problem.time(chosen, found.layout.placement, dp) == pytest.approx(best, rel=1e-12)
+    assert found.peak_bytes == pytest.approx(problem.peaks(chosen, found.layout.placement, dp))
     assert found.microbatches * dp * problem.microbatch == problem.batch
-    check_plan(problem, found, chosen)
+    check_layout(problem, found, chosen)
 
 
-def check_plan(problem, found, chosen):
-    assert found.plan.world_size <= problem.gpus
-    ranks_of = {}
+def check_layout(problem, found, chosen):
+    """Cuts are the best; every replica has ranks of its own, numbered as `Layout.from_specs` numbers them."""
+    layout, order = found.layout, [*problem.encoders, LLM]
+    assert layout.world <= problem.gpus and list(layout.modules) == order
     for name, (tp, cp, pp, again) in chosen.items():
-        own = [stage for stage in found.plan.stages if stage.module == name]
-        assert [(s.start, s.stop) for s in own] == [(a, b) for a, b, _ in problem.stages(name, tp, cp, pp, again)]
-        assert [s.index for s in own] == list(range(pp)) and all(len(s.ranks) == tp * cp for s in own)
-        ranks_of[name] = [rank for stage in own for rank in stage.ranks]
-        assert len(set(ranks_of[name])) == len(ranks_of[name])
-    together = found.plan.placement == "colocated"
-    distinct = [ranks_of[name] for name in ([*problem.encoders[:1]] if together else problem.encoders)] + [
-        ranks_of[LLM]
-    ]
-    assert sorted(itertools.chain(*distinct)) == list(range(found.plan.num_ranks))
-    if together:
-        assert all(ranks_of[name] == ranks_of[problem.encoders[0]] for name in problem.encoders)
+        assert layout.spec(name) == found.specs[name] == ParallelSpec(tp, cp, pp, layout.data_parallel[LLM])
+        for pipeline in layout.pipelines(name):
+            cuts = [(stage.start, stage.stop) for stage in pipeline.stages]
+            assert cuts == [(a, b) for a, b, _ in problem.stages(name, tp, cp, pp, again)]
+            assert all(not stage.copies for stage in pipeline.stages)
+    width, used = layout.world // layout.data_parallel[LLM], []
+    for replica in range(layout.data_parallel[LLM]):
+        homes = [[stage.lane for stage in layout.pipelines(name)[replica].stages] for name in order]
+        if layout.placement == "colocated":
+            assert all(home == homes[0] for home in homes[:-1])
+            homes = [*homes[:1], *homes[-1:]] if problem.encoders else homes
+        used.append([rank for home in homes for lane in home for rank in lane.ranks])
+    assert used == [[*range(replica * width, (replica + 1) * width)] for replica in range(len(used))]
 
 
 @st.composite
@@ -300,13 +302,13 @@ def test_every_term_of_the_cost_can_decide():
     split = {(1, 1): one * 4, (2, 1): one * 2}
     # Two replicas and one tensor-parallel pair both take 2 microbatches of 12 or 4 of 6 seconds; ties go to fewer dp.
     twice = {key: row * 2 for key, row in split.items()}
-    assert chosen(split, twice) == (plan.ParallelSpec(tp=2), False, 24.0)
+    assert chosen(split, twice) == (ParallelSpec(tp=2), False, 24.0)
     # All-reduces: one for the forward, one for the backward, each 2 (n - 1) = 2 steps of half a byte: 1 second.
     slow = plan.LinkModel(0.25, 0.5)
-    assert chosen(split, twice, reduces=1.0, tensor_link=slow) == (plan.ParallelSpec(dp=2), False, 24.0)
-    assert chosen(split, twice, reduces=1.0, tensor_link=slow, dp=[1]) == (plan.ParallelSpec(tp=2), False, 32.0)
+    assert chosen(split, twice, reduces=1.0, tensor_link=slow) == (ParallelSpec(dp=2), False, 24.0)
+    assert chosen(split, twice, reduces=1.0, tensor_link=slow, dp=[1]) == (ParallelSpec(tp=2), False, 32.0)
     # The gradients' all-reduce, also 2 steps of half a byte.
-    assert chosen({(1, 1): one * 4}, {(1, 1): one * 8}, data_link=slow) == (plan.ParallelSpec(dp=2), False, 25.0)
+    assert chosen({(1, 1): one * 4}, {(1, 1): one * 8}, data_link=slow) == (ParallelSpec(dp=2), False, 25.0)
     # Recomputation runs the forward again and is taken only where memory asks for it: 3 bytes and 10 of activations.
     whole = {"batch": 1, "gpus": 1, "activation": 10.0}
     assert chosen({(1, 1): one * 4}, {(1, 1): one * 8}, gpu_memory=13.0, **whole)[1:] == (False, 12.0)
@@ -344,26 +346,19 @@ def test_more_gpus_and_faster_links_never_hurt():
     linked = plan.search_configuration(modules, 24, 32, 1, stage_link=slow, data_link=slow)
     assert linked.iteration_time >= times[3]
     again = plan.search_configuration(modules, 24, 32, 1, stage_link=slow, data_link=slow)
-    assert again.plan == linked.plan and again.specs == linked.specs
+    assert again.layout == linked.layout and again.specs == linked.specs
 
 
-@pytest.mark.parametrize("encoder", [1, 3])
-@pytest.mark.parametrize("backbone", [1, 4])
-def test_in_flight_counts_are_those_of_the_stage_graph(encoder, backbone):
-    graph = StageGraph.build({"vision": range(encoder), LLM: range(encoder, encoder + backbone)}, [("vision", LLM)])
-    caps = [graph.in_flight_caps[s, s] for s in range(encoder + backbone)]
-    expected = [*plan.in_flight(encoder, backbone, 99), *plan.in_flight(backbone, 0, 99)]
-    assert caps == expected
-    assert plan.in_flight(4, 2, 3).tolist() == [3, 3, 3, 3]
-
-
-def test_the_runtime_refuses_stages_that_are_split():
-    rng = np.random.default_rng(0)
-    only = module(rng, 3, degrees=[(2, 1)])
-    found = plan.search_configuration({LLM: only}, 4, 8, 2)
-    with pytest.raises(ValueError, match=r"language_model stage 0 is split over ranks \(0, 1\) \(tp \* cp > 1\)"):
-        found.plan.check_executable()
-    plan.search_configuration({LLM: module(rng, 3, degrees=[(1, 1)])}, 4, 8, 2).plan.check_executable()
+@pytest.mark.parametrize(("stages", "downstream"), [(1, 0), (4, 0), (1, 1), (3, 4)])
+@pytest.mark.parametrize("microbatches", [1, 3, 20])
+def test_in_flight_counts_are_those_of_1f1b(stages, downstream, microbatches):
+    """1F1B as a table of times: d stages before the end, forward k is at 2 k - d and backward k at 2 k + d + 1."""
+    counts = []
+    for distance in range(stages - 1 + downstream, downstream - 1, -1):
+        forwards = [2 * k - distance for k in range(microbatches)]
+        backwards = [2 * k + distance + 1 for k in range(microbatches)]
+        counts.append(max(sum(f <= now <= b for f, b in zip(forwards, backwards)) for now in forwards))
+    assert plan.in_flight(stages, downstream, microbatches).tolist() == counts
 
 
 def test_bad_input_is_named():

@@ -112,6 +112,11 @@ class Layout:
                 for stage in pipeline.stages:
                     if stage.copies and len(pipeline.stages) > 1:
                         raise ValueError(f"{stage} has copies: a module with copies is one stage")
+                    ranks = [rank for lane in stage.lanes for rank in lane.ranks]
+                    if len(set(ranks)) < len(ranks):
+                        raise ValueError(
+                            f"{stage} has copies on ranks that it shares: give every copy ranks of its own"
+                        )
                     for lane in stage.lanes:
                         self._check_lane(stage, lane, spec)
                         self._lanes.setdefault(lane, len(self._lanes))

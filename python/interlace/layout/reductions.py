@@ -1,6 +1,6 @@
 """Who sums which gradients: the ranks that hold the same weights, layer by layer.
 
-Layers that the same lanes hold form one reduction, so that replicas with different cuts need no rule of their own. The
+Layers that the same stages hold form one reduction, so that replicas with different cuts need no rule of their own. The
 ranks of a lane at different tensor-parallel places hold different weights and sum apart; those at different context-
 parallel places hold the same ones and sum together.
 """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from interlace.plan.cost import LayerTimes, backward_needs, frozen_costs, trainable_before
 from interlace.plan.cost_model import CostModel, LinkModel, fit_cost_model, fit_link
+from interlace.plan.module_costs import ModuleCosts, analytic_costs, layer_costs
 from interlace.plan.oobleck import (
     Instantiation,
     PipelineTemplate,
@@ -26,7 +27,6 @@ from interlace.plan.oobleck import (
     split_batch,
 )
 from interlace.plan.orchestration import ModuleWork, Orchestration, orchestrate
-from interlace.plan.module_costs import ModuleCosts, analytic_costs, layer_costs
 from interlace.plan.partitioning import partition
 from interlace.plan.reconfiguration import Reconfigured, reconfigure
 from interlace.plan.search import Configuration, SearchModule, in_flight, search_configuration

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from interlace import _core
+from interlace.layout import ParallelSpec
 from interlace.plan.cost_model import FREE, LinkModel
-from interlace.plan.parallel_plan import LANGUAGE_MODEL, ParallelSpec
 
 _BYTES = ("weight_bytes", "optimizer_bytes", "activation_bytes", "gradient_bytes", "output_bytes")
 
@@ -49,7 +49,7 @@ class Orchestration:
     @property
     def gpus(self) -> dict[str, int]:
         """GPUs per module, tp * dp * pp."""
-        return {name: spec.tp * spec.dp * spec.pp for name, spec in self.specs.items()}
+        return {name: spec.ranks for name, spec in self.specs.items()}
 
 
 def orchestrate(
@@ -57,7 +57,7 @@ def orchestrate(
     gpus: int,
     batch: int,
     *,
-    language_model: str = LANGUAGE_MODEL,
+    language_model: str = "language_model",
     tp: Sequence[int] = (1, 2, 4, 8),
     vpp: int = 1,
     gpu_memory: float = math.inf,

@@ -69,13 +69,16 @@ def from_specs(
     units = _units(order, specs, placement)
     if len({spec.dp for spec in specs.values()}) > 1 or any(spec.lane_size > 1 for spec in specs.values()):
         if placement == "replicated":
-            raise ValueError(f"replicated encoders run where the language model does: {_degrees(specs, 'dp')} differ")
+            raise ValueError(
+                "replicated encoders run on every rank of the language model, which needs one dp for all modules and "
+                f"tp = cp = 1; got {_degrees(specs, 'dp', 'tp', 'cp')}"
+            )
         if ranks is not None:
             raise ValueError(
                 f"ranks = {ranks} lets stages of a replica share ranks, which needs one dp for all modules and "
-                f"tp = cp = 1; got {_degrees(specs, 'dp')}: leave ranks out"
+                f"tp = cp = 1; got {_degrees(specs, 'dp', 'tp', 'cp')}: leave ranks out"
             )
-        return _module_by_module(order, specs, cuts, units, placement)
+        return _unfolded(order, specs, cuts, units, placement)
     num_ranks = len(units) if ranks is None else ranks
     if not 1 <= num_ranks <= len(units):
         raise ValueError(
@@ -154,23 +157,24 @@ def _units(order: Sequence[str], specs: Mapping[str, ParallelSpec], placement: s
     return [[(name, i) for name in encoders] for i in range(merged)] + alone
 
 
-def _module_by_module(
+def _unfolded(
     order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts, units: Sequence[Unit], placement: str
 ) -> Layout:
-    """Lanes of their own for each replica's units: all replicas of the first units, then of the next."""
+    """A lane of its own for each unit of each replica."""
+    if len({spec.dp for spec in specs.values()}) == 1:
+        turns = [(replica, unit) for replica in range(specs[order[0]].dp) for unit in units]
+    else:
+        blocks: dict[str, list[Unit]] = {}
+        for unit in units:
+            blocks.setdefault(unit[0][0], []).append(unit)
+        turns = [(replica, unit) for name, own in blocks.items() for replica in range(specs[name].dp) for unit in own]
     home: dict[tuple[str, int, int], Lane] = {}
     first = 0
-    blocks: dict[str, list[Unit]] = {}
-    for unit in units:
-        blocks.setdefault(unit[0][0], []).append(unit)
-    for name, block in blocks.items():
-        spec = specs[name]
-        for replica in range(spec.dp):
-            for unit in block:
-                lane = Lane(tuple(range(first, first + spec.lane_size)))
-                first += spec.lane_size
-                for module, index in unit:
-                    home[module, index, replica] = lane
+    for replica, unit in turns:
+        size = specs[unit[0][0]].lane_size
+        lane = Lane(tuple(range(first, first + size)))
+        first += size
+        home.update({(name, index, replica): lane for name, index in unit})
     return _layout(order, specs, cuts, lambda name, i, replica: (home[name, i, replica],), first, placement)
 
 
@@ -219,8 +223,11 @@ def _check_specs(order: Sequence[str], specs: Mapping[str, ParallelSpec]) -> Non
         raise ValueError(f"no ParallelSpec for {', '.join(map(repr, missing))}: every module needs one")
 
 
-def _degrees(specs: Mapping[str, ParallelSpec], degree: str) -> str:
-    return ", ".join(f"{name}: {degree}={getattr(spec, degree)}" for name, spec in specs.items())
+def _degrees(specs: Mapping[str, ParallelSpec], *degrees: str) -> str:
+    return ", ".join(
+        f"{name}: " + " ".join(f"{degree}={getattr(spec, degree)}" for degree in degrees)
+        for name, spec in specs.items()
+    )
 
 
 def _cut(name: str, costs: NDArray[np.float64], stages: int) -> NDArray[np.int32]:

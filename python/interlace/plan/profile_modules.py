@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from interlace.plan.cost import LayerTimes
-from interlace.plan.parallel_plan import ModuleCosts
+from interlace.plan.module_costs import ModuleCosts
 from interlace.plan.profile import profile_layers
 
 # Stands for the input of a module's first layer, which comes from the batch: integers have no gradient to time.
@@ -24,7 +24,7 @@ def profile_model(mllm: Any, samples: Sequence[Any], *, repeats: int = 5, warmup
     (projector, norm and head). Where a layer mixes frozen and trainable parameters, only the trainable ones count
     as its weight gradient, so costs hold for the model as it is frozen now. Modules that no sample uses cost 0.
 
-    Returns ModuleCosts in seconds, for `ParallelPlan.from_specs`, `ParallelPlan.balanced` and `stage_durations`.
+    Returns ModuleCosts in seconds, for `Layout.from_specs`, `Layout.balanced` and `stage_durations`.
     """
     *encoders, language_model = mllm.modules_order()
     features: dict[str, Tensor] = {}

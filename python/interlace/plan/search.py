@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace import _core
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.plan.cost_model import FREE, Degrees, LinkModel
-from interlace.plan.parallel_plan import LANGUAGE_MODEL, ParallelPlan, ParallelSpec, Placement, StagePlan
 from interlace.plan.stable_batch import proportional_allocation
 
 Floats = NDArray[np.float64]
@@ -53,12 +53,12 @@ class SearchModule:
 class Configuration:
     """What `search_configuration` found.
 
-    plan: stages and ranks of a replica, tp * cp ranks per stage.
+    layout: dp replicas of all modules, lanes of tp * cp ranks; those of one replica are neighbours.
     specs, recompute: per module. peak_bytes: the fullest GPU of each module.
     iteration_time: seconds of one step. throughput: samples per second.
     """
 
-    plan: ParallelPlan
+    layout: Layout
     specs: dict[str, ParallelSpec]
     recompute: dict[str, bool]
     peak_bytes: dict[str, float]
@@ -70,7 +70,8 @@ class Configuration:
 def in_flight(stages: int, downstream: int, microbatches: int) -> Floats:
     """Microbatches that each stage of a module keeps under 1F1B, float64 [stages]; `downstream` stages follow it.
 
-    The longest path from the stage to the sink, as in `StageGraph.in_flight_caps`, and never more than there are.
+    As many as there are stages from it to the sink, itself included (what `schedule.one_f_one_b` keeps where every
+    module has one chunk per microbatch), and never more than there are microbatches.
     """
     return np.minimum(np.arange(stages, 0, -1) + downstream, microbatches).astype(np.float64)
 
@@ -81,7 +82,7 @@ def search_configuration(
     batch: int,
     microbatch: int,
     *,
-    language_model: str = LANGUAGE_MODEL,
+    language_model: str = "language_model",
     gpu_memory: float = np.inf,
     stage_link: LinkModel = FREE,
     tensor_link: LinkModel = FREE,
@@ -106,11 +107,11 @@ def search_configuration(
       chain); colocated ones are cut alike and add up stage by stage.
     - A module is cut at its exact bottleneck (`partition`), for its balance alone: a memory limit rejects that cut and
       looks for no other.
-    - A stage needs weights + gradients + optimizer state + activations of all microbatches that the stage graph keeps
-      in flight there (`in_flight`).
+    - A stage needs weights + gradients + optimizer state + activations of all microbatches that 1F1B keeps in
+      flight there (`in_flight`).
 
-    This runtime executes plans with tp = cp = 1 and refuses the others (`ParallelPlan.check_executable`):
-    give forward and backward for (1, 1) alone to search among those.
+    The runtime does not split layers inside a lane yet: give forward and backward for (1, 1) alone to search among the
+    layouts that it runs.
 
     Complexity: for each dp and placement, options of the language model that its own bound does not rule out, times
     what branch and bound leaves of the product of the encoders' undominated options: some 10 milliseconds for 3 modules
@@ -177,7 +178,7 @@ def search_configuration(
         raise ValueError(
             f"no configuration fits {gpus} GPUs of {gpu_memory:.3g} bytes: allow other degrees or more GPUs"
         )
-    chosen: Placement = "colocated" if colocated else "parallel"
+    chosen = "colocated" if colocated else "parallel"
     return _configuration(modules, language_model, groupings[chosen], chosen, found_dp, groups, time, batch, microbatch)
 
 
@@ -234,28 +235,35 @@ def _configuration(
     modules: Mapping[str, SearchModule],
     language_model: str,
     groups: Sequence[Sequence[str]],
-    placement: Placement,
+    placement: str,
     dp: int,
     chosen: Sequence[tuple[int, int, int, bool, Sequence[NDArray[np.int32]], float]],
     time: float,
     batch: int,
     microbatch: int,
 ) -> Configuration:
-    rank = 0
-    stages: list[StagePlan] = []
+    """Ranks replica by replica, as `Layout.from_specs` numbers them; the layout has the encoders first."""
+    width = sum(tp * cp * pp for tp, cp, pp, *_ in chosen)
+    pipelines: dict[str, tuple[Pipeline, ...]] = {}
     specs, recompute, peaks = {}, {}, {}
+    first = 0
     for names, (tp, cp, pp, again, cuts, peak) in zip(groups, chosen, strict=True):
-        width = tp * cp
         for name, own in zip(names, cuts, strict=True):
-            for index in range(pp):
-                ranks = tuple(range(rank + index * width, rank + (index + 1) * width))
-                stages.append(StagePlan(name, index, int(own[index]), int(own[index + 1]), ranks))
             specs[name] = ParallelSpec(tp, cp, pp, dp)
             recompute[name] = again
             peaks[name] = peak
-        rank += width * pp
-    order = {name: i for i, name in enumerate(modules)}
-    stages.sort(key=lambda s: (s.module == language_model, order[s.module], s.index))
-    plan = ParallelPlan(tuple(stages), rank, placement, dp)
+            pipelines[name] = tuple(_pipeline(name, r, own, r * width + first, tp * cp) for r in range(dp))
+        first += tp * cp * pp
+    layout = Layout({name: (specs[name], own) for name, own in pipelines.items()}, width * dp, placement)
     throughput = batch / time if time > 0 else float("inf")
-    return Configuration(plan, specs, recompute, peaks, batch // (dp * microbatch), time, throughput)
+    return Configuration(layout, specs, recompute, peaks, batch // (dp * microbatch), time, throughput)
+
+
+def _pipeline(name: str, replica: int, cuts: NDArray[np.int32], first: int, lane_size: int) -> Pipeline:
+    """Stages on neighbouring lanes, from rank `first` on."""
+    stages = []
+    for index in range(len(cuts) - 1):
+        start = first + index * lane_size
+        lane = Lane(tuple(range(start, start + lane_size)))
+        stages.append(Stage(name, index, int(cuts[index]), int(cuts[index + 1]), lane))
+    return Pipeline(name, replica, tuple(stages))

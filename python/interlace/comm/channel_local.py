@@ -1,0 +1,248 @@
+"""The channel between virtual ranks that are threads of one process: for tests, examples and a single device.
+
+    network = LocalNetwork(world, timeout=60.0)
+    channels = [LocalChannel(rank, network) for rank in range(world)]      # each is used by its rank's thread alone
+
+Nothing is passed by reference: what is sent is copied, as between processes. A sum is made once, by the rank that comes
+last, in the order of the ranks; the others copy its result.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from interlace.comm.channel import Sent, Tag, check_digest, check_numbers, check_tag
+from interlace.comm.lost import SLOW
+from interlace.comm.recorder import FlightRecorder
+from interlace.comm.transports.base import CommError
+from interlace.comm.transports.messages import decode, encode
+
+T = TypeVar("T")
+
+
+class _Parcel(NamedTuple):
+    digest: int
+    tag: Tag
+    tensor: Tensor
+
+
+class _Round:
+    """One collective: what each rank brought, and what came of it."""
+
+    def __init__(self) -> None:
+        self.brought: dict[int, tuple[str, Any]] = {}  # rank -> (what it is about, value)
+        self.result: Any = None
+        self.maker = -1  # the rank that came last
+        self.made = False
+        self.taken = 0
+
+
+class LocalNetwork:
+    """What the channels of one process share. `timeout`: seconds that any of them waits."""
+
+    def __init__(self, world: int, timeout: float) -> None:
+        if world < 1:
+            raise ValueError(f"world must be at least 1, got {world}")
+        self.world, self.timeout = world, timeout
+        self.changed = threading.Condition()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what a step that failed has left, and who gave up. No thread may be inside a channel meanwhile."""
+        with self.changed:
+            self.edges: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
+            self.rounds: dict[tuple[str, tuple[int, ...], int], _Round] = defaultdict(_Round)
+            self.joined: dict[tuple[int, str, tuple[int, ...]], int] = defaultdict(int)  # rounds that a rank came to
+            self.gone: dict[int, str] = {}  # rank -> why nobody should wait for it, in the order in which they left
+
+    def wait_for(self, rank: int, what: object, missing: Callable[[], Sequence[int]]) -> None:
+        """Returns, with the lock held by the caller, when no rank is `missing`.
+
+        Raises CommError when one that is missing gives up, or after the timeout.
+        """
+        deadline = time.monotonic() + self.timeout
+        while absent := missing():
+            if left := next((peer for peer in self.gone if peer in absent), None):
+                raise CommError(f"rank {rank}, {what}: lost rank {left} (it gave up: {self.gone[left]})")
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                whom = ", ".join(map(str, absent))
+                raise CommError(f"rank {rank}, {what}: lost rank {whom} ({SLOW.format(self.timeout)})")
+            self.changed.wait(seconds)
+
+
+class LocalPending:
+    """A collective that this rank has joined."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+
+class LocalChannel:
+    """Channel of one virtual rank; see `interlace.comm.channel.Channel`."""
+
+    def __init__(
+        self,
+        rank: int,
+        network: LocalNetwork,
+        *,
+        device: torch.device | str = "cpu",
+        recorder: FlightRecorder | None = None,
+    ) -> None:
+        if not 0 <= rank < network.world:
+            raise ValueError(f"rank must be 0 to {network.world - 1}, got {rank}")
+        self.rank, self.world, self.timeout = rank, network.world, network.timeout
+        self.device = torch.device(device)
+        self.network = network
+        self.collectives = 0
+        self.recorder = recorder or FlightRecorder(rank, world=network.world)
+        self._digest = 0
+        self._sent = Sent()
+        self._sends: list[int] = []  # tokens of the recorder
+
+    def begin(self, digest: int) -> None:
+        self._digest = digest
+
+    def send(self, tensor: Tensor, peer: int, tag: Tag) -> None:
+        self._sends.append(self.recorder.begin("send", tag, (peer,)))
+        copy = tensor.detach().clone()
+        self._sent.note(peer, tag, copy)
+        with self.network.changed:
+            self.network.edges[self.rank, peer].append(_Parcel(self._digest, tag, copy))
+            self.network.changed.notify_all()
+
+    def receive(self, peer: int, tag: Tag) -> Tensor:
+        token = self.recorder.begin("receive", tag, (peer,))
+        with self.network.changed:
+            queue = self.network.edges[peer, self.rank]
+            self.network.wait_for(self.rank, f"RECV {tag}", lambda: () if queue else (peer,))
+            digest, found, tensor = queue.popleft()
+            self.network.changed.notify_all()
+        check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
+        check_tag(self.rank, peer, tag, found)
+        self._sent.check(self.rank, peer, tag, tensor.shape, tensor.dtype)
+        self.recorder.end(token)
+        return tensor
+
+    def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> LocalPending:
+        if len(ranks) == 1:
+            return LocalPending(lambda: None)
+        about = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        wait = self._join("all_reduce", f"REDUCE {key}", tuple(ranks), about, tensor.detach(), _sum)
+
+        def finish() -> None:
+            tensor.detach().copy_(wait())
+
+        return LocalPending(finish)
+
+    def start_all_gather(self, numbers: Tensor, what: str, *, compare_sums: bool = False) -> LocalPending:
+        # Sums of different things cannot come about here: their keys are compared when they are joined.
+        check_numbers(numbers)
+        self.collectives += 1
+        mine = self._digest, numbers.detach().to("cpu", copy=True)
+        about = f"{what}, {numbers.numel()} numbers"
+        wait = self._join("all_gather", what, tuple(range(self.world)), about, mine, list)
+
+        def finish() -> Tensor:
+            brought = wait()
+            for peer, (digest, _) in enumerate(brought):
+                check_digest(self.rank, peer, what, mine[0], digest)
+            return torch.stack([each for _, each in brought])
+
+        return LocalPending(finish)
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        self.collectives += 1
+        wait = self._join("exchange", what, tuple(range(self.world)), what, encode(what, value), list)
+        values = []
+        for peer, raw in enumerate(wait()):
+            try:
+                values.append(decode(raw, what, value))
+            except ValueError as error:
+                raise CommError(f"rank {self.rank}, {what}: rank {peer} {error}") from error
+        return values
+
+    def finish(self) -> None:
+        network = self.network
+        with network.changed:
+
+            def missing() -> list[int]:
+                return [peer for peer in range(self.world) if network.edges[self.rank, peer]]
+
+            waiting = next((str(network.edges[self.rank, peer][0].tag) for peer in missing()), "")
+            network.wait_for(self.rank, f"SEND {waiting}", missing)
+        for token in self._sends:
+            self.recorder.end(token)
+        self._sends.clear()
+        self._sent.clear()
+
+    def leave(self, reason: str) -> None:
+        with self.network.changed:
+            self.network.gone.setdefault(self.rank, reason)
+            self.network.changed.notify_all()
+
+    def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        """Nothing to prepare."""
+
+    def _join(
+        self, kind: str, what: str, ranks: tuple[int, ...], about: str, value: T, make: Callable[[list[T]], Any]
+    ) -> Callable[[], Any]:
+        """Brings `value` to the next round of `ranks`; returns what waits for `make`(values by rank)."""
+        if self.rank not in ranks:
+            raise ValueError(f"rank {self.rank}, {what}: it is none of the ranks {list(ranks)}")
+        network, token = self.network, self.recorder.begin(kind, what, ranks)
+        with network.changed:
+            number = network.joined[self.rank, kind, ranks]
+            network.joined[self.rank, kind, ranks] = number + 1
+            slot = kind, ranks, number
+            meeting = network.rounds[slot]
+            meeting.brought[self.rank] = about, value
+            if last := len(meeting.brought) == len(ranks):
+                meeting.maker = self.rank
+        if last:  # outside of the lock, which the others need for what they do meanwhile
+            if all(other == about for other, _ in meeting.brought.values()):
+                meeting.result = make([meeting.brought[rank][1] for rank in ranks])
+            with network.changed:
+                meeting.made = True
+                network.changed.notify_all()
+
+        def missing() -> Sequence[int]:
+            absent = [rank for rank in ranks if rank not in meeting.brought]
+            return absent if absent or meeting.made else (meeting.maker,)
+
+        def wait() -> Any:
+            with network.changed:
+                network.wait_for(self.rank, what, missing)
+                meeting.taken += 1
+                if meeting.taken == len(ranks):
+                    del network.rounds[slot]
+            for peer in ranks:
+                if (theirs := meeting.brought[peer][0]) != about:
+                    raise CommError(
+                        f"rank {self.rank} is in {about}, but rank {peer} is in {theirs}: their lists differ"
+                    )
+            self.recorder.end(token)
+            return meeting.result
+
+        return wait
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
