@@ -197,7 +197,7 @@ def test_load_a_folder_of_ones_own_writes_nothing_beside_it(archive, own_tree, t
 def test_without_apt_the_digits_stand_in_and_one_line_says_so(archive, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     settings = {"languages": LANGUAGES, "max_image_tokens": 32, "patch_size": 16, "mel_bins": 80, "held_out": 0.1}
-    train, heldout, note = load_dataset("stamps", tokens=TOKENS, decode={"vision"}, length=100, **settings)
+    train, heldout, note = load_dataset("stamps", tokens=TOKENS, length=100, **settings)
     assert isinstance(train, DigitsDataset) and isinstance(heldout, DigitsDataset) and len(train) == 100
     assert "digits instead" in note and "\n" not in note
     assert "(apt-get not found" in note  # why

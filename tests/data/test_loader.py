@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from interlace.data import Loader, Sample, unigram_nats
+from interlace.data import Loader, Media, Sample, unigram_nats
 
 
 class Numbers(Dataset[Sample]):
@@ -70,17 +70,65 @@ def test_interrupted_and_resumed_equals_uninterrupted(size, batch, stop, prefetc
         assert all(n // 1000 == epoch and n % 1000 < size for n in seen)
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 3, 6])
-def test_replicas_share_each_global_batch(dp_size):
+def test_a_state_names_the_batch_that_is_next():
     whole = take(Loader(Numbers(50), 6, prefetch=0), 20)
-    shares = [take(Loader(Numbers(50), 6, dp_rank=r, dp_size=dp_size, prefetch=0), 20) for r in range(dp_size)]
-    assert [[n for part in parts for n in part] for parts in zip(*shares)] == whole
-    # A state taken with one number of replicas continues with another.
-    state = Loader(Numbers(50), 6, dp_size=dp_size).state_dict() | {"epoch": 1, "position": 3}
+    state = Loader(Numbers(50), 6).state_dict() | {"epoch": 1, "position": 3}
     loader = Loader(Numbers(50), 6, prefetch=0)
     loader.load_state_dict(state)
     assert take(loader, 2) == whole[11:13]
     assert [i + 1000 for i in loader.indices(1, 3)] == whole[11]
+
+
+class Pictures(Numbers):
+    """Each sample with a picture, of which `loaded` notes the number when it is decoded."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.loaded: list[int] = []
+        self.threads: set[str] = set()
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        def load() -> torch.Tensor:
+            self.loaded.append(index)
+            self.threads.add(threading.current_thread().name)
+            return torch.full((3, 1, 1), float(index))
+
+        made = super().sample(index, epoch)
+        made.media["vision"] = [Media((3, 1, 1), 1, load=load)]
+        return made
+
+
+def even(batch: list[Sample]) -> list[Media]:
+    return [item for sample in batch if int(sample.input_ids[0]) % 2 == 0 for item in sample.media["vision"]]
+
+
+def test_the_thread_loads_what_is_wanted_and_others_are_loaded_once_when_asked_for():
+    dataset = Pictures(12)
+    with Loader(dataset, 6, shuffle=False, prefetch=1, wanted=even) as loader:
+        batch = next(loader)
+        assert [item.loaded for s in batch for item in s.media["vision"]] == [True, False] * 3
+        assert dataset.threads == {"interlace-prefetch"}
+        values = [float(item.data[0]) for s in batch for item in s.media["vision"]]
+    assert values == list(range(6))
+    assert not [n for n in dataset.loaded if n % 2 and n not in (1, 3, 5)]
+    assert sorted(n for n in dataset.loaded if n < 6) == list(range(6))  # each once
+
+
+def test_by_default_the_thread_loads_all_and_without_a_thread_nothing_is_loaded_ahead():
+    with Loader(Pictures(6), 3, shuffle=False, prefetch=1) as loader:
+        assert all(item.loaded for s in next(loader) for item in s.media["vision"])
+    dataset = Pictures(6)
+    with Loader(dataset, 3, prefetch=0, wanted=even) as loader:
+        next(loader)
+    assert dataset.loaded == []
+
+
+def test_what_goes_wrong_while_media_are_loaded_ahead_arrives():
+    def lost(batch: list[Sample]) -> list[Media]:
+        raise OSError("the disk is gone")
+
+    with Loader(Pictures(6), 3, wanted=lost) as loader, pytest.raises(OSError, match="the disk is gone"):
+        next(loader)
 
 
 def test_seeds_and_epochs_shuffle_differently():
@@ -149,9 +197,8 @@ def test_a_plain_map_style_dataset_works():
 
 def test_bad_settings_and_foreign_states():
     for arguments, message in (
-        ({"batch_size": 5, "dp_size": 2}, "cannot be shared equally by 2 replicas"),
+        ({"batch_size": 0}, "batch_size is 0: a batch needs at least one sample"),
         ({"batch_size": 11}, "the dataset has 10 samples, one batch needs 11"),
-        ({"batch_size": 2, "dp_rank": 2, "dp_size": 2}, "dp_rank must be in"),
     ):
         with pytest.raises(ValueError, match=message):
             Loader(Numbers(10), **arguments)
@@ -164,6 +211,7 @@ def test_bad_settings_and_foreign_states():
 def test_stamps_through_the_loader(stamps):
     with Loader(stamps, 8, seed=3) as loader:
         batches = [next(loader) for _ in range(25)]  # two epochs and a half
+        assert all(item.loaded for s in batches[-1] for items in s.media.values() for item in items)
         state = loader.state_dict()
         follow = [s.name for s in next(loader)]
     assert {s.name.split()[0] for b in batches for s in b} == {"image", "speech", "image+speech", "images", "text"}

@@ -136,19 +136,21 @@ def test_split_by_stamp_without_any_leak(tree):
     assert set(other.stamp_keys()) <= set(heldout.stamp_keys())
 
 
-@pytest.mark.parametrize("decode", [set(), {"vision"}, {"audio"}])
-def test_the_sequence_does_not_depend_on_what_is_decoded(tree, stamps, decode):
-    partial = make_stamps(tree, decode=decode)
-    assert partial.fingerprint() == stamps.fingerprint() and partial.failures == stamps.failures
-    for i in range(len(stamps)):
-        full, part = stamps[i], partial[i]
-        assert same(full, part) and stamps.lengths(i) == partial.lengths(i)
-        for modality, items in part.media.items():
-            for item, reference in zip(items, full.media[modality]):
-                if modality in decode:
-                    assert torch.equal(item.data, reference.data)
-                else:
-                    assert item.data is None
+def test_samples_are_made_without_decoding_and_each_item_is_read_once_when_asked_for(tree, monkeypatch):
+    dataset, read = make_stamps(tree), []
+    real = StampsDataset.read
+    monkeypatch.setattr(StampsDataset, "read", lambda self, item: read.append(item.source) or real(self, item))
+    samples = [dataset[i] for i in range(len(dataset))]
+    assert not read and dataset.read_items == 0
+    pictures = [item for sample in samples for item in sample.media.get("vision", [])]
+    assert len(pictures) > 10 and all(item.data is item.data for item in pictures)
+    assert len(read) == dataset.read_items == len(pictures)
+    assert all(name.endswith((".png", ".svg")) for name in read)
+    again = make_stamps(tree)
+    assert again.fingerprint() == dataset.fingerprint() and again.failures == dataset.failures
+    assert all(same(sample, again[i]) for i, sample in enumerate(samples))
+    other = next(item for i in range(len(again)) for item in again[i].media.get("vision", []))
+    assert torch.equal(other.data, pictures[0].data)
 
 
 def test_broken_files_are_named_counted_and_never_used(tree, stamps):
@@ -200,11 +202,14 @@ def test_image_too_large_for_the_budget(tree):
 
 def test_a_file_lost_after_verification_keeps_the_sequence_and_is_reported(own_tree, caplog):
     settings = {"limit_bytes": 0, "weights": {"image": 1.0}, "length": 60}
-    dataset, blind = make_stamps(own_tree, **settings), make_stamps(own_tree, decode=set(), **settings)
+    dataset, blind = make_stamps(own_tree, **settings), make_stamps(own_tree, **settings)
     lost = dataset.recipe(0).media[0].source
     (own_tree / lost).unlink()
     with caplog.at_level(logging.ERROR, "interlace.data"):
         samples = [dataset[i] for i in range(60)]
+        assert dataset.blank_items == 0  # nobody has looked yet
+        for sample in samples:
+            assert sample.media["vision"][0].data is not None
     assert all(same(s, blind[i]) for i, s in enumerate(samples))
     assert (samples[0].media["vision"][0].data == 0).all()
     assert lost in dataset.failures and lost in dataset.listing()
@@ -221,7 +226,7 @@ def test_data_that_are_lost_under_the_run_end_it(own_tree):
         DecodeError, match=r"9 of \d+ items that were verified before the run can no longer be read, the"
     ):
         for i in range(60):
-            dataset[i]
+            dataset[i].media["vision"][0].data  # noqa: B018
 
 
 def test_models_with_one_encoder_or_none(tree):
@@ -243,7 +248,6 @@ def test_models_with_one_encoder_or_none(tree):
         ({"languages": ("xx",)}, "no train sample of kind"),
         ({"split": "test"}, 'split must be "train" or "heldout"'),
         ({"tokens": {"video": len}}, "no modality 'video'"),
-        ({"decode": {"audio"}, "tokens": {"vision": TOKENS["vision"]}}, "decode names"),
         ({"on_too_large": "crop"}, 'must be "downscale" or "error"'),
         ({"max_images": 1}, "max_images must be at least 2"),
         ({"length": 0}, "length is the number of samples per epoch"),

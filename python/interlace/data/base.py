@@ -1,7 +1,8 @@
 """What every dataset here shares: from a recipe (which files, which answer) to lengths, layout and sample.
 
 A dataset says by ``recipe(index, epoch)`` what sample it is, from headers alone; everything else follows, so
-``lengths`` cannot drift from the decoded truth, and ranks that decode different modalities agree on the sequence.
+``lengths`` cannot drift from the decoded truth. A sample's media are decoded by whoever first asks for their data, so
+ranks agree on a sequence of which each decodes only what it runs.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import textwrap
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from interlace.model.sample import IGNORE, Media, Sample
 MODALITIES = ("vision", "audio")
 MOST_BLANK = 8  # items read as blank, and
 MOST_BLANK_SHARE = 0.01  # the share of all items read, beyond both of which the data are lost rather than damaged
+_COUNTING = threading.Lock()  # media are decoded by the thread that reads ahead and by those that compute
 log = logging.getLogger("interlace.data")
 
 
@@ -52,8 +56,7 @@ class MultimodalDataset(Dataset[Sample], ABC):
     """Base of the datasets: map-style, yields uncollated samples, deterministic per (seed, epoch, index).
 
     ``tokens``: modality -> function from an item's shape to its LLM tokens (ModalityModule.tokens); its keys are the
-    modalities that the model reads. ``decode``: the modalities whose data this rank needs; items of the others come
-    with ``data=None`` and the same shapes and tokens. None = all. Raises ValueError for unknown modalities.
+    modalities that the model reads. Raises ValueError for unknown modalities.
     """
 
     name = "dataset"
@@ -63,7 +66,6 @@ class MultimodalDataset(Dataset[Sample], ABC):
         self,
         *,
         tokens: Mapping[str, Callable[[tuple[int, ...]], int]],
-        decode: Iterable[str] | None = None,
         split: str = "train",
         seed: int = 0,
         tokenizer: ByteTokenizer | None = None,
@@ -74,9 +76,6 @@ class MultimodalDataset(Dataset[Sample], ABC):
         for modality in tokens:
             if modality not in MODALITIES or modality not in self.tokenizer.placeholders:
                 raise ValueError(f"the data has no modality {modality!r}; it has {', '.join(MODALITIES)}")
-        self.decode = set(tokens) if decode is None else set(decode)
-        if self.decode - set(tokens):
-            raise ValueError(f"decode names {sorted(self.decode - set(tokens))}, but tokens has only {sorted(tokens)}")
         self.tokens = dict(tokens)
         self.split = split
         self.seed = seed
@@ -165,14 +164,13 @@ class MultimodalDataset(Dataset[Sample], ABC):
         return self.sample(index)
 
     def sample(self, index: int, epoch: int | None = None) -> Sample:
-        """Sample ``index`` of ``epoch`` (default: the current one)."""
+        """Sample ``index`` of ``epoch`` (default: the current one). Its media are decoded when their data are asked for."""
         recipe = self.recipe(index, epoch)
         media: dict[str, list[Media]] = {}
         runs = []
         for item in recipe.media:
             count = self.count_tokens(item.modality, item.shape)
-            data = self._data(item) if item.modality in self.decode else None
-            media.setdefault(item.modality, []).append(Media(item.shape, count, data))
+            media.setdefault(item.modality, []).append(Media(item.shape, count, load=partial(self._data, item)))
             runs.append((item.modality, count))
         prompt = self.tokenizer.prompt(runs, recipe.language, recipe.text)
         tokens = torch.tensor([*prompt, *self.tokenizer.encode(recipe.answer), self.tokenizer.EOS])
@@ -188,18 +186,22 @@ class MultimodalDataset(Dataset[Sample], ABC):
         Raises DecodeError when that happens too often: samples would teach answers to nothing.
         """
         spec = self.specs[item.modality]
-        self.read_items += 1
+        with _COUNTING:
+            self.read_items += 1
         try:
             return to_tensor(self.read(item), spec)
         except (DecodeError, OSError) as error:
-            if item.source not in self.failures:
+            with _COUNTING:
+                first = item.source not in self.failures
+                self.failures[item.source] = f"failed after it was verified: {error}"
+                self.blank_items += 1
+                blank, read = self.blank_items, self.read_items
+            if first:
                 log.error("%s can no longer be read, blank used instead: %s", item.source, error)
-            self.failures[item.source] = f"failed after it was verified: {error}"
-            self.blank_items += 1
-            if self.blank_items > max(MOST_BLANK, MOST_BLANK_SHARE * self.read_items):
+            if blank > max(MOST_BLANK, MOST_BLANK_SHARE * read):
                 raise DecodeError(
-                    f"{self.blank_items} of {self.read_items} items that were verified before the run can no longer be "
-                    f"read, the last {item.source}: {error}; bring the files back and go on with --resume"
+                    f"{blank} of {read} items that were verified before the run can no longer be read, the last "
+                    f"{item.source}: {error}; bring the files back and go on with --resume"
                 ) from None
             return torch.zeros(item.shape)
 

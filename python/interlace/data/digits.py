@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -38,7 +38,6 @@ class DigitsDataset(MultimodalDataset):
         self,
         *,
         tokens: Mapping[str, Callable[[tuple[int, ...]], int]],
-        decode: Iterable[str] | None = None,
         split: str = "train",
         seed: int = 0,
         held_out: float = 0.2,
@@ -51,7 +50,7 @@ class DigitsDataset(MultimodalDataset):
         std: Sequence[float] = (0.5, 0.5, 0.5),
         tokenizer: ByteTokenizer | None = None,
     ) -> None:
-        super().__init__(tokens=tokens, decode=decode, split=split, seed=seed, tokenizer=tokenizer)
+        super().__init__(tokens=tokens, split=split, seed=seed, tokenizer=tokenizer)
         if "vision" not in tokens:
             raise ValueError("the digits are pictures: the model needs a vision encoder (tokens has no 'vision')")
         if not 0 < held_out < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ def load_dataset(
     name: str = "stamps",
     *,
     tokens: Mapping[str, Callable[[tuple[int, ...]], int]],
-    decode: Iterable[str] | None = None,
     seed: int = 0,
     root: str | Path | None = None,
     cache: str | Path | None = None,
@@ -66,7 +65,7 @@ def load_dataset(
             if root is not None:  # leave nothing beside a folder that is the user's own
                 place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
                 settings["cache"] = cache_folder(cache) / "local" / place
-    common: dict[str, Any] = {"tokens": tokens, "decode": decode, "seed": seed, **settings}
+    common: dict[str, Any] = {"tokens": tokens, "seed": seed, **settings}
     train = kinds[name](split="train", **common, length=length)
     return Splits(train, kinds[name](split="heldout", **common, length=heldout_length), note)
 
@@ -76,5 +75,5 @@ def _only_find(cache: str | Path | None) -> tuple[Path | None, str]:
 
 
 def _parameters(kind: type) -> set[str]:
-    fixed = {"self", "tokens", "decode", "seed", "split", "length", "root", "cache"}
+    fixed = {"self", "tokens", "seed", "split", "length", "root", "cache"}
     return set(inspect.signature(kind).parameters) - fixed

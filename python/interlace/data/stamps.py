@@ -71,7 +71,6 @@ class StampsDataset(MultimodalDataset):
         root: str | Path,
         *,
         tokens: Mapping[str, Callable[[tuple[int, ...]], int]],
-        decode: Iterable[str] | None = None,
         split: str = "train",
         seed: int = 0,
         weights: Mapping[str, float] | None = None,
@@ -92,7 +91,7 @@ class StampsDataset(MultimodalDataset):
         workers: int | None = None,
         limit_bytes: int = 2 << 30,
     ) -> None:
-        super().__init__(tokens=tokens, decode=decode, split=split, seed=seed, tokenizer=tokenizer)
+        super().__init__(tokens=tokens, split=split, seed=seed, tokenizer=tokenizer)
         if on_too_large not in ("downscale", "error"):
             raise ValueError(f'on_too_large must be "downscale" or "error", not {on_too_large!r}')
         if not 0 < held_out < 1:

@@ -94,10 +94,12 @@ def collate_media(
     samples: Sequence[Sample],
     name: str,
     encoder: ModalityModule,
+    *,
+    decode: bool = True,
 ) -> dict[str, Any]:
-    """Inputs of encoder `name` for all its items in `samples`, in order."""
+    """Inputs of encoder `name` for all its items in `samples`, in order; decode=False: meta tensors of their shapes."""
     items: list[Media] = [item for sample in samples for item in sample.media.get(name, [])]
-    return encoder.collate(items)
+    return encoder.collate(items if decode else [item.without_data() for item in items])
 
 
 def check_sample(

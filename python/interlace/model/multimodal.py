@@ -286,14 +286,17 @@ class MultimodalModel(nn.Module):
                 batch[name] = self.collate_module(name, samples)
         return batch
 
-    def collate_module(self, name: str, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Inputs of one module for these samples, as its stages take them."""
+    def collate_module(self, name: str, samples: Sequence[Sample], *, decode: bool = True) -> dict[str, Any]:
+        """Inputs of one module for these samples, as its stages take them.
+
+        decode=False: meta tensors in place of all media, for stages that need shapes only; nothing is loaded.
+        """
         self._check_module(name)
         if name == LANGUAGE_MODEL:
             encoders = {name: self.encoders[name] for name in self.encoders}
             rows = self.language_settings.layout == ROWS
             return collate_language(samples, encoders, self.placeholders, self.max_length, self.vocab_size, rows=rows)
-        return collate_media(samples, name, self.encoders[name])
+        return collate_media(samples, name, self.encoders[name], decode=decode)
 
     # ------------------------------------------------------------------ forward
 

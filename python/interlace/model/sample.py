@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,6 @@ COPIES = 3
 (a class per token, the clean ids of a noisy text)."""
 
 
-@dataclass
 class Media:
     """One image or clip.
 
@@ -25,25 +26,66 @@ class Media:
     tokens: language-model tokens (= placeholders in the text) that it becomes after encoder and projector
     data:   floating tensor of `shape`, normalised as the encoder wants it; None on ranks that do not run the encoder,
             which need shapes only
+    load:   in place of data: a function that returns it. Asking for `data` calls it once and keeps what it returns,
+            whichever thread asks; an error is not kept, so the next one who asks tries again
 
-    Raises ValueError or TypeError when these contradict each other.
+    Raises ValueError or TypeError when these contradict each other; what `load` returns is checked when it is asked for.
     """
 
-    shape: tuple[int, ...]
-    tokens: int
-    data: Tensor | None = None
+    __slots__ = ("_data", "_load", "_lock", "shape", "tokens")
 
-    def __post_init__(self) -> None:
-        self.shape = tuple(int(size) for size in self.shape)
+    def __init__(
+        self,
+        shape: Sequence[int],
+        tokens: int,
+        data: Tensor | None = None,
+        load: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self.shape = tuple(int(size) for size in shape)
+        self.tokens = tokens
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"media of shape {self.shape} is empty: every dimension must be at least 1")
-        if self.tokens < 1:
-            raise ValueError(f"media of shape {self.shape} has tokens={self.tokens}; every item becomes at least 1")
-        if self.data is not None:
-            if tuple(self.data.shape) != self.shape:
-                raise ValueError(f"media says shape {self.shape} but its data has {tuple(self.data.shape)}")
-            if not self.data.is_floating_point():
-                raise TypeError(f"media data is {self.data.dtype}; scale and normalise it to a floating dtype first")
+        if tokens < 1:
+            raise ValueError(f"media of shape {self.shape} has tokens={tokens}; every item becomes at least 1")
+        if data is not None and load is not None:
+            raise ValueError(
+                f"media of shape {self.shape} has data and a function that loads them: give one of the two"
+            )
+        self._data, self._load = None if data is None else self._checked(data), load
+        self._lock = threading.Lock() if load is not None else None
+
+    @property
+    def data(self) -> Tensor | None:
+        """The item's tensor, loaded by the first who asks; None where there is nothing to load."""
+        if self._lock is not None and self._data is None:
+            with self._lock:
+                if self._load is not None:
+                    self._data, self._load = self._checked(self._load()), None
+        return self._data
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the data are in memory."""
+        return self._data is not None
+
+    def without_data(self) -> Media:
+        """The same item for those who need its shape only."""
+        return Media(self.shape, self.tokens)
+
+    def _checked(self, data: Tensor) -> Tensor:
+        if tuple(data.shape) != self.shape:
+            raise ValueError(f"media says shape {self.shape} but its data has {tuple(data.shape)}")
+        if not data.is_floating_point():
+            raise TypeError(f"media data is {data.dtype}; scale and normalise it to a floating dtype first")
+        return data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, or what another process gets, has the data themselves: it may not be where they can be loaded.
+        return Media, (self.shape, self.tokens, self.data)
+
+    def __repr__(self) -> str:
+        state = "loaded" if self.loaded else "not loaded" if self._load is not None else "without data"
+        return f"Media(shape={self.shape}, tokens={self.tokens}, {state})"
 
 
 @dataclass
@@ -53,7 +95,8 @@ class Sample:
     input_ids: int64 [L]; each media item appears as `tokens` consecutive copies of its modality's placeholder id
     labels:    int64 [L], already shifted: labels[t] is the id wanted after input_ids[t]; IGNORE (-100) = no target.
                Labels that lie beside their own ids, as HuggingFace's models want them: Sample.from_unshifted
-    media:     modality -> its items in order of appearance in input_ids
+    media:     modality -> its items in order of appearance in input_ids. Ids, labels and shapes are wanted on every rank,
+               an item's data only where they are read
     name:      for messages
 
     Raises ValueError or TypeError when these contradict each other.
