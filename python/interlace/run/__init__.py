@@ -1,11 +1,23 @@
-"""Executes schedules on real ranks: `parallelize(mllm, plan)` gives this process's share of a model.
+"""Runs steps on real ranks: `parallelize(mllm, layout)` gives this process's share of a model.
 
-channel.py (in-process channel, errors) · distributed.py (between processes) · executor.py (one rank's action list) ·
-gradients.py (parameters on several ranks) · graph.py (plan -> stage graph) · parallel_model.py (the public face).
+table.py (what: lengths -> StepTable) · graph.py (layout and model -> stage graph) · executor.py (one rank's list) ·
+gradients.py (sums over ranks) · ranks.py (a rank's stages and weights) · threads.py (ranks of one process) ·
+agreement.py (what ranks must be given alike) · parallel_model.py (the public face).
 """
 
-from interlace.run.channel import PipelineError
+from interlace.run.errors import PipelineError
 from interlace.run.graph import stage_durations, stage_graph
 from interlace.run.parallel_model import ParallelModel, StepResult, parallelize
+from interlace.run.table import Lengths, nominal_table, step_table
 
-__all__ = ["ParallelModel", "PipelineError", "StepResult", "parallelize", "stage_durations", "stage_graph"]
+__all__ = [
+    "Lengths",
+    "ParallelModel",
+    "PipelineError",
+    "StepResult",
+    "nominal_table",
+    "parallelize",
+    "stage_durations",
+    "stage_graph",
+    "step_table",
+]

@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from interlace.comm.channel import Channel, Tag
-from interlace.comm.transports.base import CommError
+from interlace.comm.channel import Channel, CommError, Tag
 from interlace.layout import Reduction
 from interlace.parallel.route import Routes, put, take
 from interlace.run.errors import PipelineError

@@ -41,7 +41,9 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
         if not parameters[names[0]].requires_grad or len(places) < 2:
             continue
         if len({module for module, _ in places}) > 1:
-            raise ValueError(f"{names[0]} is one weight of several modules, whose ranks could not keep it equal: untie it")
+            raise ValueError(
+                f"{names[0]} is one weight of several modules, whose ranks could not keep it equal: untie it"
+            )
         cuts = {
             tuple(next(s.index for s in pipeline.stages if s.start <= layer < s.stop) for _, layer in places)
             for pipeline in layout.pipelines(places[0][0])

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from interlace.comm.channel import Channel, GroupChannel, LocalChannel, LocalNetwork
-from interlace.comm.transports.base import CommError
+from interlace.comm.channel import Channel, CommError
+from interlace.comm.channel_group import GroupChannel
+from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Layout
 from interlace.model import Media, MultimodalModel
 from interlace.parallel.route import Routes
@@ -27,7 +28,7 @@ from interlace.run import agreement
 from interlace.run.errors import PipelineError
 from interlace.run.executor import Step
 from interlace.run.graph import stage_graph
-from interlace.run.ranks import Rank, Views, local_ranks
+from interlace.run.ranks import Views, make_ranks
 from interlace.run.table import Lengths, step_table
 from interlace.run.threads import run_threads
 from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
@@ -131,14 +132,14 @@ class ParallelModel:
         self._agreed = agreement.of_model(mllm, layout, schedule=schedule, autocast=autocast)
         self._autocast, self._timeout = autocast, timeout
         self._channel = channel
-        self._schedules: dict[tuple[bool, bytes, bytes], Schedule] = {}
+        self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
         self._times: dict[int, list[tuple[float, float]]] = {}
         self._trainable = _trainable(mllm)
         self._failed = ""
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
         self._views = Views()
-        self._ranks: dict[int, Rank] = local_ranks(mllm, self.graph, ranks, checkpointing, self._views)
+        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, self._views)
         if channel is not None:
             try:
                 channel.add_groups([reduction.ranks for reduction in self.graph.reductions])
@@ -159,11 +160,10 @@ class ParallelModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the model that live in this process, by their names in it; each once."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
         for rank in self._ranks.values():
             for name, parameter in rank.own.items():
-                found.setdefault(id(parameter), (name, parameter))
-        yield from found.values()
+                if len(self.ranks) == 1 or name in rank.counts:
+                    yield name, parameter
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's weights by their names in the whole model."""
@@ -193,14 +193,12 @@ class ParallelModel:
         flat, groups = _grouped(samples, microbatches)
         *encoders, _ = self.mllm.modules_order()
         lengths = Lengths.of(flat, encoders)
-        return step_table(
-            self.layout, lengths, microbatches=microbatches, groups=groups, chunks=chunks, place=place
-        )
+        return step_table(self.layout, lengths, microbatches=microbatches, groups=groups, chunks=chunks, place=place)
 
     def schedule(self, table: StepTable, *, train: bool = True) -> Schedule:
         """The checked schedule of a table. One with the same chunks and links as an earlier one has its lists."""
         pipelines = self.graph.pipeline_number
-        form = bytes(bytearray(0)) + b",".join(b"%d" % pipelines[c.module, c.replica] for c in table.chunks)
+        form = ",".join(str(pipelines[chunk.module, chunk.replica]) for chunk in table.chunks)
         key = (train, form, table.links.tobytes())
         if key not in self._schedules:
             made = self._generator(self.graph, table, backward=train, reduce_grad=train)
@@ -297,7 +295,7 @@ class ParallelModel:
         try:
             flat, groups = _grouped(samples, microbatches)
             table = self.table(samples, microbatches, chunks, place)
-            given = agreement.of_samples(groups_or_one(flat, groups)).text
+            given = agreement.of_samples(_in_groups(flat, groups)).text
             digest = agreement.number(table.digest, self._agreed.text, train, given)
         except ValueError as error:
             refused = error
@@ -314,7 +312,10 @@ class ParallelModel:
 
         schedule = self.schedule(table, train=train)
         routes = Routes(table)
-        ends = {i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1) for i, c in enumerate(table.chunks)}
+        ends = {
+            i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
+            for i, c in enumerate(table.chunks)
+        }
         self._views.refresh()
         kept = self._set_shared_gradients_aside() if train else []
         steps = {
@@ -330,6 +331,7 @@ class ParallelModel:
         }
         self._norm = None
         self._execute(schedule, steps, digest)
+        self._views.drop_gradients()
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._last, self._times = schedule, {number: step.times for number, step in steps.items()}
@@ -340,11 +342,11 @@ class ParallelModel:
         return StepResult(loss / tokens, tokens, most, notes)
 
     def _compare(self, digest: int, refused: ValueError | None, model: str, given: str) -> Callable[[], None]:
-        """Begin to compare what the ranks were given; the returned call ends it, and raises ValueError if it differs."""
+        """Begin to compare what the ranks were given; the returned call ends it and raises ValueError if it differs."""
         channel = self._channel
         if channel is None or channel.world == 1:
             return lambda: None
-        channel.begin(digest)
+        channel.begin(0)  # until it is known that all ranks have the same table
         numbers = torch.tensor([float(digest), float(refused is not None)], dtype=torch.float64)
         pending = channel.start_all_gather(numbers, "start of the step")
 
@@ -363,13 +365,14 @@ class ParallelModel:
                         "the ranks were not given the same, so none runs this step: "
                         f"{wrong or 'their tables differ: do they run one version of the program?'}"
                     )
+            channel.begin(digest)
 
         return compare
 
     def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int) -> None:
         if self._channel is not None:
             (number,) = self.ranks
-            self._ranks[number].executor(self._channel, self.graph).run(schedule.of_rank(number), steps[number])
+            self._ranks[number].executor(self._channel).run(schedule.of_rank(number), steps[number])
             return
         network = LocalNetwork(self.layout.world, self._timeout)
         channels = {number: LocalChannel(number, network) for number in self.ranks}
@@ -377,7 +380,7 @@ class ParallelModel:
 
         def play(number: int) -> None:
             channels[number].begin(digest)
-            executor = self._ranks[number].executor(channels[number], self.graph)
+            executor = self._ranks[number].executor(channels[number])
             executor.run(schedule.of_rank(number), steps[number])
 
         if len(self.ranks) == 1:
@@ -402,7 +405,7 @@ class ParallelModel:
             return loss, square**0.5, (mine[2],) * len(self.ranks)
         with _as_pipeline_errors():
             numbers = torch.tensor(mine, dtype=torch.float64)
-            everyone = self._channel.start_all_gather(numbers, "loss").wait()
+            everyone = self._channel.start_all_gather(numbers, "loss", compare_sums=train).wait()
         total, squares, _ = everyone.sum(0).tolist()
         return total, squares**0.5, tuple(everyone[:, 2].tolist())
 
@@ -428,11 +431,9 @@ class ParallelModel:
 
     def _counted(self) -> Iterator[Tensor]:
         """The gradients that this process counts in norms: each of the model once, however many ranks hold it."""
-        seen: set[int] = set()
-        for number in self.ranks:
-            for name, parameter in self._ranks[number].own.items():
-                if parameter.grad is not None and name in self._ranks[number].counts and id(parameter) not in seen:
-                    seen.add(id(parameter))
+        for rank in self._ranks.values():
+            for name, parameter in rank.own.items():
+                if parameter.grad is not None and name in rank.counts:
                     yield parameter.grad
 
     def _squares(self) -> float:
@@ -550,7 +551,7 @@ def _grouped(samples: Sequence[Any], microbatches: int | None) -> tuple[list[Any
     return flat, groups
 
 
-def groups_or_one(flat: Sequence[Any], groups: Sequence[Sequence[int]] | None) -> list[list[Any]]:
+def _in_groups(flat: Sequence[Any], groups: Sequence[Sequence[int]] | None) -> list[list[Any]]:
     """The samples in their groups, or all in one."""
     return [list(flat)] if groups is None else [[flat[i] for i in group] for group in groups]
 

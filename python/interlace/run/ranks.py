@@ -1,4 +1,4 @@
-"""The stages of a rank, with weights that are the model's own.
+"""The ranks that a process plays: their stages, with weights that are the model's own.
 
 Between processes a rank's stages hold the parameters of its model. Where one process plays several ranks, each has its
 own modules and, as ranks add to gradients at the same time, its own `.grad`: the first rank that holds a weight has the
@@ -13,9 +13,70 @@ from typing import Any
 
 from torch import nn
 
-from interlace.layout import Layout
+from interlace.comm.channel import Channel
+from interlace.layout import Reduction
+from interlace.run.executor import Executor, Key, StageRuntime
+from interlace.run.graph import parameter_layers
+from interlace.schedule import StageGraph
 
-Key = tuple[str, int]
+
+class Rank:
+    """One rank of this process.
+
+    stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
+    first name. counts: the names of those that no lower rank holds: who sums over the model takes these of each rank.
+    """
+
+    def __init__(self, number: int, stages: dict[Key, nn.Module], graph: StageGraph, mllm: Any) -> None:
+        self.number, self.stages = number, stages
+        self._graph = graph
+        self._layers = parameter_layers(mllm)
+        place = {name: i for i, (name, _) in enumerate(mllm.named_parameters(remove_duplicate=False))}
+        held: dict[int, tuple[str, nn.Parameter]] = {}
+        for stage in stages.values():
+            for name, parameter in stage.named_parameters():
+                first = held.setdefault(id(parameter), (name, parameter))
+                if place[name] < place[first[0]]:
+                    held[id(parameter)] = (name, parameter)
+        self.own = dict(sorted(held.values(), key=lambda item: place[item[0]]))
+        aliases = {name: names for names in mllm.tied_parameters() for name in names}
+        self.counts = {
+            name
+            for name in self.own
+            if number == min(r for alias in aliases.get(name, (name,)) for r in self._holders(alias))
+        }
+        self._tied = {
+            number: [name for names in mllm.tied_parameters() if self._places(names) == group for name in names]
+            for number, group in enumerate(graph.tied)
+        }
+
+    def _holders(self, name: str) -> list[int]:
+        module, layer = self._layers[name]
+        return [rank for lane in self._graph.layout.holders(module, layer) for rank in lane.ranks]
+
+    def _places(self, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        return tuple(sorted({self._layers[name] for name in names}))
+
+    def parameters(self, reduction: Reduction) -> list[nn.Parameter]:
+        """What `reduction` sums of this rank, in the order of the model."""
+        if reduction.tied >= 0:
+            return [p for name, p in self.own.items() if name in self._tied[reduction.tied]]
+        layers = range(reduction.start, reduction.stop)
+        at = self._layers
+        return [p for n, p in self.own.items() if at[n][0] == reduction.module and at[n][1] in layers]
+
+    def executor(self, channel: Channel) -> Executor:
+        """What runs this rank's lists over `channel`."""
+        graph = self._graph
+        feeding = {producer for producer, _ in graph.links}
+        runtimes = {}
+        for (module, index), stage in self.stages.items():
+            replica = graph.layout.replica(self.number, module)
+            assert replica is not None
+            last = index == len(graph.layout.pipelines(module)[replica].stages) - 1
+            runtimes[module, index] = StageRuntime(stage, last, last and module not in feeding)
+        lanes = [lane.ranks for lane in graph.layout.lanes()]
+        return Executor(self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters)
 
 
 class Views:
@@ -31,44 +92,39 @@ class Views:
         return view
 
     def refresh(self) -> None:
-        """Drop the views' gradients, and follow weights that were moved or replaced since."""
+        """Follow weights that were moved or replaced since."""
         for own, view in self._pairs:
-            view.grad = None
             if view.data_ptr() != own.data_ptr() or view.dtype is not own.dtype:
                 view.data = own.data
 
-    def __len__(self) -> int:
-        return len(self._pairs)
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the views: those of the model's own parameters have the same sums."""
+        for _, view in self._pairs:
+            view.grad = None
 
 
-def local_stages(
-    mllm: Any, layout: Layout, ranks: Sequence[int], checkpointing: bool, views: Views
-) -> dict[int, dict[Key, nn.Module]]:
-    """rank -> (module, stage) -> its stage, for ranks of one process."""
-    if len(ranks) == 1:
-        return {rank: stages_of(mllm, layout, rank, checkpointing) for rank in ranks}
+def make_ranks(
+    mllm: Any, graph: StageGraph, numbers: Sequence[int], checkpointing: bool, views: Views
+) -> dict[int, Rank]:
+    """The ranks `numbers` of this process."""
+    several = len(numbers) > 1
     own = dict(mllm.named_parameters(remove_duplicate=False))
     taken: set[int] = set()
     found = {}
-    for rank in ranks:
-        mine: dict[int, nn.Parameter] = {}  # id of the model's own -> this rank's
-        found[rank] = stages_of(mllm, layout, rank, checkpointing, copy=True)
-        for stage in found[rank].values():
-            _link(stage, own, mine, taken, views)
-        taken.update(mine)
+    for number in numbers:
+        stages: dict[Key, nn.Module] = {
+            (stage.module, stage.index): mllm.slice(
+                stage.module, stage.start, stage.stop, copy=several, checkpointing=checkpointing
+            )
+            for stage in graph.layout.of_rank(number)
+        }
+        if several:
+            mine: dict[int, nn.Parameter] = {}  # id of the model's own -> this rank's
+            for stage in stages.values():
+                _link(stage, own, mine, taken, views)
+            taken.update(mine)
+        found[number] = Rank(number, stages, graph, mllm)
     return found
-
-
-def stages_of(
-    mllm: Any, layout: Layout, rank: int, checkpointing: bool, *, copy: bool = False
-) -> dict[Key, nn.Module]:
-    """(module, stage) -> its stage on one rank."""
-    return {
-        (stage.module, stage.index): mllm.slice(
-            stage.module, stage.start, stage.stop, copy=copy, checkpointing=checkpointing
-        )
-        for stage in layout.of_rank(rank)
-    }
 
 
 def _link(
@@ -77,11 +133,9 @@ def _link(
     """Give `stage` the model's own parameters, or views of those that other ranks have taken."""
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
-            name = f"{prefix}.{key}" if prefix else key
-            if parameter is None or name not in own:
+            model = own.get(f"{prefix}.{key}" if prefix else key)
+            if parameter is None or model is None:
                 continue
-            model = own[name]
             if id(model) not in mine:
                 mine[id(model)] = views.add(model) if id(model) in taken else model
             module._parameters[key] = mine[id(model)]
-

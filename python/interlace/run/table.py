@@ -4,8 +4,8 @@ Every rank makes the table of a step by itself: it is the same everywhere, as it
 in the global batch, the layout and the numbers of chunks. Nothing is exchanged, decoded or timed for it.
 
 Chunks of the language model are bins of samples of about equal length. Those of an encoder follow them: what the k-th
-chunks of the language model's replicas read is encoded together, shared out over the encoder's replicas by its rows
-(or kept in its own replica where both have equally many). With fewer chunks than the language model one chunk is encoded
+chunks of the language model's replicas read is encoded together, shared out over the encoder's replicas by its rows (or
+kept in its own replica where both have equally many). With fewer chunks than the language model one chunk is encoded
 for several of its microbatches, with more the k-th is encoded in parts.
 """
 
@@ -68,8 +68,8 @@ def step_table(
     """The table of one step.
 
     microbatches: chunks of each replica of the language model (the layout's last module), at most one per sample;
-        default: twice the stages of its pipeline. groups: instead, the samples of its chunks; the i-th goes to replica i
-        modulo their number. chunks: encoder -> chunks of each of its replicas (default: as many as the language model
+        default: twice the stages of its pipeline. groups: instead, the samples of its chunks; the i-th goes to replica
+        i modulo their number. chunks: encoder -> chunks of each of its replicas (default: as many as the language model
         has, 1 under "shared"). place: see StepTable.
 
     Raises ValueError for a batch without samples, counts below 1, and unknown encoders.

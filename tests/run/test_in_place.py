@@ -1,0 +1,127 @@
+"""The local transport trains the model that it was given, whatever the layout; what it cannot do right it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from interlace.layout import Layout, ParallelSpec
+from interlace.run import PipelineError, parallelize
+from tests.run.test_parity import assert_same_gradient, oracle
+from tests.tiny import random_microbatches, tiny_mllm
+
+LAYOUTS = {
+    "one rank": {"ranks": 1},
+    "pipeline": {"pp": 2},
+    "replicas": {"dp": 2},
+    "replicated encoders": {"pp": 2, "placement": "replicated"},
+}
+
+
+def make(mllm, ranks=None, pp=1, dp=1, placement="parallel"):
+    specs = {name: ParallelSpec(dp=dp) for name in mllm.encoders}
+    specs["language_model"] = ParallelSpec(pp=pp, dp=dp)
+    return Layout.from_specs(mllm, specs, placement=placement, ranks=ranks)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_optimizer_over_the_model_trains_it_as_one_process_would(name):
+    mllm = tiny_mllm(tied=True)
+    alone = copy.deepcopy(mllm)
+    batch = random_microbatches(mllm, "no_image")
+    parallel = parallelize(mllm, make(mllm, **LAYOUTS[name]), timeout=30)
+    ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.5) for model in (mllm, alone))
+    losses = []
+    for _ in range(3):
+        loss, _ = oracle(alone, batch)
+        theirs.step()
+        result = parallel.step(batch)
+        assert result.loss == pytest.approx(loss, rel=1e-4)
+        norm = sum(float(p.grad.double().square().sum()) for p in alone.parameters() if p.grad is not None) ** 0.5
+        assert parallel.clip_grad_norm_(1e9) == pytest.approx(norm, rel=1e-4)
+        ours.step()
+        ours.zero_grad()
+        losses.append(loss)
+    assert losses[2] < losses[0]
+    for (name, mine), other in zip(mllm.named_parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(mine, other, atol=1e-5), name
+    assert {id(p) for _, p in parallel.named_parameters()} == {id(p) for p in mllm.parameters()}
+
+
+def test_weights_that_were_replaced_are_followed():
+    mllm = tiny_mllm()
+    parallel = parallelize(mllm, make(mllm, dp=2), timeout=30)
+    batch = random_microbatches(mllm, "all")
+    parallel.step(batch)
+    for parameter in mllm.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.1
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in mllm.named_parameters():
+        assert_same_gradient(name, parameter.grad, gradients[name])
+
+
+def test_clipping_scales_all_gradients_and_knows_when_it_must_look_again():
+    mllm = tiny_mllm()
+    batch = random_microbatches(mllm, "all")
+    _, gradients = oracle(mllm, batch)
+    norm = sum(float(g.double().square().sum()) for g in gradients.values() if g is not None) ** 0.5
+    mllm.zero_grad()
+    parallel = parallelize(mllm, make(mllm, pp=2), timeout=30)
+    with pytest.raises(ValueError, match="no gradient norm yet"):
+        parallel.clip_grad_norm_(1.0)
+    parallel.step(batch)
+    assert parallel.clip_grad_norm_(norm / 4) == pytest.approx(norm, rel=1e-5)
+    for name, parameter in mllm.named_parameters():
+        if gradients[name] is not None:
+            assert torch.allclose(parameter.grad, gradients[name] / 4, rtol=1e-4, atol=1e-8)
+    assert parallel.clip_grad_norm_(1e9) == pytest.approx(norm / 4, rel=1e-4)
+    for parameter in mllm.parameters():
+        parameter.grad.mul_(2)
+    with pytest.raises(ValueError, match="recompute=True"):
+        parallel.clip_grad_norm_(1.0)
+    assert parallel.clip_grad_norm_(1e9, recompute=True) == pytest.approx(norm / 2, rel=1e-4)
+
+
+def test_random_numbers_in_several_threads_are_refused_and_in_one_rank_are_not():
+    mllm = tiny_mllm(encoders=())
+    mllm.language_model.config.attention_dropout = 0.0
+
+    class Noisy(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **kwargs):
+            return torch.nn.functional.dropout(self.inner(*args, **kwargs), 0.5, self.training)
+
+    for layer in mllm.language_model.model.layers:
+        layer.mlp = Noisy(layer.mlp)
+    mllm.train()
+    batch = random_microbatches(mllm, "text")
+    with pytest.raises(PipelineError, match="draws random numbers .dropout.*process per rank"):
+        parallelize(mllm, make(mllm, pp=2), timeout=30).step(batch)
+    parallelize(mllm, make(mllm), timeout=30).step(batch)
+
+
+def test_full_gradients_are_those_of_the_model():
+    mllm = tiny_mllm()
+    batch = random_microbatches(mllm, "text")
+    _, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    parallel = parallelize(mllm, make(mllm, pp=2, dp=2), timeout=30)
+    parallel.step(batch)
+    found = parallel.full_gradients()
+    assert set(found) == {name for name, _ in mllm.named_parameters()}
+    for name, gradient in found.items():
+        assert_same_gradient(name, gradient, gradients[name])
+
+
+def test_lanes_of_several_ranks_are_refused():
+    mllm = tiny_mllm()
+    specs = {name: ParallelSpec(tp=2) for name in mllm.modules_order()}
+    with pytest.raises(ValueError, match=r"tp \* cp > 1.*does not run: use pp and dp"):
+        parallelize(mllm, Layout.from_specs(mllm, specs))

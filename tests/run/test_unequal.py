@@ -1,0 +1,125 @@
+"""Every module its own data-parallel degree, chunks of its own, and ranks shared or not: the numbers of one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from interlace.layout import Layout, ParallelSpec
+from interlace.run import parallelize
+from tests.run.test_parity import FREEZING, assert_same_gradient, oracle
+from tests.tiny import random_microbatches, tiny_mllm
+
+DEGREES = [(1, 2), (2, 1), (3, 2), (2, 3), (4, 1), (1, 4)]  # vision, language model
+BATCHES = ("all", "no_image", "text", "one replica without")
+EVERY = list(itertools.product(DEGREES, FREEZING, BATCHES))
+
+
+def variant(number: int) -> dict[str, object]:
+    """What else differs from case to case, each on its own turn: audio's degree, chunks, stages, checkpointing."""
+    return {
+        "audio": (None, 1, 2, 3)[number % 4],
+        "chunks": (None, 2.0, 0.5)[number % 3],
+        "stages": 1 + (number // 2) % 2,
+        "checkpointing": number % 5 == 0,
+        "tied": number % 2 == 1,
+        "schedule": "gpipe" if number % 7 == 0 else "1f1b",
+    }
+
+
+def make_batch(mllm, kind: str, language: int):
+    """Lists of samples, the i-th for replica i modulo `language`; `one replica without`: replica 0 has no image."""
+    if kind != "one replica without":
+        return random_microbatches(mllm, kind, count=4)
+    images, texts = (random_microbatches(mllm, name, count=4) for name in ("all", "text"))
+    return [texts[i] if i % language == 0 else images[i] for i in range(4)]
+
+
+def check_case(degrees: tuple[int, int], freezing: str, kind: str, number: int) -> None:
+    vision, language = degrees
+    more = variant(number)
+    encoders = ("vision",) if more["audio"] is None else ("vision", "audio")
+    mllm = tiny_mllm(tied=bool(more["tied"]), layers=2, encoders=encoders)
+    for path in FREEZING[freezing]:
+        if path.split(".")[0] in (*encoders, "language_model"):
+            mllm.freeze(path)
+    mllm.train()
+    batch = make_batch(mllm, kind, language)
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    specs = {"vision": ParallelSpec(dp=vision), "language_model": ParallelSpec(dp=language, pp=int(more["stages"]))}
+    if more["audio"] is not None:
+        specs["audio"] = ParallelSpec(dp=int(more["audio"]))
+    layout = Layout.from_specs(mllm, {name: specs[name] for name in mllm.modules_order()})
+    parallel = parallelize(
+        mllm, layout, schedule=str(more["schedule"]), checkpointing=bool(more["checkpointing"]), timeout=30
+    )
+    per_replica = -(-len(batch) // language)
+    chunks = {} if more["chunks"] is None else {"vision": max(1, int(per_replica * float(more["chunks"])))}
+    result = parallel.step(batch, chunks=chunks)
+    where = f"{degrees}, {freezing} frozen, {kind}, {more}"
+    assert abs(result.loss - loss) <= 1e-5 * abs(loss), where
+    for name, parameter in mllm.named_parameters():  # the model that was given is the one that is trained
+        try:
+            assert_same_gradient(name, parameter.grad, gradients[name])
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {error}") from None
+
+
+@pytest.mark.parametrize("first", range(12))
+def test_unequal_degrees_equal_one_process(first: int) -> None:
+    """A twelfth of the cases each, of which every other one: all degrees, freezings and batches occur."""
+    for number in range(first, len(EVERY), 24):
+        check_case(*EVERY[number], number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_every_pair_of_degrees_equals_one_process(degrees: tuple[int, int]) -> None:
+    for number, case in enumerate(EVERY):
+        if case[0] == degrees:
+            check_case(*case, number)
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 2, 5])
+@pytest.mark.parametrize("kind", ["all", "no_image"])
+@pytest.mark.parametrize("freezing", ["nothing", "encoders but projectors"])
+def test_shared_ranks_equal_one_process(freezing: str, kind: str, chunks: int | None) -> None:
+    """The encoders on both ranks of a two-stage language model, phase by phase."""
+    mllm = tiny_mllm(tied=True, layers=2)
+    for path in FREEZING[freezing]:
+        mllm.freeze(path)
+    mllm.train()
+    batch = random_microbatches(mllm, kind, count=4)
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    specs = {"vision": ParallelSpec(dp=2), "audio": ParallelSpec(pp=2), "language_model": ParallelSpec(pp=2)}
+    parallel = parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=30)
+    flat = [sample for group in batch for sample in group]
+    for given, options in ((batch, {}), (flat, {"microbatches": 4})):
+        mllm.zero_grad()
+        result = parallel.step(given, chunks={"vision": chunks} if chunks else None, **options)
+        assert result.loss == pytest.approx(loss, rel=1e-5)
+        for name, parameter in mllm.named_parameters():
+            assert_same_gradient(name, parameter.grad, gradients[name])
+    if chunks is None:  # one encoder phase, the language model's pipeline, the encoder's backward
+        vision = [str(a)[:1] for a in parallel.timeline().actions[0] if a.module == "vision" and a.op.value in "FB"]
+        assert vision == ["F"] if FREEZING[freezing] and "vision.projector" in FREEZING[freezing] else ["F", "B"]
+
+
+def test_colocated_encoders_may_have_another_degree_than_the_language_model() -> None:
+    mllm = tiny_mllm(layers=2)
+    batch = random_microbatches(mllm, "no_image", count=6)
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    specs = {"vision": ParallelSpec(dp=3), "audio": ParallelSpec(dp=3), "language_model": ParallelSpec(pp=2, dp=2)}
+    layout = Layout.from_specs(mllm, specs, placement="colocated")
+    assert layout.world == 7
+    parallel = parallelize(mllm, layout, timeout=30)
+    flat = [sample for group in batch for sample in group]
+    assert parallel.step(flat, microbatches=3).loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in mllm.named_parameters():
+        assert_same_gradient(name, parameter.grad, gradients[name])
+    wanted = {id(item) for item in parallel.wanted(flat, 3)}
+    assert wanted == {id(item) for sample in flat for items in sample.media.values() for item in items}
