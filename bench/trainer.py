@@ -3,7 +3,7 @@
     plain    what a user writes without us: HuggingFace modules with SDPA, samples padded to the longest of the batch,
              images of one size together, speech padded as Whisper wants it, AdamW and clipping, one process
     packed   the same loop around a MultimodalModel: one packed row, bitfield attention, no runtime
-    the rest `interlace train`, on 1 and 2 ranks, by placement and number of microbatches
+    the rest `interlace train`, on 1 to 3 ranks, by placement and number of microbatches
 
 The model of configs/stamps.toml (1.4 M parameters) and two larger ones train on its data. Each layout trains in
 processes of its own, round after round, so that all see the same machine; a figure is the median over rounds of tokens
@@ -67,6 +67,11 @@ LAYOUTS: dict[str, list[str]] = {
     "replicated, language model in 2": ['parallel.placement="replicated"', "parallel.language_model.pp=2"],
     "chain in 2": ['parallel.placement="chain"', "parallel.ranks=2"],
     "2 replicas": ["parallel.ranks=1", "parallel.dp=2"],
+    "shared: encoders twice, language model in 2": [
+        *('parallel.placement="shared"', "parallel.language_model.pp=2"),
+        *("parallel.vision.dp=2", "parallel.audio.dp=2"),
+    ],
+    "encoders | 2 language models": ["parallel.language_model.dp=2"],
 }
 MICROBATCHES = (1, 2, 4, 8)
 LOOPS = ("plain", "packed")

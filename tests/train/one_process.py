@@ -89,7 +89,7 @@ class OneProcess:
     """`ParallelModel`'s methods over a model with ``loss_sum(sample)``."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.hosts, self.now = model, {"language_model"}, 0.0
+        self.model, self.places = model, []
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
@@ -97,19 +97,22 @@ class OneProcess:
     def train(self, mode: bool = True) -> None:
         self.model.train(mode)
 
-    def step(self, samples: list[Any], microbatches: int | None = None) -> Result:
+    def step(
+        self, samples: list[Any], microbatches: int, chunks: dict[str, int], place: tuple[int, int, int]
+    ) -> Result:
+        self.places.append(place)
         tokens = sum(int((sample.labels != -100).sum()) for sample in samples)
         total = 0.0
         for sample in samples:
             loss = self.model.loss_sum(sample)
             (loss / tokens).backward()
             total += loss.item()
-        return Result(total / tokens, tokens, microbatches or 1)
+        return Result(total / tokens, tokens, microbatches)
 
     @torch.no_grad()
-    def evaluate(self, samples: list[Any], microbatches: int | None = None) -> Result:
+    def evaluate(self, samples: list[Any], microbatches: int, chunks: dict[str, int]) -> Result:
         tokens = sum(int((sample.labels != -100).sum()) for sample in samples)
-        return Result(sum(self.model.loss_sum(s).item() for s in samples) / tokens, tokens, microbatches or 1)
+        return Result(sum(self.model.loss_sum(s).item() for s in samples) / tokens, tokens, microbatches)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         return float(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))

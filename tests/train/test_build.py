@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from interlace.data import ByteTokenizer, find_stamps, load_dataset
+from interlace.layout import Layout
 from interlace.train import config as configs
 from interlace.train import feed
-from interlace.train.build import architecture, build, build_plan, materialize, present
+from interlace.train.build import architecture, build, build_layout, materialize, present
 from interlace.train.checkpoint import fingerprint
 from interlace.train.config import ConfigError
 from interlace.train.costs import flop_costs
@@ -73,7 +74,7 @@ def test_weights_do_not_depend_on_which_others_are_there(overrides: list[str]) -
     seen: set[str] = set()
     for rank in range(4):
         model = build(plans, ByteTokenizer())
-        names = present(model, build_plan(plans, model), rank)
+        names = present(model, build_layout(plans, model), rank)
         first = canonical_names(model)
         materialize(model, names, seed=3)
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -143,7 +144,7 @@ def test_refusals_name_the_key(override: str, message: str) -> None:
         overrides.append("parallel.placement=parallel")
     with pytest.raises(ConfigError, match=message):
         config = _config(*overrides)
-        build_plan(config, build(config, ByteTokenizer(), source="tiny.toml"), source="tiny.toml")
+        build_layout(config, build(config, ByteTokenizer(), source="tiny.toml"), source="tiny.toml")
 
 
 def test_fingerprints_tell_architectures_apart_and_nothing_else() -> None:
@@ -159,9 +160,10 @@ def test_fingerprints_tell_architectures_apart_and_nothing_else() -> None:
 def test_datasets_follow_the_model() -> None:
     config = _config("data.held_out=0.3")
     model = _build()
-    train, held_out, note = datasets(config, model, ByteTokenizer(), decode={"vision"})
+    train, held_out, note = datasets(config, model, ByteTokenizer())
     assert (train.name, note) == ("digits", "") and len(held_out) > 400
     sample = train.sample(0, 0)
+    assert not sample.media["vision"][0].loaded
     assert sample.media["vision"][0].tokens == 4 and int((sample.input_ids == ByteTokenizer.IMAGE).sum()) == 4
     assert set(media_specs(config, model)) == {"vision", "audio"}
     with pytest.raises(ConfigError, match=r"\[data\]: .*multiple"):
@@ -176,16 +178,40 @@ def test_datasets_follow_the_model() -> None:
 
 
 def test_a_chain_is_cut_as_interlace_plan_cuts_it() -> None:
-    from interlace.plan import ParallelPlan
-
     config = _config("parallel.placement=chain", "parallel.ranks=3", "parallel.dp=2")
     assert config.world_size() == 6 and configs.from_table({**config.model_dump(exclude_none=True)}) == config
     model = build(config, ByteTokenizer())
-    plan = build_plan(config, model)
-    assert plan.stages == ParallelPlan.balanced(model, 3, costs=flop_costs(config, model)).stages
-    assert (plan.num_ranks, plan.dp, plan.placement) == (3, 2, "chain")
+    layout = build_layout(config, model)
+    assert layout == Layout.balanced(model, 3, costs=flop_costs(config, model), dp=2)
+    assert (layout.world, layout.placement) == (6, "chain")
+    one = build_layout(config, model, replicas=1)
+    assert one.world == 3 and all(layout.of_rank(r) == one.of_rank(r) for r in range(3))
     with pytest.raises(ConfigError, match=r"tiny.toml: \[parallel\]: cannot cut 6 layers into 7 ranges"):
-        build_plan(_config("parallel.placement=chain", "parallel.ranks=7"), model, source="tiny.toml")
+        build_layout(_config("parallel.placement=chain", "parallel.ranks=7"), model, source="tiny.toml")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.ranks=1", "parallel.dp=2"],
+        ["parallel={placement='parallel', dp=2, vision={dp=3}, language_model={pp=2, dp=1}}"],
+        ["parallel={dp=2, vision={pp=2}, audio={pp=2}, language_model={dp=1}}"],
+        ["parallel={placement='shared', dp=2, language_model={pp=2, dp=1}}"],
+        ["parallel={placement='shared', dp=2}"],
+        ["parallel={placement='replicated', dp=2, language_model={pp=2}}"],
+        ["parallel={placement='chain', ranks=2, dp=2}"],
+    ],
+)
+def test_layouts_have_the_ranks_and_replicas_of_the_config(overrides: list[str]) -> None:
+    config = _config(*overrides)
+    model = build(config, ByteTokenizer())
+    layout = build_layout(config, model)
+    assert layout.world == config.world_size() and layout.placement == config.parallel.placement
+    assert layout.data_parallel == {name: config.parallel.replicas(name) for name in config.modules()}
+    everything = {name for name, _ in model.named_parameters()}
+    for rank in range(layout.world):
+        assert present(model, layout, rank) <= everything
+    assert set().union(*(present(model, layout, rank) for rank in range(layout.world))) == everything
 
 
 def test_samples_beyond_the_context_are_refused_before_the_first_step() -> None:

@@ -55,7 +55,25 @@ def test_defaults_and_overrides() -> None:
         ("parallel.ranks=5", "has work for 2; use 1 to 2"),
         ("parallel.placement=chain", "placement 'chain' needs parallel.ranks"),
         ("parallel={placement='chain', ranks=2, vision={pp=2}}", r"ranges of equal cost.*remove parallel.vision.pp"),
-        ("parallel.dp=9", "cannot give 9 replicas equal parts"),
+        ("parallel.dp=9", "batch_size = 8 is too small .*on each of 9 replicas"),
+        ("parallel={dp=3, language_model={dp=9}}", "batch_size = 8 is too small .*on each of 9 replicas"),
+        (
+            "parallel.vision={chunks=3, dp=3}",
+            r"vision.chunks = 3 on each of 3 replicas is more than train.batch_size = 8",
+        ),
+        ("parallel.vision.chunks=0", "parallel.vision.chunks should be greater than 0"),
+        ("parallel.language_model.chunks=2", r"\[parallel.language_model\] has no key 'chunks'"),
+        (
+            "parallel={ranks=2, vision={dp=2}}",
+            r"needs one dp for all modules, not .*'vision': 2.*remove parallel.ranks",
+        ),
+        ("parallel={placement='replicated', vision={dp=2}}", r"all need the same dp, not .*set parallel.dp alone"),
+        ("parallel={placement='chain', ranks=2, vision={dp=2}}", r"ranges of equal cost.*remove parallel.vision.dp$"),
+        (
+            "parallel={placement='shared', vision={dp=2}}",
+            r"pp \* dp must be one number, not .*'vision': 2, 'langu.*': 1",
+        ),
+        ("parallel={placement='shared', ranks=1}", r"takes its ranks from pp and dp; remove parallel.ranks"),
         ("run=3", "run must be a section"),
         ("train.steps.more=2", "train.steps is a value, not a section"),
         ("train", "write it as section.key=value"),
@@ -80,16 +98,43 @@ def test_errors_name_the_file_the_section_and_the_meaning() -> None:
 
 def test_colocated_encoders_need_equal_stages_and_ranks_follow_the_placement() -> None:
     model = BASE["model"] | {"audio": {"family": "whisper"}}
-    assert _load(model=model).num_ranks() == 2
-    assert _load("parallel.placement=parallel", model=model).num_ranks() == 3
-    assert _load("parallel.placement=replicated", "parallel.language_model.pp=3", model=model).num_ranks() == 3
-    assert _load("parallel.vision.pp=2", "parallel.audio.pp=2", model=model).num_ranks() == 3
+    assert _load(model=model).world_size() == 2
+    assert _load("parallel.placement=parallel", model=model).world_size() == 3
+    assert _load("parallel.placement=replicated", "parallel.language_model.pp=3", model=model).world_size() == 3
+    assert _load("parallel.vision.pp=2", "parallel.audio.pp=2", model=model).world_size() == 3
     assert _load("parallel.ranks=1", model=model).world_size() == 1
     assert _load("parallel.dp=2", model=model).world_size() == 4
+    with pytest.raises(ConfigError, match=r"all need the same dp, not \{'vision': 2, 'audio': 1\}"):
+        _load("parallel.vision.dp=2", model=model)
     with pytest.raises(ConfigError, match="all need the same pp"):
         _load("parallel.vision.pp=2", model=model)
     with pytest.raises(ConfigError, match="run whole on every rank"):
         _load("parallel.vision.pp=2", "parallel.placement=replicated", model=model)
+
+
+def test_modules_have_replicas_of_their_own() -> None:
+    model = BASE["model"] | {"audio": {"family": "whisper"}}
+    unequal = _load(
+        "parallel={placement='parallel', dp=2, vision={dp=4, pp=2}, language_model={pp=3, dp=1}}", model=model
+    )
+    assert {name: unequal.parallel.replicas(name) for name in unequal.modules()} == {
+        "vision": 4,
+        "audio": 2,
+        "language_model": 1,
+    }
+    assert unequal.world_size() == 4 * 2 + 2 * 1 + 1 * 3 and not unequal.uniform()
+    colocated = _load("parallel={dp=2, language_model={dp=4, pp=2}}", model=model)
+    assert colocated.world_size() == 2 * 1 + 4 * 2
+    shared = "parallel={placement='shared', vision={dp=4}, audio={pp=2, dp=2}, language_model={pp=4}}"
+    assert _load(shared, model=model).world_size() == 4
+    assert _load("parallel={placement='shared', dp=3}", model=model).world_size() == 3
+    assert _load("train.batch_size=7", "parallel={dp=3}", "train.microbatches=2").world_size() == 6  # no equal parts
+
+
+def test_chunks_are_those_that_encoders_name() -> None:
+    model = BASE["model"] | {"audio": {"family": "whisper"}}
+    assert _load("parallel.vision.chunks=3", model=model).chunks() == {"vision": 3}
+    assert _load("parallel.placement=shared", model=model).chunks() == {}
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

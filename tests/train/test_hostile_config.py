@@ -14,7 +14,7 @@ import pytest
 
 from interlace.data import ByteTokenizer
 from interlace.train import config as configs
-from interlace.train.build import FAMILIES, build, build_plan, materialize
+from interlace.train.build import FAMILIES, build, build_layout, materialize
 from interlace.train.config import ConfigError
 from interlace.train.feed import Feed, datasets
 from interlace.train.optim import Optimizer
@@ -68,7 +68,7 @@ def _try(place: Place, value: Any, *, step: bool = True) -> str:
     try:
         config = configs.from_table(table, source="hostile.toml")
         model: Any = build(config, ByteTokenizer(), source="hostile.toml")
-        build_plan(config, model, source="hostile.toml")
+        build_layout(config, model, source="hostile.toml")
         if not step:
             return "ran"
         train, held_out, _ = datasets(config, model, ByteTokenizer(), source="hostile.toml", fetch=False)
@@ -96,7 +96,15 @@ def _try(place: Place, value: Any, *, step: bool = True) -> str:
 def test_the_sweep_covers_the_config() -> None:
     assert len(PLACES) > 100
     names = {".".join(place) for place in PLACES}
-    assert {"train.lr", "train.betas", "run.seed", "parallel.vision.pp", "log.max_new_tokens"} <= names
+    assert {
+        "train.lr",
+        "train.betas",
+        "run.seed",
+        "parallel.vision.pp",
+        "parallel.vision.dp",
+        "parallel.audio.chunks",
+        "log.max_new_tokens",
+    } <= names
     assert {"model.vision.config.image_size", "model.audio.config.encoder_layers"} <= names
 
 

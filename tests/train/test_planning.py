@@ -1,4 +1,4 @@
-"""What the trainer's cuts go by: the lengths of the config's data, in every module."""
+"""What the trainer's cuts and predictions go by: lengths of the config's data, and how modules cut a step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from interlace.data import ByteTokenizer
-from interlace.plan import ParallelPlan, StagePlan
-from interlace.run import stage_graph
-from interlace.train.build import build, build_plan
+from interlace.layout import Layout
+from interlace.train import planning
+from interlace.train.build import build, build_layout
 from interlace.train.costs import budget_lengths, flop_costs
 from tests.train.test_build import _build, _config
 
@@ -75,20 +75,51 @@ def test_stages_that_share_ranks_weigh_what_passes_through_them() -> None:
     modules = [f"parallel.{name}.pp=2" for name in ("vision", "audio", "language_model")]
     config = _config("parallel.placement=parallel", "parallel.ranks=3", *modules)  # digits: nothing to hear
     model = _build()
-    plan = build_plan(config, model)
+    layout = build_layout(config, model)
     costs = flop_costs(config, model)
     assert flops(costs, "audio") == 0
     heaviest = {name: flops(costs, name) for name in ("vision", "language_model")}
-    ranks = {name: {r for s in plan.stages if s.module == name for r in s.ranks} for name in heaviest}
+    ranks = {name: {r for s in layout.stages() if s.module == name for r in s.lane.ranks} for name in heaviest}
     assert len(ranks["vision"] | ranks["language_model"]) == 3
 
 
-def test_a_plan_whose_stages_are_split_is_no_plan_of_copies() -> None:
-    """tp * cp > 1, as `search_configuration` may propose: a simulation took the ranks of a stage for copies."""
+def play(*overrides: str) -> Any:
+    """What `interlace simulate` plays at a TFLOP/s per rank."""
+    config, model = _config("train.batch_size=16", "train.microbatches=4", *overrides), _build()
+    costs = planning._counted(config, model, 1.0)
+    return planning._simulated(config, model, planning._own(config, model, "tiny.toml"), costs, 4)
+
+
+def test_a_replica_stands_for_all_where_modules_have_one_dp() -> None:
+    one, two = play("train.batch_size=8"), play("parallel.dp=2")
+    assert (one.num_ranks, two.num_ranks) == (2, 2)
+    assert two.makespan == pytest.approx(one.makespan)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "{placement='parallel', vision={dp=2}}",
+        "{placement='parallel', vision={dp=2, chunks=1}}",
+        "{placement='parallel', vision={chunks=2}}",
+        "{placement='parallel', vision={pp=2}, language_model={dp=2}}",
+        "{placement='shared', vision={dp=2}, audio={dp=2}, language_model={pp=2}}",
+    ],
+)
+def test_replicas_and_chunks_move_work_and_make_none(layout: str) -> None:
+    """A step computes the same samples, however its modules cut them: all ranks together are busy for equally long."""
+    found = play(f"parallel={layout}")
+    assert sum(found.busy_per_rank) == pytest.approx(sum(play("parallel.placement=parallel").busy_per_rank))
+
+
+def test_chunks_of_a_chain_in_place_of_unequal_replicas_are_as_many_in_all() -> None:
+    config = _config("parallel={placement='parallel', vision={dp=4, chunks=2}, language_model={dp=2}}")
     model = _build()
-    stages = tuple(
-        StagePlan(name, 0, 0, len(model.layers(name)), (2 * i, 2 * i + 1))
-        for i, name in enumerate(model.modules_order())
-    )
-    with pytest.raises(ValueError, match=r"vision stage 0 is split over ranks \(0, 1\)"):
-        stage_graph(model, ParallelPlan(stages, 6))
+    own = planning._own(config, model, "tiny.toml")
+    assert planning._chunks(config, own, 3) == {"vision": 2, "audio": 3, "language_model": 3}
+    chain = Layout.balanced(model, 3)
+    assert planning._chunks(config, chain, 3) == {"vision": 8, "audio": 6, "language_model": 6}
+    shared = _config("parallel={placement='shared', dp=2}")
+    own = planning._own(shared, model, "tiny.toml")
+    assert planning._chunks(shared, own, 3) == {"vision": 1, "audio": 1, "language_model": 3}
+    assert planning._chunks(shared, chain, 3) == {"vision": 3, "audio": 3, "language_model": 3}

@@ -30,6 +30,23 @@ def _trainer(folder: Path, *overrides: str, stop_after: int | None = None, model
     return trainer
 
 
+def test_a_step_is_told_its_place_and_held_out_samples_come_in_slices_of_a_batch(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, "train.steps=7")
+    sizes: list[int] = []
+    real = trainer.parallel.evaluate
+
+    def evaluate(samples: list[Any], **cut: Any) -> Any:
+        sizes.append(len(samples))
+        assert cut == {"microbatches": 2, "chunks": {}}
+        return real(samples, **cut)
+
+    trainer.parallel.evaluate = evaluate
+    trainer.run()
+    # 22 samples make 5 batches of 4; 8 held-out samples make 2, measured after steps 5 and 7.
+    assert trainer.parallel.places == [(i // 5, i % 5, i + 1) for i in range(7)]
+    assert sizes == 2 * [4, 4]
+
+
 VARYING = ("throughput", "time_metrics", "memory", "busy", "bubble")
 
 

@@ -164,7 +164,7 @@ class MultimodalDataset(Dataset[Sample], ABC):
         return self.sample(index)
 
     def sample(self, index: int, epoch: int | None = None) -> Sample:
-        """Sample ``index`` of ``epoch`` (default: the current one). Its media are decoded when their data are asked for."""
+        """Sample ``index`` of ``epoch`` (default: the current one); its media are decoded when somebody reads them."""
         recipe = self.recipe(index, epoch)
         media: dict[str, list[Media]] = {}
         runs = []

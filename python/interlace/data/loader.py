@@ -1,7 +1,7 @@
 """Batches of uncollated samples: seeded shuffling, background prefetch, exact resumption.
 
-- The order of an epoch is a permutation drawn from (seed, epoch); batch ``b`` is its ``b``-th slice. Every rank gets the
-  whole batch, ids, labels and shapes; media are decoded only where they are read, so all ranks agree without talking.
+- The order of an epoch is a permutation drawn from (seed, epoch); batch ``b`` is its ``b``-th slice. Every rank gets
+  the whole batch, ids, labels and shapes; media are decoded only where they are read. So all agree without talking.
 - ``state_dict`` says what has been *handed out*, not what the prefetch thread has already made; a loader that loads
   it continues with the very next batch, on any layout.
 - The thread is enough while decoding is a read from the cache (0.2 to 0.4 ms per sample); it stops with ``close``.

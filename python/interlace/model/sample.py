@@ -29,7 +29,7 @@ class Media:
     load:   in place of data: a function that returns it. Asking for `data` calls it once and keeps what it returns,
             whichever thread asks; an error is not kept, so the next one who asks tries again
 
-    Raises ValueError or TypeError when these contradict each other; what `load` returns is checked when it is asked for.
+    Raises ValueError or TypeError when these contradict each other; what `load` returns is checked when it comes.
     """
 
     __slots__ = ("_data", "_load", "_lock", "shape", "tokens")
@@ -95,8 +95,8 @@ class Sample:
     input_ids: int64 [L]; each media item appears as `tokens` consecutive copies of its modality's placeholder id
     labels:    int64 [L], already shifted: labels[t] is the id wanted after input_ids[t]; IGNORE (-100) = no target.
                Labels that lie beside their own ids, as HuggingFace's models want them: Sample.from_unshifted
-    media:     modality -> its items in order of appearance in input_ids. Ids, labels and shapes are wanted on every rank,
-               an item's data only where they are read
+    media:     modality -> its items in order of appearance in input_ids. Every rank needs ids, labels and shapes of all
+               samples, an item's data only where they are read
     name:      for messages
 
     Raises ValueError or TypeError when these contradict each other.

@@ -96,15 +96,14 @@ def step_table(
             bin_of[list(members)] = number
     order = np.argsort(bin_of, kind="stable")
     members_of = np.split(order, np.cumsum(np.bincount(bin_of, minlength=bins))[:-1])
-    slot = np.arange(bins) // dp  # bin b is the (b // dp)-th chunk of replica b % dp
-    slots = -(-bins // dp)
+    slots = -(-bins // dp)  # bin b is the (b // dp)-th chunk of replica b % dp
 
     made: list[Chunk] = []
     source: dict[str, tuple[Ints, Ints]] = {}
     for name in encoders:
         default = 1 if layout.placement == "shared" else slots
         source[name] = _encoder_chunks(
-            made, name, lengths.rows[name], members_of, slot, given.get(name, default), layout.spec(name).dp, dp
+            made, name, lengths.rows[name], members_of, given.get(name, default), layout.spec(name).dp, dp
         )
     first = len(made)
     number = np.empty(bins, np.int64)
@@ -134,38 +133,29 @@ def _encoder_chunks(
     name: str,
     rows: Ints,
     members_of: Sequence[NDArray[np.int64]],
-    slot: NDArray[np.int64],
     count: int,
     dp: int,
     readers: int,
 ) -> tuple[Ints, Ints]:
     """Adds the chunks of an encoder to `made`; returns the chunk and the first row in it of each sample's items.
 
-    slot: of each bin of the language model, the place of its chunk in its replica. count: chunks wanted per replica of
-    `dp`. readers: replicas of the language model.
+    members_of: the samples of the chunks that read them, first those of slot 0 of all replicas, and so on. count: chunks
+    wanted per replica of `dp`. readers: replicas of the language model.
     """
-    slots = int(slot[-1]) + 1
+    slots = -(-len(members_of) // readers)
     parts: list[list[list[NDArray[np.int64]]]] = [[[] for _ in range(count)] for _ in range(dp)]
     for turn in range(min(count, slots)):
         # With fewer chunks than slots a turn is a chunk over several slots, with more it is a slot in several chunks.
-        if count <= slots:
-            here = [b for b in range(len(slot)) if slot[b] * count // slots == turn]
-            into = [turn]
-        else:
-            here = [b for b in range(len(slot)) if slot[b] == turn]
-            into = [j for j in range(count) if j * slots // count == turn]
-        if dp == readers:  # every replica encodes for its own
-            shares = [(replica, [members_of[b] for b in here if b % readers == replica]) for replica in range(dp)]
-        else:
-            shares = [(-1, [members_of[b] for b in here])]
-        for replica, found in shares:
+        span = range(-(-turn * slots // count), -(-(turn + 1) * slots // count)) if count < slots else (turn, turn)
+        into = [turn] if count <= slots else range(-(-turn * count // slots), -(-(turn + 1) * count // slots))
+        here = members_of[span[0] * readers : (span[-1] + 1) * readers]
+        for replica in range(dp) if dp == readers else (-1,):  # as many replicas: each encodes for its own
+            found = here if replica < 0 else here[replica::readers]
             items = np.concatenate(found) if found else np.zeros(0, np.int64)
             items = items[rows[items] > 0]
-            if len(items) == 0:
-                continue
-            homes = [replica] if replica >= 0 else list(range(dp))
+            homes = range(dp) if replica < 0 else (replica,)
             bins = len(into) * len(homes)
-            if bins == 1:
+            if bins == 1 or len(items) == 0:
                 parts[homes[0]][into[0]].append(items)
                 continue
             share = balance.assign(rows[items], bins)

@@ -24,8 +24,8 @@ from interlace.train.costs import flop_costs
 from interlace.train.schema import MOST, Config, Encoder, LanguageModel
 
 if TYPE_CHECKING:
+    from interlace.layout import Layout
     from interlace.model import MultimodalModel
-    from interlace.plan import ParallelPlan
 
 # family -> (module under transformers.models, config class, model class, keys that differ from the library's defaults)
 FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -68,39 +68,37 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     return model
 
 
-def build_plan(config: Config, model: MultimodalModel, *, source: str = "config") -> ParallelPlan:
-    """Cuts the model into stages and places them. Raises ConfigError for more stages than layers and the like."""
-    from interlace.plan import ParallelPlan, ParallelSpec
+def build_layout(
+    config: Config, model: MultimodalModel, *, source: str = "config", replicas: int | None = None
+) -> Layout:
+    """Cuts the model into stages and places them. Raises ConfigError for more stages than layers and the like.
 
-    parallel = config.parallel
-    specs = {name: ParallelSpec(pp=parallel.stages(name), dp=parallel.dp) for name in model.modules_order()}
+    replicas: of every module, in place of the config's: 1 is a replica of the whole model where all dp are equal.
+    """
+    from interlace.layout import Layout, ParallelSpec
+
+    parallel, recompute = config.parallel, config.train.activation_checkpointing
+    specs = {
+        name: ParallelSpec(pp=parallel.stages(name), dp=replicas or parallel.replicas(name))
+        for name in model.modules_order()
+    }
     try:
         costs = flop_costs(config, model)  # those of `interlace plan`, hence its cut
-        if parallel.placement == "chain":
-            return ParallelPlan.balanced(
-                model,
-                config.num_ranks(),
-                costs=costs,
-                recompute=config.train.activation_checkpointing,
-                dp=parallel.dp,
-            )
-        return ParallelPlan.from_specs(
-            model,
-            specs,
-            placement=parallel.placement,
-            costs=costs,
-            ranks=config.num_ranks(),
-            recompute=config.train.activation_checkpointing,
+        if parallel.placement == "chain" and parallel.ranks is not None:
+            dp = specs["language_model"].dp
+            return Layout.balanced(model, parallel.ranks, costs=costs, recompute=recompute, dp=dp)
+        return Layout.from_specs(
+            model, specs, placement=parallel.placement, costs=costs, ranks=parallel.ranks, recompute=recompute
         )
     except ValueError as error:
         raise ConfigError(f"{source}: [parallel]: {error}") from None
 
 
-def present(model: MultimodalModel, plan: ParallelPlan, rank: int) -> set[str]:
+def present(model: MultimodalModel, layout: Layout, rank: int) -> set[str]:
     """Names of the parameters that the stages of `rank` hold."""
     return {
         name
-        for stage in plan.of_rank(rank)
+        for stage in layout.of_rank(rank)
         for name, _ in model.slice(stage.module, stage.start, stage.stop).named_parameters()
     }
 

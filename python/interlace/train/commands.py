@@ -197,11 +197,11 @@ def mask(options: argparse.Namespace) -> int:
     config = load(options.config, options.set)
     tokenizer = ByteTokenizer()
     model = build(config, tokenizer, source=str(options.config))
-    train_data, _, note = datasets(config, model, tokenizer, decode=set(), source=str(options.config))
+    train_data, _, note = datasets(config, model, tokenizer, source=str(options.config))
     if note:
         print(f"interlace: {note}")
     samples = [train_data.sample(i, 0) for i in range(min(options.samples, len(train_data)))]
-    drawn = model.collate(samples)["mask"]
+    drawn = model.collate(samples, only=["language_model"])["mask"]
     try:
         drawn.plot(options.out, names=dict(enumerate(model.encoders, start=1)))
     except OSError as error:

@@ -18,12 +18,12 @@ class Lengths:
 
 
 def budget_lengths(config: Config, model: Any) -> dict[str, Lengths]:
-    """Lengths of every module for a microbatch of the config's mixture of samples.
+    """Lengths of every module for a microbatch (of the language model) of the config's mixture of samples.
 
     Images, clips and captions fill the budgets that the config gives them: all ranks must cut alike before they have
     the data. Of the digits, sizes are known: their pictures are all alike and their captions words.
     """
-    samples = config.train.batch_size / config.parallel.dp / config.train.microbatches
+    samples = config.train.batch_size / config.parallel.replicas("language_model") / config.train.microbatches
     items: dict[str, list[tuple[float, float]]] = {name: [] for name in model.modules_order()}  # share, tokens
     for share, own in _kinds(config, model):
         for name, lengths in own.items():

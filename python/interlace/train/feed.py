@@ -1,7 +1,8 @@
-"""The samples of a run as one rank sees them: this replica's share of every batch, and the held-out ones.
+"""The samples of a run as every rank sees them: all of each batch, and the held-out ones.
 
-All ranks walk through the same global sequence of samples and agree on it without talking: it follows from the seed,
-the files (verified before the first step) and the place in it alone, so that place is all the state there is.
+All ranks walk through the same sequence of samples and agree on it without talking: it follows from the seed, the files
+(verified before the first step) and the place in it alone, so that place is all the state there is. Each decodes only
+the media that it reads.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,17 +31,23 @@ PIXELS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's samples of this replica, with how many samples and LLM tokens the step has over all replicas."""
+    """One step's samples, of all replicas, and where in the sequence they stand."""
 
     samples: list[Any]
-    count: int
-    tokens: int
+    epoch: int
+    position: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the language model reads."""
+        return sum(len(sample.input_ids) for sample in self.samples)
 
 
 class Feed:
     """Batches from `train` and a fixed set of samples from `held_out` (`interlace.data.MultimodalDataset`).
 
-    `batch_size` counts samples of all replicas; replica `replica` of `dp` gets its part of each batch.
+    `batch_size` counts samples of all replicas. `wanted`: the media of a batch that this process will read, which are
+    decoded ahead; None: all.
     """
 
     def __init__(
@@ -51,15 +58,13 @@ class Feed:
         batch_size: int,
         seed: int,
         validation_samples: int,
-        replica: int = 0,
-        dp: int = 1,
+        wanted: Callable[[list[Any]], Iterable[Any]] | None = None,
     ) -> None:
         from interlace.data import Loader
 
         self.train, self.held_out_data = train, held_out
-        self.replica, self.dp = replica, dp
         try:
-            self.loader = Loader(train, batch_size, seed=seed, dp_rank=replica, dp_size=dp)
+            self.loader = Loader(train, batch_size, seed=seed, wanted=wanted)
         except ValueError as error:
             raise ConfigError(f"[train] batch_size: {error}") from None
         count = min(validation_samples, len(held_out))
@@ -68,22 +73,15 @@ class Feed:
 
     @property
     def held_out(self) -> list[Any]:
-        """This replica's share of the validation samples, equally many on every replica."""
+        """The validation samples, the same on every rank."""
         if self._held_out is None:
-            indices = self.held_out_indices[: len(self.held_out_indices) // self.dp * self.dp] or self.held_out_indices
-            self._held_out = [self.held_out_data.sample(i, 0) for i in indices[self.replica :: self.dp]]
+            self._held_out = [self.held_out_data.sample(i, 0) for i in self.held_out_indices]
         return self._held_out
 
     def next(self) -> Batch:
         """The next batch."""
         epoch, position = self.loader.epoch, self.loader.position
-        samples = next(self.loader)
-        indices = self.loader.indices(epoch, position)
-        if self.dp == 1:
-            tokens = sum(len(sample.input_ids) for sample in samples)
-        else:
-            tokens = sum(sum(map(sum, self.train.lengths(index, epoch).values())) for index in indices)
-        return Batch(samples, len(indices), tokens)
+        return Batch(next(self.loader), epoch, position)
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the sequence, and what the sequence is made of."""
@@ -126,7 +124,6 @@ def datasets(
     model: Any,
     tokenizer: Any,
     *,
-    decode: set[str] | None = None,
     fetch: bool = True,
     gather: Callable[[str, Any], list[Any]] | None = None,
     source: str = "config",
@@ -134,10 +131,10 @@ def datasets(
 ) -> tuple[Any, Any, str]:
     """The training and the held-out dataset for `model`, and a note when other data than asked for was taken.
 
-    `decode` names the modalities that this rank runs. `say` (default: a line on stderr) is told what takes long:
-    fetching, reading headers, decoding. `gather` (what for, value) gives the values of all ranks of a group, which then
-    take the same dataset: one rank of each machine fetches, and when any of them cannot, all take the digits. Raises
-    ConfigError for settings that the data, the encoders or the language model's context cannot meet, naming the key.
+    `say` (default: a line on stderr) is told what takes long: fetching, reading headers, decoding. `gather` (what for,
+    value) gives the values of all ranks of a group, which then take the same dataset: one rank of each machine fetches,
+    and when any of them cannot, all take the digits. Raises ConfigError for settings that the data, the encoders or the
+    language model's context cannot meet, naming the key.
     """
     from interlace.data import load_dataset
 
@@ -159,7 +156,6 @@ def datasets(
             train, held_out, note = load_dataset(
                 config.data.dataset,
                 tokens=tokens,
-                decode=None if decode is None else decode & set(tokens),
                 seed=config.run.seed,
                 cache=config.data.cache,
                 fetch=partial(_fetch_together, gather=gather) if fetch and gather is not None else fetch,

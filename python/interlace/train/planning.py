@@ -2,7 +2,8 @@
 
 Layer costs are counted (FLOPs over a rank's speed, for a microbatch of the config's mixture of samples whose images,
 clips and captions fill their budgets) or, with ``--profile``, timed on this machine with a batch of the config's data.
-The model is never allocated unless it is timed, so a config for a thousand GPUs can be planned on a laptop.
+The model is never allocated unless it is timed, so a config for a thousand GPUs can be planned on a laptop. Where all
+modules have one dp, figures are those of one replica of the whole model; else of the whole run.
 """
 
 from __future__ import annotations
@@ -33,25 +34,14 @@ def plan(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from interlace.plan import ParallelPlan
-    from interlace.train.build import build_plan
-
     config, model, costs = _load(options)
-    ranks = options.ranks or config.num_ranks()
     microbatches = options.microbatches or config.train.microbatches
-    recompute = config.train.activation_checkpointing
-    candidates = {}
-    for name, aware in (("frozen-aware", True), ("frozen-unaware", False)):
-        try:
-            candidates[name] = ParallelPlan.balanced(
-                model, ranks, costs=costs.modules, frozen_aware=aware, recompute=recompute
-            )
-        except ValueError as error:
-            raise ConfigError(f"{options.config}: {error}") from None
-    own = build_plan(config, model, source=str(options.config))
-    if own.num_ranks == ranks and config.parallel.placement == "chain" and not options.profile:
+    own = _own(config, model, str(options.config))
+    ranks = options.ranks or own.world
+    candidates = _chains(config, model, costs, ranks, str(options.config), needed=options.ranks is not None)
+    if own.world == ranks and config.parallel.placement == "chain" and not options.profile:
         candidates["frozen-aware"] = own  # the same but for how ties are cut
-    elif own.num_ranks == ranks:
+    elif own.world == ranks:
         candidates[f"config ({config.parallel.placement})"] = own
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -66,15 +56,15 @@ def plan(options: argparse.Namespace) -> int:
         timeline = _simulated(config, model, candidate, costs, microbatches)
         timelines[name] = timeline
         verdicts.append(f"{name}: iteration {1e3 * timeline.makespan:,.1f} ms, bubble {100 * timeline.bubble:.0f} %")
-        busy = timeline.busy_per_rank
-        for rank in range(candidate.num_ranks):
+        busy, rounds = timeline.busy_per_rank, _chunks(config, candidate, microbatches)["language_model"]
+        for rank in range(candidate.world):
             stages = candidate.of_rank(rank)
             table.add_row(
                 name if rank == 0 else "",
                 str(rank),
                 ", ".join(f"{stage.module}[{stage.start}:{stage.stop}]" for stage in stages),
                 f"{sum(_parameters(model, stage) for stage in stages) / 1e6:,.2f} M",
-                f"{1e3 * busy[rank] / microbatches:,.2f}",
+                f"{1e3 * busy[rank] / rounds:,.2f}",
                 f"{100 * busy[rank] / timeline.makespan:.0f} %",
             )
         table.add_section()
@@ -82,10 +72,38 @@ def plan(options: argparse.Namespace) -> int:
     for verdict in verdicts:
         console.print(verdict)
     console.print(costs.origin)
-    if own is candidates["frozen-aware"]:
+    if own is candidates.get("frozen-aware"):
         console.print("the config's own placement, a chain, is the frozen-aware cut")
-    console.print(_comparison(model, candidates, timelines, microbatches))
+    if "frozen-aware" in candidates:
+        rounds = _chunks(config, candidates["frozen-aware"], microbatches)["language_model"]
+        console.print(_comparison(model, candidates, timelines, rounds))
     return 0
+
+
+def _own(config: Config, model: Any, source: str) -> Any:
+    """The config's own layout; of one replica of the whole model, where there are such."""
+    from interlace.train.build import build_layout
+
+    return build_layout(config, model, source=source, replicas=1 if config.uniform() else None)
+
+
+def _chains(config: Config, model: Any, costs: Costs, ranks: int, source: str, *, needed: bool) -> dict[str, Any]:
+    """The chain of all layers cut into `ranks` with and without frozen awareness.
+
+    Where modules have replicas of their own there may be more ranks than layers: then none, unless they are `needed`.
+    """
+    from interlace.layout import Layout
+
+    recompute = config.train.activation_checkpointing
+    try:
+        return {
+            name: Layout.balanced(model, ranks, costs=costs.modules, frozen_aware=aware, recompute=recompute)
+            for name, aware in (("frozen-aware", True), ("frozen-unaware", False))
+        }
+    except ValueError as error:
+        if not needed and not config.uniform():
+            return {}
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def _comparison(model: Any, candidates: Mapping[str, Any], timelines: Mapping[str, Any], microbatches: int) -> str:
@@ -107,11 +125,9 @@ def _comparison(model: Any, candidates: Mapping[str, Any], timelines: Mapping[st
 
 def simulate(options: argparse.Namespace) -> int:
     """Plays the config's schedule against the costs; writes timeline.png and trace.json."""
-    from interlace.train.build import build_plan
-
     config, model, costs = _load(options)
     microbatches = options.microbatches or config.train.microbatches
-    timeline = _simulated(config, model, build_plan(config, model, source=str(options.config)), costs, microbatches)
+    timeline = _simulated(config, model, _own(config, model, str(options.config)), costs, microbatches)
     timeline.name = f"{config.run.name}, {config.parallel.schedule}, simulated"
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -145,42 +161,57 @@ def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
     return config, model, _counted(config, model, options.tflops)
 
 
-def _simulated(config: Config, model: Any, plan: Any, costs: Costs, microbatches: int) -> Any:
+def _simulated(config: Config, model: Any, layout: Any, costs: Costs, microbatches: int) -> Any:
+    """The timeline of a step with `microbatches` on each replica of the language model that the config has."""
     from interlace.run import stage_durations, stage_graph
-    from interlace.schedule import gpipe, one_f_one_b
+    from interlace.run.table import nominal_table
+    from interlace.schedule import StepTable, gpipe, one_f_one_b
     from interlace.simulate import simulate as play
 
-    graph = stage_graph(model, plan)
+    graph = stage_graph(model, layout)
+    chunks, replicas = _chunks(config, layout, microbatches), layout.data_parallel
+    rounds = chunks.pop("language_model")
+    if all(replicas[name] == replicas["language_model"] and count == rounds for name, count in chunks.items()):
+        presence = [frozenset(layout.modules)] * rounds
+        table = StepTable.aligned(graph.links, presence, replicas=replicas["language_model"])
+    else:
+        table = nominal_table(graph, rounds, chunks)
+    sizes = {name: rounds * replicas["language_model"] / (count * replicas[name]) for name, count in chunks.items()}
     generator = {"1f1b": one_f_one_b, "gpipe": gpipe}[config.parallel.schedule]
-    schedule = generator(graph, graph.everything(microbatches))
     recompute = config.train.activation_checkpointing
-    return play(schedule, stage_durations(model, plan, costs.modules, recompute=recompute))
+    scaled = {name: _times(cost, sizes.get(name, 1.0)) for name, cost in costs.modules.items()}
+    return play(generator(graph, table), stage_durations(model, layout, scaled, recompute=recompute))
+
+
+def _chunks(config: Config, layout: Any, microbatches: int) -> dict[str, int]:
+    """Chunks per replica and step of each module of `layout`.
+
+    A layout with other replicas than the config's (a chain for modules of unequal dp) cuts a step into as many in all.
+    """
+
+    def spread(name: str, count: int) -> int:
+        return count if config.uniform() else max(1, count * config.parallel.replicas(name) // layout.spec(name).dp)
+
+    rounds, own = spread("language_model", microbatches), config.chunks()
+    default = 1 if layout.placement == "shared" else rounds
+    encoders = config.model.encoders()
+    return {name: spread(name, own[name]) if name in own else default for name in encoders} | {"language_model": rounds}
+
+
+def _times(cost: Any, factor: float) -> Any:
+    """The costs of a chunk of `factor` times as many samples."""
+    from interlace.plan import LayerTimes, ModuleCosts
+
+    given = (cost.times.forward, cost.times.input_grad, cost.times.weight_grad, cost.times.weight_only)
+    times = LayerTimes(*(np.asarray(values, dtype=np.float64) * factor for values in given))
+    return ModuleCosts(layer=cost.layer, times=times, trainable=cost.trainable)
 
 
 def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
     """FLOPs of a full microbatch over the speed of a rank."""
-    from interlace.plan import LayerTimes, ModuleCosts
-
     lengths = budget_lengths(config, model)
     speed = tflops if tflops is not None else matmul_tflops()
-    flops = flop_costs(config, model)
-
-    def seconds(values: Any) -> Any:
-        return np.asarray(values, dtype=np.float64) / (speed * 1e12)
-
-    modules = {
-        name: ModuleCosts(
-            layer=cost.layer,
-            times=LayerTimes(
-                seconds(cost.times.forward),
-                seconds(cost.times.input_grad),
-                seconds(cost.times.weight_grad),
-                seconds(cost.times.weight_only),
-            ),
-            trainable=cost.trainable,
-        )
-        for name, cost in flops.items()
-    }
+    modules = {name: _times(cost, 1 / (speed * 1e12)) for name, cost in flop_costs(config, model).items()}
     shown = ", ".join(f"{name} {each.tokens:,.0f}" for name, each in lengths.items())
     how = "as given" if tflops is not None else "measured here with a matrix product"
     origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), transfers and gradient sums taken as free; "
@@ -196,10 +227,10 @@ def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
     from interlace.train.build import materialize
     from interlace.train.feed import datasets
 
-    torch.set_num_threads(config.parallel.threads or launch.default_threads(config.num_ranks()))
+    torch.set_num_threads(config.parallel.threads or launch.default_threads(config.world_size()))
     data, _, note = datasets(config, model, tokenizer, source=source)
     materialize(model, seed=config.run.seed)
-    count = max(1, config.train.batch_size // config.parallel.dp // config.train.microbatches)
+    count = max(1, config.train.batch_size // config.parallel.replicas("language_model") // config.train.microbatches)
     samples = [data.sample(i % len(data), 0) for i in range(count)]
     origin = "timed on this machine, transfers and gradient sums taken as free; "
     origin += f"{torch.get_num_threads()} threads, {count} samples of {data.name} per microbatch"

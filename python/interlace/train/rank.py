@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.train import checkpoint, checkpointfolder, launch, lock, report, runfolder
-from interlace.train.build import architecture, build, build_plan, materialize, present
+from interlace.train.build import architecture, build, build_layout, materialize, present
 from interlace.train.config import ConfigError
 from interlace.train.feed import PIXELS, Feed, datasets, report_left_out
 from interlace.train.meeting import Meeting
@@ -80,8 +81,8 @@ def _train(
 
     tokenizer = ByteTokenizer()
     model = build(config, tokenizer, source=source)
-    plan = build_plan(config, model, source=source)
-    materialize(model, present(model, plan, rank), seed=config.run.seed)
+    layout = build_layout(config, model, source=source)
+    materialize(model, present(model, layout, rank), seed=config.run.seed)
     prepared = folder is not None
     if folder is None:
         folder, at, held = agree_on_folder(config, resume, meeting, take_over)
@@ -92,7 +93,7 @@ def _train(
     with meeting.bounded("making the process groups of the pipeline"):
         parallel = parallelize(
             model,
-            plan,
+            layout,
             schedule=config.parallel.schedule,
             transport="distributed" if world > 1 else "local",
             checkpointing=config.train.activation_checkpointing,
@@ -100,7 +101,7 @@ def _train(
             timeout=config.parallel.timeout,
         )
     gather = meeting.gather if world > 1 else None
-    train, held_out, note = datasets(config, model, tokenizer, decode=set(parallel.hosts), gather=gather, source=source)
+    train, held_out, note = datasets(config, model, tokenizer, gather=gather, source=source)
     if note and train.name != config.data.dataset:
         config = other_data(config, note, train.name, prepared=prepared or resume is not None, source=source)
         if rank == 0:
@@ -117,8 +118,7 @@ def _train(
         batch_size=config.train.batch_size,
         seed=config.run.seed,
         validation_samples=config.train.validation_samples,
-        replica=rank // plan.num_ranks,
-        dp=plan.dp,
+        wanted=partial(parallel.wanted, microbatches=config.train.microbatches, chunks=config.chunks()),
     )
     cleanup.callback(feed.close)
     with meeting.bounded("making the process group of the trainer"):
@@ -187,11 +187,13 @@ def check_world(config: Config, world: int, source: str) -> None:
     """Raises ConfigError when the number of started ranks is not the config's."""
     wanted = config.world_size()
     if world != wanted:
-        parallel = config.parallel
+        degrees = ", ".join(
+            f"{name}: pp = {config.parallel.stages(name)}, dp = {config.parallel.replicas(name)}"
+            for name in config.modules()
+        )
         raise ConfigError(
-            f"{source}: [parallel] asks for {wanted} ranks ({config.num_ranks()} per replica, dp = {parallel.dp}, "
-            f"placement {parallel.placement!r}), but {world} were started; run torchrun with {wanted} processes in "
-            "all, or change the stages"
+            f"{source}: [parallel] asks for {wanted} ranks (placement {config.parallel.placement!r}; {degrees}), but "
+            f"{world} were started; run torchrun with {wanted} processes in all, or change the degrees"
         )
 
 
@@ -207,7 +209,9 @@ def check_data(mine: str, meeting: Meeting) -> None:
 
 def draw_mask(model: Any, feed: Feed, path: Path, samples: int = 4) -> None:
     """mask.png: the attention mask of a few packed held-out samples."""
-    model.collate(feed.held_out[:samples])["mask"].plot(path, names=dict(enumerate(model.encoders, start=1)))
+    model.collate(feed.held_out[:samples], only=["language_model"])["mask"].plot(
+        path, names=dict(enumerate(model.encoders, start=1))
+    )
 
 
 def close(
@@ -240,7 +244,6 @@ def close(
     if config.log.samples or wants_accuracy:
         with optional("the answers to held-out samples"):
             whole = load_whole(config, folder, tokenizer, source)
-            held_out.decode = set(held_out.tokens)  # this process now runs every encoder
             if wants_accuracy:
                 rows["held_out_accuracy"] = report.accuracy(whole, held_out, tokenizer, config)
             if config.log.samples:

@@ -152,9 +152,9 @@ class Train(Section):
     steps: Positive
     """Optimizer steps of the whole run."""
     batch_size: Positive
-    """Samples per step, over all microbatches."""
+    """Samples per step, over all microbatches of all replicas."""
     microbatches: Positive = 1
-    """Into how many microbatches a step is cut; the pipeline fills with them."""
+    """Into how many microbatches each replica of the language model cuts a step; the pipeline fills with them."""
     lr: Rate = 1e-3
     """Peak learning rate of modules that name none of their own."""
     min_lr_ratio: Fraction = 0.1
@@ -199,28 +199,39 @@ class ModuleParallel(Section):
 
     pp: Positive = 1
     """Pipeline stages of the module."""
+    dp: Positive | None = None
+    """Replicas of the module, by default ``parallel.dp``; each module spreads the samples of a step over its own."""
+
+
+class EncoderParallel(ModuleParallel):
+    """How an encoder is spread over ranks, and its share of a step over time."""
+
+    chunks: Positive | None = None
+    """Forward and backward passes of each replica in a step; by default as many as ``train.microbatches``, and 1 with
+    placement 'shared'. Fewer and larger ones fill the device better; what the language model reads waits for them."""
 
 
 class Parallel(Section):
     """Which rank runs what."""
 
-    placement: Literal["parallel", "colocated", "replicated", "chain"] = "colocated"
+    placement: Literal["parallel", "colocated", "shared", "replicated", "chain"] = "colocated"
     """parallel: each encoder has ranks of its own; colocated: all encoders share the same ranks, stage by stage;
-    replicated: every rank of the language model runs all encoders; chain: the chain of all layers, encoders first, is
-    cut into ``ranks`` ranges of equal cost, the cut that ``interlace plan`` calls frozen-aware."""
-    vision: ModuleParallel | None = None
-    """How the vision encoder is cut; by default it is one stage."""
-    audio: ModuleParallel | None = None
-    """How the audio encoder is cut; by default it is one stage."""
+    shared: all modules run on the same ranks, one after the other, each with its own pp and dp; replicated: every rank
+    of the language model runs all encoders; chain: the chain of all layers, encoders first, is cut into ``ranks``
+    ranges of equal cost, the cut that ``interlace plan`` calls frozen-aware."""
+    vision: EncoderParallel | None = None
+    """How the vision encoder is spread; by default it is one stage."""
+    audio: EncoderParallel | None = None
+    """How the audio encoder is spread; by default it is one stage."""
     language_model: ModuleParallel = Field(default_factory=ModuleParallel)
-    """Stages of the language model."""
+    """How the language model is spread; by default it is one stage."""
     ranks: Positive | None = None
-    """Ranks of one replica; by default one for each stage that the placement makes. With fewer, neighbouring stages
-    share a rank; 1 runs everything in one process. A chain has no default."""
+    """Ranks of one replica, where all modules have one dp; by default one for each stage that the placement makes. With
+    fewer, neighbouring stages share a rank; 1 runs a replica in one process. A chain has no default."""
     dp: Positive = 1
-    """Replicas of the whole model; each takes its share of every batch."""
+    """Replicas of every module that says nothing else; each takes its share of every batch."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of the microbatches' forward and backward passes."""
+    """Order of the chunks' forward and backward passes."""
     timeout: Annotated[float, Field(ge=0.1, le=WEEK)] = 60.0
     """Seconds after which a rank that waits for a dead or hung one gives up, naming it. It also bounds how far apart
     ranks may start; one that fetches or decodes data is waited for as long as it gives signs of life."""
@@ -231,6 +242,11 @@ class Parallel(Section):
         """Pipeline stages of the module `name`."""
         spec: ModuleParallel | None = getattr(self, name)
         return spec.pp if spec is not None else 1
+
+    def replicas(self, name: str) -> int:
+        """Replicas of the module `name`."""
+        spec: ModuleParallel | None = getattr(self, name)
+        return self.dp if spec is None or spec.dp is None else spec.dp
 
 
 class Checkpoint(Section):
@@ -277,15 +293,32 @@ class Config(Section):
     log: Log = Field(default_factory=Log)
     """What the run tells."""
 
-    def num_ranks(self) -> int:
-        """Ranks of one replica."""
-        return self.parallel.ranks or self._stage_groups()
+    def modules(self) -> tuple[str, ...]:
+        """The configured modules in the order in which data takes them."""
+        return (*self.model.encoders(), "language_model")
+
+    def chunks(self) -> dict[str, int]:
+        """Chunks per replica and step of the encoders that say how many."""
+        specs = {name: getattr(self.parallel, name) for name in self.model.encoders()}
+        return {name: spec.chunks for name, spec in specs.items() if spec is not None and spec.chunks is not None}
+
+    def uniform(self) -> bool:
+        """Whether all modules have equally many replicas, so that the run is made of replicas of the whole model."""
+        return len({self.parallel.replicas(name) for name in self.modules()}) == 1
 
     def world_size(self) -> int:
-        """Processes of the whole run: ranks of a replica times replicas."""
-        return self.num_ranks() * self.parallel.dp
+        """Processes of the whole run: the ranks of all replicas of all modules."""
+        parallel = self.parallel
+        ranks = {name: parallel.stages(name) * parallel.replicas(name) for name in self.modules()}
+        if parallel.placement == "shared":
+            return ranks["language_model"]
+        if self.uniform():
+            return (parallel.ranks or self._stage_groups()) * parallel.replicas("language_model")
+        encoders = [ranks[name] for name in self.model.encoders()]
+        return ranks["language_model"] + (max(encoders) if parallel.placement == "colocated" else sum(encoders))
 
     def _stage_groups(self) -> int:
+        """Stages of one replica of the whole model that can each have a rank."""
         parallel = self.parallel
         encoders = [parallel.stages(name) for name in self.model.encoders()]
         language_model = parallel.stages("language_model")
@@ -294,39 +327,77 @@ class Config(Section):
         return language_model + (sum(encoders) if parallel.placement == "parallel" else max(encoders))
 
     @model_validator(mode="after")
-    def _stages_agree(self) -> Config:
-        encoders = self.model.encoders()
+    def _modules_fit_the_placement(self) -> Config:
+        parallel, encoders = self.parallel, self.model.encoders()
         for name in ("vision", "audio"):
-            if name not in encoders and getattr(self.parallel, name) is not None:
+            if name not in encoders and getattr(parallel, name) is not None:
                 raise ValueError(f"[parallel.{name}] speaks of an encoder that [model] does not have")
-        stages = {name: self.parallel.stages(name) for name in encoders}
-        if self.parallel.placement == "chain":
-            if self.parallel.ranks is None:
+        stages = {name: parallel.stages(name) for name in self.modules()}
+        replicas = {name: parallel.replicas(name) for name in self.modules()}
+        if parallel.placement == "chain":
+            if parallel.ranks is None:
                 raise ValueError("placement 'chain' needs parallel.ranks, the number of ranges to cut the layers into")
-            cut = [name for name in (*encoders, "language_model") if self.parallel.stages(name) != 1]
+            cut = [f"parallel.{name}.pp" for name, pp in stages.items() if pp != 1]
+            cut += [f"parallel.{name}.dp" for name, dp in replicas.items() if dp != parallel.dp]
             if cut:
                 raise ValueError(
-                    f"placement 'chain' cuts all layers into parallel.ranks = {self.parallel.ranks} ranges of equal "
-                    f"cost, so no module has a pp; remove {', '.join(f'parallel.{name}.pp' for name in cut)}"
+                    f"placement 'chain' cuts all layers into parallel.ranks = {parallel.ranks} ranges of equal cost, "
+                    f"so no module has a pp or dp of its own; remove {', '.join(cut)}"
                 )
-        if self.parallel.placement == "colocated" and len(set(stages.values())) > 1:
+        if parallel.placement == "colocated":
+            for degree, values in (("pp", stages), ("dp", replicas)):
+                own = {name: values[name] for name in encoders}
+                if len(set(own.values())) > 1:
+                    raise ValueError(
+                        f"colocated encoders share their ranks stage by stage, so all need the same {degree}, not "
+                        f"{own}; make them equal or set parallel.placement = 'parallel'"
+                    )
+        if parallel.placement == "replicated":
+            if any(stages[name] != 1 for name in encoders):
+                own = {name: stages[name] for name in encoders}
+                raise ValueError(f"replicated encoders run whole on every rank, so their pp must be 1, not {own}")
+            if not self.uniform():
+                raise ValueError(
+                    f"replicated encoders run wherever the language model does, so all need the same dp, not "
+                    f"{replicas}; set parallel.dp alone"
+                )
+        if parallel.placement == "shared":
+            ranks = {name: stages[name] * replicas[name] for name in self.modules()}
+            if len(set(ranks.values())) > 1:
+                raise ValueError(
+                    f"placement 'shared' runs all modules on the same ranks, so pp * dp must be one number, not {ranks}"
+                    "; raise the dp of the smaller ones or set parallel.placement = 'parallel'"
+                )
+            if parallel.ranks is not None:
+                raise ValueError("placement 'shared' takes its ranks from pp and dp; remove parallel.ranks")
+        return self
+
+    @model_validator(mode="after")
+    def _work_fits_the_ranks(self) -> Config:
+        parallel, train = self.parallel, self.train
+        stages = {name: parallel.stages(name) for name in self.modules()}
+        replicas = {name: parallel.replicas(name) for name in self.modules()}
+        if parallel.ranks is not None and not self.uniform():
             raise ValueError(
-                f"colocated encoders share their ranks stage by stage, so all need the same pp, not {stages}; "
-                "make them equal or set parallel.placement = 'parallel'"
+                f"parallel.ranks = {parallel.ranks} counts the ranks of a replica of the whole model, which needs one "
+                f"dp for all modules, not {replicas}; remove parallel.ranks"
             )
-        if self.parallel.placement == "replicated" and any(pp != 1 for pp in stages.values()):
-            raise ValueError(f"replicated encoders run whole on every rank, so their pp must be 1, not {stages}")
         most = self._stage_groups()
-        if self.parallel.placement != "chain" and self.num_ranks() > most:
+        if parallel.ranks is not None and parallel.placement != "chain" and parallel.ranks > most:
             raise ValueError(
-                f"parallel.ranks = {self.parallel.ranks}, but placement {self.parallel.placement!r} with pp = "
-                f"{stages | {'language_model': self.parallel.stages('language_model')}} has work for {most}; "
-                f"use 1 to {most}, or raise a pp"
+                f"parallel.ranks = {parallel.ranks}, but placement {parallel.placement!r} with pp = {stages} has work "
+                f"for {most}; use 1 to {most}, or raise a pp"
             )
-        batch, dp = self.train.batch_size, self.parallel.dp
-        if batch % dp or batch // dp < self.train.microbatches:
+        if train.batch_size < train.microbatches * replicas["language_model"]:
             raise ValueError(
-                f"train.batch_size = {batch} cannot give {dp} replicas equal parts of at least "
-                f"{self.train.microbatches} samples (train.microbatches)"
+                f"train.batch_size = {train.batch_size} is too small for train.microbatches = {train.microbatches} on "
+                f"each of {replicas['language_model']} replicas of the language model: a microbatch needs at least one "
+                "sample"
             )
+        for name, chunks in self.chunks().items():
+            if train.batch_size < chunks * replicas[name]:
+                raise ValueError(
+                    f"parallel.{name}.chunks = {chunks} on each of {replicas[name]} replicas is more than "
+                    f"train.batch_size = {train.batch_size}: a chunk needs at least one sample"
+                )
         return self

@@ -1,6 +1,6 @@
 """The training loop of one rank.
 
-Every rank runs the same loop over the same samples, each decoding and computing only its share:
+Every rank runs the same loop over the same batches, each decoding and computing only its share:
 
     batch -> pipeline forward + backward -> global clip -> AdamW -> metrics, validation, checkpoint -> next step
 
@@ -116,6 +116,7 @@ class Trainer:
             peers=self.peers,
             check=lock.check if lock is not None else lambda: None,
         )
+        self._cut = {"microbatches": config.train.microbatches, "chunks": config.chunks()}
         self.step = 0
         self.window = Window()
         self.totals = {"seconds": 0.0, "samples": 0, "tokens": 0}
@@ -210,7 +211,8 @@ class Trainer:
         data = Clock()
         with data:
             batch = self.feed.next()
-        result = self.parallel.step(batch.samples, microbatches=self.config.train.microbatches)
+        place = (batch.epoch, batch.position, self.step)
+        result = self.parallel.step(batch.samples, **self._cut, place=place)
         norm = self.parallel.clip_grad_norm_(self.config.train.clip_norm)
         if not (math.isfinite(result.loss) and math.isfinite(norm)):
             raise TrainingError(
@@ -222,13 +224,13 @@ class Trainer:
         self.window.add(
             loss=result.loss,
             tokens=result.tokens,
-            samples=batch.count,
+            samples=len(batch.samples),
             read_tokens=batch.tokens,
             data=data.seconds,
             seconds=seconds,
         )
         self.totals["seconds"] += seconds
-        self.totals["samples"] += batch.count
+        self.totals["samples"] += len(batch.samples)
         self.totals["tokens"] += batch.tokens
         return {"lr": lr, "grad_norm": norm, "loss_metrics/step_loss": result.loss}
 
@@ -242,13 +244,11 @@ class Trainer:
 
     def validate(self) -> float:
         """Mean loss over the held-out samples, in nats per target token. Collective."""
-        size = max(1, self.config.train.batch_size // self.config.parallel.dp)
+        size = self.config.train.batch_size
         total, tokens = 0.0, 0
         self.parallel.train(False)
         for start in range(0, len(self.feed.held_out), size):
-            result = self.parallel.evaluate(
-                self.feed.held_out[start : start + size], microbatches=self.config.train.microbatches
-            )
+            result = self.parallel.evaluate(self.feed.held_out[start : start + size], **self._cut)
             total += result.loss * result.tokens
             tokens += result.tokens
         self.parallel.train(True)

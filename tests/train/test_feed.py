@@ -1,0 +1,56 @@
+"""What every rank is given of the samples of a run, and what of it is decoded ahead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from interlace.data import DigitsDataset
+from interlace.train.feed import Feed
+
+
+def _feed(wanted: Callable[[list[Any]], Any] | None = None, **settings: Any) -> Feed:
+    tokens = {"vision": lambda shape: 4}
+    train, held_out = (DigitsDataset(tokens=tokens, patch_size=4, split=split) for split in ("train", "heldout"))
+    return Feed(train, held_out, seed=3, wanted=wanted, **{"batch_size": 6, "validation_samples": 5} | settings)
+
+
+def _pictures(samples: list[Any]) -> list[Any]:
+    return [item for sample in samples for item in sample.media["vision"]]
+
+
+def test_every_rank_gets_the_whole_batch_and_decodes_what_it_reads() -> None:
+    """Two ranks of which each reads every other picture: together they read each one once."""
+    feeds = [_feed(lambda samples, first=first: _pictures(samples)[first::2]) for first in (0, 1)]
+    batches = [[feed.next() for _ in range(3)] for feed in feeds]
+    for one, other in zip(*batches, strict=True):
+        assert (one.epoch, one.position, one.tokens) == (other.epoch, other.position, other.tokens)
+        assert one.tokens == sum(len(sample) for sample in one.samples) and len(one.samples) == 6
+        for a, b in zip(one.samples, other.samples, strict=True):
+            assert torch.equal(a.input_ids, b.input_ids) and torch.equal(a.labels, b.labels)
+        loaded = [[item.loaded for item in _pictures(batch.samples)] for batch in (one, other)]
+        assert loaded == [[True, False] * 3, [False, True] * 3]
+    assert [batch.position for batch in batches[0]] == [0, 1, 2]
+    for feed in feeds:
+        feed.close()
+        assert feed.train.read_items % 3 == 0 and feed.train.read_items >= 9
+
+
+def test_held_out_samples_are_all_of_them_and_wait_to_be_read() -> None:
+    feed = _feed(validation_samples=50)
+    assert len(feed.held_out) == 50 and feed.held_out is feed.held_out
+    assert feed.held_out_data.read_items == 0
+    assert all(item.data is not None for item in _pictures(feed.held_out))
+    assert feed.held_out_data.read_items == 50
+    feed.close()
+
+
+def test_without_a_reader_nothing_is_decoded() -> None:
+    feed = _feed(lambda samples: [])
+    feed.next()
+    time.sleep(0.1)  # the thread goes on
+    feed.close()
+    assert feed.train.read_items == 0 and feed.blank_items == 0
