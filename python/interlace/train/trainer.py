@@ -122,6 +122,7 @@ class Trainer:
         self.totals = {"seconds": 0.0, "samples": 0, "tokens": 0}
         self.last: dict[str, float] = {}
         self.saved_step = -1
+        self.stopped = 0  # the signal that ends the run
 
     def resume(self, at: Path | None = None) -> Path:
         """Goes on from checkpoint `at`, or from the newest one in the run folder that is whole.
@@ -172,9 +173,9 @@ class Trainer:
         train, log, every = self.config.train, self.config.log, self.config.checkpoint.every
         metrics = Metrics(self.folder, start=self.step, tensorboard=log.tensorboard) if self.rank == 0 else None
         screen = Screen(train.steps, self.step, name=self.config.run.name, enabled=not self.quiet)
-        stopped = 0
+        self.stopped = 0
         try:
-            while self.step < train.steps and not stopped:
+            while self.step < train.steps and not self.stopped:
                 if self.lock is not None and self.lock.trouble:
                     raise TrainingError(self.lock.trouble)
                 self.step += 1
@@ -184,7 +185,6 @@ class Trainer:
                     self.window = Window()
                 else:
                     values = {}
-                stopped = self._agree(self.stop_requested())
                 if self.step == train.steps or (train.validate_every and self.step % train.validate_every == 0):
                     values[HELD_OUT] = self.validate()
                 if values:
@@ -196,14 +196,14 @@ class Trainer:
                     screen.advance(self.step)
                 if self.step == log.trace_step:
                     self._trace()
-                if stopped or self.step == train.steps or (every and self.step % every == 0):
+                if self.stopped or self.step == train.steps or (every and self.step % every == 0):
                     self.save()
         finally:
             screen.close()
             if metrics is not None:
                 metrics.close()
         finished = self.step == train.steps
-        return {"step": self.step, "finished": finished, "signal": stopped, **self.totals, "metrics": dict(self.last)}
+        return {"step": self.step, "finished": finished, "signal": self.stopped, **self.totals, "metrics": dict(self.last)}
 
     def _train_step(self) -> dict[str, float]:
         """One optimizer step. Raises TrainingError when the loss or the gradient is not a number."""
@@ -212,7 +212,9 @@ class Trainer:
         with data:
             batch = self.feed.next()
         place = (batch.epoch, batch.position, self.step)
-        result = self.parallel.step(batch.samples, **self._cut, place=place)
+        # With the loss all ranks learn which of them were asked to stop, and so they stop after the same step.
+        result = self.parallel.step(batch.samples, **self._cut, place=place, note=lambda: float(self.stop_requested()))
+        self.stopped = int(next((signal for signal in result.notes if signal), 0))
         norm = self.parallel.clip_grad_norm_(self.config.train.clip_norm)
         if not (math.isfinite(result.loss) and math.isfinite(norm)):
             raise TrainingError(
@@ -279,11 +281,6 @@ class Trainer:
             timeline.name = f"{self.config.run.name}, step {self.step}, measured"
             timeline.write_trace(self.folder / "trace.json")
             timeline.plot(self.folder / "timeline.png")
-
-    def _agree(self, signal: int) -> int:
-        """The signal that a rank got, of several that of the first; 0: none. The same answer on all ranks."""
-        signals = self.peers.exchange(f"agreeing to go on after step {self.step}", float(signal))
-        return int(next((number for number in signals if number), 0))
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
