@@ -394,7 +394,7 @@ class Config(Section):
             if train.batch_size < count * replicas[name]:
                 what = f"{named[name]} = {count}" if name in named else "a chunk"
                 raise ValueError(
-                    f"train.batch_size = {train.batch_size} is too small for {what} on each of {replicas[name]} replicas "
-                    f"of {name}: each needs at least one sample"
+                    f"train.batch_size = {train.batch_size} is too small for {what} on each of {replicas[name]} "
+                    f"replicas of {name}: each needs at least one sample"
                 )
         return self
