@@ -59,8 +59,9 @@ def test_defaults_and_overrides() -> None:
         ("parallel={dp=3, language_model={dp=9}}", "batch_size = 8 is too small .*on each of 9 replicas"),
         (
             "parallel.vision={chunks=3, dp=3}",
-            r"vision.chunks = 3 on each of 3 replicas is more than train.batch_size = 8",
+            r"batch_size = 8 is too small for parallel.vision.chunks = 3 on each of 3 replicas of vision",
         ),
+        ("parallel={vision={dp=9}}", "batch_size = 8 is too small for a chunk on each of 9 replicas of vision"),
         ("parallel.vision.chunks=0", "parallel.vision.chunks should be greater than 0"),
         ("parallel.language_model.chunks=2", r"\[parallel.language_model\] has no key 'chunks'"),
         (

@@ -388,16 +388,13 @@ class Config(Section):
                 f"parallel.ranks = {parallel.ranks}, but placement {parallel.placement!r} with pp = {stages} has work "
                 f"for {most}; use 1 to {most}, or raise a pp"
             )
-        if train.batch_size < train.microbatches * replicas["language_model"]:
-            raise ValueError(
-                f"train.batch_size = {train.batch_size} is too small for train.microbatches = {train.microbatches} on "
-                f"each of {replicas['language_model']} replicas of the language model: a microbatch needs at least one "
-                "sample"
-            )
-        for name, chunks in self.chunks().items():
-            if train.batch_size < chunks * replicas[name]:
+        counts = {"language_model": train.microbatches} | dict.fromkeys(self.model.encoders(), 1) | self.chunks()
+        named = {"language_model": "train.microbatches"} | {name: f"parallel.{name}.chunks" for name in self.chunks()}
+        for name, count in counts.items():
+            if train.batch_size < count * replicas[name]:
+                what = f"{named[name]} = {count}" if name in named else "a chunk"
                 raise ValueError(
-                    f"parallel.{name}.chunks = {chunks} on each of {replicas[name]} replicas is more than "
-                    f"train.batch_size = {train.batch_size}: a chunk needs at least one sample"
+                    f"train.batch_size = {train.batch_size} is too small for {what} on each of {replicas[name]} "
+                    f"replicas of {name}: each needs at least one sample"
                 )
         return self
