@@ -41,17 +41,31 @@ OneForwardOneBackward::OneForwardOneBackward(const PipelineCosts &costs) : costs
     build();
     seconds_.assign(op_.size(), 0.0);
     finish_.assign(op_.size(), 0.0);
-    ActionLists lists;
-    lists.ranks = costs.ranks;
-    lists.size = static_cast<int64_t>(op_.size());
-    lists.offsets = offsets_.data();
-    lists.op = op_.data();
-    lists.stage = stage_.data();
-    lists.microbatch = place_.data();
-    lists.peer = peer_.data();
-    replay_ = std::make_unique<Replay>(lists);
+    make_replay();
     for (int64_t i = 0; i < offsets_[1]; ++i)
         if (is_compute(static_cast<Op>(op_[i]))) first_rank_.push_back(static_cast<int32_t>(i));
+}
+
+// Every rank is a lane.
+void OneForwardOneBackward::make_replay() {
+    std::vector<int32_t> rows(op_.size() * COLUMNS, 0), lane(op_.size()), ranks(costs_.ranks), starts(costs_.ranks + 1);
+    std::iota(ranks.begin(), ranks.end(), 0);
+    std::iota(starts.begin(), starts.end(), 0);
+    for (int64_t rank = 0; rank < costs_.ranks; ++rank)
+        std::fill(lane.begin() + offsets_[rank], lane.begin() + offsets_[rank + 1], static_cast<int32_t>(rank));
+    for (size_t i = 0; i < op_.size(); ++i) {
+        rows[i * COLUMNS + OP] = op_[i];
+        rows[i * COLUMNS + PEER] = peer_[i];
+    }
+    ActionLists lists;
+    lists.ranks = lists.lanes = costs_.ranks;
+    lists.size = static_cast<int64_t>(op_.size());
+    lists.first = offsets_.data();
+    lists.rows = rows.data();
+    lists.lane = lane.data();
+    lists.lane_first = starts.data();
+    lists.lane_rank = ranks.data();
+    replay_ = std::make_unique<Replay>(lists);
 }
 
 void OneForwardOneBackward::build() {
