@@ -73,6 +73,29 @@ def simulate(
     memory: NDArray[np.generic],
     scratch: NDArray[np.generic],
 ) -> dict[str, Any]: ...
+def schedule_jobs(
+    graph: tuple[NDArray[np.int32], ...], chunk_pipeline: NDArray[np.generic], links: NDArray[np.generic], backward: bool
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]: ...
+def schedule_lists(
+    graph: tuple[NDArray[np.int32], ...],
+    chunk_pipeline: NDArray[np.generic],
+    links: NDArray[np.generic],
+    gpipe: bool,
+    backward: bool,
+    reduce_grad: bool,
+    seconds: NDArray[np.generic],
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
+def schedule_check(
+    graph: tuple[NDArray[np.int32], ...],
+    chunk_pipeline: NDArray[np.generic],
+    links: NDArray[np.generic],
+    backward: bool,
+    reduce_grad: bool,
+    rows: NDArray[np.int32],
+    first: NDArray[np.generic],
+    activation_bytes: NDArray[np.generic],
+    memory_limit: NDArray[np.generic],
+) -> dict[str, Any]: ...
 def partition(costs: NDArray[np.generic], stages: int) -> NDArray[np.int32]: ...
 def backward_needs(
     frozen: NDArray[np.generic], trainable_before: bool

@@ -1,14 +1,14 @@
 """Pipeline schedules as data: one ordered list of actions per rank.
 
-- `actions`: Op, Action and their text form
-- `graph`: stages, the edges between them, the ranks they run on; `work`: what one microbatch demands of it
-- `gpipe`, `one_f_one_b`: generators; `order`: orders work in time where there is no closed form
-- `communication`: puts SEND and RECV between the compute actions
+- `actions`: Op, Action, their rows of integers and their text form
+- `table`: the chunks of a step and what they read of each other; `graph`: the stages of a layout; `step`: both as arrays
+- `gpipe`, `one_f_one_b`: generators, in C++ (csrc/schedule)
 - `schedule`: the lists with what they were made for; `check`: proves that they can run; `memory`: what they hold
-- `costs`: how callers state durations
+- `costs`: how callers state durations and bytes
 
-    graph = StageGraph.build({"vision": [0], "language_model": [1, 2]}, [("vision", "language_model")])
-    schedule = one_f_one_b(graph, graph.everything(8))
+    links = [("vision", "language_model")]
+    graph = StageGraph.build({"vision": [0], "language_model": [1, 2]}, links)
+    schedule = one_f_one_b(graph, StepTable.aligned(links, [graph.modules] * 8))
     check(schedule)
 """
 
@@ -16,19 +16,22 @@ from interlace.schedule.actions import Action, Op
 from interlace.schedule.check import CheckReport, ScheduleError, check
 from interlace.schedule.costs import Durations
 from interlace.schedule.gpipe import gpipe
-from interlace.schedule.graph import Stage, StageGraph
+from interlace.schedule.graph import StageGraph
 from interlace.schedule.one_f_one_b import one_f_one_b
 from interlace.schedule.schedule import Schedule
+from interlace.schedule.table import Chunk, Edge, StepTable
 
 __all__ = [
     "Action",
     "CheckReport",
+    "Chunk",
     "Durations",
+    "Edge",
     "Op",
     "Schedule",
     "ScheduleError",
-    "Stage",
     "StageGraph",
+    "StepTable",
     "check",
     "gpipe",
     "one_f_one_b",

@@ -1,0 +1,167 @@
+#include <algorithm>
+#include <cstring>
+
+#include "common/arrays.h"
+#include "common/interruptible.h"
+#include "schedule/lists.h"
+#include "schedule/order.h"
+#include "schedule/step_graph.h"
+
+namespace interlace {
+
+namespace {
+
+constexpr int64_t MOST = INT32_MAX;
+
+std::vector<int32_t> read_numbers(const py::array &array, const std::string &name, int64_t low, int64_t high) {
+    const std::vector<int64_t> values = read_integers(array, name, low, high);
+    return std::vector<int32_t>(values.begin(), values.end());
+}
+
+// int32 [lists + 1] from 0 to the number of items, never falling.
+std::vector<int32_t> read_first(const py::array &array, const std::string &name, size_t items) {
+    std::vector<int32_t> first = read_numbers(array, name, 0, static_cast<int64_t>(items));
+    if (first.empty() || first.front() != 0 || first.back() != static_cast<int32_t>(items) ||
+        !std::is_sorted(first.begin(), first.end()))
+        throw py::value_error(name + " must rise from 0 to " + std::to_string(items));
+    return first;
+}
+
+std::vector<std::pair<int32_t, int32_t>> read_pairs(const py::array &array, const std::string &name, int64_t high) {
+    if (array.ndim() != 2 || array.shape(1) != 2)
+        throw py::value_error(name + " must have shape (n, 2), got " + shape_of(array));
+    const std::vector<int32_t> values = read_numbers(array.attr("ravel")().cast<py::array>(), name, 0, high);
+    std::vector<std::pair<int32_t, int32_t>> pairs;
+    for (size_t i = 0; i < values.size(); i += 2) pairs.emplace_back(values[i], values[i + 1]);
+    return pairs;
+}
+
+void check_length(const std::vector<int32_t> &values, const std::string &name, size_t length) {
+    if (values.size() != length)
+        throw py::value_error(name + " must have shape (" + std::to_string(length) + ",), got (" +
+                              std::to_string(values.size()) + ",)");
+}
+
+// GraphArrays (python/interlace/schedule/graph.py) in the order of its fields.
+StageArrays read_graph(const py::sequence &fields) {
+    constexpr size_t FIELDS = 16;
+    if (fields.size() != FIELDS) throw py::value_error("give the 16 arrays of StageGraph.arrays");
+    size_t next = 0;
+    const auto array = [&] { return fields[next++].cast<py::array>(); };
+    StageArrays graph;
+    graph.node_pipeline = read_numbers(array(), "node_pipeline", 0, MOST);
+    const size_t nodes = graph.node_pipeline.size();
+    graph.node_stage = read_numbers(array(), "node_stage", 0, MOST);
+    graph.node_lane = read_numbers(array(), "node_lane", 0, MOST);
+    graph.node_copy = read_numbers(array(), "node_copy", 0, MOST);
+    graph.node_trains = read_numbers(array(), "node_trains", 0, 1);
+    check_length(graph.node_stage, "node_stage", nodes);
+    check_length(graph.node_lane, "node_lane", nodes);
+    check_length(graph.node_copy, "node_copy", nodes);
+    check_length(graph.node_trains, "node_trains", nodes);
+    graph.pipeline_module = read_numbers(array(), "pipeline_module", 0, MOST - 1);
+    graph.pipeline_first = read_first(array(), "pipeline_first", nodes);
+    check_length(graph.pipeline_first, "pipeline_first", graph.pipeline_module.size() + 1);
+    const py::array lane_first = array();
+    graph.lane_ranks.items = read_numbers(array(), "lane_rank", 0, MOST - 1);
+    graph.lane_ranks.first = read_first(lane_first, "lane_first", graph.lane_ranks.items.size());
+    const auto largest = [](const std::vector<int32_t> &values) {
+        return values.empty() ? -1 : *std::max_element(values.begin(), values.end());
+    };
+    if (largest(graph.node_lane) >= graph.lane_ranks.size()) throw py::value_error("node_lane names a lane that is none");
+    graph.ranks = largest(graph.lane_ranks.items) + 1;
+    graph.modules = largest(graph.pipeline_module) + 1;
+    if (graph.ranks > static_cast<int64_t>(graph.lane_ranks.items.size()))
+        throw py::value_error("lane_rank leaves out a rank");
+    if (graph.modules > static_cast<int64_t>(graph.pipeline_module.size()))
+        throw py::value_error("pipeline_module leaves out a module");
+    graph.module_links = read_pairs(array(), "module_links", graph.modules - 1);
+    const py::array reduction_first = array();
+    graph.reduction_ranks.items = read_numbers(array(), "reduction_rank", 0, graph.ranks - 1);
+    graph.reduction_ranks.first = read_first(reduction_first, "reduction_first", graph.reduction_ranks.items.size());
+    graph.reduction_node = read_numbers(array(), "reduction_node", 0, static_cast<int64_t>(nodes) - 1);
+    check_length(graph.reduction_node, "reduction_node", graph.reduction_ranks.items.size());
+    const std::vector<int32_t> tied = read_numbers(array(), "reduction_tied", 0, 1);
+    graph.reduction_tied.assign(tied.begin(), tied.end());
+    check_length(tied, "reduction_tied", graph.reduction_ranks.first.size() - 1);
+    const py::array member_first = array();
+    graph.reduction_members.items = read_numbers(array(), "reduction_member", 0, static_cast<int64_t>(nodes) - 1);
+    graph.reduction_members.first =
+        read_first(member_first, "reduction_member_first", graph.reduction_members.items.size());
+    check_length(graph.reduction_members.first, "reduction_member_first", tied.size() + 1);
+    return graph;
+}
+
+struct StepArguments {
+    StageArrays graph;
+    std::vector<int32_t> chunk_pipeline;
+    std::vector<std::pair<int32_t, int32_t>> links;
+
+    StepArguments(const py::sequence &fields, const py::array &chunks, const py::array &pairs)
+        : graph(read_graph(fields)),
+          chunk_pipeline(
+              read_numbers(chunks, "chunk_pipeline", 0, static_cast<int64_t>(graph.pipeline_module.size()) - 1)),
+          links(read_pairs(pairs, "links", static_cast<int64_t>(chunk_pipeline.size()) - 1)) {}
+
+    StepGraph build(bool backward) {
+        return StepGraph(std::move(graph), std::move(chunk_pipeline), std::move(links), backward);
+    }
+};
+
+// Jobs of a step in their order: (nodes int32 [jobs], chunks int32 [jobs], backward bool [jobs]).
+py::tuple schedule_jobs(const py::sequence &fields, const py::array &chunk_pipeline, const py::array &links,
+                        bool backward) {
+    StepArguments arguments(fields, chunk_pipeline, links);
+    std::vector<int32_t> nodes, chunks;
+    std::vector<char> runs;
+    {
+        const Interruptible call;
+        StepGraph graph = arguments.build(backward);
+        nodes = std::move(graph.job_node);
+        chunks = std::move(graph.job_chunk);
+        runs = std::move(graph.backward);
+    }
+    py::array_t<bool> flags(static_cast<py::ssize_t>(runs.size()));
+    std::copy(runs.begin(), runs.end(), flags.mutable_data());
+    return py::make_tuple(to_numpy(nodes), to_numpy(chunks), flags);
+}
+
+// seconds: of the forward and the backward of each job in turn; empty: not known.
+py::tuple schedule_lists(const py::sequence &fields, const py::array &chunk_pipeline, const py::array &links,
+                         bool gpipe, bool backward, bool reduce_grad, const py::array &seconds) {
+    StepArguments arguments(fields, chunk_pipeline, links);
+    std::vector<double> costs;
+    if (seconds.size() > 0) costs = read_costs(seconds, "seconds");
+    RankLists lists;
+    {
+        const Interruptible call;
+        const StepGraph graph = arguments.build(backward);
+        // A backward takes about as long as two forwards.
+        std::vector<double> usual;
+        for (int32_t job = 0; job < graph.jobs(); ++job) usual.insert(usual.end(), {1.0, 2.0});
+        std::vector<Step> order = gpipe ? gpipe_order(graph) : one_f_one_b_order(graph, usual);
+        if (!gpipe && !costs.empty()) {
+            if (costs.size() != usual.size())
+                throw std::invalid_argument("seconds must have one entry per forward and backward: " +
+                                            std::to_string(usual.size()) + ", not " + std::to_string(costs.size()));
+            std::vector<Step> guided = one_f_one_b_order(graph, costs);
+            if (span(graph, guided, costs) < span(graph, order, costs)) order = std::move(guided);
+        }
+        lists = make_lists(graph, order, reduce_grad);
+    }
+    py::array_t<int32_t> rows({static_cast<py::ssize_t>(lists.rows.size()), static_cast<py::ssize_t>(ACTION_COLUMNS)});
+    if (!lists.rows.empty())
+        std::memcpy(rows.mutable_data(), lists.rows.data(), lists.rows.size() * sizeof(ActionRow));
+    return py::make_tuple(rows, to_numpy(lists.first));
+}
+
+}  // namespace
+
+void bind_schedule(py::module_ &module) {
+    module.def("schedule_jobs", &schedule_jobs, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
+               py::arg("backward"));
+    module.def("schedule_lists", &schedule_lists, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
+               py::arg("gpipe"), py::arg("backward"), py::arg("reduce_grad"), py::arg("seconds"));
+}
+
+}  // namespace interlace

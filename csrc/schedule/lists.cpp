@@ -1,0 +1,155 @@
+#include "schedule/lists.h"
+
+#include <algorithm>
+#include <numeric>
+#include <tuple>
+#include <unordered_map>
+
+#include "common/interrupt.h"
+
+namespace interlace {
+
+namespace {
+
+class Writer {
+  public:
+    explicit Writer(const StepGraph &graph)
+        : graph_(graph), wire_(graph.messages(), -1), place_(graph.messages(), -1), lists(graph.stages.ranks) {}
+
+    void write(Step step) {
+        const int32_t job = job_of(step);
+        const bool back = is_backward(step);
+        const auto receive_all = [&](int32_t, int32_t message) { receive(message + back); };
+        const auto send_all = [&](int32_t, int32_t message) { send(message + back); };
+        if (back)
+            graph_.each_reader(job, receive_all);
+        else
+            graph_.each_input(job, receive_all);
+        put(graph_.lane(job), graph_.compute_row(back ? ActionOp::BACKWARD : ActionOp::FORWARD, job));
+        if (back)
+            graph_.each_input(job, send_all);
+        else
+            graph_.each_reader(job, send_all);
+    }
+
+  private:
+    struct Wire {
+        std::vector<int32_t> sent;
+        size_t received = 0;
+    };
+
+    void put(int32_t lane, const ActionRow &row) {
+        const Ragged &ranks = graph_.stages.lane_ranks;
+        for (const int32_t *rank = ranks.begin(lane); rank < ranks.end(lane); ++rank) lists[*rank].push_back(row);
+    }
+
+    void send(int32_t message) {
+        if (!graph_.travels(message)) return;
+        const int32_t from = graph_.sender(message), to = graph_.receiver(message);
+        const int64_t key = int64_t{from} * graph_.lanes() + to;
+        const auto found = numbers_.emplace(key, static_cast<int32_t>(wires_.size())).first;
+        if (found->second == static_cast<int32_t>(wires_.size())) wires_.emplace_back();
+        wire_[message] = found->second;
+        Wire &wire = wires_[found->second];
+        place_[message] = static_cast<int32_t>(wire.sent.size());
+        wire.sent.push_back(message);
+        put(from, graph_.message_row(ActionOp::SEND, message));
+    }
+
+    void receive(int32_t message) {
+        if (wire_[message] < 0) return;  // it does not travel: whatever a step needs is before it in the sequence
+        Wire &wire = wires_[wire_[message]];
+        const int32_t to = graph_.receiver(message);
+        while (wire.received <= static_cast<size_t>(place_[message]))
+            put(to, graph_.message_row(ActionOp::RECV, wire.sent[wire.received++]));
+    }
+
+    const StepGraph &graph_;
+    std::unordered_map<int64_t, int32_t> numbers_;  // sending lane * lanes + receiving lane -> wire
+    std::vector<Wire> wires_;
+    std::vector<int32_t> wire_, place_;  // of each message that is sent: its wire, its place on it
+
+  public:
+    std::vector<std::vector<ActionRow>> lists;
+};
+
+// Active reductions in the common order; latest: node -> place in the sequence of its last backward, -1 if none.
+std::vector<int32_t> order_reductions(const StepGraph &graph, const std::vector<int64_t> &latest) {
+    const StageArrays &stages = graph.stages;
+    const std::vector<char> active = graph.active_reductions();
+    std::vector<std::tuple<bool, int64_t, int32_t>> keys;
+    for (int32_t r = 0; r < stages.reduction_members.size(); ++r) {
+        if (!active[r]) continue;
+        int64_t last = -1;
+        for (const int32_t *node = stages.reduction_members.begin(r); node < stages.reduction_members.end(r); ++node)
+            last = std::max(last, latest[*node]);
+        keys.emplace_back(stages.reduction_tied[r] != 0, last, r);
+    }
+    std::sort(keys.begin(), keys.end());
+    std::vector<int32_t> order;
+    for (const auto &key : keys) order.push_back(std::get<2>(key));
+    return order;
+}
+
+}  // namespace
+
+RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad) {
+    Poll poll;
+    const StageArrays &stages = graph.stages;
+    Writer writer(graph);
+    std::vector<int64_t> latest(graph.nodes(), -1);
+    // After which row of every rank of its lane a node's last backward is over.
+    std::vector<std::vector<size_t>> behind(graph.nodes());
+    for (size_t i = 0; i < order.size(); ++i) {
+        poll();
+        writer.write(order[i]);
+        if (!is_backward(order[i])) continue;
+        const int32_t node = graph.job_node[job_of(order[i])], lane = stages.node_lane[node];
+        latest[node] = static_cast<int64_t>(i);
+        behind[node].clear();
+        for (const int32_t *rank = stages.lane_ranks.begin(lane); rank < stages.lane_ranks.end(lane); ++rank)
+            behind[node].push_back(writer.lists[*rank].size());
+    }
+
+    struct Placed {
+        size_t after;  // so many rows of the rank
+        ActionRow row;
+    };
+    std::vector<std::vector<Placed>> reduces(stages.ranks);
+    if (reduce_grad) {
+        for (const int32_t r : order_reductions(graph, latest)) {
+            for (int32_t i = stages.reduction_ranks.first[r]; i < stages.reduction_ranks.first[r + 1]; ++i) {
+                const int32_t rank = stages.reduction_ranks.items[i];
+                std::vector<Placed> &mine = reduces[rank];
+                size_t after = mine.empty() ? 0 : mine.back().after;
+                for (const int32_t *node = stages.reduction_members.begin(r); node < stages.reduction_members.end(r);
+                     ++node) {
+                    if (behind[*node].empty() || !stages.node_trains[*node]) continue;
+                    const Ragged &ranks = stages.lane_ranks;
+                    const int32_t lane = stages.node_lane[*node];
+                    const int32_t *const at = std::find(ranks.begin(lane), ranks.end(lane), rank);
+                    if (at != ranks.end(lane)) after = std::max(after, behind[*node][at - ranks.begin(lane)]);
+                }
+                mine.push_back({after, graph.reduction_row(r, i)});
+            }
+        }
+    }
+
+    RankLists made;
+    made.first.push_back(0);
+    for (int32_t rank = 0; rank < stages.ranks; ++rank) {
+        const std::vector<ActionRow> &rows = writer.lists[rank];
+        poll(static_cast<int64_t>(rows.size()));
+        size_t done = 0;
+        for (const Placed &placed : reduces[rank]) {
+            made.rows.insert(made.rows.end(), rows.begin() + done, rows.begin() + placed.after);
+            made.rows.push_back(placed.row);
+            done = placed.after;
+        }
+        made.rows.insert(made.rows.end(), rows.begin() + done, rows.end());
+        made.first.push_back(static_cast<int64_t>(made.rows.size()));
+    }
+    return made;
+}
+
+}  // namespace interlace

@@ -1,0 +1,28 @@
+// From a sequence of steps to the lists of ranks: adds messages and reductions.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "schedule/order.h"
+
+namespace interlace {
+
+struct RankLists {
+    std::vector<ActionRow> rows;  // of all ranks, one after the other
+    std::vector<int64_t> first;   // where each rank's begins, and the end
+};
+
+// The lists of all ranks. Every rank of a lane has all actions of that lane.
+//
+// A SEND follows right after the job that produced its content. A RECV stands right before the first action that needs
+// it. Messages from one lane to another arrive in the order in which they were sent, so those sent earlier are received
+// first even if they are needed later. That adds no waiting: who waits for a message also waits for those sent before
+// it. Sends never block, so the lists are as free of deadlock as the sequence.
+//
+// REDUCE_GRAD starts a sum that is awaited at the end of the list. All ranks have these in one order, by the last
+// backward of all members, tied weights after all others (they are summed from what the others leave). On a rank each
+// stands as early as that order allows: after the rank's own last backward that adds to it.
+RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad);
+
+}  // namespace interlace

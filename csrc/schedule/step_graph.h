@@ -1,0 +1,156 @@
+// What one step demands of a layout: which stage runs which chunk, what each run needs, and what travels between lanes.
+// Generators and the checker share it and nothing else, so that the checker proves lists by whoever made them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace interlace {
+
+// The rows of a schedule: see python/interlace/schedule/actions.py, whose order of ops and columns this repeats.
+enum class ActionOp : int32_t {
+    FORWARD,
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    SEND,
+    RECV,
+    DISPATCH,
+    UNSHARD,
+    RESHARD,
+    REDUCE_GRAD,
+    OPTIMIZER_STEP,
+    COUNT
+};
+constexpr int64_t ACTION_COLUMNS = 7;
+struct ActionRow {
+    ActionOp op;
+    int32_t module, stage, chunk, other, peer, grad;
+};
+static_assert(sizeof(ActionRow) == ACTION_COLUMNS * sizeof(int32_t), "rows are copied from and to int32 [n, 7]");
+
+// A list of lists: those of i are items[first[i]] .. items[first[i + 1] - 1].
+struct Ragged {
+    std::vector<int32_t> first, items;
+
+    int64_t size() const { return static_cast<int64_t>(first.size()) - 1; }
+    const int32_t *begin(int64_t i) const { return items.data() + first[i]; }
+    const int32_t *end(int64_t i) const { return items.data() + first[i + 1]; }
+    int32_t count(int64_t i) const { return first[i + 1] - first[i]; }
+    // pairs: (list, item), items in the order given.
+    static Ragged of(int64_t lists, const std::vector<std::pair<int32_t, int32_t>> &pairs);
+};
+
+// StageGraph.arrays (python/interlace/schedule/graph.py).
+struct StageArrays {
+    std::vector<int32_t> node_pipeline, node_stage, node_lane, node_copy, node_trains;
+    std::vector<int32_t> pipeline_module, pipeline_first;
+    Ragged lane_ranks;
+    std::vector<std::pair<int32_t, int32_t>> module_links;
+    Ragged reduction_ranks;
+    std::vector<int32_t> reduction_node;  // beside reduction_ranks.items
+    std::vector<char> reduction_tied;
+    Ragged reduction_members;
+    int32_t ranks, modules;
+};
+
+// The half-open range of what `for` runs over.
+template <typename T>
+struct Range {
+    T begin_, end_;
+    T begin() const { return begin_; }
+    T end() const { return end_; }
+};
+
+// A job is a node and a chunk of its pipeline: one FORWARD, and one BACKWARD where `backward` says so. Jobs of a chunk
+// follow each other in the order of the nodes, so that a pipeline of several stages (which has no copies) hands job j
+// to job j + 1. A link is a pair of chunks of which the second reads rows of the first: its consumer is the first stage
+// of the second; its producer is the copy of the last stage of the first that lies on the consumer's lane, or copy 0.
+//
+// A message is the output of one job on its way to a job on another lane, or the gradient on its way back:
+// 2 * job + grad from stage to stage, 2 * (jobs + link) + grad over a link.
+class StepGraph {
+  public:
+    // links: sorted, no pair twice. Throws std::invalid_argument for parts that do not fit together.
+    StepGraph(StageArrays arrays, std::vector<int32_t> chunk_pipeline, std::vector<std::pair<int32_t, int32_t>> links,
+              bool backward);
+
+    StageArrays stages;
+    std::vector<int32_t> chunk_pipeline, chunk_index, chunk_first;  // chunk_first: its first job
+    std::vector<int32_t> job_node, job_chunk;
+    std::vector<char> backward;                         // job -> whether it runs a BACKWARD
+    std::vector<int32_t> link_producer, link_consumer;  // jobs
+    std::vector<int32_t> topological;                   // node -> place; whatever feeds it comes earlier
+    std::vector<int32_t> chunk_order;                   // chunks, those that are read before those that read them
+    Ragged lane_nodes, rank_lanes;
+
+    int32_t jobs() const { return static_cast<int32_t>(job_node.size()); }
+    int32_t chunks() const { return static_cast<int32_t>(chunk_pipeline.size()); }
+    int32_t lanes() const { return static_cast<int32_t>(stages.lane_ranks.size()); }
+    int32_t nodes() const { return static_cast<int32_t>(stages.node_lane.size()); }
+    int32_t messages() const { return 2 * (jobs() + static_cast<int32_t>(link_producer.size())); }
+    int32_t lane(int32_t job) const { return stages.node_lane[job_node[job]]; }
+
+    bool last_stage(int32_t job) const {
+        return stages.node_stage[job_node[job]] == last_stage_[chunk_pipeline[job_chunk[job]]];
+    }
+    // The links out of and into a chunk.
+    Range<int32_t> links_out(int32_t chunk) const { return {link_out_first_[chunk], link_out_first_[chunk + 1]}; }
+    Range<const int32_t *> links_in(int32_t chunk) const { return {link_in_.begin(chunk), link_in_.end(chunk)}; }
+
+    // use(other job, message) for each job whose output this one's FORWARD reads. Of jobs on one lane the message is
+    // one that does not exist: see `travels`.
+    template <typename Use>
+    void each_input(int32_t job, Use use) const {
+        if (stages.node_stage[job_node[job]] > 0) return use(job - 1, 2 * (job - 1));
+        for (const int32_t link : links_in(job_chunk[job])) use(link_producer[link], 2 * (jobs() + link));
+    }
+    // The same for each job that reads this one's output.
+    template <typename Use>
+    void each_reader(int32_t job, Use use) const {
+        if (!last_stage(job)) return use(job + 1, 2 * job);
+        const Range<int32_t> links = links_out(job_chunk[job]);
+        for (int32_t link = links.begin(); link < links.end(); ++link)
+            if (link_producer[link] == job) use(link_consumer[link], 2 * (jobs() + link));
+    }
+
+    struct Ends {
+        int32_t producer, consumer;  // jobs, of the output also where the gradient travels
+    };
+    Ends ends(int32_t message) const {
+        const int32_t i = message / 2;
+        if (i < jobs()) return {i, i + 1};
+        return {link_producer[i - jobs()], link_consumer[i - jobs()]};
+    }
+    bool travels(int32_t message) const {
+        if (message / 2 < jobs() && last_stage(message / 2)) return false;
+        const auto [producer, consumer] = ends(message);
+        return lane(producer) != lane(consumer) && (message % 2 == 0 || backward[producer]);
+    }
+    int32_t sender(int32_t message) const {  // lane
+        const auto [producer, consumer] = ends(message);
+        return lane(message % 2 == 0 ? producer : consumer);
+    }
+    int32_t receiver(int32_t message) const { return sender(message ^ 1); }
+
+    ActionRow compute_row(ActionOp op, int32_t job) const;
+    ActionRow message_row(ActionOp op, int32_t message) const;
+    ActionRow reduction_row(int32_t reduction, int32_t place) const;  // place: in reduction_ranks.items
+
+    // Whether some member of the reduction has a BACKWARD in this step that could add to it.
+    std::vector<char> active_reductions() const;
+
+  private:
+    void order_modules();
+    void connect(const std::vector<std::pair<int32_t, int32_t>> &links);
+    void find_backwards();
+
+    std::vector<int32_t> last_stage_;      // of each pipeline
+    std::vector<int32_t> link_out_first_;  // links are sorted by producer
+    Ragged link_in_;
+    std::vector<int32_t> module_order_;  // module -> place
+};
+
+}  // namespace interlace
