@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "common/arrays.h"
@@ -37,13 +38,15 @@ std::vector<int64_t> read_starts(const py::array &array, const std::string &name
 
 std::vector<int32_t> small(const std::vector<int64_t> &values) { return {values.begin(), values.end()}; }
 
-std::vector<int32_t> read_rows(const py::array &rows) {
-    if (!py::isinstance<py::array_t<int32_t>>(rows) || rows.ndim() != 2 || rows.shape(1) != COLUMNS)
-        throw py::value_error("rows must be int32 [n, " + std::to_string(COLUMNS) + "], got " + dtype_name(rows) + " " +
-                              shape_of(rows));
+std::vector<ActionRow> read_rows(const py::array &rows) {
+    if (!py::isinstance<py::array_t<int32_t>>(rows) || rows.ndim() != 2 || rows.shape(1) != ACTION_COLUMNS)
+        throw py::value_error("rows must be int32 [n, " + std::to_string(ACTION_COLUMNS) + "], got " +
+                              dtype_name(rows) + " " + shape_of(rows));
     check_items(rows, "rows");
     const Contiguous<int32_t> values(rows);
-    return std::vector<int32_t>(values.data(), values.data() + values.size());
+    std::vector<ActionRow> read(values.shape(0));
+    if (!read.empty()) std::memcpy(read.data(), values.data(), read.size() * sizeof(ActionRow));
+    return read;
 }
 
 // Real numbers whose sum of sizes is finite, so that no sum of some of them overflows.
@@ -73,8 +76,8 @@ py::dict simulate(const py::array &rows, const py::array &first, const py::array
                   const py::array &reduction_first, const py::array &reduction_rank, const py::array &reduction_tied,
                   const py::array &seconds, const py::array &transfer, const py::array &memory,
                   const py::array &scratch) {
-    const std::vector<int32_t> rows_ = read_rows(rows);
-    const int64_t n = static_cast<int64_t>(rows_.size()) / COLUMNS;
+    const std::vector<ActionRow> rows_ = read_rows(rows);
+    const int64_t n = static_cast<int64_t>(rows_.size());
     const std::vector<int64_t> first_ = read_starts(first, "first", n);
     const int64_t ranks = static_cast<int64_t>(first_.size()) - 1;
     if (ranks < 1) throw py::value_error("first must have an entry per rank and one more");
@@ -119,18 +122,18 @@ py::dict simulate(const py::array &rows, const py::array &first, const py::array
     for (int64_t rank = 0; rank < ranks; ++rank) {
         for (int64_t i = first_[rank]; i < first_[rank + 1]; ++i) {
             check_signals(i);
-            const int32_t *const row = lists.row(i);
-            if (row[OP] < 0 || row[OP] >= static_cast<int32_t>(Op::count))
-                refuse(i, rank, "has op " + std::to_string(row[OP]) + ", which is none");
+            const ActionRow &row = lists.row(i);
+            if (row.op < ActionOp::FORWARD || row.op >= ActionOp::COUNT)
+                refuse(i, rank, "has op " + std::to_string(static_cast<int32_t>(row.op)) + ", which is none");
             const std::string wrong = own_lanes.find(i, rank, lane[i]);
             if (!wrong.empty()) refuse(i, rank, wrong);
-            if (lists.op(i) != Op::reduce_grad) continue;
-            if (row[OTHER] < 0 || row[OTHER] >= reductions)
-                refuse(i, rank, "names reduction " + std::to_string(row[OTHER]) + ", which is none");
-            const auto begin = reduction_rank_.begin() + reduction_first_[row[OTHER]];
-            const auto end = reduction_rank_.begin() + reduction_first_[row[OTHER] + 1];
+            if (lists.op(i) != ActionOp::REDUCE_GRAD) continue;
+            if (row.other < 0 || row.other >= reductions)
+                refuse(i, rank, "names reduction " + std::to_string(row.other) + ", which is none");
+            const auto begin = reduction_rank_.begin() + reduction_first_[row.other];
+            const auto end = reduction_rank_.begin() + reduction_first_[row.other + 1];
             const auto own = std::lower_bound(begin, end, static_cast<int32_t>(rank));
-            const std::string name = "reduction " + std::to_string(row[OTHER]);
+            const std::string name = "reduction " + std::to_string(row.other);
             if (own == end || *own != rank) refuse(i, rank, "joins " + name + ", which is of other ranks");
             int64_t &place = reduction_row[own - reduction_rank_.begin()];
             if (place >= 0) refuse(i, rank, "joins " + name + " a second time");

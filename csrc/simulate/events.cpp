@@ -16,10 +16,10 @@ EventSimulator::EventSimulator(const ActionLists &lists)
     for (int64_t rank = 0; rank < lists.ranks; ++rank) {
         for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
             poll_();
-            const Op op = lists.op(i);
-            if (op != Op::send && op != Op::recv) continue;
-            const int32_t own = lists.lane[i], peer = lists.row(i)[PEER];
-            const int32_t source = op == Op::send ? own : peer, target = op == Op::send ? peer : own;
+            const ActionOp op = lists.op(i);
+            if (op != ActionOp::SEND && op != ActionOp::RECV) continue;
+            const int32_t own = lists.lane[i], peer = lists.row(i).peer;
+            const int32_t source = op == ActionOp::SEND ? own : peer, target = op == ActionOp::SEND ? peer : own;
             const auto [entry, fresh] =
                 numbers.emplace(static_cast<uint64_t>(source) << 32 | target, static_cast<int32_t>(channels_.size()));
             if (fresh) {
@@ -30,8 +30,9 @@ EventSimulator::EventSimulator(const ActionLists &lists)
             }
             const Channel &channel = channels_[entry->second];
             channel_[i] = entry->second;
-            member_[i] = (op == Op::send ? channel.first_sender : channel.first_receiver) + lists.place(own, rank);
-            if (op == Op::send) ++sent_[member_[i]];
+            member_[i] =
+                (op == ActionOp::SEND ? channel.first_sender : channel.first_receiver) + lists.place(own, rank);
+            if (op == ActionOp::SEND) ++sent_[member_[i]];
         }
     }
     int64_t messages = 0;
@@ -106,7 +107,9 @@ bool EventSimulator::meet(int64_t row, int32_t rank, const double *seconds, doub
     double longest = 0.0;
     for (const int32_t other : ranks) {
         // Ranks that meet for different actions wait for ever.
-        if (!std::equal(lists_.row(row), lists_.row(row) + OTHER, lists_.row(reached_[other]))) return false;
+        const ActionRow &own = lists_.row(row), &its = lists_.row(reached_[other]);
+        if (own.op != its.op || own.module != its.module || own.stage != its.stage || own.chunk != its.chunk)
+            return false;
         clock = std::max(clock, clocks_[other]);
         longest = std::max(longest, seconds[reached_[other]]);
     }
@@ -176,15 +179,15 @@ bool EventSimulator::run(const double *seconds, const double *transfer, double *
         int64_t i = reached_[rank];
         for (; i < end; ++i) {
             poll_();
-            const Op op = lists_.op(i);
+            const ActionOp op = lists_.op(i);
             start[i] = clock;
-            if (op == Op::recv) {
+            if (op == ActionOp::RECV) {
                 if (!receive(i, seconds, clock)) break;
-            } else if (op == Op::send) {
+            } else if (op == ActionOp::SEND) {
                 send(i, seconds, transfer, clock);
             } else if (is_compute(op) && lists_.lane_size(lists_.lane[i]) > 1) {
                 if (!meet(i, rank, seconds, start, finish, clock)) break;
-            } else if (op != Op::reduce_grad) {
+            } else if (op != ActionOp::REDUCE_GRAD) {
                 clock += seconds[i];
             }
             finish[i] = clock;

@@ -4,36 +4,18 @@
 #include <vector>
 
 #include "common/interrupt.h"
+#include "schedule/step_graph.h"
 
 namespace interlace {
 
-// The codes of schedule.Op, in the order of its members.
-enum class Op : int8_t {
-    forward,
-    backward,
-    backward_input,
-    backward_weight,
-    send,
-    recv,
-    dispatch,
-    unshard,
-    reshard,
-    reduce_grad,
-    optimizer_step,
-    count
-};
-
-inline bool is_compute(Op op) { return op <= Op::backward_weight; }
-
-// The columns of a row, as in schedule/actions.py.
-enum Column : int64_t { OP, MODULE, STAGE, CHUNK, OTHER, PEER, GRAD, COLUMNS };
+inline bool is_compute(ActionOp op) { return op <= ActionOp::BACKWARD_WEIGHT; }
 
 // The lists of all ranks, one after the other: those of rank r are rows first[r] .. first[r + 1]. Views, not owned.
 struct ActionLists {
     int64_t ranks = 0;
     int64_t size = 0;
     const int64_t *first = nullptr;
-    const int32_t *rows = nullptr;  // [size, COLUMNS]
+    const ActionRow *rows = nullptr;
     const int32_t *lane = nullptr;  // per row: as whose member the rank computes, sends or receives; others: not read
     int64_t lanes = 0;
     const int32_t *lane_first = nullptr;  // [lanes + 1], where the ranks of each lane begin in lane_rank
@@ -44,8 +26,8 @@ struct ActionLists {
     const int64_t *reduction_row = nullptr;   // beside reduction_rank: where it stands in that rank's list; -1: nowhere
     const int32_t *reduction_tied = nullptr;  // per reduction: whether it sums a tied weight
 
-    const int32_t *row(int64_t i) const { return rows + i * COLUMNS; }
-    Op op(int64_t i) const { return static_cast<Op>(row(i)[OP]); }
+    const ActionRow &row(int64_t i) const { return rows[i]; }
+    ActionOp op(int64_t i) const { return rows[i].op; }
     int32_t lane_size(int32_t lane) const { return lane_first[lane + 1] - lane_first[lane]; }
 
     // Which member of the lane a rank is; -1: none.

@@ -29,27 +29,27 @@ OwnLanes::OwnLanes(const ActionLists &lists, const StagePlaces &places) : lists_
 
 std::string OwnLanes::find(int64_t i, int64_t rank, int32_t &lane) {
     lane = -1;
-    const int32_t *row = lists_.row(i);
-    const Op op = lists_.op(i);
-    const bool message = op == Op::send || op == Op::recv;
+    const ActionRow &row = lists_.row(i);
+    const ActionOp op = lists_.op(i);
+    const bool message = op == ActionOp::SEND || op == ActionOp::RECV;
     if (!is_compute(op) && !message) return "";
     const int64_t chunks = static_cast<int64_t>(places_.chunk_pipeline.size());
-    if (row[CHUNK] < 0 || row[CHUNK] >= chunks) return "names chunk " + std::to_string(row[CHUNK]) + ", which is none";
-    int32_t pipeline = places_.chunk_pipeline[row[CHUNK]], stage = row[STAGE];
-    if (places_.pipeline_module[pipeline] != row[MODULE])
-        return "names chunk " + std::to_string(row[CHUNK]) + ", which is of another module";
+    if (row.chunk < 0 || row.chunk >= chunks) return "names chunk " + std::to_string(row.chunk) + ", which is none";
+    int32_t pipeline = places_.chunk_pipeline[row.chunk], stage = row.stage;
+    if (places_.pipeline_module[pipeline] != row.module)
+        return "names chunk " + std::to_string(row.chunk) + ", which is of another module";
     const auto stages = [&] { return pipeline_stage_[pipeline + 1] - pipeline_stage_[pipeline]; };
     if (stage < 0 || stage >= stages()) return "names stage " + std::to_string(stage) + ", which is none";
     if (message) {
-        if (row[PEER] < 0 || row[PEER] >= lists_.lanes)
-            return "names lane " + std::to_string(row[PEER]) + ", which is none";
-        if ((op == Op::send) == (row[GRAD] != 0)) {  // on the side of the consumer
-            if (row[OTHER] == row[CHUNK]) {
+        if (row.peer < 0 || row.peer >= lists_.lanes)
+            return "names lane " + std::to_string(row.peer) + ", which is none";
+        if ((op == ActionOp::SEND) == (row.grad != 0)) {  // on the side of the consumer
+            if (row.other == row.chunk) {
                 ++stage;
             } else {
-                if (row[OTHER] < 0 || row[OTHER] >= chunks)
-                    return "is read by chunk " + std::to_string(row[OTHER]) + ", which is none";
-                pipeline = places_.chunk_pipeline[row[OTHER]];
+                if (row.other < 0 || row.other >= chunks)
+                    return "is read by chunk " + std::to_string(row.other) + ", which is none";
+                pipeline = places_.chunk_pipeline[row.other];
                 stage = 0;
             }
             if (stage >= stages()) return "is read by the stage after the last one";

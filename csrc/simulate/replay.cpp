@@ -29,17 +29,17 @@ Replay::Replay(const ActionLists &lists) : clocks_(lists.ranks) {
     Poll poll;
     for (const int64_t action : simulator.order()) {
         poll();
-        const Op op = lists.op(action);
-        if (!is_compute(op) && op != Op::send && op != Op::recv)
+        const ActionOp op = lists.op(action);
+        if (!is_compute(op) && op != ActionOp::SEND && op != ActionOp::RECV)
             throw std::invalid_argument("a replay has compute and messages only");
-        const int32_t lane = lists.lane[action], peer = lists.row(action)[PEER], rank = rank_of(lane);
-        if (op == Op::send) {
+        const int32_t lane = lists.lane[action], peer = lists.row(action).peer, rank = rank_of(lane);
+        if (op == ActionOp::SEND) {
             Channel &channel =
                 channels.emplace(std::make_pair(lane, peer), Channel{static_cast<int32_t>(channels.size()), {}})
                     .first->second;
             channel.slots.push_back(slots);
             steps_.push_back({rank, -1, slots++, channel.link});
-        } else if (op == Op::recv) {
+        } else if (op == ActionOp::RECV) {
             Channel &channel = channels.at({peer, lane});
             steps_.push_back({rank, -1, channel.slots[channel.taken++], -1});
         } else {

@@ -33,7 +33,7 @@ def by_hand(graph: StageGraph, lists: list[str], microbatches: int = 1) -> Sched
 
 
 def random_graph(rng: np.random.Generator) -> StageGraph:
-    """Up to two encoders before a language model, each with degrees of its own, on ranks of its own or on shared ones."""
+    """Up to two encoders and a language model, each with degrees of its own, on ranks of its own or on shared ones."""
     names = [*("audio", "vision")[: rng.integers(0, 3)], LLM]
     modules, end, world = {}, 0, 0
     for name in names:
@@ -169,9 +169,9 @@ def assert_times_obey_the_model(schedule: Schedule, timeline, seconds, transfer:
     """Every time follows from the others as the model says; the lists have no cycle, so only one solution does."""
     graph, chunks, lists = schedule.graph, schedule.table.chunks, schedule.actions
     layout = graph.layout
-    at = {}  # (rank, action) -> place; no action stands twice in a list
+    at = {}  # (rank, action, of a reduction its number alone) -> place; no action stands twice in a list
     for rank, actions in enumerate(lists):
-        at |= {(rank, action): i for i, action in enumerate(actions)}
+        at |= {(rank, a.other if a.op is Op.REDUCE_GRAD else a): i for i, a in enumerate(actions)}
 
     def lanes_of(chunk: Chunk, index: int) -> tuple[Lane, ...]:
         return layout.pipelines(chunk.module)[chunk.replica].stages[index].lanes
@@ -206,12 +206,12 @@ def assert_times_obey_the_model(schedule: Schedule, timeline, seconds, transfer:
             elif a.op is Op.REDUCE_GRAD:
                 assert start == reached(rank, i)
                 ranks = graph.reductions[a.other].ranks
-                begins = [timeline.start[other][at[other, a]] for other in ranks]
+                begins = [timeline.start[other][at[other, a.other]] for other in ranks]
                 for other in ranks:
                     for j, b in enumerate(lists[other]):
-                        if b.op is not Op.REDUCE_GRAD or b == a:
+                        if b.op is not Op.REDUCE_GRAD or b.other == a.other:
                             continue
-                        same = graph.reductions[b.other].ranks == ranks and j < at[other, a]
+                        same = graph.reductions[b.other].ranks == ranks and j < at[other, a.other]
                         tied = [graph.reductions[r.other].tied >= 0 for r in (a, b)]
                         if same or tied == [True, False]:
                             begins.append(timeline.finish[other][j])

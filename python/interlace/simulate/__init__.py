@@ -12,7 +12,7 @@
     timeline.plot("step.png")
 """
 
-from interlace.simulate.arrays import Simulated, held_bytes, simulate_arrays
+from interlace.simulate.arrays import Simulated, memory_and_scratch, simulate_arrays
 from interlace.simulate.events import simulate
 from interlace.simulate.loads import plot_deferral, plot_loads
 from interlace.simulate.templates import plot_templates
@@ -22,7 +22,7 @@ __all__ = [
     "Record",
     "Simulated",
     "Timeline",
-    "held_bytes",
+    "memory_and_scratch",
     "plot_deferral",
     "plot_loads",
     "plot_templates",

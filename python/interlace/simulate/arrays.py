@@ -16,7 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 from interlace import _core
 from interlace.schedule.actions import CHUNK, CODES, MODULE, OP, STAGE, Action, Op, action_of
 from interlace.schedule.check import ScheduleError
+from interlace.schedule.costs import ActivationBytes, bytes_held
 from interlace.schedule.schedule import Schedule
+from interlace.schedule.step import step_arrays
 
 _FREES = (CODES[Op.BACKWARD], CODES[Op.BACKWARD_WEIGHT])
 
@@ -63,7 +65,7 @@ def simulate_arrays(
             and not negative.
         transfer: seconds that messages travel, one number or [n] (read at SENDs).
         memory: [n], bytes by which each action changes what its rank holds. scratch: [n], bytes held only while it
-            runs. `held_bytes` makes both; without them nothing is held.
+            runs. `memory_and_scratch` makes both; without them nothing is held.
 
     Raises:
         ValueError: an array of another length or type, a row that does not fit the graph or the table, or the named
@@ -72,11 +74,10 @@ def simulate_arrays(
     """
     n = len(schedule.rows)
     arrays = schedule.graph.arrays
-    number = schedule.graph.pipeline_number
     found = _core.simulate(
         schedule.rows,
         schedule.first,
-        np.array([number[chunk.module, chunk.replica] for chunk in schedule.table.chunks], np.int32),
+        step_arrays(schedule.graph, schedule.table).chunk_pipeline,
         arrays.node_pipeline,
         arrays.node_stage,
         arrays.node_lane,
@@ -96,8 +97,8 @@ def simulate_arrays(
     return Simulated(*(found[name] for name in ("start", "finish", "rank_busy", "peak_memory")))
 
 
-def held_bytes(
-    schedule: Schedule, activation_bytes: Mapping[tuple[Any, ...], float]
+def memory_and_scratch(
+    schedule: Schedule, activation_bytes: ActivationBytes
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(memory, scratch), float64 [n] each in bytes, for `simulate_arrays`; the rules are those of `check`.
 
@@ -111,7 +112,7 @@ def held_bytes(
     kinds, kind = np.unique(rows[own][:, [MODULE, STAGE, CHUNK]], axis=0, return_inverse=True)
     kind = kind.reshape(-1)
     names = [(modules[module], stage, chunk) for module, stage, chunk in kinds.tolist()]
-    bytes_of = np.array([activation_bytes.get(name, activation_bytes.get(name[:2], 0.0)) for name in names], float)
+    bytes_of = np.array([bytes_held(activation_bytes, *name) for name in names], float)
     size = np.zeros(len(rows))
     size[own] = bytes_of[kind]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from interlace.schedule.actions import COMPUTE, Action
+from interlace.schedule.costs import ActivationBytes
 from interlace.schedule.memory import peak
 from interlace.schedule.table import StepTable
 
@@ -135,7 +136,7 @@ class Timeline:
         """Per rank, the most forwards whose backward is still to come, summed over its stages."""
         return tuple(peak(actions).in_flight for actions in self.actions)
 
-    def peak_memory(self, activation_bytes: Mapping[tuple[Any, ...], float]) -> tuple[float, ...]:
+    def peak_memory(self, activation_bytes: ActivationBytes) -> tuple[float, ...]:
         """Per rank, the most bytes held; activation_bytes is per (module, stage, chunk), or (module, stage) for all."""
         return tuple(peak(actions, activation_bytes).bytes for actions in self.actions)
 
