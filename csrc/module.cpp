@@ -1,5 +1,5 @@
-// interlace._core: what python/interlace/{attention,balance,comm,plan,schedule,simulate}/ call. Arrays in, arrays out; every
-// function checks its arguments and releases the GIL while it computes or waits; Ctrl-C ends those of balance/,
+// interlace._core: what python/interlace/{attention,balance,comm,plan,schedule,simulate}/ call. Arrays in, arrays out;
+// every function checks its arguments and releases the GIL while it computes or waits; Ctrl-C ends those of balance/,
 // plan/, schedule/ and simulate/.
 #include <pybind11/pybind11.h>
 

@@ -3,6 +3,7 @@
 
 #include "common/arrays.h"
 #include "common/interruptible.h"
+#include "schedule/check.h"
 #include "schedule/lists.h"
 #include "schedule/order.h"
 #include "schedule/step_graph.h"
@@ -68,7 +69,8 @@ StageArrays read_graph(const py::sequence &fields) {
     const auto largest = [](const std::vector<int32_t> &values) {
         return values.empty() ? -1 : *std::max_element(values.begin(), values.end());
     };
-    if (largest(graph.node_lane) >= graph.lane_ranks.size()) throw py::value_error("node_lane names a lane that is none");
+    if (largest(graph.node_lane) >= graph.lane_ranks.size())
+        throw py::value_error("node_lane names a lane that is none");
     graph.ranks = largest(graph.lane_ranks.items) + 1;
     graph.modules = largest(graph.pipeline_module) + 1;
     if (graph.ranks > static_cast<int64_t>(graph.lane_ranks.items.size()))
@@ -150,9 +152,106 @@ py::tuple schedule_lists(const py::sequence &fields, const py::array &chunk_pipe
         lists = make_lists(graph, order, reduce_grad);
     }
     py::array_t<int32_t> rows({static_cast<py::ssize_t>(lists.rows.size()), static_cast<py::ssize_t>(ACTION_COLUMNS)});
-    if (!lists.rows.empty())
-        std::memcpy(rows.mutable_data(), lists.rows.data(), lists.rows.size() * sizeof(ActionRow));
+    if (!lists.rows.empty()) std::memcpy(rows.mutable_data(), lists.rows.data(), lists.rows.size() * sizeof(ActionRow));
     return py::make_tuple(rows, to_numpy(lists.first));
+}
+
+const char *name_of(FaultKind kind) {
+    switch (kind) {
+        case FaultKind::TIMES: return "times";
+        case FaultKind::BESIDES: return "besides";
+        case FaultKind::LACKS: return "lacks";
+        case FaultKind::HALF: return "half";
+        case FaultKind::EXTRA: return "extra";
+        case FaultKind::LANE_ORDER: return "lane_order";
+        case FaultKind::AFTER_REDUCTION: return "after_reduction";
+        case FaultKind::AFTER_TIED: return "after_tied";
+        case FaultKind::REDUCTION_ORDER: return "reduction_order";
+        case FaultKind::MESSAGE_ORDER: return "message_order";
+        case FaultKind::SEND_FORWARD: return "send_forward";
+        case FaultKind::SEND_BACKWARD: return "send_backward";
+        case FaultKind::NO_FORWARD: return "no_forward";
+        case FaultKind::NO_INPUT_HALF: return "no_input_half";
+        case FaultKind::NO_OUTPUT: return "no_output";
+        case FaultKind::NO_GRADIENT: return "no_gradient";
+        case FaultKind::DEADLOCK: return "deadlock";
+        case FaultKind::MEMORY: return "memory";
+    }
+    return "";
+}
+
+py::tuple to_tuple(const ActionRow &row) {
+    return py::make_tuple(static_cast<int32_t>(row.op), row.module, row.stage, row.chunk, row.other, row.peer,
+                          row.grad);
+}
+
+py::dict to_dict(const Fault &fault) {
+    py::list stuck;
+    for (const Stuck &entry : fault.stuck) stuck.append(py::make_tuple(entry.rank, entry.waits_for));
+    py::dict made;
+    made["kind"] = name_of(fault.kind);
+    made["rank"] = fault.rank;
+    made["row"] = to_tuple(fault.row);
+    made["other"] = to_tuple(fault.other);
+    made["other_rank"] = fault.other_rank;
+    made["count"] = fault.count;
+    made["bytes"] = fault.bytes;
+    made["stuck"] = stuck;
+    made["at"] = fault.at;
+    return made;
+}
+
+std::vector<ActionRow> read_action_rows(const py::array &array, int64_t modules) {
+    if (array.ndim() != 2 || array.shape(1) != ACTION_COLUMNS)
+        throw py::value_error("rows must have shape (n, 7), got " + shape_of(array));
+    check_items(array, "rows");
+    if (array.dtype().kind() != 'i' || array.itemsize() != sizeof(int32_t))
+        throw py::value_error("rows must be an array of int32, got dtype " + dtype_name(array));
+    const Contiguous<int32_t> values(array);
+    std::vector<ActionRow> rows(static_cast<size_t>(array.shape(0)));
+    for (size_t i = 0; i < rows.size(); ++i) {
+        check_signals(static_cast<int64_t>(i));
+        const int32_t *const columns = values.data() + i * ACTION_COLUMNS;
+        if (columns[0] < 0 || columns[0] >= static_cast<int32_t>(ActionOp::COUNT))
+            throw py::value_error("rows[" + std::to_string(i) + "] has the op " + std::to_string(columns[0]) +
+                                  ", which is none");
+        if (columns[1] < 0 || columns[1] >= modules)
+            throw py::value_error("rows[" + std::to_string(i) + "] names module " + std::to_string(columns[1]) +
+                                  " of " + std::to_string(modules));
+        std::memcpy(&rows[i], columns, sizeof(ActionRow));
+    }
+    return rows;
+}
+
+py::dict schedule_check(const py::sequence &fields, const py::array &chunk_pipeline, const py::array &links,
+                        bool backward, bool reduce_grad, const py::array &rows, const py::array &first,
+                        const py::array &activation_bytes, const py::array &memory_limit) {
+    StepArguments arguments(fields, chunk_pipeline, links);
+    const std::vector<ActionRow> actions = read_action_rows(rows, arguments.graph.modules);
+    const std::vector<int64_t> starts = read_integers(first, "first", 0, static_cast<int64_t>(actions.size()));
+    if (starts.size() != static_cast<size_t>(arguments.graph.ranks) + 1 || starts.front() != 0 ||
+        starts.back() != static_cast<int64_t>(actions.size()) || !std::is_sorted(starts.begin(), starts.end()))
+        throw py::value_error("first must rise from 0 to the number of rows, with one entry per rank and one more");
+    std::vector<double> bytes, limits;
+    if (activation_bytes.size() > 0) bytes = read_costs(activation_bytes, "activation_bytes");
+    if (memory_limit.size() > 0) {
+        limits = read_real(memory_limit, "memory_limit");
+        if (limits.size() != static_cast<size_t>(arguments.graph.ranks))
+            throw py::value_error("memory_limit must have one entry per rank");
+    }
+    CheckResult found;
+    {
+        const Interruptible call;
+        const StepGraph graph = arguments.build(backward);
+        if (!bytes.empty() && bytes.size() != static_cast<size_t>(graph.jobs()))
+            throw std::invalid_argument("activation_bytes must have one entry per job");
+        found = check_lists(graph, actions, starts, reduce_grad, bytes, limits);
+    }
+    py::dict result;
+    result["fault"] = found.fault ? py::object(to_dict(*found.fault)) : py::object(py::none());
+    result["peak_in_flight"] = found.peak_in_flight;
+    result["peak_memory"] = found.peak_bytes;
+    return result;
 }
 
 }  // namespace
@@ -162,6 +261,9 @@ void bind_schedule(py::module_ &module) {
                py::arg("backward"));
     module.def("schedule_lists", &schedule_lists, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
                py::arg("gpipe"), py::arg("backward"), py::arg("reduce_grad"), py::arg("seconds"));
+    module.def("schedule_check", &schedule_check, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
+               py::arg("backward"), py::arg("reduce_grad"), py::arg("rows"), py::arg("first"),
+               py::arg("activation_bytes"), py::arg("memory_limit"));
 }
 
 }  // namespace interlace

@@ -71,7 +71,8 @@ std::vector<Step> order_of(const StepGraph &graph, const Places &places) {
         const int64_t d = places.distance[node];
         timed.push_back({2 * int64_t{places.first[c]} - d, place, c, forward_step(job)});
         // Backwards first, which keeps fewer forwards in flight; consumers first among them.
-        if (graph.backward[job]) timed.push_back({2 * int64_t{places.last[c]} + d + 1, -1 - place, c, backward_step(job)});
+        if (graph.backward[job])
+            timed.push_back({2 * int64_t{places.last[c]} + d + 1, -1 - place, c, backward_step(job)});
     }
     interruptible_sort(timed.begin(), timed.end(), [](const Timed &a, const Timed &b) {
         if (a.time != b.time) return a.time < b.time;

@@ -10,9 +10,9 @@
 //   larger by one or more;
 // - FORWARD to its own BACKWARD: 2 * k_first - d < 2 * k_last + d + 1;
 // - BACKWARD to the BACKWARD of what it read: k_last of that is no earlier, its d as above.
-// Steps of one time on one lane run in topological order, producers' FORWARD first, consumers' BACKWARD first (a FORWARD
-// and a BACKWARD of one time never need each other). So the sequence by time respects every dependency whatever the
-// chunks, and lists that are parts of one such sequence cannot deadlock: of the steps left, the earliest can run.
+// Steps of one time on one lane run in topological order, producers' FORWARD first, consumers' BACKWARD first (a
+// FORWARD and a BACKWARD of one time never need each other). So the sequence by time respects every dependency whatever
+// the chunks, and lists that are parts of one such sequence cannot deadlock: of the steps left, the earliest can run.
 //
 // Where all modules have equally many chunks, side by side, this is 1F1B as in the textbook: d + 1 forwards, then one
 // backward and one forward in turn.

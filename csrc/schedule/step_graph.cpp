@@ -91,7 +91,9 @@ void StepGraph::order_modules() {
         if (free < 0) fail("the modules feed each other in a cycle");
         module_order_[free] = place;
     }
-    const auto place_of = [&](int32_t node) { return module_order_[stages.pipeline_module[stages.node_pipeline[node]]]; };
+    const auto place_of = [&](int32_t node) {
+        return module_order_[stages.pipeline_module[stages.node_pipeline[node]]];
+    };
     std::vector<int32_t> order(nodes());
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return place_of(a) < place_of(b); });

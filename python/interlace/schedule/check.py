@@ -1,25 +1,22 @@
 """Proves that a schedule can run: complete, in order, free of deadlock, within memory.
 
-The checker knows nothing of how a schedule was made. It derives from the graph and the presence what has to
-happen, compares, and then replays the lists the way the executor runs them: sends never block, a receive
-takes the oldest message that its peer sent to this rank, a REDUCE_GRAD waits for all ranks that sum with this one.
-
-With several replicas a REDUCE_GRAD waits for ranks of the others too, whose lists may hold other microbatches. It is
-enough that all reduce in one order and that nobody sends anything after a REDUCE_GRAD: then every rank reaches its
-first one whatever the others do, and of the reductions that are not finished the first has all its ranks waiting.
+The proof is csrc/schedule/check.cpp, which knows nothing of how a schedule was made; here are its words.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from interlace.schedule.actions import COMPUTE, Action, Op
-from interlace.schedule.graph import Node
-from interlace.schedule.memory import held_after, peak
-from interlace.schedule.schedule import Reduction, Schedule, reductions
-from interlace.schedule.work import Work, works
+import numpy as np
+from numpy.typing import NDArray
+
+from interlace import _core
+from interlace.schedule.actions import COMPUTE, Action, Op, action_of
+from interlace.schedule.costs import ActivationBytes, bytes_held
+from interlace.schedule.schedule import Schedule
+from interlace.schedule.step import StepArrays, step_arrays
 
 
 class ScheduleError(ValueError):
@@ -49,279 +46,143 @@ class CheckReport:
 def check(
     schedule: Schedule,
     *,
-    activation_bytes: Mapping[tuple[str, int], float] | None = None,
+    activation_bytes: ActivationBytes | None = None,
     memory_limit: float | Sequence[float] | None = None,
 ) -> CheckReport:
     """Raises ScheduleError, naming rank and action, unless the schedule is sound.
 
-    activation_bytes: (module, stage) -> bytes that one microbatch holds from its forward to its backward.
+    activation_bytes: (module, stage, chunk) or (module, stage) -> bytes that a chunk holds on a stage from its forward
+        to its backward.
     memory_limit: bytes that a rank may hold so, for all ranks or per rank; needs activation_bytes.
     """
-    graph = schedule.graph
-    if len(schedule.actions) != graph.num_ranks:
-        raise ScheduleError(f"the schedule has lists for {len(schedule.actions)} ranks, its graph {graph.num_ranks}")
+    graph, ranks = schedule.graph, schedule.graph.layout.world
+    if len(schedule.first) - 1 != ranks:
+        raise ScheduleError(f"the schedule has lists for {len(schedule.first) - 1} ranks, its graph {ranks}")
     if memory_limit is not None and activation_bytes is None:
         raise ValueError("memory_limit needs activation_bytes: bytes per (module, stage)")
-    if activation_bytes is not None:
-        unknown = [key for key in activation_bytes if key not in graph.position]
-        if unknown:
-            raise ValueError(f"activation_bytes names {unknown[0]}, which is no (module, stage) of the graph")
-    step = works(graph, schedule.presence)
-    sums = reductions(graph, schedule.active) if schedule.reduce_grad else []
-    _check_complete(schedule, step, sums)
-    _check_reductions(schedule, sums)
-    _Replay(schedule, step, sums).run()
-
-    peaks = [peak(actions, activation_bytes) for actions in schedule.actions]
+    step = step_arrays(graph, schedule.table)
+    sizes = np.zeros(0) if activation_bytes is None else _sizes(schedule, step, activation_bytes)
+    limits = np.zeros(0)
     if memory_limit is not None:
-        limits = [memory_limit] * graph.num_ranks if isinstance(memory_limit, (int, float)) else list(memory_limit)
-        if len(limits) != graph.num_ranks:
-            raise ValueError(f"memory_limit has {len(limits)} entries for {graph.num_ranks} ranks")
-        for rank, limit in enumerate(limits):
-            for place, count, size in held_after(schedule.actions[rank], activation_bytes):
-                if size > limit:
-                    action = schedule.actions[rank][place]
-                    raise ScheduleError(
-                        f"rank {rank} holds {size:.0f} bytes ({count} forwards in flight) at {action}, over its limit "
-                        f"of {limit:.0f}; it would need {peaks[rank].bytes:.0f}: use more stages, smaller microbatches "
-                        "or activation checkpointing",
-                        rank,
-                        action,
-                    )
-    return CheckReport(
-        tuple(p.in_flight for p in peaks),
-        tuple(p.bytes for p in peaks),
-        sum(map(len, schedule.actions)),
-        sum(action.op is Op.SEND for actions in schedule.actions for action in actions),
+        scalar = isinstance(memory_limit, (int, float))
+        limits = np.array([memory_limit] * ranks if scalar else memory_limit, dtype=np.float64)
+        if len(limits) != ranks:
+            raise ValueError(f"memory_limit has {len(limits)} entries for {ranks} ranks")
+    found = _core.schedule_check(
+        *step, schedule.backward, schedule.reduce_grad, schedule.rows, schedule.first, sizes, limits
     )
+    if found["fault"] is not None:
+        raise _error(schedule, found["fault"], limits, found["peak_memory"])
+    messages = int(np.count_nonzero(schedule.rows[:, 0] == _SEND))
+    return CheckReport(tuple(found["peak_in_flight"]), tuple(found["peak_memory"]), len(schedule.rows), messages)
 
 
-def _check_complete(schedule: Schedule, step: Sequence[Work], sums: Sequence[Reduction]) -> None:
-    """Every forward, backward, message and reduction exactly once, and nothing else of these."""
-    graph = schedule.graph
-    expected: list[Counter[Action]] = [Counter() for _ in range(graph.num_ranks)]
-    names = [(stage.module, stage.index) for stage in graph.stages]
-    for k, work in enumerate(step):
-        for node in work.forward:
-            expected[node[1]][Action(Op.FORWARD, *names[node[0]], k)] += 1
-        for node in work.backward:
-            expected[node[1]][Action(Op.BACKWARD, *names[node[0]], k)] += 1
-        for (s, source), target, grad in _messages(work):
-            expected[source][Action(Op.SEND, *names[s], k, 0, target, grad)] += 1
-            expected[target][Action(Op.RECV, *names[s], k, 0, source, grad)] += 1
-    for reduction in sums:
-        for rank in reduction.ranks:
-            expected[rank][reduction.action] += 1
-
-    for rank, actions in enumerate(schedule.actions):
-        found = Counter(_joined(rank, actions))
-        for action, times in found.items():
-            if action.op not in _VERIFIED or times == expected[rank][action]:
-                continue
-            if times > 1 and expected[rank][action]:
-                raise ScheduleError(f"rank {rank} has {action} {times} times", rank, action)
-            if expected[rank][action]:
-                continue
-            reason = _why_not(schedule, step, rank, action)
-            raise ScheduleError(f"rank {rank} must not have {action}: {reason}", rank, action)
-        for action in expected[rank]:
-            if not found[action]:
-                raise ScheduleError(f"rank {rank} lacks {action}", rank, action)
+_SEND = list(Op).index(Op.SEND)
 
 
-_VERIFIED = COMPUTE | {Op.SEND, Op.RECV, Op.REDUCE_GRAD}
+def _sizes(schedule: Schedule, step: StepArrays, activation_bytes: ActivationBytes) -> NDArray[np.float64]:
+    """float64 [jobs]: what each holds."""
+    graph, chunks = schedule.graph, schedule.table.chunks
+    stages = {module: len(graph.layout.pipelines(module)[0].stages) for module in graph.modules}
+    for key in activation_bytes:
+        module, stage, *chunk = key
+        if not 0 <= stage < stages.get(module, 0) or not all(0 <= c < len(chunks) for c in chunk):
+            raise ValueError(f"activation_bytes names {key}, which is no (module, stage) or (module, stage, chunk)")
+    nodes, places, _ = _core.schedule_jobs(*step, schedule.backward)
+    jobs = zip(step.graph.node_stage[nodes].tolist(), places.tolist(), strict=True)
+    return np.array([bytes_held(activation_bytes, chunks[c].module, stage, c) for stage, c in jobs], dtype=np.float64)
 
 
-def _joined(rank: int, actions: Sequence[Action]) -> list[Action]:
-    """The list with each pair BACKWARD_INPUT, BACKWARD_WEIGHT counted as the one BACKWARD that it is."""
-    halves = Counter(a for a in actions if a.op is Op.BACKWARD_INPUT or a.op is Op.BACKWARD_WEIGHT)
-    for action, times in halves.items():
-        other = Op.BACKWARD_WEIGHT if action.op is Op.BACKWARD_INPUT else Op.BACKWARD_INPUT
-        partner = Action(other, action.module, action.stage, action.microbatch, action.part)
-        if times > 1:
-            raise ScheduleError(f"rank {rank} has {action} {times} times", rank, action)
-        if not halves[partner]:
-            raise ScheduleError(f"rank {rank} lacks {partner}, the other half of {action}", rank, partner)
-    return [
-        Action(Op.BACKWARD, a.module, a.stage, a.microbatch, a.part) if a.op is Op.BACKWARD_INPUT else a
-        for a in actions
-        if a.op is not Op.BACKWARD_WEIGHT
-    ]
+def _error(
+    schedule: Schedule, fault: dict[str, Any], limits: NDArray[np.float64], peaks: Sequence[float]
+) -> ScheduleError:
+    modules, rank = schedule.graph.modules, fault["rank"]
+    action, other = action_of(fault["row"], modules), action_of(fault["other"], modules)
+    source = f"{other.module}/{other.stage}, chunk {other.chunk}"
+    runs = f"rank {rank} runs {action}"
+    match fault["kind"]:
+        case "times":
+            text = f"rank {rank} has {action} {fault['count']} times"
+        case "besides":
+            text = f"rank {rank} has {action} besides {other}, of which it is a part"
+        case "lacks":
+            text = f"rank {rank} lacks {action}"
+        case "half":
+            text = f"rank {rank} lacks {action}, the other half of {other}"
+        case "extra":
+            text = f"rank {rank} must not have {action}: {_why_not(schedule, rank, action)}"
+        case "lane_order":
+            text = (
+                f"{runs} where rank {fault['other_rank']} of its lane runs {other}: the ranks of a lane run its "
+                "forwards and backwards in one order"
+            )
+        case "after_reduction":
+            text = f"{runs} after the REDUCE_GRAD of its stage, {other}"
+        case "after_tied":
+            text = f"{runs} after {other}: tied weights are summed after all others"
+        case "reduction_order":
+            text = f"{runs} before {other}, other ranks do not; all ranks must reduce in one common order"
+        case "message_order":
+            text = (
+                f"rank {rank} expects {action} but the next message from lane {action.peer} is {other}: receives must "
+                "stand in the order of the sends between two lanes"
+            )
+        case "send_forward":
+            text = f"{runs} before the forward that makes it"
+        case "send_backward":
+            text = f"{runs} before the backward of {source}"
+        case "no_forward":
+            text = f"{runs} before its forward"
+        case "no_input_half":
+            text = f"{runs} before its BACKWARD_INPUT"
+        case "no_output":
+            text = f"{runs} before it has the output of {source}"
+        case "no_gradient":
+            text = f"{runs} before it has the gradient from {source}"
+        case "deadlock":
+            lines = "\n".join(f"  {_explain(schedule, fault['at'], *stuck)}" for stuck in fault["stuck"])
+            text = f"deadlock: these ranks wait for ever\n{lines}"
+        case _:
+            text = (
+                f"rank {rank} holds {fault['bytes']:.0f} bytes ({fault['count']} forwards in flight) at {action}, over "
+                f"its limit of {limits[rank]:.0f}; it would need {peaks[rank]:.0f}: use more stages, smaller "
+                "microbatches or activation checkpointing"
+            )
+    return ScheduleError(text, rank, action)
 
 
-def _messages(work: Work) -> set[tuple[Node, int, bool]]:
-    """(copy that sends, rank that receives, is it a gradient); the stage named is the producer in both cases."""
-    found: set[tuple[Node, int, bool]] = set()
-    for consumer, producers in work.inputs.items():
-        for producer in producers:
-            if producer[1] == consumer[1]:
-                continue
-            found.add((producer, consumer[1], False))
-            if consumer in work.gradients.get(producer, ()):
-                found.add(((producer[0], consumer[1]), producer[1], True))
-    return found
-
-
-def _why_not(schedule: Schedule, step: Sequence[Work], rank: int, action: Action) -> str:
-    graph = schedule.graph
-    position = graph.position.get((action.module, action.stage))
-    if position is None:
-        return f"its graph has no stage {action.module}/{action.stage}"
-    if not 0 <= action.microbatch < len(step):
-        return f"the step has microbatches 0 to {len(step) - 1}"
+def _why_not(schedule: Schedule, rank: int, action: Action) -> str:
+    """Why nothing needs the action, which is one that the checker did not expect."""
+    graph, chunks = schedule.graph, schedule.table.chunks
     if action.op is Op.REDUCE_GRAD:
-        return "that stage has no gradients to reduce here"
-    if action.module not in schedule.presence[action.microbatch]:
-        return f"{action.module} is absent from microbatch {action.microbatch}"
-    stage = graph.stages[position]
-    if action.op in COMPUTE:
-        if rank not in stage.ranks:
-            return f"{stage} is on {'rank' if len(stage.ranks) == 1 else 'ranks'} {', '.join(map(str, stage.ranks))}"
-        return f"{stage} has no backward there in this microbatch"
-    return "no stage needs that message"
+        return "that rank takes part in no such reduction in this step"
+    if action.op not in COMPUTE | {Op.SEND, Op.RECV}:
+        return f"this version runs no {action.op.name}"
+    if not 0 <= action.stage < len(graph.layout.pipelines(action.module)[0].stages):
+        return f"its graph has no stage {action.module}/{action.stage}"
+    if not 0 <= action.chunk < len(chunks):
+        return f"the step has chunks 0 to {len(chunks) - 1}"
+    chunk = chunks[action.chunk]
+    if chunk.module != action.module:
+        return f"chunk {action.chunk} is of {chunk.module}"
+    if action.op not in COMPUTE:
+        return "no stage needs that message"
+    stage = graph.pipelines[graph.pipeline_number[chunk.module, chunk.replica]].stages[action.stage]
+    if not any(rank in lane.ranks for lane in stage.lanes):
+        ranks = ", ".join(str(other) for lane in stage.lanes for other in lane.ranks)
+        return f"{stage} of replica {chunk.replica} is on {'ranks' if ', ' in ranks else 'rank'} {ranks}"
+    if action.op is Op.FORWARD:
+        return "a forward names no other chunk, peer or gradient"
+    return f"{stage} has no backward there for this chunk"
 
 
-def _check_reductions(schedule: Schedule, sums: Sequence[Reduction]) -> None:
-    """REDUCE_GRAD comes after the rank's last backward of its stages, and in one common order."""
-    stages = schedule.graph.stages
-    place = {reduction.action: i for i, reduction in enumerate(sums)}
-    for rank, actions in enumerate(schedule.actions):
-        before: Action | None = None
-        finished: set[tuple[str, int]] = set()
-        for action in actions:
-            key = (action.module, action.stage)
-            if action.op is Op.REDUCE_GRAD:
-                if before is not None and place[before] > place[action]:
-                    raise ScheduleError(
-                        f"rank {rank} runs {action} after {before}; all ranks must reduce in one common order",
-                        rank,
-                        action,
-                    )
-                before = action
-                finished |= {(stages[s].module, stages[s].index) for s in sums[place[action]].stages}
-            elif action.op in COMPUTE and action.op is not Op.FORWARD and key in finished:
-                raise ScheduleError(f"rank {rank} runs {action} after the REDUCE_GRAD of its stage", rank, action)
-            elif action.op is Op.SEND and before is not None and schedule.graph.replicas > 1:
-                raise ScheduleError(
-                    f"rank {rank} runs {action} after {before}, which waits for other replicas: send first",
-                    rank,
-                    action,
-                )
-
-
-class _Replay:
-    """Runs the lists, one rank at a time, as far as each gets."""
-
-    def __init__(self, schedule: Schedule, step: Sequence[Work], sums: Sequence[Reduction]) -> None:
-        self.graph, self.lists, self.step = schedule.graph, schedule.actions, step
-        self.reduce_ranks = {reduction.action: reduction.ranks for reduction in sums}
-        ranks = range(self.graph.num_ranks)
-        self.at = [0 for _ in ranks]
-        self.done: list[set[tuple[Op, int, int]]] = [set() for _ in ranks]  # (op, stage, microbatch) on this rank
-        self.got: list[set[tuple[int, int, bool, int]]] = [set() for _ in ranks]  # (stage, microbatch, grad, source)
-        self.wires: dict[tuple[int, int], deque[Action]] = {}
-        self.arrived: Counter[Action] = Counter()  # ranks waiting in a REDUCE_GRAD
-        self.waiting: list[Action | None] = [None for _ in ranks]
-
-    def run(self) -> None:
-        progress = True
-        while progress:
-            progress = False
-            for rank, actions in enumerate(self.lists):
-                while self.at[rank] < len(actions) and self.advance(rank, actions[self.at[rank]]):
-                    self.at[rank] += 1
-                    progress = True
-        stuck = [rank for rank, actions in enumerate(self.lists) if self.at[rank] < len(actions)]
-        if stuck:
-            lines = "\n".join(f"  rank {rank}: {self.explain(rank)}" for rank in stuck)
-            first = self.lists[stuck[0]][self.at[stuck[0]]]
-            raise ScheduleError(f"deadlock: these ranks wait for ever\n{lines}", stuck[0], first)
-
-    def advance(self, rank: int, action: Action) -> bool:
-        """Runs the action if it need not wait. Raises ScheduleError if it never could."""
-        op = action.op
-        if op is Op.RECV:
-            wire = self.wires.get((action.peer, rank))
-            if not wire:
-                return False
-            sent = wire[0]
-            if (sent.module, sent.stage, sent.microbatch, sent.part, sent.grad) != (
-                action.module, action.stage, action.microbatch, action.part, action.grad,
-            ):  # fmt: skip
-                raise ScheduleError(
-                    f"rank {rank} expects {action} but the next message from rank {action.peer} is {sent}: receives "
-                    "must stand in the order of the sends between two ranks",
-                    rank,
-                    action,
-                )
-            wire.popleft()
-            self.got[rank].add((self.graph.position[sent.module, sent.stage], sent.microbatch, sent.grad, action.peer))
-        elif op is Op.SEND:
-            self.need_sent(rank, action)
-            self.wires.setdefault((rank, action.peer), deque()).append(action)
-        elif op is Op.REDUCE_GRAD:
-            return self.reduce(rank, action)
-        elif op in COMPUTE:
-            self.need_compute(rank, action)
-            self.done[rank].add((op, self.graph.position[action.module, action.stage], action.microbatch))
-        return True
-
-    def reduce(self, rank: int, action: Action) -> bool:
-        if self.waiting[rank] != action:
-            self.waiting[rank] = action
-            self.arrived[action] += 1
-        return self.arrived[action] == len(self.reduce_ranks[action])
-
-    def need_sent(self, rank: int, action: Action) -> None:
-        s, k = self.graph.position[action.module, action.stage], action.microbatch
-        if not action.grad:
-            if (Op.FORWARD, s, k) not in self.done[rank]:
-                raise ScheduleError(f"rank {rank} runs {action} before the forward that makes it", rank, action)
-            return
-        for consumer in self.step[k].gradients[s, action.peer]:
-            if consumer[1] == rank and not self.gradient_done(rank, consumer[0], k):
-                name = self.graph.stages[consumer[0]]
-                raise ScheduleError(f"rank {rank} runs {action} before the backward of {name}", rank, action)
-
-    def need_compute(self, rank: int, action: Action) -> None:
-        s, k = self.graph.position[action.module, action.stage], action.microbatch
-        work = self.step[k]
-        if action.op is Op.FORWARD:
-            for producer in work.inputs[s, rank]:
-                if producer[1] == rank:
-                    ready = (Op.FORWARD, producer[0], k) in self.done[rank]
-                else:
-                    ready = (producer[0], k, False, producer[1]) in self.got[rank]
-                if not ready:
-                    name = self.graph.stages[producer[0]]
-                    raise ScheduleError(f"rank {rank} runs {action} before it has the output of {name}", rank, action)
-            return
-        if (Op.FORWARD, s, k) not in self.done[rank]:
-            raise ScheduleError(f"rank {rank} runs {action} before its forward", rank, action)
-        if action.op is Op.BACKWARD_WEIGHT:
-            if (Op.BACKWARD_INPUT, s, k) not in self.done[rank]:
-                raise ScheduleError(f"rank {rank} runs {action} before its BACKWARD_INPUT", rank, action)
-            return
-        for consumer in work.gradients[s, rank]:
-            if consumer[1] == rank:
-                ready = self.gradient_done(rank, consumer[0], k)
-            else:
-                ready = (s, k, True, consumer[1]) in self.got[rank]
-            if not ready:
-                name = self.graph.stages[consumer[0]]
-                raise ScheduleError(f"rank {rank} runs {action} before it has the gradient from {name}", rank, action)
-
-    def gradient_done(self, rank: int, s: int, k: int) -> bool:
-        return (Op.BACKWARD, s, k) in self.done[rank] or (Op.BACKWARD_INPUT, s, k) in self.done[rank]
-
-    def explain(self, rank: int) -> str:
-        action = self.lists[rank][self.at[rank]]
-        if action.op is Op.REDUCE_GRAD:
-            missing = [str(other) for other in self.reduce_ranks[action] if self.waiting[other] != action]
-            return f"{action} (action {self.at[rank]}) waits for rank {', '.join(missing)} to reduce with it"
-        peer = action.peer
-        if self.at[peer] == len(self.lists[peer]):
-            state = "which has finished its list"
-        else:
-            state = f"which is at {self.lists[peer][self.at[peer]]}"
-        return f"{action} (action {self.at[rank]}) waits for rank {peer}, {state}"
+def _explain(schedule: Schedule, at: Sequence[int], rank: int, waits_for: int) -> str:
+    action = schedule.actions[rank][at[rank]]
+    whom = f"rank {waits_for}"
+    if action.op is Op.RECV and len(schedule.graph.layout.lanes()[action.peer].ranks) > 1:
+        whom += f" of lane {action.peer}"
+    if at[waits_for] == len(schedule.actions[waits_for]):
+        state = "which has finished its list"
+    else:
+        state = f"which is at {schedule.actions[waits_for][at[waits_for]]}"
+    return f"rank {rank}: {action} (action {at[rank]}) waits for {whom}, {state}"

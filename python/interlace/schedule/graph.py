@@ -93,7 +93,9 @@ class StageGraph:
                 if name not in self._number:
                     raise ValueError(f"link {link} names {name!r}; modules: {', '.join(self.modules)}")
             if any(stage.copies for stage in self.layout.pipelines(link[1])[0].stages):
-                raise ValueError(f"{link[1]} reads {link[0]} and has copies: only a module that reads none may have them")
+                raise ValueError(
+                    f"{link[1]} reads {link[0]} and has copies: only a module that reads none may have them"
+                )
         if len(set(self.links)) != len(self.links):
             raise ValueError("a link is given twice")
         for group in self.tied:
@@ -156,9 +158,7 @@ class StageGraph:
             module = group[0][0]
             tp = layout.spec(module).tp
             for pipeline in layout.pipelines(module):
-                held = [
-                    next(s for s in pipeline.stages if s.start <= layer < s.stop).lane.ranks for _, layer in group
-                ]
+                held = [next(s for s in pipeline.stages if s.start <= layer < s.stop).lane.ranks for _, layer in group]
                 for place in range(tp):
                     # Of context-parallel ranks, which have one sum by now, each sums with those of its own place.
                     for first in range(place, len(held[0]), tp):

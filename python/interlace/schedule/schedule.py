@@ -40,8 +40,7 @@ class Schedule:
         """All lists as objects, for people."""
         modules = self.graph.modules
         return [
-            [action_of(row, modules) for row in self.of_rank(rank).tolist()]
-            for rank in range(self.graph.layout.world)
+            [action_of(row, modules) for row in self.of_rank(rank).tolist()] for rank in range(self.graph.layout.world)
         ]
 
     def to_text(self) -> str:

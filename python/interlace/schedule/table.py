@@ -137,7 +137,9 @@ class StepTable:
         chunks: list[Chunk] = []
         at: dict[tuple[int, int, str], int] = {}
         following: dict[tuple[str, int], int] = {}
-        order = list(dict.fromkeys([name for pair in links for name in pair] + [n for p in presence for n in sorted(p)]))
+        order = list(
+            dict.fromkeys([name for pair in links for name in pair] + [n for p in presence for n in sorted(p)])
+        )
         for replica in range(replicas):
             for k, present in enumerate(presence):
                 for name in (name for name in order if name in present):
@@ -171,5 +173,3 @@ def merged(pieces: Pieces) -> Pieces:
     out = pieces[starts].copy()
     out[:, 4] = np.add.reduceat(pieces[:, 4], starts)
     return out
-
-

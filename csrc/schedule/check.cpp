@@ -1,0 +1,355 @@
+#include "schedule/check.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include "common/interrupt.h"
+#include "schedule/read_rows.h"
+
+namespace interlace {
+
+namespace {
+
+// The lists, with what each row is.
+struct Lists {
+    const StepGraph &graph;
+    const std::vector<ActionRow> &rows;
+    const std::vector<int64_t> &first;
+    std::vector<Meaning> meanings;
+
+    int32_t ranks() const { return graph.stages.ranks; }
+};
+
+// All ranks of a lane have its compute actions in one order.
+std::optional<Fault> check_lanes(const Lists &lists) {
+    Poll poll;
+    const Ragged &ranks = lists.graph.stages.lane_ranks;
+    std::vector<std::vector<int64_t>> leading(ranks.size());  // rows of the lane's first rank
+    for (int32_t rank = 0; rank < lists.ranks(); ++rank)
+        for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
+            poll();
+            if (!is_compute(lists.rows[i].op) || lists.meanings[i].place != 0) continue;
+            const int32_t lane = lists.graph.lane(lists.meanings[i].id);
+            if (ranks.count(lane) > 1) leading[lane].push_back(i);
+        }
+    std::vector<size_t> at(ranks.size());
+    for (int32_t rank = 0; rank < lists.ranks(); ++rank) {
+        std::fill(at.begin(), at.end(), 0);
+        for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
+            poll();
+            if (!is_compute(lists.rows[i].op) || lists.meanings[i].place == 0) continue;
+            const int32_t lane = lists.graph.lane(lists.meanings[i].id), leader = *ranks.begin(lane);
+            // There is one: as every job is complete, lists that agree so far end together.
+            const int64_t other = leading[lane][at[lane]++];
+            if (lists.rows[other].op != lists.rows[i].op || lists.meanings[other].id != lists.meanings[i].id)
+                return Fault{FaultKind::LANE_ORDER, rank, lists.rows[i], lists.rows[other], leader};
+        }
+    }
+    return std::nullopt;
+}
+
+// On every rank a sum begins when all that adds to it is over, tied weights last.
+std::optional<Fault> check_sums(const Lists &lists) {
+    Poll poll;
+    const StageArrays &stages = lists.graph.stages;
+    std::vector<int64_t> summed(stages.node_lane.size());  // by which row of this rank
+    for (int32_t rank = 0; rank < lists.ranks(); ++rank) {
+        std::fill(summed.begin(), summed.end(), -1);
+        int64_t tied = -1;
+        for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
+            poll();
+            const ActionRow &row = lists.rows[i];
+            if (row.op == ActionOp::REDUCE_GRAD) {
+                if (stages.reduction_tied[row.other])
+                    tied = i;
+                else if (tied >= 0)
+                    return Fault{FaultKind::AFTER_TIED, rank, row, lists.rows[tied]};
+                const Ragged &members = stages.reduction_members;
+                for (const int32_t *node = members.begin(row.other); node < members.end(row.other); ++node)
+                    if (stages.node_trains[*node]) summed[*node] = i;
+            } else if (is_compute(row.op) && row.op != ActionOp::FORWARD) {
+                const int64_t before = summed[lists.graph.job_node[lists.meanings[i].id]];
+                if (before >= 0) return Fault{FaultKind::AFTER_REDUCTION, rank, row, lists.rows[before]};
+            }
+        }
+    }
+    return std::nullopt;
+}
+
+// Some order of all reductions holds on every rank: then each is begun by all its ranks before anybody has to wait.
+std::optional<Fault> check_reduction_order(const Lists &lists) {
+    const Ragged &taking_part = lists.graph.stages.reduction_ranks;
+    std::vector<std::vector<int64_t>> queues(lists.ranks());
+    for (int32_t rank = 0; rank < lists.ranks(); ++rank)
+        for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i)
+            if (lists.rows[i].op == ActionOp::REDUCE_GRAD) queues[rank].push_back(i);
+    std::vector<size_t> at(lists.ranks(), 0);
+    std::vector<int32_t> arrived(taking_part.size(), 0), todo;
+    const auto arrive = [&](int32_t rank) {
+        if (at[rank] == queues[rank].size()) return;
+        const int32_t reduction = lists.rows[queues[rank][at[rank]]].other;
+        if (++arrived[reduction] == taking_part.count(reduction)) todo.push_back(reduction);
+    };
+    for (int32_t rank = 0; rank < lists.ranks(); ++rank) arrive(rank);
+    Poll poll;
+    while (!todo.empty()) {
+        const int32_t reduction = todo.back();
+        todo.pop_back();
+        poll(taking_part.count(reduction));
+        for (const int32_t *rank = taking_part.begin(reduction); rank < taking_part.end(reduction); ++rank) {
+            ++at[*rank];
+            arrive(*rank);
+        }
+    }
+    for (int32_t rank = 0; rank < lists.ranks(); ++rank) {
+        if (at[rank] == queues[rank].size()) continue;
+        const ActionRow &row = lists.rows[queues[rank][at[rank]]];
+        for (const int32_t *other = taking_part.begin(row.other); other < taking_part.end(row.other); ++other) {
+            const ActionRow &theirs = lists.rows[queues[*other][at[*other]]];
+            if (theirs.other != row.other) return Fault{FaultKind::REDUCTION_ORDER, *other, theirs, row};
+        }
+    }
+    return std::nullopt;
+}
+
+class Runner {
+  public:
+    explicit Runner(const Lists &lists) : lists_(lists), graph_(lists.graph) {
+        wire_.assign(graph_.messages(), -1);
+        got_first_.assign(graph_.messages(), -1);
+        std::unordered_map<int64_t, int32_t> numbers;
+        int64_t slots = 0;
+        for (int32_t message = 0; message < graph_.messages(); ++message) {
+            if (!graph_.travels(message)) continue;
+            const int32_t from = graph_.sender(message), to = graph_.receiver(message);
+            const auto added =
+                numbers.emplace(int64_t{from} * graph_.lanes() + to, static_cast<int32_t>(wires_.size()));
+            if (added.second) wires_.push_back({from, std::vector<std::vector<int32_t>>(size(from)), {}});
+            wires_[added.first->second].received.resize(size(to), 0);
+            wire_[message] = added.first->second;
+            got_first_[message] = slots;
+            slots += size(to);
+        }
+        got_.assign(slots, 0);
+        done_.assign(OPS * static_cast<size_t>(graph_.jobs()), 0);
+        arrived_.assign(done_.size(), 0);
+        at_.assign(lists.first.begin(), lists.first.end() - 1);
+        waiting_.assign(lists.ranks(), 0);
+    }
+
+    std::optional<Fault> run() {
+        for (int32_t rank = lists_.ranks(); rank-- > 0;) todo_.push_back(rank);
+        while (!todo_.empty() && !fault_) {
+            const int32_t rank = todo_.back();
+            todo_.pop_back();
+            while (at_[rank] < lists_.first[rank + 1] && !fault_ && advance(rank)) poll_();
+        }
+        if (!fault_) find_deadlock();
+        return std::move(fault_);
+    }
+
+  private:
+    static constexpr int32_t OPS = 4;
+    struct Wire {
+        int32_t from;                            // lane
+        std::vector<std::vector<int32_t>> sent;  // by each rank of the sending lane
+        std::vector<size_t> received;            // by each rank of the receiving lane
+    };
+
+    int32_t size(int32_t lane) const { return graph_.stages.lane_ranks.count(lane); }
+    bool done(ActionOp op, int32_t job) const {
+        return done_[OPS * static_cast<size_t>(job) + static_cast<size_t>(op)];
+    }
+    bool gradient_done(int32_t job) const {
+        return done(ActionOp::BACKWARD, job) || done(ActionOp::BACKWARD_INPUT, job);
+    }
+    void wake(int32_t lane, int32_t but) {
+        const Ragged &ranks = graph_.stages.lane_ranks;
+        for (const int32_t *rank = ranks.begin(lane); rank < ranks.end(lane); ++rank)
+            if (*rank != but) todo_.push_back(*rank);
+    }
+    bool refuse(FaultKind kind, int32_t rank, const ActionRow &row, const ActionRow &other = {}) {
+        if (!fault_) fault_ = Fault{kind, rank, row, other};
+        return false;
+    }
+
+    // Runs the rank's next action if it need not wait; whether it is over.
+    bool advance(int32_t rank) {
+        const ActionRow &row = lists_.rows[at_[rank]];
+        const Meaning meaning = lists_.meanings[at_[rank]];
+        if (is_compute(row.op)) return compute(rank, row, meaning);
+        if (row.op == ActionOp::RECV) {
+            if (!receive(rank, row, meaning)) return false;
+        } else if (row.op == ActionOp::SEND) {
+            if (!send(rank, row, meaning)) return false;
+        }
+        ++at_[rank];
+        return true;
+    }
+
+    bool send(int32_t rank, const ActionRow &row, const Meaning &meaning) {
+        const auto [producer, consumer] = graph_.ends(meaning.id);
+        if (row.grad == 0 && !done(ActionOp::FORWARD, producer)) return refuse(FaultKind::SEND_FORWARD, rank, row);
+        if (row.grad != 0 && !gradient_done(consumer))
+            return refuse(FaultKind::SEND_BACKWARD, rank, row, graph_.compute_row(ActionOp::BACKWARD, consumer));
+        wires_[wire_[meaning.id]].sent[meaning.place].push_back(meaning.id);
+        wake(graph_.receiver(meaning.id), rank);
+        return true;
+    }
+
+    bool receive(int32_t rank, const ActionRow &row, const Meaning &meaning) {
+        Wire &wire = wires_[wire_[meaning.id]];
+        const size_t next = wire.received[meaning.place];
+        for (const std::vector<int32_t> &sent : wire.sent)
+            if (sent.size() <= next) return false;
+        for (const std::vector<int32_t> &sent : wire.sent)
+            if (sent[next] != meaning.id)
+                return refuse(FaultKind::MESSAGE_ORDER, rank, row, graph_.message_row(ActionOp::SEND, sent[next]));
+        ++wire.received[meaning.place];
+        got_[got_first_[meaning.id] + meaning.place] = 1;
+        return true;
+    }
+
+    bool compute(int32_t rank, const ActionRow &row, const Meaning &meaning) {
+        if (waiting_[rank]) return false;
+        if (!has_what_it_needs(rank, row, meaning)) return false;
+        const size_t slot = OPS * static_cast<size_t>(meaning.id) + static_cast<size_t>(row.op);
+        const int32_t lane = graph_.lane(meaning.id);
+        if (++arrived_[slot] < size(lane)) {
+            waiting_[rank] = 1;
+            return false;
+        }
+        done_[slot] = 1;
+        const Ragged &ranks = graph_.stages.lane_ranks;
+        for (const int32_t *other = ranks.begin(lane); other < ranks.end(lane); ++other) {
+            waiting_[*other] = 0;
+            ++at_[*other];
+        }
+        wake(lane, rank);
+        return true;
+    }
+
+    // What stands later in the rank's own list cannot be there in time: no action waits for that.
+    bool has_what_it_needs(int32_t rank, const ActionRow &row, const Meaning &meaning) {
+        const int32_t job = meaning.id;
+        const auto has = [&](int32_t other, int32_t message, bool back) {
+            if (graph_.lane(other) == graph_.lane(job))
+                return back ? gradient_done(other) : done(ActionOp::FORWARD, other);
+            return got_[got_first_[message] + meaning.place] != 0;
+        };
+        if (row.op == ActionOp::FORWARD) {
+            graph_.each_input(job, [&](int32_t producer, int32_t message) {
+                if (!has(producer, message, false))
+                    refuse(FaultKind::NO_OUTPUT, rank, row, graph_.compute_row(ActionOp::FORWARD, producer));
+            });
+            return !fault_;
+        }
+        if (!done(ActionOp::FORWARD, job)) return refuse(FaultKind::NO_FORWARD, rank, row);
+        if (row.op == ActionOp::BACKWARD_WEIGHT) {
+            if (!done(ActionOp::BACKWARD_INPUT, job)) return refuse(FaultKind::NO_INPUT_HALF, rank, row);
+            return true;
+        }
+        graph_.each_reader(job, [&](int32_t reader, int32_t message) {
+            if (!has(reader, message + 1, true))
+                refuse(FaultKind::NO_GRADIENT, rank, row, graph_.compute_row(ActionOp::BACKWARD, reader));
+        });
+        return !fault_;
+    }
+
+    void find_deadlock() {
+        Fault fault{FaultKind::DEADLOCK, -1, {}};
+        for (int32_t rank = 0; rank < lists_.ranks(); ++rank) {
+            fault.at.push_back(at_[rank] - lists_.first[rank]);
+            if (at_[rank] < lists_.first[rank + 1]) fault.stuck.push_back({rank, waits_for(rank)});
+        }
+        if (fault.stuck.empty()) return;
+        fault.rank = fault.stuck.front().rank;
+        fault.row = lists_.rows[at_[fault.rank]];
+        fault_ = std::move(fault);
+    }
+
+    int32_t waits_for(int32_t rank) const {
+        const Meaning &meaning = lists_.meanings[at_[rank]];
+        if (lists_.rows[at_[rank]].op == ActionOp::RECV) {
+            const Wire &wire = wires_[wire_[meaning.id]];
+            size_t place = 0;
+            while (wire.sent[place].size() > wire.received[meaning.place]) ++place;
+            return graph_.stages.lane_ranks.begin(wire.from)[place];
+        }
+        // All ranks of a lane meet its actions in one order: who waits elsewhere has not come to this one.
+        const Ragged &ranks = graph_.stages.lane_ranks;
+        const int32_t lane = graph_.lane(meaning.id);
+        return *std::find_if(ranks.begin(lane), ranks.end(lane), [&](int32_t other) {
+            return lists_.meanings[at_[other]].id != meaning.id || !waiting_[other];
+        });
+    }
+
+    const Lists &lists_;
+    const StepGraph &graph_;
+    Poll poll_;
+    std::vector<Wire> wires_;
+    std::vector<int32_t> wire_;       // message -> wire
+    std::vector<int64_t> got_first_;  // message -> its first place in got_, one for each receiving rank
+    std::vector<char> got_;
+    std::vector<char> done_;        // OPS * job + op
+    std::vector<int32_t> arrived_;  // the same: how many ranks of the lane wait there
+    std::vector<int64_t> at_;       // rank -> its next row
+    std::vector<char> waiting_;     // rank -> for the others of its lane
+    std::vector<int32_t> todo_;
+    std::optional<Fault> fault_;
+};
+
+// What every rank holds at most, and the first place where that is more than it may.
+void find_peaks(const Lists &lists, const std::vector<double> &bytes, const std::vector<double> &limit,
+                CheckResult &result) {
+    Poll poll;
+    for (int32_t rank = 0; rank < lists.ranks(); ++rank) {
+        int32_t held = 0, most = 0;
+        double size = 0.0, largest = 0.0;
+        for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
+            poll();
+            const ActionOp op = lists.rows[i].op;
+            const int32_t job = lists.meanings[i].id;
+            double now = size;
+            if (op == ActionOp::FORWARD) {
+                const double own = bytes.empty() ? 0.0 : bytes[job];
+                now = size + own;
+                if (lists.graph.backward[job]) {
+                    ++held;
+                    size = now;
+                }
+            } else if (op == ActionOp::BACKWARD || op == ActionOp::BACKWARD_WEIGHT) {
+                --held;
+                size -= bytes.empty() ? 0.0 : bytes[job];
+            }
+            most = std::max(most, held);
+            largest = std::max(largest, now);
+            if (!limit.empty() && now > limit[rank] && !result.fault) {
+                result.fault = Fault{FaultKind::MEMORY, rank, lists.rows[i]};
+                result.fault->count = held;
+                result.fault->bytes = now;
+            }
+        }
+        result.peak_in_flight.push_back(most);
+        result.peak_bytes.push_back(largest);
+    }
+}
+
+}  // namespace
+
+CheckResult check_lists(const StepGraph &graph, const std::vector<ActionRow> &rows, const std::vector<int64_t> &first,
+                        bool reduce_grad, const std::vector<double> &activation_bytes,
+                        const std::vector<double> &memory_limit) {
+    CheckResult result;
+    Lists lists{graph, rows, first, {}};
+    result.fault = read_rows(graph, rows, first, reduce_grad, lists.meanings);
+    if (!result.fault) result.fault = check_lanes(lists);
+    if (!result.fault) result.fault = check_sums(lists);
+    if (!result.fault) result.fault = check_reduction_order(lists);
+    if (!result.fault) result.fault = Runner(lists).run();
+    if (!result.fault) find_peaks(lists, activation_bytes, memory_limit, result);
+    return result;
+}
+
+}  // namespace interlace
