@@ -11,7 +11,6 @@ void bind_microbatch(pybind11::module_ &module);
 void bind_plan(pybind11::module_ &module);
 void bind_schedule(pybind11::module_ &module);
 void bind_simulate(pybind11::module_ &module);
-void bind_simulate_actions(pybind11::module_ &module);
 void bind_plan_oobleck(pybind11::module_ &module);
 void bind_plan_orchestrate(pybind11::module_ &module);
 void bind_plan_partition_limits(pybind11::module_ &module);
@@ -29,7 +28,6 @@ PYBIND11_MODULE(_core, module) {
     interlace::bind_plan(module);
     interlace::bind_schedule(module);
     interlace::bind_simulate(module);
-    interlace::bind_simulate_actions(module);
     interlace::bind_plan_oobleck(module);
     interlace::bind_plan_orchestrate(module);
     interlace::bind_plan_partition_limits(module);

@@ -41,22 +41,35 @@ OneForwardOneBackward::OneForwardOneBackward(const PipelineCosts &costs) : costs
     build();
     seconds_.assign(op_.size(), 0.0);
     finish_.assign(op_.size(), 0.0);
-    ActionLists lists;
-    lists.ranks = costs.ranks;
-    lists.size = static_cast<int64_t>(op_.size());
-    lists.offsets = offsets_.data();
-    lists.op = op_.data();
-    lists.stage = stage_.data();
-    lists.microbatch = place_.data();
-    lists.peer = peer_.data();
-    replay_ = std::make_unique<Replay>(lists);
+    make_replay();
     for (int64_t i = 0; i < offsets_[1]; ++i)
-        if (is_compute(static_cast<Op>(op_[i]))) first_rank_.push_back(static_cast<int32_t>(i));
+        if (is_compute(static_cast<ActionOp>(op_[i]))) first_rank_.push_back(static_cast<int32_t>(i));
+}
+
+// Every rank is a lane.
+void OneForwardOneBackward::make_replay() {
+    std::vector<ActionRow> rows(op_.size());
+    std::vector<int32_t> lane(op_.size()), ranks(costs_.ranks), starts(costs_.ranks + 1);
+    std::iota(ranks.begin(), ranks.end(), 0);
+    std::iota(starts.begin(), starts.end(), 0);
+    for (int64_t rank = 0; rank < costs_.ranks; ++rank)
+        std::fill(lane.begin() + offsets_[rank], lane.begin() + offsets_[rank + 1], static_cast<int32_t>(rank));
+    for (size_t i = 0; i < op_.size(); ++i)
+        rows[i] = {static_cast<ActionOp>(op_[i]), 0, stage_[i], place_[i], -1, peer_[i], 0};
+    ActionLists lists;
+    lists.ranks = lists.lanes = costs_.ranks;
+    lists.size = static_cast<int64_t>(op_.size());
+    lists.first = offsets_.data();
+    lists.rows = rows.data();
+    lists.lane = lane.data();
+    lists.lane_first = starts.data();
+    lists.lane_rank = ranks.data();
+    replay_ = std::make_unique<Replay>(lists);
 }
 
 void OneForwardOneBackward::build() {
     struct Compute {
-        Op op;
+        ActionOp op;
         int32_t stage, place;
     };
     const int64_t ranks = costs_.ranks, count = costs_.microbatches, stages = costs_.stages, chunks = stages / ranks;
@@ -66,16 +79,16 @@ void OneForwardOneBackward::build() {
         const int64_t total = count * chunks;
         const int64_t ahead = chunks == 1 ? ranks - rank - 1 : 2 * (ranks - rank - 1) + (chunks - 1) * ranks;
         const int64_t group = chunks == 1 ? 1 : ranks;  // microbatches that pass one chunk before the next begins
-        const auto nth = [&](Op op, int64_t n) {
+        const auto nth = [&](ActionOp op, int64_t n) {
             const int64_t chunk = n % (group * chunks) / group;
-            const int64_t stage = (op == Op::forward ? chunk : chunks - 1 - chunk) * ranks + rank;
+            const int64_t stage = (op == ActionOp::FORWARD ? chunk : chunks - 1 - chunk) * ranks + rank;
             const int64_t place = n / (group * chunks) * group + n % group;
             return Compute{op, static_cast<int32_t>(stage), static_cast<int32_t>(place)};
         };
         for (int64_t n = 0; n < total + ahead; ++n) {
             poll();
-            if (n < total) compute[rank].push_back(nth(Op::forward, n));
-            if (n >= ahead && n - ahead < total) compute[rank].push_back(nth(Op::backward, n - ahead));
+            if (n < total) compute[rank].push_back(nth(ActionOp::FORWARD, n));
+            if (n >= ahead && n - ahead < total) compute[rank].push_back(nth(ActionOp::BACKWARD, n - ahead));
         }
     }
 
@@ -91,7 +104,7 @@ void OneForwardOneBackward::build() {
     };
     std::map<std::pair<int64_t, int64_t>, Wire> wires;
     const auto target = [&](const Compute &work) -> int64_t {  // rank that needs the result; -1: none or the same
-        const int64_t stage = work.op == Op::forward ? work.stage + 1 : work.stage - 1;
+        const int64_t stage = work.op == ActionOp::FORWARD ? work.stage + 1 : work.stage - 1;
         if (stage < 0 || stage == stages || ranks == 1) return -1;
         return stage % ranks;
     };
@@ -100,13 +113,13 @@ void OneForwardOneBackward::build() {
             poll();
             if (target(work) < 0) continue;
             Wire &wire = wires[{rank, target(work)}];
-            const bool gradient = work.op == Op::backward;
+            const bool gradient = work.op == ActionOp::BACKWARD;
             const int64_t message = key(work.stage - gradient, work.place, gradient);
             wire.at[message] = static_cast<int64_t>(wire.sent.size());
             wire.sent.push_back(message);
         }
     }
-    const auto add = [&](Op op, int64_t stage, int64_t place, int64_t peer) {
+    const auto add = [&](ActionOp op, int64_t stage, int64_t place, int64_t peer) {
         op_.push_back(static_cast<int8_t>(op));
         stage_.push_back(static_cast<int32_t>(stage));
         place_.push_back(static_cast<int32_t>(place));
@@ -116,18 +129,18 @@ void OneForwardOneBackward::build() {
     for (int64_t rank = 0; rank < ranks; ++rank) {
         for (const Compute &work : compute[rank]) {
             poll();
-            const bool gradient = work.op == Op::backward;
+            const bool gradient = work.op == ActionOp::BACKWARD;
             const int64_t source = gradient ? work.stage + 1 : work.stage - 1;
             if (source >= 0 && source < stages && ranks > 1) {
                 Wire &wire = wires.at({source % ranks, rank});
                 const int64_t needed = wire.at.at(key(gradient ? work.stage : source, work.place, gradient));
                 for (; wire.taken <= needed; ++wire.taken) {
                     const int64_t message = wire.sent[wire.taken] / 2;
-                    add(Op::recv, message / count, message % count, source % ranks);
+                    add(ActionOp::RECV, message / count, message % count, source % ranks);
                 }
             }
             add(work.op, work.stage, work.place, -1);
-            if (target(work) >= 0) add(Op::send, work.stage - gradient, work.place, target(work));
+            if (target(work) >= 0) add(ActionOp::SEND, work.stage - gradient, work.place, target(work));
         }
         offsets_.push_back(static_cast<int64_t>(op_.size()));
     }
@@ -137,9 +150,9 @@ void OneForwardOneBackward::price(const std::vector<int32_t> &order) {
     poll_(static_cast<int64_t>(op_.size()) / 64 + 1);
     const int64_t placed = static_cast<int64_t>(order.size());
     for (size_t i = 0; i < op_.size(); ++i) {
-        const Op op = static_cast<Op>(op_[i]);
+        const ActionOp op = static_cast<ActionOp>(op_[i]);
         if (!is_compute(op)) continue;
-        const double *const table = op == Op::forward ? costs_.forward : costs_.backward;
+        const double *const table = op == ActionOp::FORWARD ? costs_.forward : costs_.backward;
         seconds_[i] = place_[i] < placed ? table[order[place_[i]] * costs_.stages + stage_[i]] : 0.0;
     }
 }
@@ -157,10 +170,10 @@ double OneForwardOneBackward::interval(const std::vector<int32_t> &order) {
     for (size_t i = 1; i + 1 < first_rank_.size(); ++i) {
         const int32_t action = first_rank_[i], next = first_rank_[i + 1];
         busy += seconds_[action];
-        const bool last_forward = static_cast<Op>(op_[next]) == Op::backward;
+        const bool last_forward = static_cast<ActionOp>(op_[next]) == ActionOp::BACKWARD;
         if (place == 1 && last_forward)  // all forwards before the first backward
             return std::max(0.0, finish_[next] - seconds_[next] - finish_[first_rank_[0]] - busy);
-        if (place_[action] == place && static_cast<Op>(op_[action]) == Op::forward)
+        if (place_[action] == place && static_cast<ActionOp>(op_[action]) == ActionOp::FORWARD)
             volume += std::max(0.0, finish_[next] - seconds_[next] - finish_[first_rank_[i - 1]]);
     }
     return volume;

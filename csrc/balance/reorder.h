@@ -46,6 +46,7 @@ class OneForwardOneBackward {
     Poll poll_;
 
     void build();
+    void make_replay();
     void price(const std::vector<int32_t> &order);
 };
 

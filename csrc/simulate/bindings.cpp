@@ -1,30 +1,58 @@
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "common/arrays.h"
 #include "common/interruptible.h"
 #include "simulate/events.h"
+#include "simulate/own_lanes.h"
 
 namespace interlace {
 
 namespace {
 
-void check_length(const py::array &array, const std::string &name, int64_t length) {
-    if (array.ndim() != 1 || array.size() != length)
-        throw py::value_error(name + " must have shape (" + std::to_string(length) + ",), got " + shape_of(array));
+constexpr int64_t MOST = std::numeric_limits<int32_t>::max();
+
+std::vector<int32_t> read_small(const py::array &array, const std::string &name, int64_t low, int64_t high) {
+    const std::vector<int64_t> values = read_integers(array, name, low, high);
+    return std::vector<int32_t>(values.begin(), values.end());
 }
 
-// A one-dimensional integer array of the given length, every value in low..high.
-template <typename T>
-std::vector<T> read_as(const py::array &array, const std::string &name, int64_t length, int64_t low, int64_t high) {
-    check_length(array, name, length);
-    const std::vector<int64_t> values = read_integers(array, name, low, high);
-    return std::vector<T>(values.begin(), values.end());
+std::vector<int32_t> read_small(const py::array &array, const std::string &name, int64_t length, int64_t low,
+                                int64_t high) {
+    if (array.ndim() != 1 || array.size() != length)
+        throw py::value_error(name + " must have shape (" + std::to_string(length) + ",), got " + shape_of(array));
+    return read_small(array, name, low, high);
+}
+
+// Where groups begin in `items` items, and at the end how many items there are.
+std::vector<int64_t> read_starts(const py::array &array, const std::string &name, int64_t items) {
+    std::vector<int64_t> starts = read_integers(array, name, 0, items);
+    if (starts.empty() || starts.front() != 0 || starts.back() != items)
+        throw py::value_error(name + " must run from 0 to " + std::to_string(items));
+    for (size_t i = 1; i < starts.size(); ++i)
+        if (starts[i] < starts[i - 1])
+            throw py::value_error(name + "[" + std::to_string(i) + "] is below the entry before it");
+    return starts;
+}
+
+std::vector<int32_t> small(const std::vector<int64_t> &values) { return {values.begin(), values.end()}; }
+
+std::vector<ActionRow> read_rows(const py::array &rows) {
+    if (!py::isinstance<py::array_t<int32_t>>(rows) || rows.ndim() != 2 || rows.shape(1) != ACTION_COLUMNS)
+        throw py::value_error("rows must be int32 [n, " + std::to_string(ACTION_COLUMNS) + "], got " +
+                              dtype_name(rows) + " " + shape_of(rows));
+    check_items(rows, "rows");
+    const Contiguous<int32_t> values(rows);
+    std::vector<ActionRow> read(values.shape(0));
+    if (!read.empty()) std::memcpy(read.data(), values.data(), read.size() * sizeof(ActionRow));
+    return read;
 }
 
 // Real numbers whose sum of sizes is finite, so that no sum of some of them overflows.
 std::vector<double> read_numbers(const py::array &array, const std::string &name, int64_t length, bool signed_values) {
-    check_length(array, name, length);
+    if (array.ndim() != 1 || array.size() != length)
+        throw py::value_error(name + " must have shape (" + std::to_string(length) + ",), got " + shape_of(array));
     std::vector<double> values = read_real(array, name);
     double total = 0.0;
     for (size_t i = 0; i < values.size(); ++i) {
@@ -38,30 +66,79 @@ std::vector<double> read_numbers(const py::array &array, const std::string &name
     return values;
 }
 
-py::dict simulate(const py::array &offsets, const py::array &op, const py::array &stage, const py::array &microbatch,
-                  const py::array &peer, const py::array &copies, const py::array &seconds, const py::array &transfer,
-                  const py::array &memory, const py::array &scratch) {
-    constexpr int32_t MOST = std::numeric_limits<int32_t>::max();
-    const int64_t n = op.size();
-    if (n > MOST) throw py::value_error("op has " + std::to_string(n) + " actions: more than int32 can index");
-    const std::vector<int64_t> offsets_ = read_integers(offsets, "offsets", 0, n);
-    if (offsets_.size() < 2 || offsets_.front() != 0 || offsets_.back() != n)
-        throw py::value_error("offsets must run from 0 to the number of actions, " + std::to_string(n) +
-                              ", with one entry per rank and one more");
-    for (size_t i = 1; i < offsets_.size(); ++i)
-        if (offsets_[i] < offsets_[i - 1])
-            throw py::value_error("offsets[" + std::to_string(i) + "] is below the entry before it");
-    const int64_t ranks = static_cast<int64_t>(offsets_.size()) - 1;
-    const auto op_ = read_as<int8_t>(op, "op", n, 0, static_cast<int64_t>(Op::count) - 1);
-    const auto copies_ = read_as<int32_t>(copies, "copies", copies.size(), 1, ranks);
-    const int64_t stages = static_cast<int64_t>(copies_.size());
-    const auto stage_ = read_as<int32_t>(stage, "stage", n, 0, stages - 1);
-    const auto microbatch_ = read_as<int32_t>(microbatch, "microbatch", n, 0, MOST);
-    const auto peer_ = read_as<int32_t>(peer, "peer", n, -1, ranks - 1);
-    for (int64_t i = 0; i < n; ++i) {
-        const Op code = static_cast<Op>(op_[i]);
-        if ((code == Op::send || code == Op::recv) && peer_[i] < 0)
-            throw py::value_error("peer[" + std::to_string(i) + "] is -1, but the action is a SEND or RECV");
+[[noreturn]] void refuse(int64_t row, int64_t rank, const std::string &why) {
+    throw py::value_error("rows[" + std::to_string(row) + "], of rank " + std::to_string(rank) + ", " + why);
+}
+
+py::dict simulate(const py::array &rows, const py::array &first, const py::array &chunk_pipeline,
+                  const py::array &node_pipeline, const py::array &node_stage, const py::array &node_lane,
+                  const py::array &pipeline_module, const py::array &lane_first, const py::array &lane_rank,
+                  const py::array &reduction_first, const py::array &reduction_rank, const py::array &reduction_tied,
+                  const py::array &seconds, const py::array &transfer, const py::array &memory,
+                  const py::array &scratch) {
+    const std::vector<ActionRow> rows_ = read_rows(rows);
+    const int64_t n = static_cast<int64_t>(rows_.size());
+    const std::vector<int64_t> first_ = read_starts(first, "first", n);
+    const int64_t ranks = static_cast<int64_t>(first_.size()) - 1;
+    if (ranks < 1) throw py::value_error("first must have an entry per rank and one more");
+
+    const std::vector<int32_t> lane_rank_ = read_small(lane_rank, "lane_rank", 0, ranks - 1);
+    const int64_t members = static_cast<int64_t>(lane_rank_.size());
+    const std::vector<int32_t> lane_first_ = small(read_starts(lane_first, "lane_first", members));
+    const int64_t lanes = static_cast<int64_t>(lane_first_.size()) - 1;
+    for (int64_t lane = 0; lane < lanes; ++lane)
+        if (lane_first_[lane] == lane_first_[lane + 1])
+            throw py::value_error("lane " + std::to_string(lane) + " has no rank");
+    StagePlaces places;
+    places.pipeline_module = read_small(pipeline_module, "pipeline_module", 0, MOST);
+    const int64_t pipelines = static_cast<int64_t>(places.pipeline_module.size()), nodes = node_pipeline.size();
+    places.chunk_pipeline = read_small(chunk_pipeline, "chunk_pipeline", 0, pipelines - 1);
+    places.node_pipeline = read_small(node_pipeline, "node_pipeline", nodes, 0, pipelines - 1);
+    places.node_stage = read_small(node_stage, "node_stage", nodes, 0, MOST - 1);
+    places.node_lane = read_small(node_lane, "node_lane", nodes, 0, lanes - 1);
+    const std::vector<int32_t> reduction_rank_ = read_small(reduction_rank, "reduction_rank", 0, ranks - 1);
+    const int64_t taking_part = static_cast<int64_t>(reduction_rank_.size());
+    const std::vector<int32_t> reduction_first_ = small(read_starts(reduction_first, "reduction_first", taking_part));
+    const int64_t reductions = static_cast<int64_t>(reduction_first_.size()) - 1;
+    const std::vector<int32_t> reduction_tied_ = read_small(reduction_tied, "reduction_tied", reductions, 0, 1);
+    std::vector<int64_t> reduction_row(reduction_rank_.size(), -1);
+    std::vector<int32_t> lane(n, -1);
+
+    ActionLists lists;
+    lists.ranks = ranks;
+    lists.size = n;
+    lists.first = first_.data();
+    lists.rows = rows_.data();
+    lists.lane = lane.data();
+    lists.lanes = lanes;
+    lists.lane_first = lane_first_.data();
+    lists.lane_rank = lane_rank_.data();
+    lists.reductions = reductions;
+    lists.reduction_first = reduction_first_.data();
+    lists.reduction_rank = reduction_rank_.data();
+    lists.reduction_row = reduction_row.data();
+    lists.reduction_tied = reduction_tied_.data();
+    OwnLanes own_lanes(lists, places);
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+        for (int64_t i = first_[rank]; i < first_[rank + 1]; ++i) {
+            check_signals(i);
+            const ActionRow &row = lists.row(i);
+            if (row.op < ActionOp::FORWARD || row.op >= ActionOp::COUNT)
+                refuse(i, rank, "has op " + std::to_string(static_cast<int32_t>(row.op)) + ", which is none");
+            const std::string wrong = own_lanes.find(i, rank, lane[i]);
+            if (!wrong.empty()) refuse(i, rank, wrong);
+            if (lists.op(i) != ActionOp::REDUCE_GRAD) continue;
+            if (row.other < 0 || row.other >= reductions)
+                refuse(i, rank, "names reduction " + std::to_string(row.other) + ", which is none");
+            const auto begin = reduction_rank_.begin() + reduction_first_[row.other];
+            const auto end = reduction_rank_.begin() + reduction_first_[row.other + 1];
+            const auto own = std::lower_bound(begin, end, static_cast<int32_t>(rank));
+            const std::string name = "reduction " + std::to_string(row.other);
+            if (own == end || *own != rank) refuse(i, rank, "joins " + name + ", which is of other ranks");
+            int64_t &place = reduction_row[own - reduction_rank_.begin()];
+            if (place >= 0) refuse(i, rank, "joins " + name + " a second time");
+            place = i;
+        }
     }
     const auto seconds_ = read_numbers(seconds, "seconds", n, false);
     const auto transfer_ = read_numbers(transfer, "transfer", n, false);
@@ -69,7 +146,7 @@ py::dict simulate(const py::array &offsets, const py::array &op, const py::array
     const auto scratch_ = read_numbers(scratch, "scratch", n, false);
 
     py::array_t<double> start(n), finish(n);
-    std::vector<double> rank_busy(ranks, 0.0), stage_busy(copies_.size(), 0.0), peak(ranks, 0.0);
+    std::vector<double> rank_busy(ranks, 0.0), peak(ranks, 0.0);
     std::vector<int64_t> reached;
     bool complete;
     double *const starts = start.mutable_data(), *const finishes = finish.mutable_data();
@@ -77,27 +154,15 @@ py::dict simulate(const py::array &offsets, const py::array &op, const py::array
         const Interruptible call;
         std::fill(starts, starts + n, 0.0);
         std::fill(finishes, finishes + n, 0.0);
-        ActionLists lists;
-        lists.ranks = ranks;
-        lists.size = n;
-        lists.offsets = offsets_.data();
-        lists.op = op_.data();
-        lists.stage = stage_.data();
-        lists.microbatch = microbatch_.data();
-        lists.peer = peer_.data();
-        lists.copies = copies_.data();
         EventSimulator simulator(lists);
         complete = simulator.run(seconds_.data(), transfer_.data(), starts, finishes);
         reached = simulator.reached();
         Poll poll;
         for (int64_t rank = 0; rank < ranks; ++rank) {
             double held = 0.0;
-            for (int64_t i = offsets_[rank]; i < offsets_[rank + 1]; ++i) {
+            for (int64_t i = first_[rank]; i < first_[rank + 1]; ++i) {
                 poll();
-                if (is_compute(static_cast<Op>(op_[i]))) {
-                    rank_busy[rank] += seconds_[i];
-                    stage_busy[stage_[i]] += seconds_[i];
-                }
+                if (is_compute(lists.op(i))) rank_busy[rank] += finishes[i] - starts[i];
                 held += memory_[i];
                 peak[rank] = std::max(peak[rank], held + scratch_[i]);
             }
@@ -108,8 +173,8 @@ py::dict simulate(const py::array &offsets, const py::array &op, const py::array
     result["reached"] = to_numpy(reached);
     result["start"] = start;
     result["finish"] = finish;
+    result["lane"] = to_numpy(lane);
     result["rank_busy"] = to_numpy(rank_busy);
-    result["stage_busy"] = to_numpy(stage_busy);
     result["peak_memory"] = to_numpy(peak);
     return result;
 }
@@ -117,8 +182,10 @@ py::dict simulate(const py::array &offsets, const py::array &op, const py::array
 }  // namespace
 
 void bind_simulate(py::module_ &module) {
-    module.def("simulate", &simulate, py::arg("offsets"), py::arg("op"), py::arg("stage"), py::arg("microbatch"),
-               py::arg("peer"), py::arg("copies"), py::arg("seconds"), py::arg("transfer"), py::arg("memory"),
+    module.def("simulate", &simulate, py::arg("rows"), py::arg("first"), py::arg("chunk_pipeline"),
+               py::arg("node_pipeline"), py::arg("node_stage"), py::arg("node_lane"), py::arg("pipeline_module"),
+               py::arg("lane_first"), py::arg("lane_rank"), py::arg("reduction_first"), py::arg("reduction_rank"),
+               py::arg("reduction_tied"), py::arg("seconds"), py::arg("transfer"), py::arg("memory"),
                py::arg("scratch"));
 }
 

@@ -1,110 +1,193 @@
 #include "simulate/events.h"
 
 #include <algorithm>
+#include <limits>
+#include <map>
 #include <numeric>
 #include <unordered_map>
-
-#include "common/interrupt.h"
 
 namespace interlace {
 
 EventSimulator::EventSimulator(const ActionLists &lists)
-    : lists_(lists), link_(lists.size, -1), clocks_(lists.ranks), reached_(lists.ranks) {
-    std::unordered_map<uint64_t, int32_t> channels, barriers;
-    std::vector<int64_t> counts;  // SENDs per channel
-    Poll poll;
+    : lists_(lists), channel_(lists.size, -1), member_(lists.size, -1), met_(lists.lanes), link_(lists.reductions),
+      clocks_(lists.ranks), reached_(lists.ranks) {
+    std::unordered_map<uint64_t, int32_t> numbers;
+    int64_t senders = 0, receivers = 0;
     for (int64_t rank = 0; rank < lists.ranks; ++rank) {
-        for (int64_t i = lists.offsets[rank]; i < lists.offsets[rank + 1]; ++i) {
-            poll();
-            const Op op = static_cast<Op>(lists.op[i]);
-            if (op == Op::send || op == Op::recv) {
-                const uint64_t source = op == Op::send ? rank : lists.peer[i];
-                const uint64_t target = op == Op::send ? lists.peer[i] : rank;
-                const auto [entry, fresh] =
-                    channels.emplace(source << 32 | target, static_cast<int32_t>(counts.size()));
-                if (fresh) counts.push_back(0);
-                counts[entry->second] += op == Op::send;
-                link_[i] = entry->second;
-            } else if (op == Op::reduce_grad) {
-                const uint64_t key = static_cast<uint64_t>(static_cast<uint32_t>(lists.stage[i])) << 32 |
-                                     static_cast<uint32_t>(lists.microbatch[i]);
-                const auto [entry, fresh] = barriers.emplace(key, static_cast<int32_t>(needed_.size()));
-                if (fresh) needed_.push_back(lists.copies[lists.stage[i]]);
-                link_[i] = entry->second;
+        for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
+            poll_();
+            const ActionOp op = lists.op(i);
+            if (op != ActionOp::SEND && op != ActionOp::RECV) continue;
+            const int32_t own = lists.lane[i], peer = lists.row(i).peer;
+            const int32_t source = op == ActionOp::SEND ? own : peer, target = op == ActionOp::SEND ? peer : own;
+            const auto [entry, fresh] =
+                numbers.emplace(static_cast<uint64_t>(source) << 32 | target, static_cast<int32_t>(channels_.size()));
+            if (fresh) {
+                channels_.push_back({source, target, senders, receivers, 0});
+                senders += lists.lane_size(source);
+                receivers += lists.lane_size(target);
+                sent_.resize(senders, 0);
             }
+            const Channel &channel = channels_[entry->second];
+            channel_[i] = entry->second;
+            member_[i] =
+                (op == ActionOp::SEND ? channel.first_sender : channel.first_receiver) + lists.place(own, rank);
+            if (op == ActionOp::SEND) ++sent_[member_[i]];
         }
     }
-    first_.resize(counts.size() + 1, 0);
-    std::partial_sum(counts.begin(), counts.end(), first_.begin() + 1);
-    arrivals_.resize(first_.back());
-    sent_.resize(counts.size());
-    taken_.resize(counts.size());
-    awaited_.resize(counts.size());
-    free_.resize(counts.size());
-    members_.resize(needed_.size());
+    int64_t messages = 0;
+    for (Channel &channel : channels_) {
+        channel.first_message = messages;
+        const auto begin = sent_.begin() + channel.first_sender;
+        messages += *std::max_element(begin, begin + lists.lane_size(channel.source));
+    }
+    arrivals_.resize(messages);
+    parts_.resize(messages);
+    taken_.resize(receivers);
+    awaits_.resize(receivers);
+    free_.resize(senders);
     order_.reserve(lists.size);
+
+    std::map<std::vector<int32_t>, int32_t> sets;
+    for (int64_t r = 0; r < lists.reductions; ++r) {
+        poll_();
+        const std::vector<int32_t> ranks(lists.reduction_rank + lists.reduction_first[r],
+                                         lists.reduction_rank + lists.reduction_first[r + 1]);
+        link_[r] = sets.emplace(ranks, static_cast<int32_t>(sets.size())).first->second;
+        if (!ranks.empty()) ordered_.push_back(static_cast<int32_t>(r));
+    }
+    links_ = static_cast<int32_t>(sets.size());
+    // Any rank of a set could say their order: they have one.
+    const auto row = [&](int32_t r) { return lists.reduction_row[lists.reduction_first[r]]; };
+    std::sort(ordered_.begin(), ordered_.end(), [&](int32_t a, int32_t b) {
+        const bool first = lists.reduction_tied[a] != 0, second = lists.reduction_tied[b] != 0;
+        return first != second ? second : row(a) < row(b) || (row(a) == row(b) && a < b);
+    });
+}
+
+bool EventSimulator::receive(int64_t row, const double *seconds, double &clock) {
+    const Channel &channel = channels_[channel_[row]];
+    const int64_t receiver = member_[row];
+    const int64_t message = channel.first_message + taken_[receiver];
+    const int64_t end = &channel == &channels_.back() ? static_cast<int64_t>(parts_.size())
+                                                      : channels_[channel_[row] + 1].first_message;
+    if (message == end || parts_[message] < lists_.lane_size(channel.source)) {
+        awaits_[receiver] = 1;
+        return false;
+    }
+    ++taken_[receiver];
+    clock = std::max(arrivals_[message], clock) + seconds[row];
+    return true;
+}
+
+void EventSimulator::send(int64_t row, const double *seconds, const double *transfer, double &clock) {
+    const Channel &channel = channels_[channel_[row]];
+    const int64_t sender = member_[row];
+    clock += seconds[row];
+    free_[sender] = std::max(free_[sender], clock) + transfer[row];
+    const int64_t message = channel.first_message + sent_[sender]++;
+    arrivals_[message] = std::max(arrivals_[message], free_[sender]);
+    if (++parts_[message] < lists_.lane_size(channel.source)) return;
+    for (int32_t place = 0; place < lists_.lane_size(channel.target); ++place) {
+        char &awaits = awaits_[channel.first_receiver + place];
+        if (!awaits) continue;
+        awaits = 0;
+        todo_.push_back(lists_.lane_rank[lists_.lane_first[channel.target] + place]);
+    }
+}
+
+bool EventSimulator::meet(int64_t row, int32_t rank, const double *seconds, double *start, double *finish,
+                          double &clock) {
+    const int32_t lane = lists_.lane[row];
+    std::vector<int32_t> &ranks = met_[lane];
+    ranks.push_back(rank);
+    clocks_[rank] = clock;
+    reached_[rank] = row;
+    if (static_cast<int32_t>(ranks.size()) < lists_.lane_size(lane)) return false;
+    double longest = 0.0;
+    for (const int32_t other : ranks) {
+        // Ranks that meet for different actions wait for ever.
+        const ActionRow &own = lists_.row(row), &its = lists_.row(reached_[other]);
+        if (own.op != its.op || own.module != its.module || own.stage != its.stage || own.chunk != its.chunk)
+            return false;
+        clock = std::max(clock, clocks_[other]);
+        longest = std::max(longest, seconds[reached_[other]]);
+    }
+    start[row] = clock;
+    for (const int32_t other : ranks) {
+        if (other == rank) continue;
+        start[reached_[other]] = clock;
+        finish[reached_[other]] = clocks_[other] = clock + longest;
+        order_.push_back(reached_[other]++);
+        todo_.push_back(other);
+    }
+    clock += longest;
+    ranks.clear();
+    return true;
+}
+
+bool EventSimulator::reduce(const double *seconds, const double *start, double *finish) {
+    constexpr double NEVER = std::numeric_limits<double>::infinity();
+    std::vector<double> link_free(links_, 0.0), rank_free(lists_.ranks, 0.0);  // rank_free: of all that is not tied
+    bool complete = true;
+    for (const int32_t r : ordered_) {
+        poll_();
+        double begin = link_free[link_[r]], longest = 0.0;
+        for (int32_t at = lists_.reduction_first[r]; at < lists_.reduction_first[r + 1]; ++at) {
+            const int64_t row = lists_.reduction_row[at], rank = lists_.reduction_rank[at];
+            const bool here = row >= 0 && row - lists_.first[rank] < reached_[rank];
+            begin = std::max(begin, here ? start[row] : NEVER);
+            longest = std::max(longest, here ? seconds[row] : 0.0);
+            if (lists_.reduction_tied[r]) begin = std::max(begin, rank_free[rank]);
+        }
+        bool listed = false;
+        for (int32_t at = lists_.reduction_first[r]; at < lists_.reduction_first[r + 1]; ++at)
+            listed = listed || lists_.reduction_row[at] >= 0;
+        if (!listed) continue;  // this step has none of it
+        const double end = begin + longest;
+        complete = complete && end < NEVER;
+        link_free[link_[r]] = end;
+        for (int32_t at = lists_.reduction_first[r]; at < lists_.reduction_first[r + 1]; ++at) {
+            if (lists_.reduction_row[at] >= 0) finish[lists_.reduction_row[at]] = end;
+            double &free = rank_free[lists_.reduction_rank[at]];
+            if (!lists_.reduction_tied[r]) free = std::max(free, end);
+        }
+    }
+    return complete;
 }
 
 bool EventSimulator::run(const double *seconds, const double *transfer, double *start, double *finish) {
     std::fill(sent_.begin(), sent_.end(), 0);
     std::fill(taken_.begin(), taken_.end(), 0);
-    std::fill(awaited_.begin(), awaited_.end(), 0);
+    std::fill(awaits_.begin(), awaits_.end(), 0);
     std::fill(free_.begin(), free_.end(), 0.0);
+    std::fill(arrivals_.begin(), arrivals_.end(), 0.0);
+    std::fill(parts_.begin(), parts_.end(), 0);
     std::fill(clocks_.begin(), clocks_.end(), 0.0);
-    for (auto &ranks : members_) ranks.clear();
-    std::copy(lists_.offsets, lists_.offsets + lists_.ranks, reached_.begin());
+    for (auto &ranks : met_) ranks.clear();
+    std::copy(lists_.first, lists_.first + lists_.ranks, reached_.begin());
     order_.clear();
+    todo_.resize(lists_.ranks);
+    std::iota(todo_.begin(), todo_.end(), 0);
 
-    std::vector<int32_t> todo(lists_.ranks);
-    std::iota(todo.begin(), todo.end(), 0);
-    Poll poll;
-    while (!todo.empty()) {
-        poll();
-        const int32_t rank = todo.back();
-        todo.pop_back();
+    while (!todo_.empty()) {
+        poll_();
+        const int32_t rank = todo_.back();
+        todo_.pop_back();
         double clock = clocks_[rank];
-        const int64_t end = lists_.offsets[rank + 1];
+        const int64_t end = lists_.first[rank + 1];
         int64_t i = reached_[rank];
         for (; i < end; ++i) {
-            poll();
-            const Op op = static_cast<Op>(lists_.op[i]);
+            poll_();
+            const ActionOp op = lists_.op(i);
             start[i] = clock;
-            if (op == Op::recv) {
-                const int32_t channel = link_[i];
-                if (taken_[channel] == sent_[channel]) {
-                    awaited_[channel] = 1;
-                    break;
-                }
-                clock = std::max(arrivals_[first_[channel] + taken_[channel]++], clock) + seconds[i];
-            } else if (op == Op::send) {
-                clock += seconds[i];
-                const int32_t channel = link_[i];
-                free_[channel] = std::max(free_[channel], clock) + transfer[i];
-                arrivals_[first_[channel] + sent_[channel]++] = free_[channel];
-                if (awaited_[channel]) {
-                    awaited_[channel] = 0;
-                    todo.push_back(lists_.peer[i]);
-                }
-            } else if (op == Op::reduce_grad) {
-                std::vector<int32_t> &members = members_[link_[i]];
-                members.push_back(rank);
-                clocks_[rank] = clock;
-                reached_[rank] = i;
-                if (static_cast<int32_t>(members.size()) < needed_[link_[i]]) break;
-                double longest = 0.0;
-                for (const int32_t other : members) {
-                    clock = std::max(clock, clocks_[other]);
-                    longest = std::max(longest, seconds[reached_[other]]);
-                }
-                clock += longest;
-                for (const int32_t other : members) {
-                    if (other == rank) continue;
-                    finish[reached_[other]] = clocks_[other] = clock;
-                    order_.push_back(reached_[other]++);
-                    todo.push_back(other);
-                }
-                members.clear();
-            } else {
+            if (op == ActionOp::RECV) {
+                if (!receive(i, seconds, clock)) break;
+            } else if (op == ActionOp::SEND) {
+                send(i, seconds, transfer, clock);
+            } else if (is_compute(op) && lists_.lane_size(lists_.lane[i]) > 1) {
+                if (!meet(i, rank, seconds, start, finish, clock)) break;
+            } else if (op != ActionOp::REDUCE_GRAD) {
                 clock += seconds[i];
             }
             finish[i] = clock;
@@ -113,8 +196,9 @@ bool EventSimulator::run(const double *seconds, const double *transfer, double *
         reached_[rank] = i;
         clocks_[rank] = clock;
     }
-    for (int64_t rank = 0; rank < lists_.ranks; ++rank) reached_[rank] -= lists_.offsets[rank];
-    return static_cast<int64_t>(order_.size()) == lists_.size;
+    for (int64_t rank = 0; rank < lists_.ranks; ++rank) reached_[rank] -= lists_.first[rank];
+    const bool reduced = reduce(seconds, start, finish);
+    return reduced && static_cast<int64_t>(order_.size()) == lists_.size;
 }
 
 }  // namespace interlace

@@ -15,10 +15,9 @@ Replay::Replay(const ActionLists &lists) : clocks_(lists.ranks) {
     if (!simulator.run(zeros.data(), zeros.data(), start.data(), finish.data()))
         throw std::invalid_argument("the lists never finish");
 
-    std::vector<int32_t> rank_of(lists.size);
-    for (int64_t rank = 0; rank < lists.ranks; ++rank)
-        std::fill(rank_of.begin() + lists.offsets[rank], rank_of.begin() + lists.offsets[rank + 1],
-                  static_cast<int32_t>(rank));
+    for (int32_t lane = 0; lane < lists.lanes; ++lane)
+        if (lists.lane_size(lane) != 1) throw std::invalid_argument("a replay has lanes of one rank");
+    const auto rank_of = [&](int32_t lane) { return lists.lane_rank[lists.lane_first[lane]]; };
     struct Channel {
         int32_t link;
         std::vector<int32_t> slots;
@@ -30,18 +29,18 @@ Replay::Replay(const ActionLists &lists) : clocks_(lists.ranks) {
     Poll poll;
     for (const int64_t action : simulator.order()) {
         poll();
-        const int32_t rank = rank_of[action];
-        const Op op = static_cast<Op>(lists.op[action]);
-        if (op == Op::reduce_grad) throw std::invalid_argument("a replay has no REDUCE_GRAD");
-        if (op == Op::send) {
-            Channel &channel = channels
-                                   .emplace(std::make_pair(rank, lists.peer[action]),
-                                            Channel{static_cast<int32_t>(channels.size()), {}})
-                                   .first->second;
+        const ActionOp op = lists.op(action);
+        if (!is_compute(op) && op != ActionOp::SEND && op != ActionOp::RECV)
+            throw std::invalid_argument("a replay has compute and messages only");
+        const int32_t lane = lists.lane[action], peer = lists.row(action).peer, rank = rank_of(lane);
+        if (op == ActionOp::SEND) {
+            Channel &channel =
+                channels.emplace(std::make_pair(lane, peer), Channel{static_cast<int32_t>(channels.size()), {}})
+                    .first->second;
             channel.slots.push_back(slots);
             steps_.push_back({rank, -1, slots++, channel.link});
-        } else if (op == Op::recv) {
-            Channel &channel = channels.at({lists.peer[action], rank});
+        } else if (op == ActionOp::RECV) {
+            Channel &channel = channels.at({peer, lane});
             steps_.push_back({rank, -1, channel.slots[channel.taken++], -1});
         } else {
             steps_.push_back({rank, static_cast<int32_t>(action), -1, -1});

@@ -9,10 +9,10 @@ namespace interlace {
 
 // The makespan of the same lists under many different costs, for searches: the order in which the event simulator ran
 // the actions once is valid for all costs, so a replay needs no queues and no waiting. The
-// arithmetic is that of EventSimulator. Only for lists without REDUCE_GRAD.
+// arithmetic is that of EventSimulator. Only for lists of compute and messages, on lanes of one rank.
 class Replay {
   public:
-    // Throws std::invalid_argument if the lists deadlock or hold a REDUCE_GRAD.
+    // Throws std::invalid_argument if the lists deadlock or hold anything else.
     explicit Replay(const ActionLists &lists);
 
     // seconds: of every compute action, at its place in the lists. transfer: of every message. finish: where given,

@@ -1,7 +1,7 @@
 """Plays a schedule against costs, and shows the outcome.
 
 - `events`: when each action of a schedule starts and finishes, given what actions and transfers cost
-- `arrays`: the same on integer arrays, for searches over thousands of schedules; compiled
+- `arrays`: the same on integer rows, for searches over thousands of schedules; compiled
 - `reference`: the same in Python, the oracle of both
 - `timeline`: those times, simulated or measured, and what follows from them (makespan, bubble, busy, memory)
 - `trace`: the timeline as a Chrome/Perfetto trace; `picture`: as a PNG
@@ -12,18 +12,17 @@
     timeline.plot("step.png")
 """
 
-from interlace.simulate.arrays import OPS, ActionArrays, Simulated, simulate_arrays
+from interlace.simulate.arrays import Simulated, memory_and_scratch, simulate_arrays
 from interlace.simulate.events import simulate
 from interlace.simulate.loads import plot_deferral, plot_loads
 from interlace.simulate.templates import plot_templates
 from interlace.simulate.timeline import Record, Timeline
 
 __all__ = [
-    "OPS",
-    "ActionArrays",
     "Record",
     "Simulated",
     "Timeline",
+    "memory_and_scratch",
     "plot_deferral",
     "plot_loads",
     "plot_templates",

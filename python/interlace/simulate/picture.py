@@ -1,6 +1,7 @@
 """A timeline as a picture: one row per rank, one colour per module, light forwards, dark backwards.
 
-Numbers in the boxes are microbatches; they are left out where a box is too narrow for them. Grey is idle time.
+Numbers in the boxes are chunks, counted within their replica where the timeline knows its table; they are left out
+where a box is too narrow for them. Grey is idle time.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ _DPI = 120
 def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> None:
     """Writes the picture to `path` (its ending chooses the format; PNG is meant).
 
-    title: replaces the schedule's name in the title; ranks, microbatches, makespan and bubble follow it.
+    title: replaces the schedule's name in the title; ranks, chunks of a replica, makespan and bubble follow it.
     """
     from matplotlib.collections import PolyCollection
 
     boxes = [record for record in timeline.records() if record.action.op in COMPUTE]
-    microbatches = len({record.action.microbatch for record in boxes})
+    numbers: dict[str, set[int]] = {}
+    for record in boxes:
+        numbers.setdefault(record.action.module, set()).add(timeline.number(record.action.chunk))
+    microbatches = max(map(len, numbers.values()), default=0)
     colours = module_colours(record.action.module for record in boxes)
     scale, unit = _unit(timeline.makespan)
     span = max(timeline.makespan, 1e-12) * scale
@@ -58,7 +62,7 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
         axes.broken_barh([(0.0, span)], (rank - 0.42, 0.84), facecolor=IDLE, linewidth=0, zorder=0)
     groups: dict[tuple[str, Op], list[tuple[int, int, float, float]]] = {}
     for rank, action, start, finish in boxes:
-        place = (rank, action.microbatch, (start - timeline.begin) * scale, (finish - start) * scale)
+        place = (rank, timeline.number(action.chunk), (start - timeline.begin) * scale, (finish - start) * scale)
         groups.setdefault((action.module, action.op), []).append(place)
     for (module, op), places in groups.items():
         axes.add_collection(
@@ -92,11 +96,11 @@ def plot(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
 def _number(
     axes: Any, ops: Iterable[Op], places: list[tuple[int, int, float, float]], pixels: float, row: float, zoom: float
 ) -> None:
-    """Writes the microbatches' numbers into boxes (rank, microbatch, start, length) of the same kind, all alike.
+    """Writes the chunks' numbers into boxes (rank, number, start, length) of the same kind, all alike.
 
     Upright where the boxes are wide enough, turned by 90 degrees where they are not; none in far smaller boxes.
     """
-    digits = max(len(str(microbatch)) for _, microbatch, _, _ in places)
+    digits = max(len(str(number)) for _, number, _, _ in places)
     letter = 0.62 * digits + 0.35  # width of the number and its margins, as a share of the font size
     tall = row * 0.84 * 72  # points
 
@@ -108,11 +112,11 @@ def _number(
     upright, turned = fit(usual)
     turn = upright < 6.0 * zoom and turned > upright
     colour = INK if Op.FORWARD in ops else "white"
-    for rank, microbatch, start, length in places:
+    for rank, number, start, length in places:
         size = min(turned if turn else upright, fit(length)[turn])
         if size >= 4.0:
             axes.text(
-                start + length / 2, rank, str(microbatch), ha="center", va="center" if turn else "center_baseline",
+                start + length / 2, rank, str(number), ha="center", va="center" if turn else "center_baseline",
                 fontsize=size, rotation=90 if turn else 0, color=colour, zorder=3,
             )  # fmt: skip
 

@@ -1,19 +1,19 @@
 """The event simulation of `events` in Python, written independently of the compiled one: its oracle.
 
-Since every list is fixed, no choice is ever open: each rank is played until it lacks a message, and the times do
-not depend on the order in which ranks are visited. Cost: 1 to 2 microseconds per action.
+Since every list is fixed, no choice is ever open: each rank is played until it has to wait, round after round, and the
+times do not depend on the order in which ranks are visited. Cost: 1 to 2 microseconds per action.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from math import inf
 
+from interlace.layout import Lane
 from interlace.schedule.actions import COMPUTE, Action, Op
 from interlace.schedule.check import ScheduleError, check
 from interlace.schedule.costs import Durations, duration_of
-from interlace.schedule.schedule import Schedule, reductions
+from interlace.schedule.schedule import Schedule
 from interlace.simulate.timeline import Timeline
 
 
@@ -27,78 +27,118 @@ def simulate_in_python(
 ) -> Timeline:
     """`events.simulate`, which see, without compiled code."""
     lists = schedule.actions
-    graph = schedule.graph
+    lanes = schedule.graph.layout.lanes()
     cost = duration_of(durations)
-    travel = transfer if callable(transfer) else None
-    seconds = 0.0 if callable(transfer) else _non_negative("transfer", transfer)
     _non_negative("overhead", overhead)
+    own_lane = _lane_finder(schedule)
 
     at = [0] * len(lists)
     clocks = [0.0] * len(lists)
     starts: list[list[float]] = [[0.0] * len(actions) for actions in lists]
     finishes: list[list[float]] = [[0.0] * len(actions) for actions in lists]
-    arrivals: list[dict[int, deque[float]]] = [{} for _ in lists]  # target -> source -> times of arrival
-    links: list[dict[int, float]] = [{} for _ in lists]  # source -> target -> time at which the link is free
-    waits_for = [-1] * len(lists)
-    barriers: dict[Action, list[int]] = {}
-    reduce_ranks = {reduction.action: reduction.ranks for reduction in reductions(graph, schedule.active)}
+    arrivals: dict[tuple[Lane, Lane, int], list[float]] = {}  # (from, to, sending rank) -> of its parts, in order
+    taken: dict[tuple[Lane, Lane, int], int] = {}  # (from, to, receiving rank) -> messages
 
-    todo = list(range(len(lists)))
-    while todo:
-        rank = todo.pop()
-        actions, start, finish, mail, link = lists[rank], starts[rank], finishes[rank], arrivals[rank], links[rank]
-        clock = clocks[rank]
-        i = at[rank]
-        while i < len(actions):
-            action = actions[i]
-            op = action.op
-            start[i] = clock
-            if op is Op.RECV:
-                box = mail.get(action.peer)
-                if not box:
-                    waits_for[rank] = action.peer
-                    break
-                arrival = box.popleft()
-                clock = (arrival if arrival > clock else clock) + overhead
-            elif op is Op.SEND:
-                clock += overhead
-                peer = action.peer
-                if travel is not None:
-                    seconds = _non_negative("transfer", travel(action, rank, peer))
-                free = link.get(peer, 0.0)
-                arrival = (free if free > clock else clock) + seconds
-                link[peer] = arrival
-                box = arrivals[peer].get(rank)
-                if box is None:
-                    box = arrivals[peer][rank] = deque()
-                box.append(arrival)
-                if waits_for[peer] == rank:
-                    waits_for[peer] = -1
-                    todo.append(peer)
-            elif op in COMPUTE:
-                clock += cost(op, action.module, action.stage, action.microbatch)
-            elif op is Op.REDUCE_GRAD:
-                reached = barriers.setdefault(action, [])
-                reached.append(rank)
-                clocks[rank] = clock
-                at[rank] = i
-                if len(reached) < len(reduce_ranks.get(action, ())):
-                    break
-                time = reduce_grad(action) if callable(reduce_grad) else reduce_grad
-                clock = max(clocks[other] for other in reached) + _non_negative("reduce_grad", time)
-                for other in reached:
-                    if other != rank:
-                        finishes[other][at[other]] = clocks[other] = clock
-                        at[other] += 1
-                        todo.append(other)
-            finish[i] = clock
-            i += 1
-        at[rank] = i
-        clocks[rank] = clock
-    if any(i < len(actions) for i, actions in zip(at, lists)):
+    moving = True
+    while moving:
+        moving = False
+        for rank, actions in enumerate(lists):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                begin, end = clocks[rank], clocks[rank]
+                if action.op is Op.RECV:
+                    source, target = lanes[action.peer], own_lane(rank, action)
+                    n = taken.get((source, target, rank), 0)
+                    parts = [arrivals.get((source, target, sender), []) for sender in source.ranks]
+                    if any(len(part) <= n for part in parts):
+                        break
+                    taken[source, target, rank] = n + 1
+                    end = max(begin, *(part[n] for part in parts)) + overhead
+                elif action.op is Op.SEND:
+                    end = begin + overhead
+                    seconds = transfer(action, rank, action.peer) if callable(transfer) else transfer
+                    sent = arrivals.setdefault((own_lane(rank, action), lanes[action.peer], rank), [])
+                    sent.append(max(end, sent[-1] if sent else 0.0) + _non_negative("transfer", seconds))
+                elif action.op in COMPUTE:
+                    together = own_lane(rank, action).ranks
+                    if len(together) > 1:
+                        if any(at[r] == len(lists[r]) or lists[r][at[r]] != action for r in together):
+                            break
+                        begin = max(clocks[r] for r in together)
+                    end = begin + cost(action.op, action.module, action.stage, action.chunk)
+                    for other in together:
+                        if other != rank:
+                            starts[other][at[other]], finishes[other][at[other]] = begin, end
+                            clocks[other] = end
+                            at[other] += 1
+                starts[rank][at[rank]], finishes[rank][at[rank]] = begin, end
+                clocks[rank] = end
+                at[rank] += 1
+                moving = True
+    finished = all(i == len(actions) for i, actions in zip(at, lists, strict=True))
+    if not finished or not _reduce(schedule, starts, finishes, reduce_grad):
         check(schedule)  # says which ranks wait for what
         raise ScheduleError("the schedule never finishes")
-    return Timeline(lists, starts, finishes, schedule.name)
+    return Timeline(lists, starts, finishes, schedule.name, schedule.table)
+
+
+def _lane_finder(schedule: Schedule) -> Callable[[int, Action], Lane]:
+    """(rank, action) -> the lane as whose member the rank computes, sends or receives."""
+    layout, chunks = schedule.graph.layout, schedule.table.chunks
+    cache: dict[tuple[int, str, int, int], Lane] = {}
+
+    def find(rank: int, action: Action) -> Lane:
+        chunk, stage = chunks[action.chunk], action.stage
+        if action.op not in COMPUTE and (action.op is Op.SEND) == action.grad:  # on the side of the consumer
+            chunk, stage = (chunk, stage + 1) if action.other == action.chunk else (chunks[action.other], 0)
+        key = (rank, chunk.module, chunk.replica, stage)
+        if key not in cache:
+            held = layout.pipelines(chunk.module)[chunk.replica].stages[stage].lanes
+            cache[key] = next(lane for lane in held if rank in lane.ranks)
+        return cache[key]
+
+    return find
+
+
+def _reduce(
+    schedule: Schedule,
+    starts: list[list[float]],
+    finishes: list[list[float]],
+    reduce_grad: float | Callable[[Action], float],
+) -> bool:
+    """Fills in when reductions end; False if a rank that takes part in one lacks it."""
+    listed = [  # per rank: reduction -> place in its list
+        {action.other: place for place, action in enumerate(actions) if action.op is Op.REDUCE_GRAD}
+        for actions in schedule.actions
+    ]
+    reductions = schedule.graph.reductions
+    step = [r for r in range(len(reductions)) if any(r in own for own in listed)]
+    if any(r not in listed[rank] for r in step for rank in reductions[r].ranks):
+        return False
+    ends: dict[int, float] = {}
+
+    def follows(r: int, other: int) -> bool:
+        """Whether r cannot begin before `other` has ended."""
+        a, b = reductions[r], reductions[other]
+        if (a.tied >= 0) != (b.tied >= 0):
+            return a.tied >= 0 and not set(a.ranks).isdisjoint(b.ranks)
+        return a.ranks == b.ranks and listed[a.ranks[0]][other] < listed[a.ranks[0]][r]
+
+    def end(r: int) -> float:
+        if r not in ends:
+            begin, longest = max((end(other) for other in step if follows(r, other)), default=0.0), 0.0
+            for rank in reductions[r].ranks:
+                place = listed[rank][r]
+                begin = max(begin, starts[rank][place])
+                time = reduce_grad(schedule.actions[rank][place]) if callable(reduce_grad) else reduce_grad
+                longest = max(longest, _non_negative("reduce_grad", time))
+            ends[r] = begin + longest
+        return ends[r]
+
+    for r in step:
+        for rank in reductions[r].ranks:
+            finishes[rank][listed[rank][r]] = end(r)
+    return True
 
 
 def _non_negative(name: str, seconds: float) -> float:

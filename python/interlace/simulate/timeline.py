@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from interlace.schedule.actions import COMPUTE, Action
+from interlace.schedule.costs import ActivationBytes
 from interlace.schedule.memory import peak
+from interlace.schedule.table import StepTable
 
 
 class Record(NamedTuple):
@@ -25,14 +27,17 @@ class Record(NamedTuple):
 class Timeline:
     """Times of all actions of a step.
 
-    actions, start, finish: per rank, in the order in which the rank ran them; seconds. A RECV and a REDUCE_GRAD
-    last from the moment the rank reaches them, so they include the waiting; a SEND is the posting alone.
+    actions, start, finish: per rank, in the order in which the rank ran them; seconds. A RECV lasts from the moment the
+        rank reaches it, so it includes the waiting; a SEND is the posting alone. A REDUCE_GRAD lasts from the moment
+        the rank reaches it to its end, while the rank goes on: it overlaps what follows.
+    table: what the step computes, if known: pictures then number chunks within their replica.
     """
 
     actions: list[list[Action]]
     start: list[list[float]]
     finish: list[list[float]]
     name: str = ""
+    table: StepTable | None = None
 
     @classmethod
     def from_records(
@@ -41,6 +46,7 @@ class Timeline:
         *,
         num_ranks: int | None = None,
         name: str = "",
+        table: StepTable | None = None,
     ) -> Timeline:
         """The timeline of measured (rank, action, start, finish), in any order; clocks must agree between ranks.
 
@@ -54,7 +60,7 @@ class Timeline:
         ranks = highest + 1 if num_ranks is None else num_ranks
         if highest >= ranks or (ordered and ordered[0].rank < 0):
             raise ValueError(f"a record names rank {highest if highest >= ranks else ordered[0].rank} of {ranks} ranks")
-        timeline = cls([[] for _ in range(ranks)], [[] for _ in range(ranks)], [[] for _ in range(ranks)], name)
+        timeline = cls([[] for _ in range(ranks)], [[] for _ in range(ranks)], [[] for _ in range(ranks)], name, table)
         for rank, action, start, finish in ordered:
             timeline.actions[rank].append(action)
             timeline.start[rank].append(start)
@@ -130,9 +136,13 @@ class Timeline:
         """Per rank, the most forwards whose backward is still to come, summed over its stages."""
         return tuple(peak(actions).in_flight for actions in self.actions)
 
-    def peak_memory(self, activation_bytes: Mapping[tuple[str, int], float]) -> tuple[float, ...]:
-        """Per rank, the most bytes held; activation_bytes is per microbatch of each (module, stage)."""
+    def peak_memory(self, activation_bytes: ActivationBytes) -> tuple[float, ...]:
+        """Per rank, the most bytes held; activation_bytes is per (module, stage, chunk), or (module, stage) for all."""
         return tuple(peak(actions, activation_bytes).bytes for actions in self.actions)
+
+    def number(self, chunk: int) -> int:
+        """Which chunk of its replica `chunk` is, where the table is known; else its place in it."""
+        return chunk if self.table is None else self.table.chunks[chunk].index
 
     def write_trace(self, path: str | Path) -> None:
         """Writes a trace for https://ui.perfetto.dev or chrome://tracing (JSON)."""

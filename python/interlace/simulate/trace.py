@@ -1,13 +1,13 @@
 """A timeline as a trace in the Chrome trace event format, which Perfetto and chrome://tracing open.
 
-One process per rank with two threads: compute, and communication (a RECV lasts while the rank waits). Arrows lead
-from each SEND to its RECV, and a counter shows the forwards in flight. Times are in microseconds.
+One process per rank with threads for compute, for communication (a RECV lasts while the rank waits) and for gradient
+reductions, which run beside both: as many threads as run at once. Arrows lead from each SEND to its RECV, and a counter
+shows the forwards in flight. Times are in microseconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from interlace.schedule.actions import COMPUTE, Action, Op
 from interlace.schedule.memory import held_after
 from interlace.simulate.timeline import Timeline
 
-COMPUTE_THREAD, COMMUNICATION_THREAD = 0, 1
+COMPUTE_THREAD, COMMUNICATION_THREAD, REDUCE_THREAD = 0, 1, 2  # reductions that overlap: the threads after it
 _SHORTEST = 0.002  # microseconds (Perfetto counts whole nanoseconds): an arrow needs a slice to be bound to
 
 
@@ -33,16 +33,7 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
 
 def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """The events of the trace, as the format defines them."""
-    # Arrows: the n-th SEND from one rank to another belongs to the n-th RECV there.
-    sent: dict[tuple[int, int], deque[int]] = {}
-    number = 0
-    for rank, actions in enumerate(timeline.actions):
-        for action in actions:
-            if action.op is Op.SEND:
-                number += 1
-                sent.setdefault((rank, action.peer), deque()).append(number)
-    leaving = {pair: deque(numbers) for pair, numbers in sent.items()}
-
+    arrows = _arrows(timeline)
     for rank, actions in enumerate(timeline.actions):
         stages = dict.fromkeys(f"{a.module}/{a.stage}" for a in actions if a.op in COMPUTE)
         yield _named("process_name", rank, 0, f"rank {rank}: {', '.join(stages) or 'idle'}")
@@ -50,19 +41,31 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _named("thread_name", rank, COMPUTE_THREAD, "compute")
         yield _named("thread_name", rank, COMMUNICATION_THREAD, "communication")
         free = 0.0  # from when on the communication thread has room: slices of one thread must not overlap
-        for action, start, finish in zip(actions, timeline.start[rank], timeline.finish[rank]):
+        reducing: list[float] = []  # the same of the threads for reductions
+        for place, (action, start, finish) in enumerate(
+            zip(actions, timeline.start[rank], timeline.finish[rank], strict=True)
+        ):
             begin, length = (start - timeline.begin) * 1e6, (finish - start) * 1e6
             if action.op in COMPUTE:
-                yield _slice(rank, COMPUTE_THREAD, action, begin, length)
+                yield _slice(timeline, rank, COMPUTE_THREAD, action, begin, length)
+                continue
+            if action.op is Op.REDUCE_GRAD:
+                number = next((n for n, end in enumerate(reducing) if end <= begin), len(reducing))
+                if number == len(reducing):
+                    reducing.append(0.0)
+                    yield _named("thread_name", rank, REDUCE_THREAD + number, "reductions")
+                reducing[number] = begin + length
+                yield _slice(timeline, rank, REDUCE_THREAD + number, action, begin, length)
                 continue
             end = max(begin + length, max(begin, free) + _SHORTEST)
             begin = max(begin, free)
             free = end
-            yield _slice(rank, COMMUNICATION_THREAD, action, begin, end - begin)
-            if action.op is Op.SEND:
-                yield _arrow("s", rank, leaving[rank, action.peer].popleft(), begin)
-            elif action.op is Op.RECV and sent.get((action.peer, rank)):
-                yield _arrow("f", rank, sent[action.peer, rank].popleft(), end - _SHORTEST / 2)
+            yield _slice(timeline, rank, COMMUNICATION_THREAD, action, begin, end - begin)
+            for number in arrows.get((rank, place), ()):
+                if action.op is Op.SEND:
+                    yield _arrow("s", rank, number, begin)
+                else:
+                    yield _arrow("f", rank, number, end - _SHORTEST / 2)
         for place, count, _ in held_after(actions):
             moment = timeline.start[rank][place] if actions[place].op is Op.FORWARD else timeline.finish[rank][place]
             yield {
@@ -75,16 +78,43 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
             }
 
 
+def _arrows(timeline: Timeline) -> dict[tuple[int, int], list[int]]:
+    """(rank, place in its list) -> the numbers of the arrows that leave a SEND or reach a RECV.
+
+    A message is known by its content. Between lanes of several ranks it has several senders and receivers; each gets at
+    least one arrow.
+    """
+    ends: dict[tuple[object, ...], tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+    for rank, actions in enumerate(timeline.actions):
+        for place, a in enumerate(actions):
+            if a.op is Op.SEND or a.op is Op.RECV:
+                content = (a.module, a.stage, a.chunk, a.other, a.grad)
+                ends.setdefault(content, ([], []))[a.op is Op.RECV].append((rank, place))
+    found: dict[tuple[int, int], list[int]] = {}
+    number = 0
+    for senders, receivers in ends.values():
+        for i in range(max(len(senders), len(receivers)) if senders and receivers else 0):
+            number += 1
+            for side in (senders, receivers):
+                found.setdefault(side[i % len(side)], []).append(number)
+    return found
+
+
 def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
 
 
-def _slice(rank: int, thread: int, action: Action, begin: float, length: float) -> dict[str, Any]:
-    args: dict[str, Any] = {"module": action.module, "stage": action.stage, "microbatch": action.microbatch}
-    if action.part:
-        args["part"] = action.part
+def _slice(timeline: Timeline, rank: int, thread: int, action: Action, begin: float, length: float) -> dict[str, Any]:
+    args: dict[str, Any] = {"module": action.module, "stage": action.stage}
+    if action.chunk >= 0:
+        args["chunk"] = action.chunk
+        if timeline.table is not None:
+            args |= {"microbatch": timeline.number(action.chunk)}
+            args |= {"samples": timeline.table.chunks[action.chunk].samples.tolist()}
+    if action.other >= 0 and action.other != action.chunk:
+        args["reduction" if action.op is Op.REDUCE_GRAD else "other"] = action.other
     if action.peer >= 0:
-        args["peer"] = action.peer
+        args["lane"] = action.peer
     return {
         "name": str(action),
         "cat": action.op.name.lower() + ("_grad" if action.grad else ""),
