@@ -1,4 +1,4 @@
-"""The channel between threads: values against plain sums, bounded waits, and a rank that leaves wakes those who wait."""
+"""The channel between threads: values against plain sums, bounded waits; a rank that leaves wakes those that wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks' records of their sums agree exactly when they have summed the same, in words and as numbers that add up."""
+"""Two records of sums over ranks agree exactly when the sums were the same: in words, and as numbers that add up."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
-def named(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int | str]) -> str:
     """ "rank 3" or "ranks 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(rank) for rank in ranks)}"
 

@@ -1,7 +1,7 @@
 """What the ranks of a step must have alike, beyond what headers of tensors say; compared where ranks talk anyway.
 
-Before a step starts: the model and how it is cut, the options, and within a replica the samples. The sums over ranks are
-compared by the channel, with `interlace.comm.reductions`.
+Before a step starts: the model and how it is cut, the options, and within a replica the samples. The sums over ranks
+are compared by the channel, with `interlace.comm.reductions`.
 """
 
 from __future__ import annotations
