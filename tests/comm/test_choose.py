@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.comm import CommError, all_gather_into_tensor, all_reduce, connect, disconnect, resolve, run_local
 from interlace.comm.group import _connected
+from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports import Capabilities, capabilities, choose, shm
 from interlace.comm.transports.base import QueueTransport
-from interlace.comm.transports.meeting import Meeting
 from interlace.comm.transports.shm import ShmTransport
 from tests.comm.jobs import TIMEOUT, grown, used
 
@@ -152,7 +152,7 @@ def test_a_rank_that_does_not_connect_is_named(pool: Any) -> None:
 
 def dies(rank: int, transport: str, words: int, timeout: float) -> tuple[str, float, dict[str, tuple[int, int]]]:
     """Rank 1 is killed when it is about to say its `words`-th word. What the others are told, after which time."""
-    exchange, said = Meeting.exchange, itertools.count(1)
+    exchange, said = Rendezvous.exchange, itertools.count(1)
 
     def last(*arguments: Any) -> Any:
         if next(said) == words:
@@ -161,7 +161,7 @@ def dies(rank: int, transport: str, words: int, timeout: float) -> tuple[str, fl
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Meeting, "exchange", last)
+            patch.setattr(Rendezvous, "exchange", last)
         before, start = used(), time.monotonic()
         with pytest.raises(CommError) as error:
             connect(transport=transport, timeout=timeout)

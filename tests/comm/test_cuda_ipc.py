@@ -22,10 +22,10 @@ import pytest
 import torch
 
 from interlace.comm import CommError
+from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports import cuda_ipc
 from interlace.comm.transports.base import Copy, peers_of
 from interlace.comm.transports.cuda_ipc import SLOTS, CudaIpcTransport
-from interlace.comm.transports.meeting import Meeting
 from interlace.comm.transports.shm import Segment, born
 
 SLOT_BYTES = 256
@@ -272,7 +272,7 @@ class Runtime:
         return call
 
 
-class Table(Meeting):
+class Table(Rendezvous):
     """A meeting of threads."""
 
     def __init__(self, rank: int, world: int, board: dict[Any, Any], together: threading.Barrier) -> None:

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
 from interlace.comm import CommError, EmulatedTransport, Transport, all_gather_into_tensor, connect, run_local, traced
+from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports import Copy, LocalHub, LocalTransport, shm
 from interlace.comm.transports.base import NO_ARGUMENTS, _LastProgress, _QueuedTicket
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
-from interlace.comm.transports.meeting import Meeting
 from interlace.comm.transports.process_group import GlooTransport, NcclTransport
 from interlace.comm.transports.shm import SLOTS, Segment, ShmTransport, born
 from tests.comm.jobs import TIMEOUT, batches, grown, used
@@ -274,7 +274,7 @@ class _Payload:
 
 
 class _NcclOverGloo(NcclTransport):
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Rendezvous) -> None:
         self._last = None
         GlooTransport.__init__(self, meeting)
         self._payload = _Payload(self._control)
@@ -283,7 +283,7 @@ class _NcclOverGloo(NcclTransport):
 def over_nccl(rank: int) -> list[str]:
     ended = []
     for mismatched in (False, True):
-        with _NcclOverGloo(Meeting(dist.group.WORLD, torch.device("cpu"), TIMEOUT)) as group:
+        with _NcclOverGloo(Rendezvous(dist.group.WORLD, torch.device("cpu"), TIMEOUT)) as group:
             payload = group._payload
             batches(group, 12)
             group.barrier()

@@ -6,14 +6,10 @@ import copy
 import re
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from interlace.run import PipelineError, parallelize
-from interlace.run.agreement import Reductions, of_samples
-from interlace.run.distributed import DistributedChannel
+from interlace.run import parallelize
+from interlace.run.agreement import of_samples
 from tests.run.test_parity import make_plan
 from tests.tiny import random_microbatches, tiny_mllm
 
@@ -87,63 +83,3 @@ def test_what_the_digest_of_samples_says() -> None:
                 image.data = None
     assert of_samples(undecoded).text == of_samples(batches).text  # ranks that do not run the encoder
     assert of_samples(batches[::-1]).text != of_samples(batches).text
-
-
-# ---------------------------------------------------------------------- sums over ranks
-
-
-def sums(rank: int, keys: list[str], world: int) -> str:
-    """Sums under names of its own, which gloo cannot tell apart; then the ranks talk of something else."""
-    channel = DistributedChannel(["a"], 20.0)
-    ranks = list(range(world))
-    channel.add_groups([ranks])
-    try:
-        for key in keys[rank].split():
-            total = torch.full((3,), float(rank))
-            channel.all_reduce(total, ranks, key)
-            assert total.tolist() == [sum(ranks)] * 3
-        assert channel.exchange(rank, "loss") == ranks
-    except PipelineError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        (["a b c", "a b c", "a b c"], ""),
-        (["a b c", "a c b", "a b c"], "rank 0 made 3 sums, the last of c, 3 float32; rank 1 made 3, the last of b, 3 "),
-        (["a b", "a b", "c b"], "rank 0 made 2 sums, the last of b, 3 float32; rank 2 made 2, the last of b, 3 f"),
-    ],
-)
-def test_sums_of_different_things_are_found_when_the_ranks_talk_next(pool: Any, keys: list[str], says: str) -> None:
-    for rank, told in enumerate(pool.returned(3, sums, keys, 3)):
-        assert says in told and bool(says) == ("ranks 0,1,2 have not summed the same" in told), (rank, told)
-
-
-SUMS = st.lists(st.tuples(st.sampled_from([(0, 1), (0, 2), (0, 1, 2)]), st.sampled_from("ab"), st.integers(1, 2)))
-
-
-@given(SUMS, SUMS, st.booleans())
-def test_any_two_lists_of_sums_are_the_same_or_told_apart(first: Any, second: Any, same: bool) -> None:
-    lists = [first, first if same else second, first]
-    texts = []
-    for rank, made in enumerate(lists):
-        reductions = Reductions()
-        for ranks, key, size in made:
-            if rank in ranks:
-                reductions.add(ranks, key, torch.empty(size))
-        texts.append(reductions.text())
-
-    def of(group: tuple[int, ...]) -> list[Any]:
-        return [[sum_ for sum_ in lists[rank] if sum_[0] == group] for rank in group]
-
-    alike = all(mine == of(group)[0] for group in ((0, 1), (0, 2), (0, 1, 2)) for mine in of(group))
-    assert (Reductions.disagreement(texts) == "") == alike
-
-
-@given(st.lists(st.text(), min_size=2, max_size=3))
-def test_what_is_no_list_of_sums_is_refused(texts: list[str]) -> None:
-    said = Reductions.disagreement(texts)
-    if any(text.splitlines() for text in texts):
-        assert re.match(r"what rank \d says of its sums cannot be read$|ranks .* have not summed the same", said)

@@ -216,14 +216,14 @@ from pathlib import Path
 from interlace.train import checkpoint as ck, checkpointfolder, runfolder
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
-from interlace.train.meeting import Meeting
+from interlace.train.startup import Startup
 from interlace.train.peers import Peers
 from tests.train import test_faults as faults
 faults.use_ranks(2)
 ck.LATE_SECONDS = checkpointfolder.LATE_SECONDS = 0.5
 runfolder.PROBE_SECONDS = 0.5
 folder = Path(sys.argv[1])
-meeting = Meeting(int(os.environ["RANK"]), 2, 30.0)
+meeting = Startup(int(os.environ["RANK"]), 2, 30.0)
 try:
     runfolder.check_shared(folder, meeting)
     print("SHARED", flush=True)
@@ -278,7 +278,7 @@ def test_ranks_on_different_file_systems_are_refused(tmp_path: Path) -> None:
 
 
 class Together:
-    """`Meeting` for ranks that are threads."""
+    """`Startup` for ranks that are threads."""
 
     def __init__(self, world: int) -> None:
         self.world, self.values = world, [None] * world

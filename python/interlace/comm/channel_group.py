@@ -75,7 +75,7 @@ class GroupChannel:
         self._star = Star(None, self.device, self._roll)
         self._digest = 0
         self._sends: list[tuple[list[tuple[dist.Work, Tensor]], int, str, int]] = []  # peer, what, recorder's token
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._reductions = Reductions()
         self._sent = Sent()
 
@@ -83,16 +83,15 @@ class GroupChannel:
         self._digest = digest
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        for ranks in sorted({tuple(group) for group in groups if len(group) > 1}):
+        # Of all ranks too, for what is gathered: this group has the channel's timeout, and a wait that runs out closes
+        # its connections alone.
+        for ranks in sorted({tuple(group) for group in (*groups, range(self.world)) if len(group) > 1}):
             if ranks in self._groups:
-                continue
-            if ranks == tuple(range(self.world)):
-                self._groups[ranks] = dist.group.WORLD
                 continue
             try:
                 self._groups[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
             except RuntimeError as error:
-                self._roll.gave_up(f"making the group of ranks {list(ranks)}")
+                self._roll.gave_up(reason_of(error, self.timeout))
                 raise CommError(
                     f"rank {self.rank}: not every rank came to make the group of ranks {list(ranks)} within "
                     f"{self.timeout:g} s ({first_line(error)})"
@@ -191,7 +190,7 @@ class GroupChannel:
         row = row.to(self.device)
         rows = torch.empty(self.world, row.numel(), dtype=torch.float64, device=self.device)
         try:
-            work = dist.all_gather(list(rows.unbind()), row, async_op=True)
+            work = dist.all_gather(list(rows.unbind()), row, group=self._groups.get(tuple(everyone)), async_op=True)
         except RuntimeError as error:
             raise self._lost_some(everyone, what, error) from error
         assert work is not None
@@ -245,11 +244,12 @@ class GroupChannel:
 
     def _lost_peer(self, peer: int, what: str, error: RuntimeError) -> CommError:
         """At once: whom this rank waited for is known."""
-        self._roll.gave_up(what)
-        return CommError(f"rank {self.rank}, {what}: lost rank {peer} ({reason_of(error, self.timeout)})")
+        reason = reason_of(error, self.timeout)
+        self._roll.gave_up(reason)
+        return CommError(f"rank {self.rank}, {what}: lost rank {peer} ({reason})")
 
     def _lost_some(self, ranks: Sequence[int], what: str, error: RuntimeError) -> CommError:
-        return CommError(f"rank {self.rank}, {what}: {self._roll.lost(ranks, what, error, self.timeout)}")
+        return CommError(f"rank {self.rank}, {what}: {self._roll.lost(ranks, error, self.timeout)}")
 
 
 def _memory(device: torch.device) -> int:

@@ -33,11 +33,15 @@ def reason_of(error: BaseException, timeout: float) -> str:
     return f"it died or closed the connection: {reason}"
 
 
+def _is_slow(reason: str) -> bool:
+    return reason.startswith(SLOW.partition("{")[0])
+
+
 def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
-def named(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int | str]) -> str:
     """ "rank 3" or "ranks 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(rank) for rank in ranks)}"
 
@@ -64,15 +68,16 @@ class RollCall:
         """This rank gives up for a reason of its own, unless it has given up already."""
         self._say(_LEFT, reason)
 
-    def gave_up(self, what: str) -> None:
-        """This rank could wait no longer, in `what`: so it is not one that is lost."""
-        self._say(_WAITS, what)
+    def gave_up(self, reason: str) -> None:
+        """This rank waits no longer, for a `reason` in the words of `reason_of`: so it is not one that is lost."""
+        self._say(_WAITS, reason)
 
-    def lost(self, ranks: Sequence[int], what: str, error: BaseException, timeout: float) -> str:
+    def lost(self, ranks: Sequence[int], error: BaseException, timeout: float) -> str:
         """Says that this rank gives up; returns whom of `ranks` it lost and why, in words. Takes seconds."""
         others = [rank for rank in ranks if rank != self.rank]
         grace = min(timeout / 2, 10.0)
-        self.gave_up(what)
+        reason = reason_of(error, timeout)
+        self.gave_up(reason)
         said: dict[int, list[str]] = {}
 
         def listen() -> bool:
@@ -94,7 +99,9 @@ class RollCall:
         if left:
             rank, text = next(iter(left.items()))
             return f"lost rank {rank} (it gave up: {text})"
-        return f"lost {named(silent or others)} ({reason_of(error, timeout)})"
+        if not _is_slow(reason):  # then a connection was closed, perhaps by one whose wait ran out
+            reason = next((text for _, text in list(said.values()) if _is_slow(text)), reason)
+        return f"lost {named(silent or others)} ({reason})"
 
     def _say(self, kind: str, text: str) -> None:
         if not self._said:

@@ -117,8 +117,9 @@ class Star:
             yield
         except RuntimeError as error:
             if self.rank == 0:
-                self.roll.gave_up(what)
-                lost = f"lost rank {peer} ({reason_of(error, timeout)})"
+                reason = reason_of(error, timeout)
+                self.roll.gave_up(reason)
+                lost = f"lost rank {peer} ({reason})"
             else:
-                lost = self.roll.lost(range(self.world), what, error, timeout)
+                lost = self.roll.lost(range(self.world), error, timeout)
             raise CommError(f"rank {self.rank}, {what}: {lost}") from error

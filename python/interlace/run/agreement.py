@@ -6,7 +6,6 @@ other the texts behind them, to say what differs.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 

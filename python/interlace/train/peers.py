@@ -1,6 +1,6 @@
 """What the ranks of a run tell each other outside the pipeline, with a bound on every wait.
 
-Once ranks train (before that see `meeting`), one that does not answer for ``parallel.timeout`` seconds is lost. The
+Once ranks train (before that see `startup`), one that does not answer for ``parallel.timeout`` seconds is lost. The
 trainer and the checkpoints talk in a process group of their own, and whatever goes wrong in it becomes a
 `TrainingError` here: this rank, what it waited for, and who did not answer.
 """

@@ -16,9 +16,9 @@ from interlace.train import checkpoint, checkpointfolder, launch, lock, report, 
 from interlace.train.build import architecture, build, build_layout, materialize, present
 from interlace.train.config import ConfigError
 from interlace.train.feed import PIXELS, Feed, datasets, report_left_out
-from interlace.train.meeting import Meeting
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.schema import Config
+from interlace.train.startup import Startup
 from interlace.train.trainer import BLANK, StopRequest, Trainer
 
 
@@ -69,7 +69,7 @@ def _train(
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_world(config, world, source)
     launch.follow_launcher(config.parallel.timeout)
-    meeting = Meeting(rank, world, config.parallel.timeout)
+    meeting = Startup(rank, world, config.parallel.timeout)
     cleanup.callback(meeting.close)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(config.parallel.threads or launch.default_threads(local_world))
@@ -160,7 +160,7 @@ def other_data(config: Config, note: str, name: str, *, prepared: bool, source: 
 
 
 def agree_on_folder(
-    config: Config, resume: str | None, meeting: Meeting, take_over: bool = False
+    config: Config, resume: str | None, meeting: Startup, take_over: bool = False
 ) -> tuple[Path, Path | None, lock.RunLock | None]:
     """Rank 0 makes the run folder (or finds the one to resume), locks it and tells the others; only it has the lock."""
     found: list[str] = []
@@ -197,7 +197,7 @@ def check_world(config: Config, world: int, source: str) -> None:
         )
 
 
-def check_data(mine: str, meeting: Meeting) -> None:
+def check_data(mine: str, meeting: Startup) -> None:
     """Raises ConfigError when the ranks do not see the same data."""
     all_prints = meeting.gather("reading and decoding the data", mine)
     other = [r for r, theirs in enumerate(all_prints) if theirs != all_prints[0]]

@@ -119,7 +119,7 @@ PROBE_SECONDS = 15.0  # until a new file must be seen on all nodes
 
 
 def check_shared(folder: Path, meeting: Any) -> None:
-    """Raises ConfigError on all ranks unless they see one and the same run folder. Collective (`meeting.Meeting`).
+    """Raises ConfigError on all ranks unless they see one and the same run folder. Collective (`startup.Startup`).
 
     Without that each node would keep its part of a checkpoint to itself. Every rank has to find what rank 0 writes, and
     rank 0 what they write.

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.lost import named
+from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import DEFAULT_TIMEOUT, Capabilities, CommError, Transport, forget_locals
 from interlace.comm.transports.local import LocalHub, LocalTransport
-from interlace.comm.transports.meeting import Meeting, named
 
 _log = logging.getLogger(__name__)
 _OTHER_DEVICE = "for"  # begins the reason not to take what moves tensors of another device
@@ -71,7 +72,7 @@ def connect(
         _known(wanted)
         return LocalTransport(0, LocalHub(1), device=device, timeout=timeout)
 
-    meeting = Meeting(group, device, timeout)
+    meeting = Rendezvous(group, device, timeout)
     said = meeting.exchange(_introduction(wanted, device), "choosing a transport")
     wanted = _agreed(said)
     reasons = _reasons(said)

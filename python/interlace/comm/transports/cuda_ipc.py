@@ -26,8 +26,8 @@ from typing import Any, Protocol
 import torch
 
 from interlace.comm.copiers import copy_bytes, engine_missing
+from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities, CommError
-from interlace.comm.transports.meeting import Meeting
 from interlace.comm.transports.shm import SLOTS, Segment, ShmTransport, born
 
 SLOT_BYTES = 8 << 20  # copy engines reach their speed from about 1 MiB on
@@ -48,7 +48,7 @@ class Window(Protocol):
 class IpcWindow:
     """A window of plain device memory, opened by handles."""
 
-    def __init__(self, meeting: Meeting, slot_bytes: int) -> None:
+    def __init__(self, meeting: Rendezvous, slot_bytes: int) -> None:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         self.addresses: list[int] = []
         self._own = 0
@@ -80,7 +80,7 @@ class IpcWindow:
 class Events:
     """Events that one rank records and others wait for: one per slot of a sender, and one per slot and reader of it."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Rendezvous) -> None:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         self._of: list[list[int]] = []  # by rank
         self._made: list[int] = []
@@ -145,11 +145,11 @@ class CudaIpcTransport(ShmTransport):
         return Capabilities(cls.name, "cuda", one_host=True, copy_engine=True, missing=_missing())
 
     @classmethod
-    def _open_window(cls, meeting: Meeting, slot_bytes: int) -> Window:
+    def _open_window(cls, meeting: Rendezvous, slot_bytes: int) -> Window:
         return IpcWindow(meeting, slot_bytes)
 
     @classmethod
-    def connect(cls, meeting: Meeting, *, slot_bytes: int = SLOT_BYTES) -> CudaIpcTransport:
+    def connect(cls, meeting: Rendezvous, *, slot_bytes: int = SLOT_BYTES) -> CudaIpcTransport:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         segment, processes = cls.share(meeting, HOST_SLOT_BYTES)
         with torch.cuda.device(meeting.device), contextlib.ExitStack() as undo:
@@ -211,7 +211,7 @@ class CudaIpcTransport(ShmTransport):
                     part.close()
 
 
-def _reach(meeting: Meeting) -> None:
+def _reach(meeting: Rendezvous) -> None:
     """Collective. Raises CommError on every rank if a GPU cannot read another's. Ranks may see GPUs by other numbers:
     they are named by PCI address."""
     what, runtime = "reaching the other GPUs", _cupy()
@@ -228,7 +228,7 @@ def _reach(meeting: Meeting) -> None:
                 raise CommError(f"no peer access from {name} to {other} of rank {rank}")
 
 
-def _exchanged(meeting: Meeting, handles: Sequence[bytes], what: str) -> list[list[bytes]]:
+def _exchanged(meeting: Rendezvous, handles: Sequence[bytes], what: str) -> list[list[bytes]]:
     """Every rank's handles. Raises CommError if one is not of this rank's length."""
     given = meeting.exchange([handle.hex() for handle in handles], what)
     with meeting.together(what):

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, QueueTransport, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
-from interlace.comm.transports.meeting import Meeting
 
 _HEADER, _BYTES, _SIGNAL, _NEVER = 1, 2, 3, 4  # tags
 _AHEAD = 64  # signals that a rank may be ahead of the waits of its peer before it waits too
@@ -36,7 +36,7 @@ class GlooTransport(QueueTransport):
 
     name = "gloo"
 
-    def __init__(self, meeting: Meeting, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, meeting: Rendezvous, *, device: torch.device | str = "cpu") -> None:
         """Collective. Raises CommError if a rank does not come within the timeout."""
         self._control = _gloo(meeting)
         super().__init__(meeting.rank, meeting.world, device=torch.device(device), timeout=meeting.timeout)
@@ -49,7 +49,7 @@ class GlooTransport(QueueTransport):
         return Capabilities("gloo", "cpu", missing="" if there else "this torch was built without gloo")
 
     @classmethod
-    def connect(cls, meeting: Meeting) -> GlooTransport:
+    def connect(cls, meeting: Rendezvous) -> GlooTransport:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         what, transport = f"connecting by {cls.name}", None
         try:
@@ -209,7 +209,7 @@ class NcclTransport(GlooTransport):
 
     name = "nccl"
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Rendezvous) -> None:
         self._last: tuple[torch.cuda.Event, str] | None = None
         self._payload = _nccl(meeting)
         super().__init__(meeting, device=meeting.device)
@@ -289,7 +289,7 @@ def _rounds(copies: Sequence[Copy]) -> list[dict[int, Tensor]]:
     return rounds
 
 
-def _gloo(meeting: Meeting) -> Any:
+def _gloo(meeting: Rendezvous) -> Any:
     store = dist.PrefixStore("gloo", meeting.store)
     try:
         return dist.ProcessGroupGloo(store, meeting.rank, meeting.world, timedelta(seconds=meeting.timeout))
@@ -300,7 +300,7 @@ def _gloo(meeting: Meeting) -> Any:
         ) from error
 
 
-def _nccl(meeting: Meeting) -> Any:
+def _nccl(meeting: Rendezvous) -> Any:
     options: Any = dist.ProcessGroupNCCL.Options()
     # Later than the waits of the transport: when this one runs out, torch ends the process.
     options._timeout = timedelta(seconds=2 * meeting.timeout + 30)

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
+from interlace.comm.lost import named
+from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, QueueTransport, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack
-from interlace.comm.transports.meeting import Meeting, named
 
 SLOTS = 4
 SLOT_BYTES = 512 << 10
@@ -196,12 +197,12 @@ class ShmTransport(QueueTransport):
         return Capabilities("shm", "cpu", one_host=True, missing=_missing())
 
     @classmethod
-    def connect(cls, meeting: Meeting, *, slot_bytes: int = SLOT_BYTES) -> ShmTransport:
+    def connect(cls, meeting: Rendezvous, *, slot_bytes: int = SLOT_BYTES) -> ShmTransport:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         return cls(meeting.rank, *cls.share(meeting, slot_bytes), timeout=meeting.timeout)
 
     @staticmethod
-    def share(meeting: Meeting, slot_bytes: int) -> tuple[Segment, list[tuple[int, int]]]:
+    def share(meeting: Rendezvous, slot_bytes: int) -> tuple[Segment, list[tuple[int, int]]]:
         """The memory that all ranks map, and their (process id, start time); collective, raises as `connect`."""
         what, descriptor = "connecting by shared memory", -1
         try:

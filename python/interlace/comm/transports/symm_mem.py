@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Capabilities
 from interlace.comm.transports.cuda_ipc import CudaIpcTransport, Window
-from interlace.comm.transports.meeting import Meeting
 from interlace.comm.transports.shm import SLOTS
 
 
 class SymmetricWindow:
     """A window that torch allocates and maps."""
 
-    def __init__(self, meeting: Meeting, slot_bytes: int) -> None:
+    def __init__(self, meeting: Rendezvous, slot_bytes: int) -> None:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         self.addresses: list[int] = []
         with meeting.together("allocating symmetric memory"):
@@ -51,7 +51,7 @@ class SymmMemTransport(CudaIpcTransport):
         return found
 
     @classmethod
-    def _open_window(cls, meeting: Meeting, slot_bytes: int) -> Window:
+    def _open_window(cls, meeting: Rendezvous, slot_bytes: int) -> Window:
         return SymmetricWindow(meeting, slot_bytes)
 
 

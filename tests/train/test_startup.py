@@ -12,15 +12,15 @@ import pytest
 
 from interlace.train import launch
 from interlace.train.errors import TrainingError
-from interlace.train.meeting import Meeting, _store
+from interlace.train.startup import Startup, _store
 from tests import forkserver
 
 SCRIPT = """
 import os, signal, sys, time
 import torch.distributed as dist
-from interlace.train.meeting import Meeting
+from interlace.train.startup import Startup
 rank, lost = int(os.environ["RANK"]), int(sys.argv[1])
-meeting = Meeting(rank, 3, 2.0)
+meeting = Startup(rank, 3, 2.0)
 assert dist.get_world_size() == 3
 if rank == 1:
     time.sleep(5)  # longer than the timeout, but alive
@@ -65,7 +65,7 @@ def test_a_slow_rank_is_waited_for_and_a_hung_one_is_named(lost: int, tmp_path: 
 
 
 def test_a_rank_that_never_comes_is_missed_within_the_timeout(tmp_path: Path) -> None:
-    body = "import os\nfrom interlace.train.meeting import Meeting\ntry: Meeting(int(os.environ['RANK']), 2, 2.0)\n"
+    body = "import os\nfrom interlace.train.startup import Startup\ntry: Startup(int(os.environ['RANK']), 2, 2.0)\n"
     body += "except RuntimeError as error: print(error, flush=True)\nos._exit(0)"
     for rank in range(2):
         (process,) = _start(body, 2, tmp_path, ranks=range(rank, rank + 1))
@@ -74,7 +74,7 @@ def test_a_rank_that_never_comes_is_missed_within_the_timeout(tmp_path: Path) ->
 
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
-    meeting = Meeting(0, 1, 0.01)
+    meeting = Startup(0, 1, 0.01)
     assert meeting.gather("a test", "x") == ["x"]
     with meeting.bounded("a test"):
         time.sleep(0.02)
@@ -86,10 +86,10 @@ def test_ranks_of_one_machine_listen_to_that_machine_alone(tmp_path: Path) -> No
     body = """
 import os, time
 from interlace import comm
-from interlace.train.meeting import Meeting
+from interlace.train.startup import Startup
 from tests.sockets import LOOPBACK, listens_on
 rank = int(os.environ["RANK"])
-meeting = Meeting(rank, 2, 60.0)
+meeting = Startup(rank, 2, 60.0)
 with comm.connect(transport="gloo") as group:
     group.barrier()
     addresses = {address for address, _ in listens_on()}

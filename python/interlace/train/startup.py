@@ -16,29 +16,33 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from interlace.comm.rendezvous import Rounds
 from interlace.comm.store import is_loopback, tcp_store
 from interlace.train import launch
 from interlace.train.errors import TrainingError
 
 LONGEST_SECONDS = 1800.0  # of one wait, however lively the rank that is waited for
 SLACK_SECONDS = 5.0  # after its own timeout, for torch to say what went wrong
+_ANSWER = "all ranks"
 
 
-class Meeting:
+class Startup(Rounds):
     """The ranks of a run until they train. Making one joins the default process group; alone it does nothing.
 
     `timeout` is how many seconds a rank may give no sign of life. Raises TrainingError when not all ranks come.
     """
 
+    longest = 1 << 26
+
     def __init__(self, rank: int, world: int, timeout: float) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        self.rounds = 0
         self.over = threading.Event()
         self.thread: threading.Thread | None = None
         if world == 1:
@@ -50,7 +54,7 @@ class Meeting:
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=wait
             )
-        self.store = dist.PrefixStore("meeting", store)
+        super().__init__(dist.PrefixStore("startup", store), rank, world)
         self.thread = threading.Thread(target=self._beat, name="sign-of-life", daemon=True)
         self.thread.start()
 
@@ -61,25 +65,31 @@ class Meeting:
         """
         if self.world == 1:
             return [value]
-        self.rounds += 1
-        self._set(f"{self.rounds}/{self.rank}", value)
-        answer = f"{self.rounds}/all"
+        mine = json.dumps(value)  # as text: ranks may say values of different forms
+        self.begin(what, mine)
+        others = range(1, self.world)
         if self.rank == 0:
             try:
-                self._wait_for([f"{self.rounds}/{rank}" for rank in range(1, self.world)], range(1, self.world), what)
+                self._wait(others, others, what)
+                texts = [mine, *(self._heard(rank, rank, what, "") for rank in others)]
             except TrainingError as error:
-                self._set(answer, [str(error), []])
+                self.say(_ANSWER, what, [str(error), [""] * self.world])
                 self._linger()
                 raise
-            values = [value, *(self._get(f"{self.rounds}/{rank}") for rank in range(1, self.world))]
-            self._set(answer, ["", values])
-            return values
-        self._wait_for([answer], [0], what)
-        lost, values = self._get(answer)
-        if lost:
-            self.store.add("told", 1)
-            raise TrainingError(f"{lost}; rank 0 told rank {self.rank}")
-        return list(values)
+            self.say(_ANSWER, what, ["", texts])
+        else:
+            self._wait([_ANSWER], [0], what)
+            lost, texts = self._heard(_ANSWER, 0, what, ["", [""] * self.world])
+            if lost:
+                self.store.add("told", 1)
+                raise TrainingError(f"{lost}; rank 0 told rank {self.rank}")
+        return [json.loads(text) for text in texts]
+
+    def _heard(self, place: int | str, rank: int, what: str, like: Any) -> Any:
+        try:
+            return self.hear(place, what, like)
+        except ValueError as error:
+            raise TrainingError(f"rank {self.rank}, {what}: rank {rank} {error}") from error
 
     @contextlib.contextmanager
     def bounded(self, what: str) -> Iterator[None]:
@@ -119,47 +129,40 @@ class Meeting:
         if self.thread is not None:
             self.thread.join(SLACK_SECONDS)
 
-    def _wait_for(self, keys: Iterable[str], ranks: Iterable[int], what: str) -> None:
-        """Returns when the store has all `keys`, which `ranks` set in this order; raises when one of these is lost."""
-        missing = dict(zip(keys, ranks, strict=True))
+    def _wait(self, places: Sequence[int | str], ranks: Sequence[int], what: str) -> None:
+        """Returns when all `places` have been filled, by `ranks` in this order; raises when one of these is lost."""
+        of = dict(zip(places, ranks, strict=True))
         begin = looked = time.monotonic()
-        signs = dict.fromkeys(missing.values(), (-1, begin))
-        pause = 0.01
-        while True:
-            with self.bounded(what):
-                missing = {key: rank for key, rank in missing.items() if not self.store.check([key])}
-                if not missing:
-                    return
-                now = time.monotonic()
-                if now - looked >= min(1.0, self.timeout / 4):
-                    looked = now
-                    for rank in missing.values():
+        signs = dict.fromkeys(ranks, (-1, begin))
+
+        def watch(missing: Sequence[int | str]) -> None:
+            nonlocal looked
+            now = time.monotonic()
+            if now - looked >= min(1.0, self.timeout / 4):
+                looked = now
+                with self._asking(what):
+                    for rank in (of[place] for place in missing):
                         beats = self.store.add(f"alive/{rank}", 0)
                         if beats != signs[rank][0]:
                             signs[rank] = (beats, now)
-            for rank in missing.values():
+            for rank in (of[place] for place in missing):
                 if now - signs[rank][1] > self.timeout:
                     raise TrainingError(
                         f"rank {self.rank}, {what}: lost rank {rank} (no sign of life for {self.timeout:g} s)"
                     )
                 if now - begin > LONGEST_SECONDS:
                     raise TrainingError(f"rank {self.rank}, {what}: rank {rank} took over {LONGEST_SECONDS:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.2)
+
+        self.wait_for(places, what, watch, slowest=0.2)
+
+    def _asking(self, what: str) -> AbstractContextManager[None]:
+        return self.bounded(what)
 
     def _linger(self) -> None:
         """Rank 0 may hold the store: gives those who are not lost time to hear why it ends."""
         deadline = time.monotonic() + SLACK_SECONDS
         while self.store.add("told", 0) < self.world - 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-
-    def _set(self, key: str, value: Any) -> None:
-        with self.bounded("telling the other ranks"):
-            self.store.set(key, json.dumps(value))
-
-    def _get(self, key: str) -> Any:
-        with self.bounded("hearing the other ranks"):
-            return json.loads(self.store.get(key))
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: who waits for it will say so
