@@ -74,7 +74,10 @@ def simulate(
     scratch: NDArray[np.generic],
 ) -> dict[str, Any]: ...
 def schedule_jobs(
-    graph: tuple[NDArray[np.int32], ...], chunk_pipeline: NDArray[np.generic], links: NDArray[np.generic], backward: bool
+    graph: tuple[NDArray[np.int32], ...],
+    chunk_pipeline: NDArray[np.generic],
+    links: NDArray[np.generic],
+    backward: bool,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]: ...
 def schedule_lists(
     graph: tuple[NDArray[np.int32], ...],

@@ -69,7 +69,8 @@ class LocalNetwork:
         """
         deadline = time.monotonic() + self.timeout
         while absent := missing():
-            if left := next((peer for peer in self.gone if peer in absent), None):
+            left = next((peer for peer in self.gone if peer in absent), None)
+            if left is not None:
                 raise CommError(f"rank {rank}, {what}: lost rank {left} (it gave up: {self.gone[left]})")
             seconds = deadline - time.monotonic()
             if seconds <= 0:

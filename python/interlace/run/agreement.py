@@ -6,14 +6,15 @@ other the texts behind them, to say what differs.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from interlace.comm.agreement import Fingerprint
 from interlace.comm.transports.base import Arguments
 from interlace.comm.transports.header import differences
-from interlace.model import MultimodalModel
 from interlace.layout import Layout
+from interlace.model import MultimodalModel
 
 
 def of_model(mllm: MultimodalModel, layout: Layout, **options: object) -> Arguments:

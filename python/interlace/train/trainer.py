@@ -203,7 +203,13 @@ class Trainer:
             if metrics is not None:
                 metrics.close()
         finished = self.step == train.steps
-        return {"step": self.step, "finished": finished, "signal": self.stopped, **self.totals, "metrics": dict(self.last)}
+        return {
+            "step": self.step,
+            "finished": finished,
+            "signal": self.stopped,
+            **self.totals,
+            "metrics": dict(self.last),
+        }
 
     def _train_step(self) -> dict[str, float]:
         """One optimizer step. Raises TrainingError when the loss or the gradient is not a number."""
