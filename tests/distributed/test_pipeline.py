@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from interlace.plan import ParallelPlan, ParallelSpec
+from interlace.layout import Layout, ParallelSpec
 from interlace.run import PipelineError, parallelize
 from tests.distributed.workers import run_ranks
-from tests.run.test_parity import FREEZING, assert_same_gradient, make_plan, oracle
+from tests.run.test_parity import FREEZING, assert_same_gradient, make_layout, oracle
 from tests.tiny import random_microbatches, tiny_mllm
 
 # placement, freezing, batch, checkpointing, tied
@@ -39,8 +39,8 @@ def parity(rank: int, world: int, cases: list[tuple]) -> int:
         microbatches = random_microbatches(mllm, kind)
         loss, gradients = oracle(mllm, microbatches)
         mllm.zero_grad()
-        plan = make_plan(mllm, placement, world)
-        parallel = parallelize(mllm, plan, transport="distributed", checkpointing=checkpointing, timeout=30)
+        layout = make_layout(mllm, placement, world)
+        parallel = parallelize(mllm, layout, transport="distributed", checkpointing=checkpointing, timeout=30)
         result = parallel.step(microbatches)
         where = (placement, freezing, kind, checkpointing, tied, rank)
         assert abs(result.loss - loss) <= 1e-5 * abs(loss), where
@@ -66,18 +66,19 @@ def replicas(rank: int) -> float:
     """Two data-parallel replicas of a 1-rank pipeline, one of them without images."""
     mllm = tiny_mllm(layers=1)
     specs = {name: ParallelSpec(dp=2) for name in mllm.modules_order()}
-    plan = ParallelPlan.from_specs(mllm, specs, ranks=1)
-    microbatches = [random_microbatches(mllm, kind, seed=i, count=2) for i, kind in enumerate(("all", "text"))]
-    loss, gradients = oracle(mllm, [*microbatches[0], *microbatches[1]])
+    layout = Layout.from_specs(mllm, specs, ranks=1)
+    images, texts = (random_microbatches(mllm, kind, seed=i, count=2) for i, kind in enumerate(("all", "text")))
+    batch = [group for pair in zip(images, texts, strict=True) for group in pair]
+    loss, gradients = oracle(mllm, batch)
     mllm.zero_grad()
-    parallel = parallelize(mllm, plan, transport="distributed", timeout=30)
-    result = parallel.step(microbatches[rank])
+    parallel = parallelize(mllm, layout, transport="distributed", timeout=30)
+    result = parallel.step(batch)
     assert abs(result.loss - loss) <= 1e-5 * loss
     for name, parameter in parallel.named_parameters():
         assert_same_gradient(name, parameter.grad, gradients[name])
     # A modality that no replica has: its parameters keep no gradient.
     parallel.zero_grad()
-    parallel.step(microbatches[1])
+    parallel.step(texts)
     assert all(p.grad is None for name, p in parallel.named_parameters() if name.startswith("encoders."))
     return result.loss
 
@@ -94,12 +95,13 @@ def split_and_replicated(rank: int) -> int:
     for schedule in ("1f1b", "gpipe"):
         mllm = tiny_mllm(layers=2, tied=True, encoders=("vision",))
         specs = {"vision": ParallelSpec(dp=2), "language_model": ParallelSpec(pp=2, dp=2)}
-        plan = ParallelPlan.from_specs(mllm, specs, ranks=2)
-        batches = [random_microbatches(mllm, kind, seed=i, count=3) for i, kind in enumerate(("no_image", "text"))]
-        loss, gradients = oracle(mllm, [*batches[0], *batches[1]])
+        layout = Layout.from_specs(mllm, specs, ranks=2)
+        parts = [random_microbatches(mllm, kind, seed=i, count=3) for i, kind in enumerate(("no_image", "text"))]
+        batch = [group for pair in zip(*parts, strict=True) for group in pair]
+        loss, gradients = oracle(mllm, batch)
         mllm.zero_grad()
-        parallel = parallelize(mllm, plan, schedule=schedule, transport="distributed", timeout=30)
-        assert abs(parallel.step(batches[rank // 2]).loss - loss) <= 1e-5 * loss
+        parallel = parallelize(mllm, layout, schedule=schedule, transport="distributed", timeout=30)
+        assert abs(parallel.step(batch).loss - loss) <= 1e-5 * loss
         for name, parameter in parallel.named_parameters():
             assert_same_gradient(f"rank {rank} {schedule} {name}", parameter.grad, gradients[name])
             compared += 1
@@ -112,11 +114,50 @@ def test_a_split_language_model_with_replicas_equals_one_process():
         assert value > 0
 
 
+def unequal(rank: int, degrees: list[tuple[int, int]]) -> list[tuple[float, int]]:
+    """Five ranks: replicas of the encoder and of the language model, as many as `degrees` say; what a step exchanges."""
+    found = []
+    for vision, language in degrees:
+        for kind, freezing, chunks in (("all", "nothing", None), ("no_image", "encoders but projectors", 1)):
+            mllm = tiny_mllm(layers=1, encoders=("vision",))
+            for path in FREEZING[freezing]:
+                if not path.startswith("audio"):
+                    mllm.freeze(path)
+            batch = [sample for group in random_microbatches(mllm, kind) for sample in group]
+            loss, gradients = oracle(mllm, [batch])
+            mllm.zero_grad()
+            specs = {"vision": ParallelSpec(dp=vision), "language_model": ParallelSpec(dp=language)}
+            parallel = parallelize(mllm, Layout.from_specs(mllm, specs), transport="distributed", timeout=30)
+            before = parallel.channel.collectives
+            result = parallel.step(batch, microbatches=2, chunks={"vision": chunks} if chunks else None)
+            norm = parallel.clip_grad_norm_(1e9)
+            exchanged = parallel.channel.collectives - before
+            assert abs(result.loss - loss) <= 1e-5 * loss
+            for name, parameter in parallel.named_parameters():
+                assert_same_gradient(f"rank {rank} {degrees} {kind} {name}", parameter.grad, gradients[name])
+            whole = parallel.full_gradients()
+            for name, gradient in gradients.items():
+                assert_same_gradient(f"rank {rank} {degrees} {kind} {name}", whole[name], gradient)
+            squares = sum(float(g.double().square().sum()) for g in gradients.values() if g is not None)
+            assert norm == pytest.approx(squares**0.5, rel=1e-5)
+            found.append((result.loss, exchanged))
+    return found
+
+
+def test_replicas_of_encoder_and_language_model_may_differ_on_five_processes():
+    """And a step, clipping included, exchanges twice outside of its lists: what it was given, and loss with norm."""
+    results = run_ranks(5, unequal, [(3, 2), (4, 1)])
+    assert [kind for kind, _ in results] == ["returned"] * 5, results
+    for _, value in results:
+        assert value == results[0][1]
+        assert all(exchanged == 2 for _, exchanged in value)
+
+
 def refuse(rank: int) -> str:
     """Replica 1 has nothing to train on: both say so at once instead of one waiting for the other."""
     mllm = tiny_mllm(layers=1)
     specs = {name: ParallelSpec(dp=2) for name in mllm.modules_order()}
-    parallel = parallelize(mllm, ParallelPlan.from_specs(mllm, specs, ranks=1), timeout=30)
+    parallel = parallelize(mllm, Layout.from_specs(mllm, specs, ranks=1), timeout=30)
     samples = random_microbatches(mllm, "text", count=1)[0]
     try:
         parallel.step(samples if rank == 0 else [])
@@ -136,8 +177,8 @@ def lose_peer(rank: int, world: int, how: str) -> tuple[str, float]:
     """Rank 1 dies, or stops answering, after one good step; the others report their error and how long it took."""
     mllm = tiny_mllm(layers=1)
     specs = {name: ParallelSpec() for name in mllm.modules_order()}
-    plan = ParallelPlan.from_specs(mllm, specs, ranks=world)
-    parallel = parallelize(mllm, plan, transport="distributed", timeout=4)
+    layout = Layout.from_specs(mllm, specs, ranks=world)
+    parallel = parallelize(mllm, layout, transport="distributed", timeout=4)
     microbatches = random_microbatches(mllm, "all")
     parallel.step(microbatches)
     if rank == 1:
@@ -164,7 +205,7 @@ def test_lost_peer_is_named_within_the_timeout(world, how):
 def lose_peer_elsewhere(rank: int, where: str) -> tuple[str, float]:
     """Rank 1 hangs before the process groups are made, or after a step; what the others are told by the next call."""
     mllm = tiny_mllm(layers=2, tied=True, encoders=("vision",))
-    plan = ParallelPlan.from_specs(mllm, {"vision": ParallelSpec(), "language_model": ParallelSpec(pp=2)})
+    layout = Layout.from_specs(mllm, {"vision": ParallelSpec(), "language_model": ParallelSpec(pp=2)})
 
     def hang() -> None:
         if rank == 1:
@@ -174,7 +215,7 @@ def lose_peer_elsewhere(rank: int, where: str) -> tuple[str, float]:
         if where == "groups":
             hang()
         start = time.monotonic()
-        parallel = parallelize(mllm, plan, transport="distributed", timeout=4)
+        parallel = parallelize(mllm, layout, transport="distributed", timeout=4)
         parallel.step(random_microbatches(mllm, "all"))
         hang()
         start = time.monotonic()
@@ -187,7 +228,7 @@ def lose_peer_elsewhere(rank: int, where: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        ("groups", r"not every rank came to make the group of ranks \[1, 2\] within 4 s|lost rank 1 \(no answer"),
+        ("groups", r"not every rank came to make the group of ranks \[0, 1, 2\] within 4 s|lost rank 1 \(no answer"),
         ("timeline", r"timeline: lost rank 1 \(no answer within"),
     ],
 )

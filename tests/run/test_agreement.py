@@ -8,20 +8,21 @@ from typing import Any
 
 import torch
 
+from interlace.model import Media
 from interlace.run import parallelize
 from interlace.run.agreement import of_samples
-from tests.run.test_parity import make_plan
+from tests.run.test_parity import make_layout
 from tests.tiny import random_microbatches, tiny_mllm
 
 # What rank 1 does otherwise, and what both ranks are told.
 DIFFERENT = {
     "freezing": "parameters is fingerprint [0-9a-f]{16} on rank 0 but fingerprint [0-9a-f]{16} on rank 1",
     "layers": "parameters is fingerprint",
-    "placement": "plan is fingerprint",
-    "schedule": "schedule is one_f_one_b on rank 0 but gpipe on rank 1",
+    "placement": "layout is fingerprint",
+    "schedule": "schedule is 1f1b on rank 0 but gpipe on rank 1",
     "autocast": "autocast is None on rank 0 but torch.bfloat16 on rank 1",
     "evaluation": "train is True on rank 0 but False on rank 1",
-    "microbatches": "microbatches is 4 on rank 0 but 3 on rank 1; samples is 8 on rank 0 but 6 on rank 1",
+    "microbatches": "groups is 4 on rank 0 but 3 on rank 1; samples is 8 on rank 0 but 6 on rank 1",
     "order": "content is fingerprint",
     "grouping": "content is fingerprint",
     "one label": "content is fingerprint",
@@ -37,9 +38,9 @@ def step(rank: int, ways: list[str]) -> list[tuple[str, bool]]:
         mllm = tiny_mllm(layers=3 if odd == "layers" else 2, encoders=("vision",))
         if odd == "freezing":
             mllm.freeze("vision")
-        plan = make_plan(mllm, "replicated" if odd == "placement" else "parallel", 2)
+        layout = make_layout(mllm, "replicated" if odd == "placement" else "parallel", 2)
         parallel = parallelize(
-            mllm, plan, transport="distributed", timeout=20, schedule="gpipe" if odd == "schedule" else "1f1b",
+            mllm, layout, transport="distributed", timeout=20, schedule="gpipe" if odd == "schedule" else "1f1b",
             autocast=torch.bfloat16 if odd == "autocast" else None,
         )  # fmt: skip
         batches = copy.deepcopy(random_microbatches(mllm, "all"))
@@ -79,7 +80,6 @@ def test_what_the_digest_of_samples_says() -> None:
     undecoded = copy.deepcopy(batches)
     for group in undecoded:
         for sample in group:
-            for image in sample.media["vision"]:
-                image.data = None
+            sample.media["vision"] = [Media(image.shape, image.tokens) for image in sample.media["vision"]]
     assert of_samples(undecoded).text == of_samples(batches).text  # ranks that do not run the encoder
     assert of_samples(batches[::-1]).text != of_samples(batches).text

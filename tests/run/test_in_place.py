@@ -103,7 +103,7 @@ def test_random_numbers_in_several_threads_are_refused_and_in_one_rank_are_not()
         layer.mlp = Noisy(layer.mlp)
     mllm.train()
     batch = random_microbatches(mllm, "text")
-    with pytest.raises(PipelineError, match="draws random numbers .dropout.*process per rank"):
+    with pytest.raises(PipelineError, match=r"draws random numbers .dropout.*process per rank"):
         parallelize(mllm, make(mllm, pp=2), timeout=30).step(batch)
     parallelize(mllm, make(mllm), timeout=30).step(batch)
 

@@ -113,7 +113,10 @@ def parallelize(
 
 
 class ParallelModel:
-    """The ranks of a layout that this process plays: one, or all."""
+    """The ranks of a layout that this process plays: one, or all.
+
+    channel: what its rank speaks to between processes; None where one process plays all.
+    """
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class ParallelModel:
         self._generator = _GENERATORS[schedule]
         self._agreed = agreement.of_model(mllm, layout, schedule=schedule, autocast=autocast)
         self._autocast, self._timeout = autocast, timeout
-        self._channel = channel
+        self.channel = channel
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
         self._times: dict[int, list[tuple[float, float]]] = {}
@@ -276,9 +279,9 @@ class ParallelModel:
         try:
             return self._run_step(samples, microbatches, chunks, place, note, train)
         except Exception as error:
-            if self._channel is not None and not isinstance(error, ValueError):
+            if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
-                self._channel.leave(str(error))
+                self.channel.leave(str(error))
             raise
 
     def _run_step(
@@ -343,7 +346,7 @@ class ParallelModel:
 
     def _compare(self, digest: int, refused: ValueError | None, model: str, given: str) -> Callable[[], None]:
         """Begin to compare what the ranks were given; the returned call ends it and raises ValueError if it differs."""
-        channel = self._channel
+        channel = self.channel
         if channel is None or channel.world == 1:
             return lambda: None
         channel.begin(0)  # until it is known that all ranks have the same table
@@ -370,9 +373,9 @@ class ParallelModel:
         return compare
 
     def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int) -> None:
-        if self._channel is not None:
+        if self.channel is not None:
             (number,) = self.ranks
-            self._ranks[number].executor(self._channel).run(schedule.of_rank(number), steps[number])
+            self._ranks[number].executor(self.channel).run(schedule.of_rank(number), steps[number])
             return
         network = LocalNetwork(self.layout.world, self._timeout)
         channels = {number: LocalChannel(number, network) for number in self.ranks}
@@ -401,11 +404,11 @@ class ParallelModel:
         loss = float(torch.stack(losses).sum()) if losses else 0.0
         square = self._squares() if train else 0.0
         mine = [loss, square, float(note())]
-        if self._channel is None:
+        if self.channel is None:
             return loss, square**0.5, (mine[2],) * len(self.ranks)
         with _as_pipeline_errors():
             numbers = torch.tensor(mine, dtype=torch.float64)
-            everyone = self._channel.start_all_gather(numbers, "loss", compare_sums=train).wait()
+            everyone = self.channel.start_all_gather(numbers, "loss", compare_sums=train).wait()
         total, squares, _ = everyone.sum(0).tolist()
         return total, squares**0.5, tuple(everyone[:, 2].tolist())
 
@@ -456,10 +459,10 @@ class ParallelModel:
         """
         if recompute:
             square = self._squares()
-            if self._channel is not None:
+            if self.channel is not None:
                 with _as_pipeline_errors():
                     numbers = torch.tensor([square], dtype=torch.float64)
-                    square = float(self._channel.start_all_gather(numbers, "gradient norm").wait().sum())
+                    square = float(self.channel.start_all_gather(numbers, "gradient norm").wait().sum())
             norm = square**0.5
         elif self._norm is None:
             raise ValueError("there is no gradient norm yet: call step() first, or pass recompute=True on every rank")
@@ -478,7 +481,7 @@ class ParallelModel:
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Name -> the whole gradient, of every parameter of the model, on every rank (for tests and debugging)."""
         shapes = {name: p for name, p in self.mllm.named_parameters()}
-        if self._channel is None:
+        if self.channel is None:
             return {name: None if p.grad is None else p.grad.clone() for name, p in shapes.items()}
         here = self._ranks[self.ranks[0]]
         held = {id(p): p for name, p in here.own.items() if name in here.counts}
@@ -492,8 +495,8 @@ class ParallelModel:
         whole = torch.cat(flat)
         with _as_pipeline_errors():
             everyone = list(range(self.layout.world))
-            self._channel.add_groups([everyone])
-            self._channel.start_all_reduce(whole, everyone, "full gradients").wait()
+            self.channel.add_groups([everyone])
+            self.channel.start_all_reduce(whole, everyone, "full gradients").wait()
         for (name, parameter), part in zip(shapes.items(), whole.split([len(x) for x in flat]), strict=True):
             found[name] = part[:-1].view(parameter.shape) if part[-1] else None
         return found
@@ -505,11 +508,11 @@ class ParallelModel:
         if self._last is None:
             raise PipelineError("no step has run yet: call step() before timeline()")
         times = [self._times.get(rank, []) for rank in range(self.layout.world)]
-        if self._channel is not None:
+        if self.channel is not None:
             (number,) = self.ranks
             text = " ".join(f"{start!r} {finish!r}" for start, finish in self._times[number])
             with _as_pipeline_errors():
-                said = self._channel.exchange(text, "timeline")
+                said = self.channel.exchange(text, "timeline")
             times = [_times(text, rank, len(self._last.of_rank(rank))) for rank, text in enumerate(said)]
         return Timeline(
             self._last.actions,
