@@ -29,7 +29,6 @@ NAMES = {
 
 WITHIN_THE_JOB = "among the processes of one job"
 ALLOWED = {
-    ("python/interlace/train/peers.py", "all_gather_object"): WITHIN_THE_JOB,
     ("bench/frozen_pipeline.py", "broadcast_object_list"): WITHIN_THE_JOB,
     ("bench/frozen_pipeline.py", "torch.multiprocessing"): "starts processes",
     ("bench/context_parallel.py", "torch.multiprocessing"): "starts processes",

@@ -103,7 +103,10 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--language", default="en", help="language code of the answer (default: en)")
     generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in bytes (default: 96)")
 
-    commands.add_parser("doctor", parents=[common], help="what this machine can run, and why not the rest")
+    doctor = commands.add_parser("doctor", parents=[common], help="what this machine can run, or why a run failed")
+    doctor.add_argument(
+        "--crash", type=Path, metavar="FOLDER", help="say who waited for whom, from what the ranks of a failed run left"
+    )
 
     mask = commands.add_parser("mask", parents=[config], help="draw the attention mask of a config's batch")
     mask.add_argument("--samples", type=int, default=4, help="samples packed into the row (default: 4)")
@@ -158,6 +161,10 @@ def _command(options: argparse.Namespace) -> int:
 
         return mask(options)
     if options.command == "doctor":
+        if options.crash is not None:
+            from interlace.train.crash import crash
+
+            return crash(options.crash)
         from interlace.train.doctor import doctor
 
         return doctor()
@@ -171,6 +178,7 @@ def _kind_of(error: Exception) -> tuple[bool, bool]:
     users = {"interlace.train.config": "ConfigError", "interlace.train.storage": "CheckpointError"}
     users |= {"interlace.data.media": "DecodeError"}
     failures = {"interlace.train.errors": "TrainingError", "interlace.run.channel": "PipelineError"}
+    failures |= {"interlace.comm.transports.base": "CommError"}
 
     def is_one_of(table: dict[str, str]) -> bool:
         classes = (getattr(sys.modules.get(module), name, None) for module, name in table.items())

@@ -25,6 +25,7 @@ from interlace.comm.star import HEADER, LONGEST, MESSAGE
 
 DUE = Tag("a", 0, 0, 0, False)
 GRADIENT = Tag("a", 0, 0, 0, True)
+KINDS = "all_gather all_reduce exchange send receive wait finish"
 DIGEST = 0xABCDEF012345
 DAMAGED = "rank 0: the header from rank 1 where a[0] chunk 0 was due is damaged"
 NO_MESSAGE = "rank 0, loss: what rank 1 sent is no message: its program differs"
@@ -243,7 +244,7 @@ def step(rank: int) -> list[Any]:
         found.append([gathered.wait().tolist(), list(nothing.shape), here.exchange({"rank": rank}, "values")])
         assert alone.item() == rank and gathered.wait() is gathered.wait()
     events = here.recorder.events()
-    assert {event["kind"] for event in events} == {"all_gather", "all_reduce", "exchange", "send", "receive"}
+    assert {event["kind"] for event in events} == set(KINDS.split())
     assert all(event["state"] == "done" for event in events)
     return [here.collectives, *found]
 

@@ -6,7 +6,7 @@ over tokens that several ranks hold, `shards` deals tokens to them, `trace` reco
 """
 
 from interlace.comm.collectives import (
-    AsyncCollective,
+    Handle,
     all_gather_into_tensor,
     all_reduce,
     all_to_all_single,
@@ -26,7 +26,7 @@ __all__ = [
     "EmulatedTransport",
     "Trace",
     "Transport",
-    "AsyncCollective",
+    "Handle",
     "all_gather_into_tensor",
     "all_gather_matmul",
     "all_reduce",

@@ -166,10 +166,12 @@ class GroupChannel:
         assert work is not None
 
         def finish() -> None:
+            waiting = self.recorder.begin("wait", key, tuple(ranks))
             try:
                 work.wait(timedelta(seconds=self.timeout))
             except RuntimeError as error:
                 raise self._lost_some(ranks, what, error) from error
+            self.recorder.end(waiting)
             self.recorder.end(token)
 
         return GroupPending(finish)
@@ -196,6 +198,7 @@ class GroupChannel:
         assert work is not None
 
         def finish() -> Tensor:
+            waiting = self.recorder.begin("wait", what, tuple(everyone))
             try:
                 work.wait(timedelta(seconds=self.timeout))
             except RuntimeError as error:
@@ -210,6 +213,7 @@ class GroupChannel:
                 check_digest(self.rank, peer, what, mine, int(digest) if 0 <= digest < 1 << BITS else -1)
             if compare_sums and int(heard[:, 3].to(torch.int64).sum()) % (1 << BITS):
                 self._compare_sums(self._star.exchange(said, f"sums before {what}", self.timeout), what)
+            self.recorder.end(waiting)
             self.recorder.end(token)
             return heard[:, len(first) : len(first) + count].clone()
 
@@ -231,6 +235,7 @@ class GroupChannel:
     def finish(self) -> None:
         pending, self._sends = self._sends, []
         self._sent.clear()
+        waiting = self.recorder.begin("finish", "", tuple(sorted({peer for _, peer, *_ in pending})))
         for works, peer, what, token in pending:
             for work, _ in works:
                 try:
@@ -238,6 +243,7 @@ class GroupChannel:
                 except RuntimeError as error:
                     raise self._lost_peer(peer, what, error) from error
             self.recorder.end(token)
+        self.recorder.end(waiting)
 
     def leave(self, reason: str) -> None:
         self._roll.leave(reason)

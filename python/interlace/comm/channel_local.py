@@ -184,8 +184,10 @@ class LocalChannel:
             def missing() -> list[int]:
                 return [peer for peer in range(self.world) if network.edges[self.rank, peer]]
 
-            waiting = next((str(network.edges[self.rank, peer][0].tag) for peer in missing()), "")
-            network.wait_for(self.rank, f"SEND {waiting}", missing)
+            first = next((str(network.edges[self.rank, peer][0].tag) for peer in missing()), "")
+            waiting = self.recorder.begin("finish", "", tuple(missing()))
+            network.wait_for(self.rank, f"SEND {first}", missing)
+        self.recorder.end(waiting)
         for token in self._sends:
             self.recorder.end(token)
         self._sends.clear()
@@ -226,6 +228,7 @@ class LocalChannel:
             return absent if absent or meeting.made else (meeting.maker,)
 
         def wait() -> Any:
+            waiting = self.recorder.begin("wait", what, ranks)
             with network.changed:
                 network.wait_for(self.rank, what, missing)
                 meeting.taken += 1
@@ -236,6 +239,7 @@ class LocalChannel:
                     raise CommError(
                         f"rank {self.rank} is in {about}, but rank {peer} is in {theirs}: their lists differ"
                     )
+            self.recorder.end(waiting)
             self.recorder.end(token)
             return meeting.result
 

@@ -8,7 +8,7 @@ and needs every rank: either all inputs require gradients or none, and every ran
 What else all ranks must pass alike is in `agreement`, and compared in every call.
 Under torch.compile the graph breaks there, as at everything of this package that moves bytes.
 
-With `async_op` the call returns an `AsyncCollective`; input and output must be left alone until its `wait`. They may not share
+With `async_op` the call returns a `Handle`; input and output must be left alone until its `wait`. They may not share
 memory, but that without gradients the input of a gather, and the output of a reduce-scatter, may be this rank's piece
 of the other, as in torch.
 """
@@ -39,7 +39,7 @@ _REDUCED = {
 ONE_ROUND = 64 << 10  # bytes up to which all_reduce sends everything to everybody: one latency instead of two
 
 
-class AsyncCollective:
+class Handle:
     """An operation under way. `wait` may be called more than once."""
 
     def __init__(self, tickets: Sequence[Ticket], deliver: tuple[Tensor, Tensor] | None = None) -> None:
@@ -62,16 +62,14 @@ class AsyncCollective:
 
 
 @torch.compiler.disable
-def all_gather_into_tensor(
-    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
-) -> AsyncCollective | None:
+def all_gather_into_tensor(output: Tensor, input: Tensor, group: Group = None, async_op: bool = False) -> Handle | None:
     """output = the inputs of all ranks, rank by rank.
 
     Args:
         output: as many elements as `world` inputs: [world * n, ...] or [world, n, ...] for an input [n, ...].
         input: the same shape and dtype on every rank. Its gradient is the sum of all ranks' gradients of their slice.
         group: a Transport, ProcessGroup, DeviceMesh or None (see `interlace.comm.group`).
-        async_op: return an AsyncCollective instead of waiting.
+        async_op: return a Handle instead of waiting.
 
     Raises:
         ValueError: sizes, dtypes or devices do not fit, or memory is shared. CommError: a peer is lost, late, or passes
@@ -85,7 +83,7 @@ def all_gather_into_tensor(
 @torch.compiler.disable
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
-) -> AsyncCollective | None:
+) -> Handle | None:
     """output = this rank's piece of the sum (or AVG, MAX, MIN) of all ranks' inputs.
 
     Args:
@@ -101,7 +99,7 @@ def reduce_scatter_tensor(
 
 
 @torch.compiler.disable
-def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> AsyncCollective | None:
+def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> Handle | None:
     """tensor = the sum (or AVG, MAX, MIN) of all ranks' tensors, in place, with the same bits on every rank.
 
     Arguments and errors as for `reduce_scatter_tensor`.
@@ -118,7 +116,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
     async_op: bool = False,
-) -> AsyncCollective | None:
+) -> Handle | None:
     """Sends the r-th piece of input's first dimension to rank r; output = what came, in the order of the ranks.
 
     Args:
@@ -256,7 +254,7 @@ class _Call(NamedTuple):
 def _run(
     body: Any, name: str, transport: Transport, output: Tensor, input: Tensor, async_op: bool, options: Any,
     **agreed: object,
-) -> AsyncCollective | None:  # fmt: skip
+) -> Handle | None:  # fmt: skip
     """agreed: what ranks must pass alike beyond what this takes from the tensors."""
     check_reverse_mode(name, input, output)
     recorded = torch.is_grad_enabled() and (input.requires_grad or output.requires_grad)
@@ -272,7 +270,7 @@ def _run(
         if recorded:
             if options in ("max", "min") and input.requires_grad:
                 raise ValueError(f"{name}: {options} has no gradient: detach the tensor, or use SUM or AVG")
-            works: list[AsyncCollective] = []
+            works: list[Handle] = []
             _Differentiable.apply(output, input, body, call, options, works)
             work = works[0]
         else:
@@ -283,7 +281,7 @@ def _run(
         return None
 
 
-def _start(body: Any, call: _Call, output: Tensor, input: Tensor, options: Any) -> AsyncCollective:
+def _start(body: Any, call: _Call, output: Tensor, input: Tensor, options: Any) -> Handle:
     with torch.no_grad():
         source = input.contiguous().resolve_conj().resolve_neg()
         if input is output and body is _reduce:
@@ -298,7 +296,7 @@ def _start(body: Any, call: _Call, output: Tensor, input: Tensor, options: Any) 
         # Transports write memory, which autograd does not see: a tensor that it kept for a backward pass is now wrong.
         if not output.is_inference():  # which autograd cannot keep
             torch.autograd.graph.increment_version(output)
-        return AsyncCollective(tickets, None if to is output else (output, to))
+        return Handle(tickets, None if to is output else (output, to))
 
 
 def _check_memory(body: Any, call: _Call, output: Tensor, input: Tensor) -> None:
@@ -321,7 +319,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, input: Tensor, body: Any, call: _Call, options: Any, works: list[AsyncCollective]
+        ctx: Any, output: Tensor, input: Tensor, body: Any, call: _Call, options: Any, works: list[Handle]
     ) -> Tensor:
         ctx.mark_dirty(output)
         ctx.saved = body, call.transport, options, input.shape, input is output

@@ -62,6 +62,7 @@ from interlace.train.checkpointfolder import (
 )
 from interlace.train.errors import TrainingError
 from interlace.train.peers import Peers
+from interlace.train.saveplan import items_of, plan_of
 from interlace.train.storage import (
     DTYPES,
     MANIFEST,
@@ -83,8 +84,9 @@ from interlace.train.storage import (
 SLOWEST_DISK = 20e6  # bytes per second: what the ranks wait for before they call one of them lost
 SHARE = "all ranks must see one and the same run folder: put run.folder on a file system that all nodes share"
 
-# Of one rank: its host, the name and entry of its file, and (key, dtype, shape, chunk) of each tensor in it.
-_Written = tuple[str, str, File, list[tuple[str, str, list[int], Chunk]]]
+# Of one rank, as JSON holds it: its host, the name and entry of its file (`File`), and of each tensor in it the key,
+# dtype, shape and `Chunk`.
+_Written = tuple[str, str, dict[str, Any], list[tuple[str, str, list[int], dict[str, Any]]]]
 
 
 def fingerprint(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,11 +160,12 @@ class Checkpoints:
         state["progress"] = _pack({**progress, "step": step})
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, is_coordinator=self.rank == 0)
-        plans = self.peers.together(f"planning checkpoint {final.name}", planner.create_local_plan)
+        plans = self.peers.together(f"planning checkpoint {final.name}", lambda: items_of(planner.create_local_plan()))
         shares = self.peers.on_first(
-            f"sharing out checkpoint {final.name}", lambda: planner.create_global_plan(plans)[0]
+            f"sharing out checkpoint {final.name}",
+            lambda: [items_of(share) for share in planner.create_global_plan([plan_of(plan) for plan in plans])[0]],
         )
-        share = planner.finish_plan(shares[self.rank])
+        share = planner.finish_plan(plan_of(shares[self.rank]))
         written = self.peers.together(f"writing checkpoint {final.name}", lambda: self._write(draft, planner, share))
         self.peers.on_first(f"finishing checkpoint {final.name}", lambda: self._finish(step, draft, written))
         return final
@@ -209,16 +212,18 @@ class Checkpoints:
         Torn ones on the way are set aside, and a line on stderr names the file. A torn `at` raises.
         """
 
-        def choose() -> Path | None:
+        def choose() -> str | None:
             self.check()
             if at is None:
-                return newest(self.folder, settle=True)
+                found = newest(self.folder, settle=True)
+                return None if found is None else str(found)
             if not at.is_dir():
                 raise CheckpointError(f"there is no checkpoint at {at}; found: {listing(at.parent)}")
             verify(at)
-            return at
+            return str(at)
 
-        return self.peers.on_first("choosing a checkpoint", choose, expected=CheckpointError)
+        chosen = self.peers.on_first("choosing a checkpoint", choose, expected=CheckpointError)
+        return None if chosen is None else Path(chosen)
 
     def set_aside_after(self, step: int) -> None:
         """Renames checkpoints later than `step` (a run that goes on from an earlier one leaves them behind)."""
@@ -261,16 +266,17 @@ class Checkpoints:
             parts.append((key, entry, code_of(entry, item.tensor_data.properties.dtype), shape, offsets, sizes))
         file, begins = write_tensors(draft / name, tensors)
         chunks = [
-            (key, dtype, shape, Chunk(offsets=offsets, sizes=sizes, file=name, begin=begins[entry]))
+            (key, dtype, shape, Chunk(offsets=offsets, sizes=sizes, file=name, begin=begins[entry]).model_dump())
             for key, entry, dtype, shape, offsets, sizes in parts
         ]
-        return platform.node(), name, file, chunks
+        return platform.node(), name, file.model_dump(), chunks
 
     def _finish(self, step: int, draft: Path, written: Sequence[_Written]) -> None:
         """Rank 0: checks that it reads what all ranks wrote, writes the manifest, makes the checkpoint visible."""
         deadline = time.monotonic() + LATE_SECONDS
-        tables: dict[str, tuple[str, list[int], list[Chunk]]] = {}
-        for rank, (host, name, file, chunks) in enumerate(written):
+        tables: dict[str, tuple[str, list[int], list[dict[str, Any]]]] = {}
+        for rank, (host, name, entry, chunks) in enumerate(written):
+            file = File.model_validate(entry)
             if not settled(draft / name, file.size, deadline):
                 raise TrainingError(f"rank 0 does not see {draft / name}, which rank {rank} wrote on {host}; {SHARE}")
             if digest(draft / name) != file.sha256:
@@ -282,9 +288,9 @@ class Checkpoints:
             time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             ranks=self.peers.world,
             model=self.identity,
-            files={name: file.model_dump() for _, name, file, _ in written},
+            files={name: entry for _, name, entry, _ in written},
             tensors={
-                key: {"dtype": dtype, "shape": shape, "chunks": [chunk.model_dump() for chunk in chunks]}
+                key: {"dtype": dtype, "shape": shape, "chunks": chunks}
                 for key, (dtype, shape, chunks) in tables.items()
             },
         )

@@ -1,0 +1,65 @@
+"""The flight recorder keeps the last events, says which are not over, costs little, and writes a whole file."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interlace.comm.channel import Tag
+from interlace.comm.recorder import FlightRecorder
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 6), st.lists(st.integers(-4, 4), max_size=30))
+def test_the_ring_holds_the_last_events(capacity: int, steps: list[int]) -> None:
+    """steps: 0 or more: an event of so many ranks begins; less than 0: the so many-th last one ends."""
+    recorder, expected = FlightRecorder(3, capacity), []
+    for step in steps:
+        if step >= 0:
+            assert recorder.begin("compute", f"action {len(expected)}", range(step)) == len(expected)
+            expected.append([len(expected), f"action {len(expected)}", list(range(step)), "waiting"])
+        elif len(expected) >= -step:
+            recorder.end(len(expected) + step)
+            expected[step][3] = "done"
+    found = [[event["id"], event["what"], event["ranks"], event["state"]] for event in recorder.events()]
+    assert found == expected[-capacity:]
+    for event in recorder.events():
+        assert event["kind"] == "compute" and abs(event["begin"] - time.time()) < 60
+        assert (event["end"] is None) == (event["state"] == "waiting")
+        assert event["end"] is None or event["end"] >= event["begin"]
+
+
+def test_a_dump_is_one_whole_file(tmp_path: Path) -> None:
+    recorder = FlightRecorder(2, world=4)
+    recorder.end(recorder.begin("send", Tag("vision", 0, 3, 5, True), (1,)))
+    recorder.begin("all_reduce", "x" * 9999, (0, 2))
+    path = recorder.dump(tmp_path / "crash", "lost rank 0")
+    assert path == tmp_path / "crash" / "rank-2.json" and list(path.parent.iterdir()) == [path]
+    table = json.loads(path.read_text())
+    assert [table[key] for key in ("version", "rank", "world", "error")] == [1, 2, 4, "lost rank 0"]
+    send, reduce = table["events"]
+    assert (send["kind"], send["what"], send["ranks"], send["state"]) == (
+        "send", "gradient of vision[0] chunk 3 for chunk 5", [1], "done",
+    )  # fmt: skip
+    assert reduce["state"] == "waiting" and reduce["end"] is None and len(reduce["what"]) == 500
+    assert recorder.dump(tmp_path / "crash", "again") == path and json.loads(path.read_text())["error"] == "again"
+
+
+def test_an_event_costs_about_a_microsecond() -> None:
+    recorder, tag, best = FlightRecorder(0), Tag("vision", 0, 3, 5, True), 1.0
+    for _ in range(20):  # the best of some: the machine may be busy
+        start = time.perf_counter()
+        for _ in range(1000):
+            recorder.end(recorder.begin("receive", tag, (1,)))
+        best = min(best, (time.perf_counter() - start) / 1000)
+    assert best < 5e-6  # both calls; 0.5 us each where it was written
+
+
+def test_a_ring_has_room() -> None:
+    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+        FlightRecorder(0, 0)
