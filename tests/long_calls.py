@@ -1,4 +1,4 @@
-"""A call of every function of csrc/balance, csrc/plan, csrc/schedule and csrc/simulate that takes seconds, for test_interrupts.
+"""A call of every function of balance, plan, schedule and simulate in csrc that takes seconds, for test_interrupts.
 
 python -m tests.long_calls NAME ... runs them one after the other; each gets SIGINT a moment after it has begun, and one
 line of JSON says how it ended: name, how, and how many seconds of CPU time after the signal. One that is over before
