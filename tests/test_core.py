@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from interlace import BitfieldMask, _core
 from interlace.schedule import Action, Op
+from tests.schedule.core_calls import schedule_calls
 
 # In C++ nothing but the end of the process stops a hang, and that is what this method of pytest-timeout does.
 pytestmark = pytest.mark.timeout(600, method="thread")
@@ -226,6 +227,7 @@ def calls() -> dict[str, Call]:
         "reorder_microbatches": Call((table, table, 2, 0.1, 100), reordered),
         "pipeline_makespan": Call((table, table, 2, 0.1, integers(2, 0, 3, 1)), lambda seconds, *_: finite(seconds)),
         "simulate": Call(actions, simulated),
+        **{name: Call(*call) for name, call in schedule_calls().items()},
         "partition": Call((w, 3), lambda cuts, w, stages: cut(cuts, len(w), stages)),
         "backward_needs": Call((frozen, False), lambda needs, frozen, _: all(x.shape == frozen.shape for x in needs)),
         "frozen_costs": Call((w, w, w, frozen, False, True), lambda c, w, *_: finite(c) and c.shape == w.shape),
