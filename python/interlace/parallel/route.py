@@ -20,11 +20,11 @@ Index = slice | Tensor
 
 
 class Route(NamedTuple):
-    """rows: of the chunk that is read. places: of the chunk that reads, among its placeholders of that encoder."""
+    """rows: of the chunk that is read. places: of the chunk that reads, among its placeholders of that encoder. length: how many."""
 
     rows: Index
     places: Index
-    count: int
+    length: int
 
 
 class Routes:

@@ -255,7 +255,7 @@ class Executor:
     def _add(self, source: Value, reader: int, gradient: Tensor, output: Tensor) -> None:
         """Add the gradient of the rows that `reader` reads to that of `output`, the whole chunk."""
         route = self._step.routes.between(source[2], reader)
-        if isinstance(route.rows, slice) and route.count == len(output) and source not in self._gradients:
+        if isinstance(route.rows, slice) and route.length == len(output) and source not in self._gradients:
             self._gradients[source] = gradient
             return
         if source not in self._gradients:

@@ -9,7 +9,7 @@ import numpy as np
 
 from interlace.layout import Layout
 from interlace.plan import ModuleCosts, layer_costs
-from interlace.schedule import Op, StageGraph, StepTable
+from interlace.schedule import Op, StageGraph
 
 
 def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
@@ -72,40 +72,20 @@ def parameter_layers(mllm: Any) -> dict[str, tuple[str, int]]:
 
 
 def stage_durations(
-    mllm: Any,
-    layout: Layout,
-    costs: Mapping[str, ModuleCosts],
-    *,
-    recompute: bool = False,
-    table: StepTable | None = None,
-) -> dict[tuple[Any, ...], float]:
+    mllm: Any, layout: Layout, costs: Mapping[str, ModuleCosts], *, recompute: bool = False
+) -> dict[tuple[Op, str, int], float]:
     """Seconds of FORWARD and BACKWARD of every stage, for `simulate`, from measured (or estimated) layer costs.
 
-    costs: of one microbatch. table: gives every chunk its own, by its share of the samples of a chunk of the language
-    model; keys then are (op, module, stage, chunk).
+    costs: of one chunk. Stages are those of the first replica.
     """
     per_layer = layer_costs(costs, mllm.modules_order(), recompute=recompute)
-    found: dict[tuple[Any, ...], float] = {}
-
-    def seconds(stage: Any) -> tuple[float, float]:
-        cost = costs[stage.module]
+    durations = {}
+    for module in layout.modules:
+        cost = costs[module]
         forward = np.bincount(cost.layer, weights=cost.times.forward, minlength=cost.num_layers)
-        once = float(forward[stage.start : stage.stop].sum())
-        both = float(per_layer[stage.module][stage.start : stage.stop].sum())
-        return once, max(both - once, 0.0)
-
-    for pipeline in layout.pipelines():
-        share = {-1: 1.0}
-        if table is not None:
-            readers = [len(chunk.samples) for chunk in table.chunks if chunk.module == list(layout.modules)[-1]]
-            share = {
-                i: len(table.chunks[i].samples) / float(np.mean(readers))
-                for i in table.of(pipeline.module, pipeline.replica)
-            }
-        for stage in pipeline.stages:
-            times = seconds(stage)
-            for op, time in zip((Op.FORWARD, Op.BACKWARD), times, strict=True):
-                for chunk, part in share.items():
-                    key = (op, stage.module, stage.index) if table is None else (op, stage.module, stage.index, chunk)
-                    found[key] = time * part
-    return found
+        for stage in layout.pipelines(module)[0].stages:
+            seconds = float(forward[stage.start : stage.stop].sum())
+            both = float(per_layer[module][stage.start : stage.stop].sum())
+            durations[Op.FORWARD, module, stage.index] = seconds
+            durations[Op.BACKWARD, module, stage.index] = max(both - seconds, 0.0)
+    return durations

@@ -518,6 +518,7 @@ class ParallelModel:
             self._last.actions,
             [[start for start, _ in mine] for mine in times],
             [[finish for _, finish in mine] for mine in times],
+            table=self._last.table,
         )
 
 

@@ -92,8 +92,8 @@ def step_table(
     else:
         bins = len(groups)
         bin_of = np.full(len(lengths), -1, np.int32)
-        for number, members in enumerate(groups):
-            bin_of[list(members)] = number
+        for b, members in enumerate(groups):
+            bin_of[list(members)] = b
     order = np.argsort(bin_of, kind="stable")
     members_of = np.split(order, np.cumsum(np.bincount(bin_of, minlength=bins))[:-1])
     slots = -(-bins // dp)  # bin b is the (b // dp)-th chunk of replica b % dp
@@ -117,8 +117,8 @@ def step_table(
     for name in encoders:
         rows = lengths.rows[name]
         offset = np.zeros(len(lengths), np.int64)
-        for members in members_of:
-            offset[members] = np.cumsum(rows[members]) - rows[members]
+        for mine in members_of:
+            offset[mine] = np.cumsum(rows[mine]) - rows[mine]
         chunk, row = source[name]
         used = np.flatnonzero(rows)
         pieces = np.stack([chunk[used], row[used], destination[used], offset[used], rows[used]], axis=1)

@@ -175,7 +175,7 @@ def _simulated(config: Config, model: Any, layout: Any, costs: Costs, microbatch
         presence = [frozenset(layout.modules)] * rounds
         table = StepTable.aligned(graph.links, presence, replicas=replicas["language_model"])
     else:
-        table = nominal_table(graph, rounds, chunks)
+        table = nominal_table(graph.layout, rounds, chunks)
     sizes = {name: rounds * replicas["language_model"] / (count * replicas[name]) for name, count in chunks.items()}
     generator = {"1f1b": one_f_one_b, "gpipe": gpipe}[config.parallel.schedule]
     recompute = config.train.activation_checkpointing
