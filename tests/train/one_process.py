@@ -6,7 +6,7 @@ They make tests of the trainer fast and independent of the pipeline; the pipelin
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,7 @@ class Result:
     loss: float
     tokens: int
     microbatches: int
+    notes: tuple[float, ...] = ()
 
 
 class OneProcess:
@@ -98,7 +99,12 @@ class OneProcess:
         self.model.train(mode)
 
     def step(
-        self, samples: list[Any], microbatches: int, chunks: dict[str, int], place: tuple[int, int, int]
+        self,
+        samples: list[Any],
+        microbatches: int,
+        chunks: dict[str, int],
+        place: tuple[int, int, int],
+        note: Callable[[], float],
     ) -> Result:
         self.places.append(place)
         tokens = sum(int((sample.labels != -100).sum()) for sample in samples)
@@ -107,7 +113,7 @@ class OneProcess:
             loss = self.model.loss_sum(sample)
             (loss / tokens).backward()
             total += loss.item()
-        return Result(total / tokens, tokens, microbatches)
+        return Result(total / tokens, tokens, microbatches, (note(),))
 
     @torch.no_grad()
     def evaluate(self, samples: list[Any], microbatches: int, chunks: dict[str, int]) -> Result:

@@ -67,12 +67,12 @@ def test_a_refused_rank_ends_its_threads(tmp_path: Path, monkeypatch: pytest.Mon
     """One that is inside C++ when Python ends becomes `terminate called` and SIGABRT instead of exit code 2."""
     closed: list[str] = []
 
-    class Watched(rank.Meeting):
+    class Watched(rank.Startup):
         def close(self) -> None:
             closed.append("meeting")
             super().close()
 
-    monkeypatch.setattr(rank, "Meeting", Watched)
+    monkeypatch.setattr(rank, "Startup", Watched)
     config = _refused(tmp_path).model_copy(update={"parallel": Parallel(ranks=1, threads=1)})
     before, ours = set(threading.enumerate()), {"sign-of-life", "interlace-prefetch", "run-lock"}
     with pytest.raises(ConfigError, match="make batch_size smaller"):

@@ -2,12 +2,14 @@
 
 table.py (what: lengths -> StepTable) · graph.py (layout and model -> stage graph) · executor.py (one rank's list) ·
 gradients.py (sums over ranks) · ranks.py (a rank's stages and weights) · threads.py (ranks of one process) ·
-agreement.py (what ranks must be given alike) · parallel_model.py (the public face).
+agreement.py (what ranks must be given alike) · batch.py, result.py (what a step takes and says) ·
+parallel_model.py (the public face).
 """
 
 from interlace.run.errors import PipelineError
 from interlace.run.graph import stage_durations, stage_graph
-from interlace.run.parallel_model import ParallelModel, StepResult, parallelize
+from interlace.run.parallel_model import ParallelModel, parallelize
+from interlace.run.result import StepResult
 from interlace.run.table import Lengths, nominal_table, step_table
 
 __all__ = [

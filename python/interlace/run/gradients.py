@@ -7,7 +7,7 @@ rank keeps none, so that absent modalities leave parameters and optimizer state 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,3 +53,32 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
                 found[-1].append(p)
                 size += p.nbytes
     return found
+
+
+def squares(gradients: Sequence[Tensor]) -> float:
+    """The sum of the squares of all elements."""
+    if not gradients:
+        return 0.0
+    norms = torch._foreach_norm([gradient.detach() for gradient in gradients])
+    return float(torch.stack([norm.double() for norm in norms]).square().sum())
+
+
+def whole_gradients(mllm: nn.Module, counted: Mapping[int, nn.Parameter], channel: Channel) -> dict[str, Tensor | None]:
+    """Name -> gradient of every parameter of `mllm`, on every rank: each from the one that counts it.
+
+    counted: the parameters that this rank counts, by their id. A sum of all, so for models that are small.
+    """
+    parts = []
+    for parameter in mllm.parameters():
+        gradient = parameter.grad if id(parameter) in counted else None
+        flat = torch.zeros(parameter.numel()) if gradient is None else gradient.reshape(-1).float()
+        parts.append(torch.cat([flat, torch.tensor([float(gradient is not None)])]))
+    whole = torch.cat(parts)
+    everyone = list(range(channel.world))
+    channel.add_groups([everyone])
+    channel.start_all_reduce(whole, everyone, "full gradients").wait()
+    sums = whole.split([len(part) for part in parts])
+    return {
+        name: part[:-1].view(parameter.shape) if part[-1] else None
+        for (name, parameter), part in zip(mllm.named_parameters(), sums, strict=True)
+    }

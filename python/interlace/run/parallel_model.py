@@ -25,10 +25,13 @@ from interlace.layout import Layout
 from interlace.model import Media, MultimodalModel
 from interlace.parallel.route import Routes
 from interlace.run import agreement
+from interlace.run.batch import collator, grouped, in_groups
 from interlace.run.errors import PipelineError
 from interlace.run.executor import Step
+from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import stage_graph
 from interlace.run.ranks import Views, make_ranks
+from interlace.run.result import StepResult
 from interlace.run.table import Lengths, step_table
 from interlace.run.threads import run_threads
 from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
@@ -36,31 +39,6 @@ from interlace.simulate import Timeline
 
 _GENERATORS: dict[str, Callable[..., Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
 _KEPT = 64  # schedules: tables of one form recur
-
-
-class StepResult(float):
-    """The loss of a step (mean cross entropy over the valid targets of the whole batch, nats), with its circumstances.
-
-    The same on every rank. tokens: valid targets of the batch; microbatches: chunks of a replica of the language model,
-    of the one that has most. notes: what each rank noted, by rank.
-    """
-
-    tokens: int
-    microbatches: int
-    notes: tuple[float, ...]
-
-    def __new__(cls, loss: float, tokens: int, microbatches: int, notes: Sequence[float] = ()) -> StepResult:
-        result = super().__new__(cls, loss)
-        result.tokens, result.microbatches, result.notes = tokens, microbatches, tuple(notes)
-        return result
-
-    def __getnewargs__(self) -> tuple[float, int, int, tuple[float, ...]]:  # type: ignore[override]
-        return float(self), self.tokens, self.microbatches, self.notes
-
-    @property
-    def loss(self) -> float:
-        """The loss as a plain number."""
-        return float(self)
 
 
 def parallelize(
@@ -193,7 +171,7 @@ class ParallelModel:
         place: tuple[int, int, int] = (0, 0, 0),
     ) -> StepTable:
         """The table of a step over `samples`: arguments and errors as in `step`."""
-        flat, groups = _grouped(samples, microbatches)
+        flat, groups = grouped(samples, microbatches)
         *encoders, _ = self.mllm.modules_order()
         lengths = Lengths.of(flat, encoders)
         return step_table(self.layout, lengths, microbatches=microbatches, groups=groups, chunks=chunks, place=place)
@@ -215,7 +193,7 @@ class ParallelModel:
         self, samples: Sequence[Any], microbatches: int | None = None, chunks: Mapping[str, int] | None = None
     ) -> list[Media]:
         """The media of `samples` that this process reads in a step with these arguments."""
-        flat, _ = _grouped(samples, microbatches)
+        flat, _ = grouped(samples, microbatches)
         firsts = {
             (stage.module, self.layout.replica(rank, stage.module))
             for rank in self.ranks
@@ -296,9 +274,9 @@ class ParallelModel:
         refused: ValueError | None = None
         given, digest = "", 0
         try:
-            flat, groups = _grouped(samples, microbatches)
+            flat, groups = grouped(samples, microbatches)
             table = self.table(samples, microbatches, chunks, place)
-            given = agreement.of_samples(_in_groups(flat, groups)).text
+            given = agreement.of_samples(in_groups(flat, groups)).text
             digest = agreement.number(table.digest, self._agreed.text, train, given)
         except ValueError as error:
             refused = error
@@ -325,7 +303,7 @@ class ParallelModel:
             number: Step(
                 routes=routes,
                 ends=ends,
-                inputs=_collator(self.mllm, table, flat),
+                inputs=collator(self.mllm, table, flat),
                 scale=1.0 / tokens,
                 start=compare,
                 autocast=self._autocast_context,
@@ -440,11 +418,7 @@ class ParallelModel:
                     yield parameter.grad
 
     def _squares(self) -> float:
-        gradients = list(self._counted())
-        if not gradients:
-            return 0.0
-        norms = torch._foreach_norm([gradient.detach() for gradient in gradients])
-        return float(torch.stack([norm.double() for norm in norms]).square().sum())
+        return squares(list(self._counted()))
 
     def _signature(self) -> list[tuple[int, int]]:
         """Which gradients there are, and how often each was changed."""
@@ -480,26 +454,12 @@ class ParallelModel:
     @torch.no_grad()
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Name -> the whole gradient, of every parameter of the model, on every rank (for tests and debugging)."""
-        shapes = {name: p for name, p in self.mllm.named_parameters()}
-        if self.channel is None:
-            return {name: None if p.grad is None else p.grad.clone() for name, p in shapes.items()}
         here = self._ranks[self.ranks[0]]
-        held = {id(p): p for name, p in here.own.items() if name in here.counts}
-        found: dict[str, Tensor | None] = {}
-        flat = []
-        for parameter in shapes.values():
-            mine = held.get(id(parameter))
-            gradient = None if mine is None else mine.grad
-            known = torch.zeros(parameter.numel()) if gradient is None else gradient.reshape(-1).float()
-            flat.append(torch.cat([known, torch.tensor([float(gradient is not None)])]))
-        whole = torch.cat(flat)
+        if self.channel is None:
+            return {n: None if p.grad is None else p.grad.clone() for n, p in self.mllm.named_parameters()}
+        counted = {id(p): p for name, p in here.own.items() if name in here.counts}
         with _as_pipeline_errors():
-            everyone = list(range(self.layout.world))
-            self.channel.add_groups([everyone])
-            self.channel.start_all_reduce(whole, everyone, "full gradients").wait()
-        for (name, parameter), part in zip(shapes.items(), whole.split([len(x) for x in flat]), strict=True):
-            found[name] = part[:-1].view(parameter.shape) if part[-1] else None
-        return found
+            return whole_gradients(self.mllm, counted, self.channel)
 
     # -- what was measured -----------------------------------------------------------------------------------
 
@@ -531,46 +491,6 @@ def _times(text: str, rank: int, count: int) -> list[tuple[float, float]]:
     except ValueError as error:
         raise PipelineError(f"rank {rank} says what is no timeline: {error}") from error
     return found
-
-
-def _grouped(samples: Sequence[Any], microbatches: int | None) -> tuple[list[Any], list[list[int]] | None]:
-    """The samples of a batch, and if they come in lists the places of each list's."""
-    if not samples:
-        raise ValueError("a step needs at least one sample")
-    grouped = [isinstance(item, (list, tuple)) for item in samples]
-    if not any(grouped):
-        return list(samples), None
-    if not all(grouped):
-        raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
-    if microbatches is not None and microbatches != len(samples):
-        raise ValueError(f"microbatches is {microbatches} but {len(samples)} of them are given: leave it out")
-    flat: list[Any] = []
-    groups = []
-    for group in samples:
-        if group:
-            groups.append(list(range(len(flat), len(flat) + len(group))))
-            flat += group
-    if not flat:
-        raise ValueError("all microbatches are empty: a step needs at least one sample")
-    return flat, groups
-
-
-def _in_groups(flat: Sequence[Any], groups: Sequence[Sequence[int]] | None) -> list[list[Any]]:
-    """The samples in their groups, or all in one."""
-    return [list(flat)] if groups is None else [[flat[i] for i in group] for group in groups]
-
-
-def _collator(mllm: MultimodalModel, table: StepTable, samples: Sequence[Any]) -> Callable[[str, int, bool], Any]:
-    """(module, chunk, first stage) -> the chunk's collated inputs, made when first asked for."""
-    cache: dict[tuple[int, bool], dict[str, Any]] = {}
-
-    def inputs(module: str, chunk: int, first: bool) -> dict[str, Any]:
-        if (chunk, first) not in cache:
-            chosen = [samples[i] for i in table.chunks[chunk].samples]
-            cache[chunk, first] = mllm.collate_module(module, chosen, decode=first)
-        return cache[chunk, first]
-
-    return inputs
 
 
 def _trainable(mllm: nn.Module) -> tuple[bool, ...]:

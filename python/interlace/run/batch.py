@@ -1,0 +1,49 @@
+"""The global batch: samples, or lists of samples; and what stages are given of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from interlace.model import MultimodalModel
+from interlace.schedule import StepTable
+
+
+def grouped(samples: Sequence[Any], microbatches: int | None) -> tuple[list[Any], list[list[int]] | None]:
+    """The samples of a batch, and if they come in lists the places of each list's."""
+    if not samples:
+        raise ValueError("a step needs at least one sample")
+    grouped = [isinstance(item, (list, tuple)) for item in samples]
+    if not any(grouped):
+        return list(samples), None
+    if not all(grouped):
+        raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
+    if microbatches is not None and microbatches != len(samples):
+        raise ValueError(f"microbatches is {microbatches} but {len(samples)} of them are given: leave it out")
+    flat: list[Any] = []
+    groups = []
+    for group in samples:
+        if group:
+            groups.append(list(range(len(flat), len(flat) + len(group))))
+            flat += group
+    if not flat:
+        raise ValueError("all microbatches are empty: a step needs at least one sample")
+    return flat, groups
+
+
+def in_groups(flat: Sequence[Any], groups: Sequence[Sequence[int]] | None) -> list[list[Any]]:
+    """The samples in their groups, or all in one."""
+    return [list(flat)] if groups is None else [[flat[i] for i in group] for group in groups]
+
+
+def collator(mllm: MultimodalModel, table: StepTable, samples: Sequence[Any]) -> Callable[[str, int, bool], Any]:
+    """(module, chunk, first stage) -> the chunk's collated inputs, made when first asked for."""
+    cache: dict[tuple[int, bool], dict[str, Any]] = {}
+
+    def inputs(module: str, chunk: int, first: bool) -> dict[str, Any]:
+        if (chunk, first) not in cache:
+            chosen = [samples[i] for i in table.chunks[chunk].samples]
+            cache[chunk, first] = mllm.collate_module(module, chosen, decode=first)
+        return cache[chunk, first]
+
+    return inputs
