@@ -177,7 +177,7 @@ def _kind_of(error: Exception) -> tuple[bool, bool]:
     """(the user can mend it, it is an error that the program knows). Modules that never loaded cannot have raised."""
     users = {"interlace.train.config": "ConfigError", "interlace.train.storage": "CheckpointError"}
     users |= {"interlace.data.media": "DecodeError"}
-    failures = {"interlace.train.errors": "TrainingError", "interlace.run.channel": "PipelineError"}
+    failures = {"interlace.train.errors": "TrainingError", "interlace.run.errors": "PipelineError"}
     failures |= {"interlace.comm.transports.base": "CommError"}
 
     def is_one_of(table: dict[str, str]) -> bool:

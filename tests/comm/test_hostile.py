@@ -97,7 +97,7 @@ def hostile(rank: int, path: str) -> list[str]:
     for number, raw in enumerate(said):
         if rank == 1:
             store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
-            dist.PrefixStore(f"interlace/{number + 1}", store).set("round 0 of rank 1", raw)
+            dist.PrefixStore(f"interlace/connection/{number + 1}", store).set("round 1 of 1", raw)
         else:
             with pytest.raises(CommError, match=r"rank 0\b") as error:
                 connect(timeout=TIMEOUT)

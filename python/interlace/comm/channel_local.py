@@ -9,8 +9,6 @@ last, in the order of the ranks; the others copy its result.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -19,8 +17,9 @@ import torch
 from torch import Tensor
 
 from interlace.comm.channel import Sent, Tag, check_digest, check_numbers, check_tag
-from interlace.comm.lost import SLOW
+from interlace.comm.lost import SLOW, named
 from interlace.comm.recorder import FlightRecorder
+from interlace.comm.threads import Threads
 from interlace.comm.transports.base import CommError
 from interlace.comm.transports.messages import decode, encode
 
@@ -44,14 +43,12 @@ class _Round:
         self.taken = 0
 
 
-class LocalNetwork:
+class LocalNetwork(Threads):
     """What the channels of one process share. `timeout`: seconds that any of them waits."""
 
     def __init__(self, world: int, timeout: float) -> None:
-        if world < 1:
-            raise ValueError(f"world must be at least 1, got {world}")
-        self.world, self.timeout = world, timeout
-        self.changed = threading.Condition()
+        super().__init__(world)
+        self.timeout = timeout
         self.clear()
 
     def clear(self) -> None:
@@ -60,23 +57,7 @@ class LocalNetwork:
             self.edges: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
             self.rounds: dict[tuple[str, tuple[int, ...], int], _Round] = defaultdict(_Round)
             self.joined: dict[tuple[int, str, tuple[int, ...]], int] = defaultdict(int)  # rounds that a rank came to
-            self.gone: dict[int, str] = {}  # rank -> why nobody should wait for it, in the order in which they left
-
-    def wait_for(self, rank: int, what: object, missing: Callable[[], Sequence[int]]) -> None:
-        """Returns, with the lock held by the caller, when no rank is `missing`.
-
-        Raises CommError when one that is missing gives up, or after the timeout.
-        """
-        deadline = time.monotonic() + self.timeout
-        while absent := missing():
-            left = next((peer for peer in self.gone if peer in absent), None)
-            if left is not None:
-                raise CommError(f"rank {rank}, {what}: lost rank {left} (it gave up: {self.gone[left]})")
-            seconds = deadline - time.monotonic()
-            if seconds <= 0:
-                whom = ", ".join(map(str, absent))
-                raise CommError(f"rank {rank}, {what}: lost rank {whom} ({SLOW.format(self.timeout)})")
-            self.changed.wait(seconds)
+            self.gone.clear()
 
 
 class LocalPending:
@@ -130,7 +111,7 @@ class LocalChannel:
         token = self.recorder.begin("receive", tag, (peer,))
         with self.network.changed:
             queue = self.network.edges[peer, self.rank]
-            self.network.wait_for(self.rank, f"RECV {tag}", lambda: () if queue else (peer,))
+            self._wait_for(f"RECV {tag}", lambda: () if queue else (peer,))
             digest, found, tensor = queue.popleft()
             self.network.changed.notify_all()
         check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
@@ -186,7 +167,7 @@ class LocalChannel:
 
             first = next((str(network.edges[self.rank, peer][0].tag) for peer in missing()), "")
             waiting = self.recorder.begin("finish", "", tuple(missing()))
-            network.wait_for(self.rank, f"SEND {first}", missing)
+            self._wait_for(f"SEND {first}", missing)
         self.recorder.end(waiting)
         for token in self._sends:
             self.recorder.end(token)
@@ -194,12 +175,14 @@ class LocalChannel:
         self._sent.clear()
 
     def leave(self, reason: str) -> None:
-        with self.network.changed:
-            self.network.gone.setdefault(self.rank, reason)
-            self.network.changed.notify_all()
+        self.network.leave(self.rank, f"it gave up: {reason}")
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Nothing to prepare."""
+
+    def _wait_for(self, what: str, missing: Callable[[], Sequence[int]]) -> None:
+        if absent := self.network.wait_for(self.rank, what, missing, self.timeout):
+            raise CommError(f"rank {self.rank}, {what}: lost {named(absent)} ({SLOW.format(self.timeout)})")
 
     def _join(
         self, kind: str, what: str, ranks: tuple[int, ...], about: str, value: T, make: Callable[[list[T]], Any]
@@ -230,7 +213,7 @@ class LocalChannel:
         def wait() -> Any:
             waiting = self.recorder.begin("wait", what, ranks)
             with network.changed:
-                network.wait_for(self.rank, what, missing)
+                self._wait_for(what, missing)
                 meeting.taken += 1
                 if meeting.taken == len(ranks):
                     del network.rounds[slot]

@@ -52,7 +52,7 @@ def private_store(group: dist.ProcessGroup, name: str) -> tuple[str, Any]:
     Counted in the group's own store, so that a group that is made anew under its old name finds no old keys.
     """
     store = dist.distributed_c10d._get_process_group_store(group)
-    name = f"interlace/{name} {store.add(f'interlace/{name} of rank {group.rank()}', 1)}"
+    name = f"interlace/{name}/{store.add(f'interlace/{name} of rank {group.rank()}', 1)}"
     return name, dist.PrefixStore(name, store)
 
 

@@ -98,7 +98,7 @@ class Executor:
         actions = rows.tolist()
         self._step = step
         self._read(actions)
-        handlers, modules, times = self._handlers, self._modules, step.times
+        handlers, modules, times, recorder = self._handlers, self._modules, step.times, self.channel.recorder
         started = False
         for row in actions:
             op, module, *rest = row
@@ -106,6 +106,7 @@ class Executor:
                 started = True
                 step.start()
             begin = time.monotonic()
+            computing = recorder.begin("compute", action_of(row, modules)) if op < SEND else -1
             try:
                 handler = handlers.get(op)
                 if handler is None:
@@ -118,6 +119,8 @@ class Executor:
             except Exception as error:
                 text = f"rank {self.rank}, {_describe(row, modules)}: {type(error).__name__}: {error}"
                 raise PipelineError(text) from error
+            if computing >= 0:
+                recorder.end(computing)
             times.append((begin, time.monotonic()))
         if not started:
             step.start()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import stage_graph
 from interlace.run.ranks import Views, make_ranks
-from interlace.run.result import StepResult
+from interlace.run.result import StepResult, times_of
 from interlace.run.table import Lengths, step_table
 from interlace.run.threads import run_threads
 from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
@@ -50,6 +51,7 @@ def parallelize(
     checkpointing: bool = False,
     autocast: torch.dtype | None = None,
     timeout: float = 300.0,
+    crash_folder: Path | str | None = None,
 ) -> ParallelModel:
     """Place ``mllm`` as ``layout`` says; it is trained in place. What is frozen is fixed here: freeze before.
 
@@ -58,6 +60,7 @@ def parallelize(
         more than one rank exists.
     schedule: "1f1b" or "gpipe". checkpointing: recompute each layer's activations in backward. autocast: run forwards
         under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
+    crash_folder: where a rank whose step fails between processes leaves what it did last, for `interlace doctor --crash`.
 
     Raises ValueError when the world's size is not the layout's, or for lanes of several ranks (tp * cp > 1), which this
     version plans but does not run.
@@ -87,7 +90,7 @@ def parallelize(
         channel = GroupChannel(mllm.modules_order(), timeout)
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
-    return ParallelModel(mllm, layout, schedule, ranks, channel, checkpointing, autocast, timeout)
+    return ParallelModel(mllm, layout, schedule, ranks, channel, checkpointing, autocast, timeout, crash_folder)
 
 
 class ParallelModel:
@@ -106,12 +109,13 @@ class ParallelModel:
         checkpointing: bool,
         autocast: torch.dtype | None,
         timeout: float,
+        crash_folder: Path | str | None,
     ):
         self.layout, self.mllm, self.ranks = layout, mllm, list(ranks)
         self.graph = stage_graph(mllm, layout)
         self._generator = _GENERATORS[schedule]
         self._agreed = agreement.of_model(mllm, layout, schedule=schedule, autocast=autocast)
-        self._autocast, self._timeout = autocast, timeout
+        self._autocast, self._timeout, self._crash_folder = autocast, timeout, crash_folder
         self.channel = channel
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
@@ -122,10 +126,8 @@ class ParallelModel:
         self._views = Views()
         self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, self._views)
         if channel is not None:
-            try:
+            with _as_pipeline_errors():
                 channel.add_groups([reduction.ranks for reduction in self.graph.reductions])
-            except CommError as error:
-                raise PipelineError(str(error)) from error
 
     # -- what lives here -------------------------------------------------------------------------------------
 
@@ -260,6 +262,9 @@ class ParallelModel:
             if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
                 self.channel.leave(str(error))
+                if self._crash_folder is not None:
+                    with contextlib.suppress(OSError):  # what goes wrong now must not hide what went wrong
+                        self.channel.recorder.dump(Path(self._crash_folder), str(error))
             raise
 
     def _run_step(
@@ -473,24 +478,13 @@ class ParallelModel:
             text = " ".join(f"{start!r} {finish!r}" for start, finish in self._times[number])
             with _as_pipeline_errors():
                 said = self.channel.exchange(text, "timeline")
-            times = [_times(text, rank, len(self._last.of_rank(rank))) for rank, text in enumerate(said)]
+            times = [times_of(text, rank, len(self._last.of_rank(rank))) for rank, text in enumerate(said)]
         return Timeline(
             self._last.actions,
             [[start for start, _ in mine] for mine in times],
             [[finish for _, finish in mine] for mine in times],
             table=self._last.table,
         )
-
-
-def _times(text: str, rank: int, count: int) -> list[tuple[float, float]]:
-    try:
-        numbers = [float(word) for word in text.split()]
-        found = list(zip(numbers[::2], numbers[1::2], strict=True))
-        if len(found) != count or any(not start <= finish for start, finish in found):
-            raise ValueError(f"{len(found)} actions, {count} expected, each with its start before its finish")
-    except ValueError as error:
-        raise PipelineError(f"rank {rank} says what is no timeline: {error}") from error
-    return found
 
 
 def _trainable(mllm: nn.Module) -> tuple[bool, ...]:

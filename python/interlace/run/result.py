@@ -1,8 +1,10 @@
-"""StepResult: what a step says."""
+"""StepResult: what a step says; and the times of its actions, as ranks tell them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from interlace.run.errors import PipelineError
 
 
 class StepResult(float):
@@ -28,3 +30,15 @@ class StepResult(float):
     def loss(self) -> float:
         """The loss as a plain number."""
         return float(self)
+
+
+def times_of(text: str, rank: int, count: int) -> list[tuple[float, float]]:
+    """The start and finish of each of `count` actions, from the text that `rank` sent."""
+    try:
+        numbers = [float(word) for word in text.split()]
+        found = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if len(found) != count or any(not start <= finish for start, finish in found):
+            raise ValueError(f"{len(found)} actions, {count} expected, each with its start before its finish")
+    except ValueError as error:
+        raise PipelineError(f"rank {rank} says what is no timeline: {error}") from error
+    return found

@@ -99,6 +99,7 @@ def _train(
             checkpointing=config.train.activation_checkpointing,
             autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
             timeout=config.parallel.timeout,
+            crash_folder=folder / "crash",
         )
     gather = meeting.gather if world > 1 else None
     train, held_out, note = datasets(config, model, tokenizer, gather=gather, source=source)

@@ -12,16 +12,15 @@ all ranks share one device and `copier` says which engine moves the bytes (`inte
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from interlace.comm.copiers import Copier, plain_copies
+from interlace.comm.threads import Threads
 from interlace.comm.transports.base import (
     DEFAULT_TIMEOUT,
     Arguments,
@@ -42,42 +41,29 @@ class _Parcel(NamedTuple):
     ready: torch.cuda.Event | None
 
 
-class LocalHub:
+class LocalHub(Threads):
     """What the virtual ranks of one process share.
 
     before: called as before(rank, what) at every step of a transfer ("post", "take", "taken"): tests delay there.
     """
 
     def __init__(self, world: int, before: Callable[[int, str], None] | None = None) -> None:
-        if world < 1:
-            raise ValueError(f"world must be at least 1, got {world}")
-        self.world = world
+        super().__init__(world)
         self.before = before or (lambda rank, what: None)
-        self.changed = threading.Condition()
         self.posted: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
         self.taken: dict[tuple[int, int], deque[tuple[torch.cuda.Event | None]]] = defaultdict(deque)  # (from, to)
         self.signals: dict[tuple[int, int], int] = defaultdict(int)
-        self.gone: dict[int, str] = {}  # rank -> why nobody should wait for it
 
-    def wait_for(self, rank: int, peer: int, what: str, timeout: float, there: Callable[[], T | None]) -> T:
-        """What `there` returns once that is not None. Raises CommError when the peer is gone, or after `timeout`."""
-        deadline = time.monotonic() + timeout
+    def first(self, rank: int, peer: int, what: str, timeout: float, waiting: deque[T]) -> T:
+        """The first in a queue that `peer` fills. Raises CommError when the peer is gone, or after `timeout`."""
         with self.changed:
-            while (found := there()) is None:
-                if peer in self.gone:
-                    raise CommError(f"rank {rank}, {what}: lost rank {peer} ({self.gone[peer]})")
-                if rank in self.gone:
-                    raise CommError(f"rank {rank}, {what}: {self.gone[rank]}")
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise CommError(f"rank {rank}, {what}: no answer from rank {peer} within {timeout:g} s")
-                self.changed.wait(left)
-            return found
+            self.expect(rank, peer, what, timeout, lambda: bool(waiting))
+            return waiting[0]
 
-    def leave(self, rank: int, why: str) -> None:
-        with self.changed:
-            self.gone.setdefault(rank, why)
-            self.changed.notify_all()
+    def expect(self, rank: int, peer: int, what: str, timeout: float, there: Callable[[], bool]) -> None:
+        """Returns when what `peer` does is there, with `changed` held; errors as in `first`."""
+        if self.wait_for(rank, what, lambda: () if there() else (peer,), timeout):
+            raise CommError(f"rank {rank}, {what}: no answer from rank {peer} within {timeout:g} s")
 
 
 class LocalTransport(QueueTransport):
@@ -118,7 +104,7 @@ class LocalTransport(QueueTransport):
 
         for peer in peers:
             edge = (peer, rank)
-            parcel = hub.wait_for(rank, peer, what, self.timeout, partial(_first, hub.posted[edge]))
+            parcel = hub.first(rank, peer, what, self.timeout, hub.posted[edge])
             expected = [tensor for source, tensor in incoming if source == peer]
             check(rank, peer, manifest(sequence, what, arguments, expected), parcel.manifest)
             hub.before(rank, "take")
@@ -134,7 +120,7 @@ class LocalTransport(QueueTransport):
 
         for peer in peers:
             edge = (rank, peer)
-            (taken,) = hub.wait_for(rank, peer, what, self.timeout, partial(_first, hub.taken[edge]))
+            (taken,) = hub.first(rank, peer, what, self.timeout, hub.taken[edge])
             hub.before(rank, "taken")
             with hub.changed:
                 hub.taken[edge].popleft()
@@ -149,9 +135,8 @@ class LocalTransport(QueueTransport):
     def wait(self, peer: int) -> None:
         self.waited[peer] += 1
         edge, count = (peer, self.rank), self.waited[peer]
-        self.hub.wait_for(
-            self.rank, peer, "wait", self.timeout, lambda: True if self.hub.signals[edge] >= count else None
-        )
+        with self.hub.changed:
+            self.hub.expect(self.rank, peer, "wait", self.timeout, lambda: self.hub.signals[edge] >= count)
 
     def _tell(self, reason: str) -> None:
         self.hub.leave(self.rank, reason)
@@ -204,10 +189,6 @@ def run_local(
         # Who fails first takes the others along with CommErrors: what it says is the cause.
         raise next((error for _, error in errors if not isinstance(error, CommError)), errors[0][1])
     return results
-
-
-def _first(waiting: deque[T]) -> T | None:
-    return waiting[0] if waiting else None
 
 
 def _indexed(device: torch.device) -> torch.device:
