@@ -5,8 +5,8 @@ together, when the last of them has reached it. A SEND leaves the rank free at o
 seconds, and what one rank sends from one lane to another follows each other (one link per pair, no contention between
 pairs). A RECV lasts until its message has arrived, from a lane of several ranks from all of them. A REDUCE_GRAD leaves
 the rank free at once, too: it goes on beside the computing, and ends when its ranks have all reached it and its seconds
-have passed. It follows earlier reductions of the same ranks (they share links); that of a tied weight follows all others
-of its ranks. The step ends when everything has ended.
+have passed. It follows earlier reductions of the same ranks (they share links); that of a tied weight follows all
+others of its ranks. The step ends when everything has ended.
 
 The rows are played in C++ (`arrays`); `reference` is the same in Python, kept as its oracle. Cost: about a microsecond
 per action, nearly all of it for making objects that people can read; 0.06 by `simulate_arrays`.
