@@ -1,4 +1,4 @@
-"""A call of every function of csrc/balance, csrc/plan and csrc/simulate that takes seconds, for test_interrupts.
+"""A call of every function of balance, plan, schedule and simulate in csrc that takes seconds, for test_interrupts.
 
 python -m tests.long_calls NAME ... runs them one after the other; each gets SIGINT a moment after it has begun, and one
 line of JSON says how it ended: name, how, and how many seconds of CPU time after the signal. One that is over before
@@ -15,6 +15,7 @@ import time
 import numpy as np
 
 from interlace import _core
+from interlace.schedule import StageGraph
 
 RNG = np.random.default_rng(0)
 MILLION = 10**6
@@ -51,6 +52,19 @@ def forwards(actions):
     return rows, np.array([0, actions]), zero, *nodes, *lane, *reductions, *[np.ones(actions)] * 4
 
 
+def step(chunks):
+    """Two modules of one stage each, a chunk of the one read by a chunk of the other."""
+    links = [("a", "b")]
+    graph = StageGraph.build({"a": [0], "b": [1]}, links, replicas=2)
+    pairs = np.stack([np.arange(chunks // 2), np.arange(chunks // 2) + chunks // 2], axis=1)
+    return graph.arrays, np.repeat([0, 2], chunks // 2), pairs
+
+
+def scheduled(chunks):
+    arguments = step(chunks)
+    return *arguments, True, True, *_core.schedule_lists(*arguments, True, True, True, np.zeros(0)), *[np.zeros(0)] * 2
+
+
 # Name -> (function, what makes its arguments). Where a function has two ways that take long, both are here.
 CALLS = {
     "assign_lpt": (_core.assign_lpt, lambda: (some(8 * MILLION), MILLION, None)),
@@ -78,6 +92,9 @@ CALLS = {
     "reorder_microbatches": (_core.reorder_microbatches, lambda: (*pipeline(64, 16), 2**40)),
     "reorder_microbatches, printed": (_core.reorder_microbatches, lambda: (*pipeline(2000, 64), 1)),
     "pipeline_makespan": (_core.pipeline_makespan, lambda: (*pipeline(4000, 1000), np.arange(4000))),
+    "schedule_jobs": (_core.schedule_jobs, lambda: (*step(4 * MILLION), True)),
+    "schedule_lists": (_core.schedule_lists, lambda: (*step(2 * MILLION), False, True, True, np.zeros(0))),
+    "schedule_check": (_core.schedule_check, lambda: scheduled(2 * MILLION)),
     "partition": (_core.partition, lambda: (some(8 * MILLION), 4 * MILLION)),
     "backward_needs": (_core.backward_needs, lambda: (some(10**8) > 0.5, False)),
     "frozen_costs": (_core.frozen_costs, lambda: (*[some(10**7)] * 3, some(10**7) > 0.5, True, True)),

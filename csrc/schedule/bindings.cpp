@@ -31,6 +31,7 @@ std::vector<int32_t> read_first(const py::array &array, const std::string &name,
 std::vector<std::pair<int32_t, int32_t>> read_pairs(const py::array &array, const std::string &name, int64_t high) {
     if (array.ndim() != 2 || array.shape(1) != 2)
         throw py::value_error(name + " must have shape (n, 2), got " + shape_of(array));
+    check_items(array, name);
     const std::vector<int32_t> values = read_numbers(array.attr("ravel")().cast<py::array>(), name, 0, high);
     std::vector<std::pair<int32_t, int32_t>> pairs;
     for (size_t i = 0; i < values.size(); i += 2) pairs.emplace_back(values[i], values[i + 1]);
@@ -48,7 +49,11 @@ StageArrays read_graph(const py::sequence &fields) {
     constexpr size_t FIELDS = 16;
     if (fields.size() != FIELDS) throw py::value_error("give the 16 arrays of StageGraph.arrays");
     size_t next = 0;
-    const auto array = [&] { return fields[next++].cast<py::array>(); };
+    const auto array = [&] {
+        const py::object field = fields[next++];
+        if (!py::isinstance<py::array>(field)) throw py::type_error("StageGraph.arrays are arrays of numpy");
+        return py::reinterpret_borrow<py::array>(field);
+    };
     StageArrays graph;
     graph.node_pipeline = read_numbers(array(), "node_pipeline", 0, MOST);
     const size_t nodes = graph.node_pipeline.size();
@@ -66,6 +71,8 @@ StageArrays read_graph(const py::sequence &fields) {
     const py::array lane_first = array();
     graph.lane_ranks.items = read_numbers(array(), "lane_rank", 0, MOST - 1);
     graph.lane_ranks.first = read_first(lane_first, "lane_first", graph.lane_ranks.items.size());
+    for (int64_t lane = 0; lane < graph.lane_ranks.size(); ++lane)
+        if (graph.lane_ranks.count(lane) == 0) throw py::value_error("lane " + std::to_string(lane) + " has no ranks");
     const auto largest = [](const std::vector<int32_t> &values) {
         return values.empty() ? -1 : *std::max_element(values.begin(), values.end());
     };

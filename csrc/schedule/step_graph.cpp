@@ -109,6 +109,7 @@ void StepGraph::order_modules() {
 void StepGraph::connect(const std::vector<std::pair<int32_t, int32_t>> &links) {
     Poll poll;
     std::vector<std::pair<int32_t, int32_t>> into;
+    if (links.size() + job_node.size() > INT32_MAX / 4) fail("the step has more messages than int32 can count");
     link_out_first_.assign(chunks() + 1, 0);
     for (size_t i = 0; i < links.size(); ++i) {
         poll();

@@ -1,144 +1,494 @@
-"""Random schedules for property tests, and oracles written out independently of the package."""
+"""Random layouts and tables for property tests, and an oracle of what they demand, written from the definitions alone.
+
+The oracle makes of the lists of a schedule one graph of events, the compute actions of all ranks of a lane joined into
+one, and asks whether it has a cycle. No queues, no replay, nothing of the package but its data.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from hypothesis import strategies as st
+import numpy as np
 
-from interlace.schedule import Action, Op, Schedule, Stage, StageGraph
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
+from interlace.schedule import Action, Chunk, Edge, Op, Schedule, StageGraph, StepTable
 
-HOLDING = {Op.BACKWARD, Op.BACKWARD_WEIGHT}
+COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+Job = tuple[int, int]
+"""(node, chunk)"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A graph, a presence, and which stages (positions) have something to train."""
+    """A graph and a table that fit together."""
 
     graph: StageGraph
-    presence: tuple[frozenset[str], ...]
-    trainable: tuple[bool, ...]
+    table: StepTable
 
 
-@st.composite
-def cases(
-    draw: st.DrawFn, max_modules: int = 4, max_stages: int = 3, max_ranks: int = 4, max_microbatches: int = 6
-) -> Case:
-    """Any acyclic graph of modules on any ranks: merged, folded, interleaved, replicated, frozen, absent."""
-    num_ranks = draw(st.integers(1, max_ranks))
-    counts = draw(st.lists(st.integers(1, max_stages), min_size=1, max_size=max_modules))
-    names = [(f"m{m}", index) for m, count in enumerate(counts) for index in range(count)]
-    edges = {(i, i + 1) for i in range(len(names) - 1) if names[i][0] == names[i + 1][0]}
-    pairs = [(i, j) for i in range(len(names)) for j in range(i + 1, len(names)) if (i, j) not in edges]
-    if pairs:
-        edges |= set(draw(st.lists(st.sampled_from(pairs), max_size=4)))
-    places = []
-    for _ in names:
-        copies = draw(st.integers(1, num_ranks)) if draw(st.integers(0, 4)) == 0 else 1
-        places.append(tuple(draw(st.permutations(range(num_ranks)))[:copies]))
-    trainable = tuple(draw(st.booleans()) for _ in names)
-    declared = draw(st.booleans())  # whether stages that only pass gradients on are declared as such
+def random_case(seed: int, max_ranks: int = 5, max_chunks: int = 5) -> Case:
+    """Any acyclic modules on any ranks: merged, folded, interleaved, shared, copied, frozen, tied, in any numbers."""
+    rng = random.Random(seed)
+    world = rng.randint(1, max_ranks)
+    names = [f"m{i}" for i in range(rng.randint(1, 4))]
+    links = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if rng.random() < 0.5]
+    readers = {b for _, b in links}
+    modules, trainable, tied = {}, {}, []
+    for name in rng.sample(names, len(names)):
+        size = 1 if world == 1 or rng.random() < 0.7 else 2
+        dp = rng.randint(1, min(3, world // size))
+        stages = rng.choice([1, 1, 2, 3])
+        layers = stages + rng.randint(0, 2)
+        homes: list[list[int]] = [[] for _ in range(dp)]
+        for place, rank in enumerate(rng.sample(range(world), world)):
+            if place < dp * size or rng.random() < 0.7:
+                homes[place % dp].append(rank)
+        pipelines = []
+        for replica, home in enumerate(homes):
+            cuts = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
+            lanes = [Lane(tuple(rng.sample(home, size))) for _ in range(stages)]
+            copies: list[Lane] = []
+            if stages == 1 and name not in readers and rng.random() < 0.3:
+                left = [rank for rank in home if rank not in lanes[0].ranks]
+                copies = [Lane(tuple(left[i : i + size])) for i in range(0, len(left) - size + 1, size)]
+            parts = [Stage(name, i, cuts[i], cuts[i + 1], lanes[i], tuple(copies)) for i in range(stages)]
+            pipelines.append(Pipeline(name, replica, tuple(parts)))
+        tp = rng.choice([1, size])
+        modules[name] = (ParallelSpec(tp=tp, cp=size // tp, pp=stages, dp=dp), tuple(pipelines))
+        some = rng.choice([0.0, 0.5, 1.0, 1.0])
+        trainable[name] = tuple(rng.random() < some for _ in range(layers))
+        if layers > 1 and trainable[name][0] and trainable[name][-1] and rng.random() < 0.5:
+            tied.append(((name, 0), (name, layers - 1)))
+    graph = StageGraph(_without_idle(modules), tuple(rng.sample(links, len(links))), trainable, tuple(tied))
+    return Case(graph, random_table(rng, graph, max_chunks))
 
-    before = [False] * len(names)
-    for _ in names:
-        for i, j in edges:
-            before[j] = before[j] or before[i] or trainable[i]
-    stages = [
-        Stage(module, index, ranks, own or earlier, earlier, declared and earlier and not own)
-        for (module, index), ranks, own, earlier in zip(names, places, trainable, before)
-    ]
-    # Positions in `stages` carry no meaning: shuffle them.
-    order = draw(st.permutations(range(len(stages))))
-    new = {old: i for i, old in enumerate(order)}
-    graph = StageGraph(
-        tuple(stages[old] for old in order), tuple(sorted((new[i], new[j]) for i, j in edges)), num_ranks
+
+def _without_idle(modules: dict[str, tuple[ParallelSpec, tuple[Pipeline, ...]]]) -> Layout:
+    used = sorted(
+        {r for _, ps in modules.values() for p in ps for s in p.stages for lane in s.lanes for r in lane.ranks}
     )
-    modules = sorted({module for module, _ in names})
-    some = st.frozensets(st.sampled_from(modules))
-    presence = draw(st.lists(st.one_of(some, st.just(frozenset(modules))), min_size=1, max_size=max_microbatches))
-    return Case(graph, tuple(presence), tuple(trainable[old] for old in order))
+    new = {rank: i for i, rank in enumerate(used)}
+
+    def moved(lane: Lane) -> Lane:
+        return Lane(tuple(new[rank] for rank in lane.ranks))
+
+    made = {}
+    for name, (spec, pipelines) in modules.items():
+        made[name] = (
+            spec,
+            tuple(
+                replace(
+                    p,
+                    stages=tuple(replace(s, lane=moved(s.lane), copies=tuple(map(moved, s.copies))) for s in p.stages),
+                )
+                for p in pipelines
+            ),
+        )
+    return Layout(made, len(used))
 
 
-def expected_compute(graph: StageGraph, present: frozenset[str]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """(stage, rank) that run FORWARD and BACKWARD in a microbatch, straight from the definitions."""
-    here = [i for i, stage in enumerate(graph.stages) if stage.module in present]
-    forward = {(i, rank) for i in here for rank in graph.stages[i].ranks}
+def random_table(rng: random.Random, graph: StageGraph, max_chunks: int) -> StepTable:
+    """Chunks of all replicas in any order, and any links between those of linked modules."""
+    keys = [
+        (p.module, p.replica)
+        for p in graph.pipelines
+        for _ in range(rng.choice([0, 1, max_chunks, rng.randint(0, max_chunks)]))
+    ] or [(graph.pipelines[0].module, 0)]
+    rng.shuffle(keys)
+    counts: Counter[tuple[str, int]] = Counter()
+    chunks = []
+    for place, key in enumerate(keys):
+        chunks.append(Chunk(*key, counts[key], np.array([place], np.int32)))
+        counts[key] += 1
+    edges = []
+    for producer, consumer in graph.links:
+        dense = rng.choice([0.1, 0.3, 0.6])
+        pairs = [
+            (i, 0, j, 0, 1)
+            for i, a in enumerate(chunks)
+            for j, b in enumerate(chunks)
+            if (a.module, b.module) == (producer, consumer) and rng.random() < dense
+        ]
+        edges.append(Edge(producer, consumer, "embeds", np.array(pairs, np.int32).reshape(-1, 5)))
+    return StepTable(tuple(chunks), tuple(edges))
 
-    def wants(i: int) -> bool:
-        stage = graph.stages[i]
-        if not stage.backward:
-            return False
-        return not stage.pass_through or any(wants(p) for p, c in graph.edges if c == i and p in here)
 
-    def runs(i: int, rank: int) -> bool:
-        return wants(i) and (
-            read(i, rank) or (rank == graph.stages[i].ranks[0] and not any(read(i, r) for r in graph.stages[i].ranks))
+def table_of(counts: Mapping[tuple[str, int], int], pairs: Sequence[tuple[str, int, int, str, int, int]]) -> StepTable:
+    """counts: (module, replica) -> chunks. pairs: (module, replica, index) that is read by (module, replica, index)."""
+    chunks = [Chunk(m, r, i, np.zeros(1, np.int32)) for (m, r), count in counts.items() for i in range(count)]
+    at = {(c.module, c.replica, c.index): place for place, c in enumerate(chunks)}
+    edges: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    for *source, target_module, target_replica, target_index in pairs:
+        target = at[target_module, target_replica, target_index]
+        edges.setdefault((source[0], target_module), []).append((at[tuple(source)], 0, target, 0, 1))  # type: ignore
+    return StepTable(
+        tuple(chunks), tuple(Edge(*key, "embeds", np.array(found, np.int32)) for key, found in edges.items())
+    )
+
+
+@dataclass
+class Demand:
+    """What a step needs, from the definitions: jobs, who reads whom, and per rank every action that must be there."""
+
+    graph: StageGraph
+    table: StepTable
+    backward: bool = True
+    reduce_grad: bool = True
+    forwards: set[Job] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.forwards = {(n, c) for c in range(len(self.table.chunks)) for n in self.nodes_of(c)}
+
+    @cached_property
+    def _nodes(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, node in enumerate(self.graph.nodes):
+            found.setdefault(node.pipeline, []).append(number)
+        return found
+
+    def nodes_of(self, chunk: int) -> list[int]:
+        c = self.table.chunks[chunk]
+        return self._nodes[self.graph.pipeline_number[c.module, c.replica]]
+
+    def node(self, chunk: int, stage: int, copy: int = 0) -> int:
+        return next(n for n in self.nodes_of(chunk) if self.graph.nodes[n][1::2] == (stage, copy))
+
+    def last(self, chunk: int) -> int:
+        return max(self.graph.nodes[n].stage for n in self.nodes_of(chunk))
+
+    def lane(self, node: int) -> int:
+        return self.graph.nodes[node].lane
+
+    def ranks(self, lane: int) -> tuple[int, ...]:
+        return self.graph.layout.lanes()[lane].ranks
+
+    @cached_property
+    def feeds(self) -> dict[Job, list[Job]]:
+        """Job -> the jobs whose output it reads."""
+        found: dict[Job, list[Job]] = {job: [] for job in self.forwards}
+        for n, c in self.forwards:
+            if self.graph.nodes[n].stage > 0:
+                found[n, c] = [(self.node(c, self.graph.nodes[n].stage - 1), c)]
+                continue
+            for producer, consumer in self.table.links.tolist():
+                if consumer == c:
+                    own = [m for m in self.nodes_of(producer) if self.graph.nodes[m].stage == self.last(producer)]
+                    here = [m for m in own if self.lane(m) == self.lane(n)]
+                    found[n, c].append(((here or own)[0], producer))
+        return found
+
+    @cached_property
+    def readers(self) -> dict[Job, list[Job]]:
+        found: dict[Job, list[Job]] = {job: [] for job in self.forwards}
+        for job, sources in self.feeds.items():
+            for source in sources:
+                found[source].append(job)
+        return found
+
+    def trains(self, node: int) -> bool:
+        where = self.graph.nodes[node]
+        stage = self.graph.pipelines[where.pipeline].stages[where.stage]
+        return any(self.graph.trainable[stage.module][stage.start : stage.stop])
+
+    @cached_property
+    def backwards(self) -> set[Job]:
+        wanted: dict[Job, bool] = {}
+
+        def wants(job: Job) -> bool:
+            if job not in wanted:
+                wanted[job] = self.trains(job[0]) or any(wants(source) for source in self.feeds[job])
+            return wanted[job]
+
+        def runs(n: int, c: int) -> bool:
+            if not wants((n, c)) or not self.backward:
+                return False
+            copies = [m for m in self.nodes_of(c) if self.graph.nodes[m].stage == self.graph.nodes[n].stage]
+            unread = not any(self.readers[m, c] for m in copies)
+            return bool(self.readers[n, c]) or (unread and self.graph.nodes[n].copy == 0)
+
+        return {(n, c) for n, c in self.forwards if runs(n, c)}
+
+    def compute(self, op: Op, job: Job) -> Action:
+        return Action(op, self.table.chunks[job[1]].module, self.graph.nodes[job[0]].stage, job[1])
+
+    @cached_property
+    def messages(self) -> set[tuple[Job, Job, bool]]:
+        """(producer, consumer, is it the gradient on its way back)."""
+        return {
+            (source, job, grad)
+            for job, sources in self.feeds.items()
+            for source in sources
+            for grad in (False, True)
+            if self.lane(source[0]) != self.lane(job[0]) and (not grad or source in self.backwards)
+        }
+
+    def message(self, op: Op, source: Job, job: Job, grad: bool) -> Action:
+        to_peer = (op is Op.SEND) != grad  # the peer has the consumer
+        peer = self.lane(job[0] if to_peer else source[0])
+        return replace(self.compute(op, source), other=job[1], peer=peer, grad=grad)
+
+    @cached_property
+    def reductions(self) -> dict[int, list[Job]]:
+        """Active reductions -> the jobs whose backwards add to them."""
+        found = {}
+        for place, reduction in enumerate(self.graph.reductions if self.reduce_grad else ()):
+            members = [n for n in self.graph.members(reduction) if self.trains(n)]
+            jobs = [job for job in self.backwards if job[0] in members]
+            if jobs:
+                found[place] = jobs
+        return found
+
+    def reduce_row(self, place: int, rank: int) -> Action:
+        reduction = self.graph.reductions[place]
+        members = [n for n in self.graph.members(reduction) if rank in self.ranks(self.lane(n))]
+        return Action(Op.REDUCE_GRAD, reduction.module, self.graph.nodes[members[0]].stage, other=place)
+
+    @cached_property
+    def rows(self) -> list[Counter[Action]]:
+        """Per rank, what its list must hold (every BACKWARD in one piece)."""
+        found: list[Counter[Action]] = [Counter() for _ in range(self.graph.layout.world)]
+        for op, jobs in ((Op.FORWARD, self.forwards), (Op.BACKWARD, self.backwards)):
+            for job in jobs:
+                for rank in self.ranks(self.lane(job[0])):
+                    found[rank][self.compute(op, job)] += 1
+        for source, job, grad in self.messages:
+            for op in (Op.SEND, Op.RECV):
+                lane = self.lane(source[0] if (op is Op.SEND) != grad else job[0])
+                for rank in self.ranks(lane):
+                    found[rank][self.message(op, source, job, grad)] += 1
+        for place in self.reductions:
+            for rank in self.graph.reductions[place].ranks:
+                found[rank][self.reduce_row(place, rank)] += 1
+        return found
+
+    @cached_property
+    def distances(self) -> dict[int, int]:
+        """Node -> changes of lane on its longest path to a node that nobody reads."""
+        after: dict[int, set[int]] = {}
+        for (n, _), readers in self.readers.items():
+            after.setdefault(n, set()).update(m for m, _ in readers)
+        for p in self._nodes.values():  # stages feed each other whether they have a chunk or not
+            for n in p:
+                after.setdefault(n, set()).update(
+                    m for m in p if self.graph.nodes[m].stage == self.graph.nodes[n].stage + 1
+                )
+        known: dict[int, int] = {}
+
+        def distance(n: int) -> int:
+            if n not in known:
+                known[n] = max((distance(m) + (self.lane(m) != self.lane(n)) for m in after[n]), default=0)
+            return known[n]
+
+        return {n: distance(n) for n in after}
+
+    def places(self, chunk: int) -> tuple[int, int]:
+        """First and last place of a chunk among those that read it."""
+        readers = [consumer for producer, consumer in self.table.links.tolist() if producer == chunk]
+        if not readers:
+            return self.table.chunks[chunk].index, self.table.chunks[chunk].index
+        found = [self.places(reader) for reader in readers]
+        return min(first for first, _ in found), max(last for _, last in found)
+
+    def time(self, op: Op, job: Job) -> int:
+        """When it happens in virtual time."""
+        first, last = self.places(job[1])
+        d = self.distances[job[0]]
+        return 2 * first - d if op is Op.FORWARD else 2 * last + d + 1
+
+
+class Unsound(Exception):
+    """What the oracle found wrong."""
+
+
+@dataclass
+class Events:
+    """The lists of a schedule as one graph. Raises Unsound for lists that cannot run."""
+
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        self.demand = Demand(schedule.graph, schedule.table, schedule.backward, schedule.reduce_grad)
+        self.lists = schedule.actions
+        self._complete()
+        self._own_order()
+        self._reductions()
+        self.before = self._edges()
+        self.order = self._sorted()
+
+    def _complete(self) -> None:
+        if len(self.lists) != len(self.demand.rows):
+            raise Unsound("another number of ranks")
+        for actions, rows in zip(self.lists, self.demand.rows, strict=True):
+            whole = Counter(a for a in actions if a.op not in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+            halves = [
+                Counter(replace(a, op=Op.BACKWARD) for a in actions if a.op is op)
+                for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+            ]
+            if halves[0] != halves[1] or whole + halves[0] != rows:
+                raise Unsound("not complete")
+
+    def _needs(self, rank: int) -> Iterator[tuple[Action, list[Action]]]:
+        """(action, what must stand before it in the rank's own list), a BACKWARD standing for its first half."""
+        d = self.demand
+        mine = [job for job in d.forwards if rank in d.ranks(d.lane(job[0]))]
+        for job in mine:
+            here = [s for s in d.feeds[job] if d.lane(s[0]) == d.lane(job[0])]
+            away = [s for s in d.feeds[job] if s not in here]
+            yield (
+                d.compute(Op.FORWARD, job),
+                [d.compute(Op.FORWARD, s) for s in here] + [d.message(Op.RECV, s, job, False) for s in away],
+            )
+            for reader in d.readers[job]:
+                if d.lane(reader[0]) != d.lane(job[0]):
+                    yield d.message(Op.SEND, job, reader, False), [d.compute(Op.FORWARD, job)]
+            for s in away:
+                if s in d.backwards:
+                    yield d.message(Op.SEND, s, job, True), [d.compute(Op.BACKWARD, job)]
+            if job in d.backwards:
+                needs = [d.compute(Op.FORWARD, job)]
+                for reader in d.readers[job]:
+                    same = d.lane(reader[0]) == d.lane(job[0])
+                    needs.append(d.compute(Op.BACKWARD, reader) if same else d.message(Op.RECV, job, reader, True))
+                yield d.compute(Op.BACKWARD, job), needs
+                yield d.compute(Op.BACKWARD_WEIGHT, job), [d.compute(Op.BACKWARD, job)]
+        tied = [place for place in d.reductions if d.graph.reductions[place].tied >= 0]
+        for place, jobs in d.reductions.items():
+            if rank not in d.graph.reductions[place].ranks:
+                continue
+            adding = [d.compute(op, job) for job in jobs if job in mine for op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)]
+            if place in tied:
+                others = [p for p in d.reductions if p not in tied and rank in d.graph.reductions[p].ranks]
+                adding += [d.reduce_row(p, rank) for p in others]
+            yield d.reduce_row(place, rank), adding
+
+    def _own_order(self) -> None:
+        for rank, actions in enumerate(self.lists):
+            at: dict[Action, int] = {}
+            for i, a in enumerate(actions):
+                at[a] = i
+                if a.op is Op.BACKWARD_INPUT:
+                    at[replace(a, op=Op.BACKWARD)] = i
+            for action, needs in self._needs(rank):
+                for needed in needs:
+                    if action in at and needed in at and at[needed] >= at[action]:
+                        raise Unsound(f"rank {rank}: {action} before {needed}")
+        for lane in self.schedule.graph.layout.lanes():
+            number = self.schedule.graph.layout.lane_number(lane)
+            mine = [
+                [a for a in self.lists[rank] if a.op in COMPUTE and self._lane(rank, a) == number]
+                for rank in lane.ranks
+            ]
+            if any(part != mine[0] for part in mine):
+                raise Unsound(f"the ranks of lane {number} differ")
+
+    def _lane(self, rank: int, action: Action) -> int:
+        d = self.demand
+        return next(
+            d.lane(n)
+            for n in d.nodes_of(action.chunk)
+            if d.graph.nodes[n].stage == action.stage and rank in d.ranks(d.lane(n))
         )
 
-    def read(i: int, rank: int) -> bool:
-        for p, c in graph.edges:
-            if p == i and c in here:
-                for reader in graph.stages[c].ranks:
-                    source = reader if reader in graph.stages[i].ranks else graph.stages[i].ranks[0]
-                    if source == rank and runs(c, reader):
-                        return True
+    def _reductions(self) -> None:
+        queues = [[a.other for a in actions if a.op is Op.REDUCE_GRAD] for actions in self.lists]
+        left = set().union(*queues)
+        while left:
+            free = [p for p in left if all(queues[r][0] == p for r in self.schedule.graph.reductions[p].ranks)]
+            if not free:
+                raise Unsound("no common order of reductions")
+            left.remove(free[0])
+            for rank in self.schedule.graph.reductions[free[0]].ranks:
+                queues[rank].pop(0)
+
+    def _edges(self) -> dict[object, set[object]]:
+        """Event -> what it waits for. An event is (rank, place), or ("lane", lane, action) for all of its ranks."""
+        d = self.demand
+        sent: dict[tuple[int, int, int], list[tuple[Action, object]]] = {}  # (rank, its lane, to lane)
+        got: dict[tuple[int, int, int], list[tuple[Action, object]]] = {}  # (rank, from lane, its lane)
+        before: dict[object, set[object]] = {}
+        self.name: dict[tuple[int, int], object] = {}
+        owner = {}
+        for source, job, grad in d.messages:
+            for op in (Op.SEND, Op.RECV):
+                node = source[0] if (op is Op.SEND) != grad else job[0]
+                for rank in d.ranks(d.lane(node)):
+                    owner[rank, d.message(op, source, job, grad)] = d.lane(node)
+        for rank, actions in enumerate(self.lists):
+            for i, a in enumerate(actions):
+                event: object = (rank, i)
+                if a.op in COMPUTE:
+                    event = ("lane", self._lane(rank, a), a)
+                self.name[rank, i] = event
+                before.setdefault(event, set())
+                if i:
+                    before[event].add(self.name[rank, i - 1])
+                if a.op is Op.SEND:
+                    sent.setdefault((rank, owner[rank, a], a.peer), []).append((a, event))
+                if a.op is Op.RECV:
+                    got.setdefault((rank, a.peer, owner[rank, a]), []).append((a, event))
+        for (_, source_lane, own), receives in got.items():
+            for sender in d.ranks(source_lane):
+                arrivals = sent[sender, source_lane, own]
+                for (receive, event), (send, cause) in zip(receives, arrivals, strict=True):
+                    if replace(receive, op=Op.SEND, peer=own) != send:
+                        raise Unsound("messages in another order")
+                    before[event].add(cause)
+        return before
+
+    def _sorted(self) -> list[object]:
+        left = {event: set(causes) for event, causes in self.before.items()}
+        after: dict[object, list[object]] = {}
+        for event, causes in left.items():
+            for cause in causes:
+                after.setdefault(cause, []).append(event)
+        todo = [event for event, causes in left.items() if not causes]
+        order = []
+        while todo:
+            event = todo.pop()
+            order.append(event)
+            for follower in after.get(event, ()):
+                left[follower].discard(event)
+                if not left[follower]:
+                    todo.append(follower)
+        if len(order) < len(left):
+            raise Unsound("a cycle")
+        return order
+
+    def span(self, seconds: Mapping[Op, float] | object) -> float:
+        """Seconds until all is over; seconds: op -> seconds, or a function of an action. Transfers take none."""
+        cost = seconds if callable(seconds) else lambda a: seconds[a.op]  # type: ignore[index]
+        finish: dict[object, float] = {}
+        for event in self.order:
+            own = cost(event[2]) if event[0] == "lane" else 0.0  # type: ignore[index]
+            finish[event] = max((finish[cause] for cause in self.before[event]), default=0.0) + own
+        return max(finish.values(), default=0.0)
+
+
+def runs(schedule: Schedule) -> bool:
+    """Whether the oracle finds the lists sound."""
+    try:
+        Events(schedule)
+    except Unsound:
         return False
-
-    return forward, {(i, rank) for i, rank in forward if runs(i, rank)}
-
-
-def fixpoint_times(
-    schedule: Schedule, seconds: dict[tuple[Op, str, int, int], float], transfer: float, overhead: float = 0.0
-) -> list[list[float]]:
-    """Finish times by relaxing every dependency until nothing changes: no queues, no clever order."""
-    lists = schedule.actions
-    finish = [[0.0] * len(actions) for actions in lists]
-    ranks_of = {(s.module, s.index): s.ranks for s in schedule.graph.stages}
-    changed = True
-    rounds = 0
-    while changed:
-        changed = False
-        rounds += 1
-        assert rounds <= sum(map(len, lists)) + 2, "the dependencies form a cycle"
-        sent: dict[tuple[int, int], list[float]] = {}
-        for rank, actions in enumerate(lists):
-            for i, action in enumerate(actions):
-                if action.op is Op.SEND:
-                    queue = sent.setdefault((rank, action.peer), [])
-                    queue.append(max(finish[rank][i], queue[-1] if queue else 0.0) + transfer)
-        for rank, actions in enumerate(lists):
-            seen: dict[int, int] = {}
-            for i, action in enumerate(actions):
-                start = finish[rank][i - 1] if i else 0.0
-                if action.op is Op.RECV:
-                    n = seen[action.peer] = seen.get(action.peer, -1) + 1
-                    time = max(start, sent[action.peer, rank][n]) + overhead
-                elif action.op is Op.SEND:
-                    time = start + overhead
-                elif action.op is Op.REDUCE_GRAD:
-                    time = start
-                    for other in ranks_of[action.module, action.stage]:
-                        j = lists[other].index(action)
-                        time = max(time, finish[other][j - 1] if j else 0.0)
-                else:
-                    time = start + seconds[action.op, action.module, action.stage, action.microbatch]
-                if time != finish[rank][i]:
-                    finish[rank][i] = time
-                    changed = True
-    return finish
+    return True
 
 
-def in_flight(actions: list[Action], module: str, stage: int) -> int:
-    """The most microbatches that one copy of a stage holds, counted over its backward-bearing microbatches."""
-    own = [a for a in actions if (a.module, a.stage) == (module, stage)]
-    held = {a.microbatch for a in own if a.op in HOLDING}
+def in_flight(actions: Sequence[Action], module: str, stage: int, held: set[int]) -> int:
+    """The most chunks of `held` that a stage holds at any place of a rank's list."""
     most = count = 0
-    for a in own:
-        count += (a.op is Op.FORWARD and a.microbatch in held) - (a.op in HOLDING)
-        most = max(most, count)
+    for a in actions:
+        if (a.module, a.stage) == (module, stage) and a.chunk in held:
+            count += (a.op is Op.FORWARD) - (a.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))
+            most = max(most, count)
     return most
 
 
-def compute_text(actions: list[Action]) -> str:
-    """The compute actions of a list without the module: 'F0 B0'."""
-    return " ".join(f"{a.op.value}{a.microbatch}" for a in actions if a.op in (Op.FORWARD, Op.BACKWARD))
+def compute_text(schedule: Schedule, rank: int) -> str:
+    """The compute actions of a rank, chunks by their index: 'F0 B0'."""
+    chunks = schedule.table.chunks
+    return " ".join(f"{a.op.value}{chunks[a.chunk].index}" for a in schedule.actions[rank] if a.op in COMPUTE)

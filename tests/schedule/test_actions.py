@@ -1,36 +1,44 @@
-"""Actions and their text form."""
+"""Actions, their rows and their text form."""
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.schedule import Action, Op, Schedule, StageGraph, one_f_one_b
+from interlace.schedule import Action, Op, Schedule, StageGraph, StepTable, one_f_one_b
+from interlace.schedule.actions import CODES, OPS, action_of, rows_of
 
 names = st.text("abcXYZ019_.-é", min_size=1, max_size=12)
 numbers = st.integers(0, 10_000)
 
 
-@given(st.data())
-def test_every_action_survives_its_text(data: st.DataObject) -> None:
-    op = data.draw(st.sampled_from(Op))
-    message = op in (Op.SEND, Op.RECV)
-    action = Action(
-        op,
-        data.draw(names),
-        data.draw(numbers),
-        data.draw(numbers),
-        data.draw(numbers),
-        data.draw(numbers) if message else data.draw(st.integers(-1, 5)),
-        data.draw(st.booleans()) if message else False,
-    )
+@st.composite
+def actions(draw: st.DrawFn) -> Action:
+    op = draw(st.sampled_from(Op))
+    chunk = draw(st.integers(-1, 10_000))
+    if op in (Op.SEND, Op.RECV):
+        chunk = abs(chunk)
+        return Action(op, draw(names), draw(numbers), chunk, draw(numbers), draw(numbers), draw(st.booleans()))
+    # Of these the text form leaves out `other` where it is the chunk itself, which no action but a message says.
+    other = draw(st.integers(-1, 10_000).filter(lambda value: value < 0 or value != chunk))
+    return Action(op, draw(names), draw(numbers), chunk, other, draw(st.integers(-1, 5)))
+
+
+@given(actions())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_every_action_survives_its_text_and_its_row(action: Action) -> None:
     assert Action.parse(str(action)) == action
+    row = rows_of([action], ["other", action.module])
+    assert row.dtype == np.int32 and row.shape == (1, 7)
+    assert action_of(row[0].tolist(), ["other", action.module]) == action
 
 
 def test_texts_are_short_and_readable() -> None:
     assert str(Action(Op.FORWARD, "vision", 0, 3)) == "F:vision/0@3"
-    assert str(Action(Op.SEND, "vision", 0, 3, peer=2)) == "SEND:vision/0@3>2"
-    assert str(Action(Op.RECV, "vision", 0, 3, part=1, peer=2, grad=True)) == "RECV_GRAD:vision/0@3+1<2"
-    assert str(Action(Op.REDUCE_GRAD, "language_model", 1)) == "REDUCE_GRAD:language_model/1"
+    assert str(Action(Op.SEND, "vision", 0, 3, 5, 2)) == "SEND:vision/0@3+5>2"
+    assert str(Action(Op.RECV, "vision", 0, 3, 5, 2, True)) == "RECV_GRAD:vision/0@3+5<2"
+    assert str(Action(Op.SEND, "language_model", 0, 3, 3, 2)) == "SEND:language_model/0@3>2"
+    assert str(Action(Op.REDUCE_GRAD, "language_model", 1, other=2)) == "REDUCE_GRAD:language_model/1+2"
 
 
 @pytest.mark.parametrize(
@@ -48,11 +56,20 @@ def test_other_text_is_refused(text: str, says: str) -> None:
         Action.parse(text)
 
 
-def test_a_schedule_survives_its_text() -> None:
-    graph = StageGraph.build({"vision": [0], "language_model": [1, 2]}, [("vision", "language_model")], num_ranks=4)
-    schedule = one_f_one_b(graph, graph.everything(3))
-    assert schedule.to_text().count("\n") == 4
+def test_rows_of_unknown_modules_are_refused() -> None:
+    with pytest.raises(ValueError, match="names the module 'x'; modules: a, b"):
+        rows_of([Action(Op.FORWARD, "x", 0, 0)], ["a", "b"])
+
+
+def test_a_schedule_survives_its_text_and_its_objects() -> None:
+    links = [("vision", "language_model")]
+    graph = StageGraph.build({"vision": [0], "language_model": [1, 2]}, links, replicas=2)
+    schedule = one_f_one_b(graph, StepTable.aligned(links, [graph.modules] * 3, replicas=2))
+    assert schedule.to_text().count("\n") == 6
     assert Schedule.parse_actions(schedule.to_text()) == schedule.actions
+    again = Schedule.of_actions(schedule.name, graph, schedule.table, schedule.actions)
+    assert (again.rows == schedule.rows).all() and (again.first == schedule.first).all()
+    assert again.rows.dtype == schedule.rows.dtype and again.first.dtype == schedule.first.dtype
     with pytest.raises(ValueError, match="rank 1: not an action"):
         Schedule.parse_actions("F:a/0@0\nF a\n")
 
@@ -60,3 +77,4 @@ def test_a_schedule_survives_its_text() -> None:
 def test_ops_compare_and_hash_as_their_codes() -> None:
     assert {Op.FORWARD: 1.0}["F"] == 1.0  # type: ignore[index]
     assert str(Op.FORWARD) == "FORWARD"
+    assert [CODES[op] for op in OPS] == list(range(len(Op)))

@@ -1,103 +1,141 @@
-"""Stage graphs: validation, derived flags, depths."""
+"""Stage graphs: what is refused, who sums with whom, and the arrays that compiled code takes."""
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from interlace.schedule import Stage, StageGraph
-from interlace.schedule.work import Work
-from tests.schedule.graphs import Case, cases, expected_compute
+from interlace import _core
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Reduction, Stage
+from interlace.schedule import StageGraph
+from interlace.schedule.step import step_arrays
+from tests.schedule.graphs import Demand, random_case
 
 LLM = "language_model"
-BOTH = [("vision", LLM), ("audio", LLM)]
+LINK = ("vision", LLM)
 
 
-@given(st.integers(1, 5), st.integers(0, 5), st.integers(1, 5))
-def test_depths_are_cornstarchs_warm_up_counts(vision: int, audio: int, llm: int) -> None:
-    modules = {"vision": list(range(vision)), LLM: list(range(vision + audio, vision + audio + llm))}
-    if audio:
-        modules["audio"] = list(range(vision, vision + audio))
-    graph = StageGraph.build(modules, BOTH[: 1 + bool(audio)])
-    for position, stage in enumerate(graph.stages):
-        own = len(modules[stage.module])
-        want = llm - stage.index - 1 if stage.module == LLM else own + llm - stage.index - 1
-        assert graph.depths[position, stage.ranks[0]] == want
-        assert graph.rank_depths is not None and graph.rank_depths[stage.ranks[0]] == want
-
-
-def test_stages_on_one_rank_count_once() -> None:
-    merged = StageGraph.build({"vision": [0, 1], "audio": [0, 1], LLM: [2, 3]}, BOTH)
-    assert merged.rank_depths == (3, 2, 1, 0)
-    folded = StageGraph.build({"vision": [0, 0], "audio": [0], LLM: [0, 1, 1]}, BOTH)
-    assert folded.rank_depths == (1, 0)
-    assert StageGraph.build({"vision": [0], "audio": [0], LLM: [0, 0]}, BOTH).rank_depths == (0,)
-    copies = StageGraph.build({"vision": [(0, 1, 2)], LLM: [0, 1, 2]}, BOTH[:1])
-    assert copies.rank_depths == (2, 1, 0)
-
-
-def test_ranks_that_feed_each_other_have_no_unit_depth() -> None:
-    looped = StageGraph.build({"m": [0, 1, 0, 1]})
-    assert looped.rank_depths is None
-    assert [looped.depths[i, i % 2] for i in range(4)] == [3, 2, 1, 0]
-
-
-def test_flags_follow_from_what_is_trainable() -> None:
-    # Frozen encoder with a trainable projector in its last stage, frozen LLM.
-    graph = StageGraph.build({"vision": [0, 1], LLM: [2, 3]}, BOTH[:1], trainable={"vision": [False, True], LLM: False})
-    flags = [(s.backward, s.input_grad, s.pass_through) for s in graph.stages]
-    assert flags == [(False, False, False), (True, False, False), (True, True, True), (True, True, True)]
-
-
-@given(cases())
-@settings(max_examples=150, deadline=None)
-def test_work_equals_the_definitions(case: Case) -> None:
-    for present in set(case.presence):
-        work = Work.of(case.graph, present)
-        forward, backward = expected_compute(case.graph, present)
-        assert set(work.forward) == forward and len(work.forward) == len(forward)
-        assert set(work.backward) == backward and len(work.backward) == len(backward)
-
-
-def test_a_frozen_llm_has_no_backward_without_the_encoders() -> None:
-    graph = StageGraph.build({"vision": [0], LLM: [0, 1]}, BOTH[:1], trainable={LLM: False})
-    assert len(Work.of(graph, frozenset({"vision", LLM})).backward) == 3
-    assert not Work.of(graph, frozenset({LLM})).backward
-
-
-def stage(module: str = "m", index: int = 0, ranks: tuple[int, ...] = (0,), backward: bool = True) -> Stage:
-    return Stage(module, index, ranks, backward, backward and index > 0)
+def layout_of(layers: dict[str, int]) -> Layout:
+    modules = {
+        name: (ParallelSpec(), (Pipeline(name, 0, (Stage(name, 0, 0, count, Lane((0,))),)),))
+        for name, count in layers.items()
+    }
+    return Layout(modules, 1)
 
 
 @pytest.mark.parametrize(
-    ("stages", "edges", "ranks", "says"),
+    ("links", "trainable", "tied", "says"),
     [
-        ([], [], 1, "at least one stage"),
-        ([stage()], [], 0, "num_ranks is 0"),
-        ([stage("a b")], [], 1, "module name 'a b'"),
-        ([stage(ranks=())], [], 1, "has ranks"),
-        ([stage(ranks=(0, 0))], [], 1, "each of its ranks once"),
-        ([stage(ranks=(1,))], [], 1, "on rank 1, but ranks go from 0 to 0"),
-        ([stage(index=1)], [], 1, "number them 0 to 0"),
-        ([stage(), stage(index=1)], [], 1, "no edge from m/0 to m/1"),
-        ([stage(), stage(index=1)], [(0, 1), (0, 1)], 1, "given twice"),
-        ([stage(), stage(index=1)], [(0, 2)], 1, "outside 0..1"),
-        ([stage(), replace(stage(index=1), input_grad=False)], [(0, 1)], 1, "must have backward=True and input_grad"),
-        ([replace(stage(), backward=False, input_grad=True)], [], 1, "but has backward=False"),
-        ([replace(stage(), pass_through=True)], [], 1, "needs input_grad=True"),
-        ([replace(stage(), input_grad=True), stage(index=1)], [(0, 1), (1, 0)], 1, "cycle: m/0, m/1"),
+        ((("vision", "x"),), {}, (), r"link \('vision', 'x'\) names 'x'; modules: vision, language_model"),
+        ((LINK, LINK), {}, (), "a link is given twice"),
+        ((LINK, LINK[::-1]), {}, (), "the modules vision, language_model feed each other in a cycle"),
+        ((LINK,), {"vision": (True,)}, (), r"trainable\['vision'\] must say of each of its 2 layers"),
+        ((LINK,), {}, (((LLM, 0),),), "a group is two or more layers of one module"),
+        ((LINK,), {}, (((LLM, 0), ("vision", 1)),), "a group is two or more layers of one module"),
+        ((LINK,), {}, (((LLM, 0), (LLM, 3)),), "tied names layer 3 of 'language_model', which is none"),
     ],
 )
-def test_bad_graphs_are_refused(stages: list[Stage], edges: list[tuple[int, int]], ranks: int, says: str) -> None:
+def test_bad_graphs_are_refused(
+    links: tuple[tuple[str, str], ...],
+    trainable: dict[str, tuple[bool, ...]],
+    tied: tuple[tuple[tuple[str, int], ...], ...],
+    says: str,
+) -> None:
+    layout = layout_of({"vision": 2, LLM: 3})
     with pytest.raises(ValueError, match=says):
-        StageGraph(tuple(stages), tuple(edges), ranks)
+        StageGraph(layout, links, {"vision": (True,) * 2, LLM: (True,) * 3, **trainable}, tied)
 
 
 def test_bad_parts_are_refused() -> None:
     with pytest.raises(ValueError, match="'m' has no stages"):
         StageGraph.build({"m": []})
-    with pytest.raises(ValueError, match="names 'x'; modules: m"):
-        StageGraph.build({"m": [0]}, [("x", "m")])
-    with pytest.raises(ValueError, match=r"trainable\['m'\] has 2 entries for 1 stages"):
-        StageGraph.build({"m": [0]}, trainable={"m": [True, False]})
+    with pytest.raises(ValueError, match="module name 'a b' must not hold white space"):
+        StageGraph.build({"a b": [0]})
+    with pytest.raises(ValueError, match="b reads a and has copies"):
+        StageGraph.build({"a": [0], "b": [(0, 1)]}, [("a", "b")])
+
+
+def test_modules_go_producers_first() -> None:
+    graph = StageGraph.build({LLM: [0], "audio": [0], "vision": [0]}, [("vision", LLM), ("audio", LLM)])
+    assert graph.modules == (LLM, "audio", "vision")
+    assert graph.module_order == ("audio", "vision", LLM)
+
+
+def test_only_what_is_trained_is_summed_tied_weights_last() -> None:
+    graph = StageGraph.build(
+        {"vision": [(0, 1)], LLM: [0, 1, 2]},
+        [LINK],
+        trainable={"vision": False, LLM: [True, False, True]},
+        tied=[((LLM, 0), (LLM, 2))],
+        replicas=2,
+    )
+    assert graph.reductions == (
+        Reduction(LLM, 0, 1, (0, 3)),
+        Reduction(LLM, 2, 3, (2, 5)),
+        Reduction(LLM, 0, 3, (0, 2), 0),
+        Reduction(LLM, 0, 3, (3, 5), 0),
+    )
+    members = [[graph.nodes[n][:2] for n in graph.members(r)] for r in graph.reductions]
+    assert members == [[(2, 0), (3, 0)], [(2, 2), (3, 2)], [(2, 0), (2, 2)], [(3, 0), (3, 2)]]
+    copies = StageGraph.build({"vision": [(0, 1)], LLM: [0, 1]}, [LINK])
+    assert copies.reductions == (Reduction("vision", 0, 1, (0, 1)),)
+
+
+def test_arrays_say_what_the_graph_says() -> None:
+    for seed in range(100):
+        graph = random_case(seed).graph
+        a = graph.arrays
+        lanes = graph.layout.lanes()
+        assert all(column.dtype == np.int32 for column in a)
+        columns = zip(a.node_pipeline, a.node_stage, a.node_lane, a.node_copy, strict=True)
+        assert [tuple(map(int, row)) for row in columns] == [tuple(node) for node in graph.nodes]
+        for number, node in enumerate(graph.nodes):
+            stage = graph.pipelines[node.pipeline].stages[node.stage]
+            assert stage.lanes[node.copy] == lanes[node.lane]
+            assert bool(a.node_trains[number]) == any(graph.trainable[stage.module][stage.start : stage.stop])
+            assert a.pipeline_first[node.pipeline] <= number < a.pipeline_first[node.pipeline + 1]
+        assert [graph.modules[m] for m in a.pipeline_module] == [p.module for p in graph.pipelines]
+        for i, lane in enumerate(lanes):
+            assert tuple(a.lane_rank[a.lane_first[i] : a.lane_first[i + 1]]) == lane.ranks
+        assert [(graph.modules[p], graph.modules[c]) for p, c in a.module_links] == list(graph.links)
+        for i, reduction in enumerate(graph.reductions):
+            taking_part = slice(a.reduction_first[i], a.reduction_first[i + 1])
+            assert tuple(a.reduction_rank[taking_part]) == reduction.ranks
+            members = graph.members(reduction)
+            for rank, node in zip(reduction.ranks, a.reduction_node[taking_part], strict=True):
+                assert node == min(n for n in members if rank in lanes[graph.nodes[n].lane].ranks)
+            assert list(a.reduction_member[a.reduction_member_first[i] : a.reduction_member_first[i + 1]]) == members
+            assert bool(a.reduction_tied[i]) == (reduction.tied >= 0)
+
+
+def test_jobs_and_backwards_equal_the_definitions() -> None:
+    for seed in range(300):
+        case = random_case(seed)
+        for backward in (True, False):
+            demand = Demand(case.graph, case.table, backward)
+            nodes, chunks, runs = _core.schedule_jobs(*step_arrays(case.graph, case.table), backward)
+            jobs = list(zip(nodes.tolist(), chunks.tolist(), strict=True))
+            assert sorted(jobs) == sorted(demand.forwards)
+            assert {job for job, run in zip(jobs, runs, strict=True) if run} == demand.backwards
+
+
+def test_compiled_code_refuses_arrays_that_do_not_fit() -> None:
+    graph = StageGraph.build({"a": [0], "b": [1, 2]}, [("a", "b")])
+    a, chunks, links = graph.arrays, np.array([0, 1], np.int32), np.array([[0, 1]], np.int32)
+    _core.schedule_jobs(a, chunks, links, True)
+    for fields, says in (
+        (a[:-1], "16 arrays"),
+        (a._replace(node_lane=np.array([0, 1, 9], np.int32)), "node_lane names a lane that is none"),
+        (a._replace(node_stage=np.array([0, 1, 0], np.int32)), "node 1 is out of order"),
+        (a._replace(pipeline_first=np.array([0, 2, 1], np.int32)), "pipeline_first must rise"),
+        (a._replace(pipeline_first=np.array([0, 0, 3], np.int32)), "pipeline 0 has no nodes"),
+        (a._replace(module_links=np.array([[0, 1], [1, 0]], np.int32)), "feed each other in a cycle"),
+        (a._replace(module_links=np.zeros((0, 2), np.int32)), "chunk 1 reads chunk 0, but the graph has no link"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            _core.schedule_jobs(fields, chunks, links, True)
+    for pairs, says in (([[0, 1], [0, 1]], "sorted"), ([[0, 2]], r"links\[1\] is 2"), ([0, 1], "must have shape")):
+        with pytest.raises(ValueError, match=says):
+            _core.schedule_jobs(a, chunks, np.array(pairs, np.int32), True)
+    with pytest.raises(ValueError, match=r"chunk_pipeline\[0\] is 2"):
+        _core.schedule_jobs(a, chunks + 2, links, True)
+    with pytest.raises(ValueError, match="seconds must have one entry per forward and backward: 6, not 2"):
+        _core.schedule_lists(a, chunks, links, False, True, True, np.ones(2))

@@ -1,7 +1,8 @@
 """Pipeline schedules as data: one ordered list of actions per rank.
 
 - `actions`: Op, Action, their rows of integers and their text form
-- `table`: the chunks of a step and what they read of each other; `graph`: the stages of a layout; `step`: both as arrays
+- `table`: the chunks of a step, and what they read of each other; `graph`: the stages of a layout
+- `step`: both as arrays
 - `gpipe`, `one_f_one_b`: generators, in C++ (csrc/schedule)
 - `schedule`: the lists with what they were made for; `check`: proves that they can run; `memory`: what they hold
 - `costs`: how callers state durations and bytes

@@ -2,8 +2,8 @@
 
 A node is one stage on one lane; copies are nodes of their own. Stage i of a pipeline feeds stage i + 1; the last stage
 of a producing module feeds the first stage of a consuming one wherever a chunk of the latter reads rows of the former
-(`StepTable.links`), in any replica. A consumer reads the copy on its own lane, or else the stage's own lane; copies that
-nobody reads run forwards only.
+(`StepTable.links`), in any replica. A consumer reads the copy on its own lane, or else the stage's own lane; copies
+that nobody reads run forwards only.
 
 Backward. A stage has something of its own to train, or not. A chunk runs BACKWARD on a stage if that is so, or if it
 does so on what feeds the stage: on the stage before it, or on the last stage of a module of which the chunk reads rows.
@@ -40,9 +40,9 @@ class GraphArrays(NamedTuple):
     node_pipeline, node_stage, node_lane, node_copy, node_trains [nodes]: as in Node, and whether it trains something.
     pipeline_module [pipelines], pipeline_first [pipelines + 1]: its module, and where its nodes begin.
     lane_first [lanes + 1], lane_rank: the ranks of each lane. module_links [n, 2]: producer and consumer modules.
-    reduction_first [reductions + 1], reduction_rank, reduction_node: who takes part in each reduction, by rank, with the
-        first node of that rank that holds some of its weights. reduction_tied [reductions]: whether it is of a tied
-        weight. reduction_member_first [reductions + 1], reduction_member: all nodes whose backward adds to it.
+    reduction_first [reductions + 1], reduction_rank, reduction_node: who takes part in each reduction, by rank, with
+        the first node of that rank that holds some of its weights. reduction_tied [reductions]: whether it is of a
+        tied weight. reduction_member_first [reductions + 1], reduction_member: all nodes whose backward adds to it.
     """
 
     node_pipeline: Ints
@@ -195,7 +195,10 @@ class StageGraph:
         ]
         counts = [sum(len(stage.lanes) for stage in p.stages) for p in self.pipelines]
         return GraphArrays(
-            *(_ints(column) for column in zip(*nodes, strict=True)),
+            _ints([n.pipeline for n in nodes]),
+            _ints([n.stage for n in nodes]),
+            _ints([n.lane for n in nodes]),
+            _ints([n.copy for n in nodes]),
             _ints([self.trains(self.pipelines[n.pipeline].stages[n.stage]) for n in nodes]),
             _ints([self._number[p.module] for p in self.pipelines]),
             _starts(counts),

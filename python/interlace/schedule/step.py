@@ -11,7 +11,7 @@ from interlace.schedule.table import StepTable
 
 
 class StepArrays(NamedTuple):
-    """graph: see `GraphArrays`. chunk_pipeline: int32 [chunks], where each runs; links: int32 [m, 2], as in the table."""
+    """graph: see `GraphArrays`. chunk_pipeline: int32 [chunks], where each runs. links: int32 [m, 2], the table's."""
 
     graph: GraphArrays
     chunk_pipeline: Ints
