@@ -25,10 +25,11 @@ import torch.multiprocessing as mp
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 from bench.measure import command, free_port, join_group, machine, versions, write_json
+from interlace.layout import Layout
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
-from interlace.plan import ParallelPlan, profile_model
+from interlace.plan import profile_model
 from interlace.run import parallelize, stage_durations, stage_graph
-from interlace.schedule import one_f_one_b
+from interlace.schedule import StepTable, one_f_one_b
 from interlace.simulate import simulate
 
 IMAGE_TOKEN = 500
@@ -72,18 +73,18 @@ def build_model(vision_layers: int, language_layers: int, hidden: int = 256) -> 
     return mllm.train()
 
 
-def build_microbatches(mllm: MultimodalModel, count: int) -> list[list[Sample]]:
-    """One sample each: an image of 16 x 16 patches and 64 text tokens, all alike so that only the cut differs."""
+def build_samples(mllm: MultimodalModel, count: int) -> list[Sample]:
+    """One for each microbatch: an image of 16 x 16 patches and 64 text tokens, all alike so that only the cut differs."""
     generator = torch.Generator().manual_seed(0)
     shape = (3, 16 * PATCH, 16 * PATCH)
     tokens = mllm.encoders["vision"].tokens(shape)
-    batches = []
+    samples = []
     for _ in range(count):
         ids = [1, *[IMAGE_TOKEN] * tokens, *torch.randint(2, 400, (64,), generator=generator).tolist()]
         labels = torch.tensor([-100] * (tokens + 1) + ids[tokens + 2 :] + [2])
         image = Media(shape, tokens, torch.randn(shape, generator=generator))
-        batches.append([Sample(input_ids=torch.tensor(ids), labels=labels, media={"vision": [image]}, name="bench")])
-    return batches
+        samples.append(Sample(input_ids=torch.tensor(ids), labels=labels, media={"vision": [image]}, name="bench"))
+    return samples
 
 
 def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> None:
@@ -91,11 +92,11 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
     torch.set_num_threads(1)
     join_group(rank, 2, port, 300)
     mllm = build_model(options.vision_layers, options.language_layers)
-    batches = build_microbatches(mllm, options.microbatches)
+    samples = build_samples(mllm, options.microbatches)
 
     # Both ranks profile at the same time: layers then cost what they cost in a step, when both cores are busy.
     dist.barrier()
-    measured = profile_model(mllm, batches[0], repeats=options.profile_repeats)
+    measured = profile_model(mllm, samples[:1], repeats=options.profile_repeats)
     shared = [measured]
     dist.broadcast_object_list(shared, src=0)  # one profile, so that all ranks cut alike
     costs = shared[0]
@@ -103,12 +104,12 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
     parallel, predicted, cuts = {}, {}, {}
     for name, aware in CUTS.items():
         recompute = options.checkpointing
-        plan = ParallelPlan.balanced(mllm, 2, costs=costs, frozen_aware=aware, recompute=recompute)
-        parallel[name] = parallelize(mllm, plan, transport="distributed", checkpointing=recompute, timeout=120)
-        graph = stage_graph(mllm, plan)
-        schedule = one_f_one_b(graph, graph.everything(options.microbatches))
-        predicted[name] = simulate(schedule, stage_durations(mllm, plan, costs, recompute=recompute)).makespan
-        cuts[name] = [f"rank {s.ranks[0]}: {s.module}[{s.start}:{s.stop}]" for s in plan.stages]
+        layout = Layout.balanced(mllm, 2, costs=costs, frozen_aware=aware, recompute=recompute)
+        parallel[name] = parallelize(mllm, layout, transport="distributed", checkpointing=recompute, timeout=120)
+        graph = stage_graph(mllm, layout)
+        schedule = one_f_one_b(graph, StepTable.aligned(graph.links, [graph.modules] * options.microbatches))
+        predicted[name] = simulate(schedule, stage_durations(mllm, layout, costs, recompute=recompute)).makespan
+        cuts[name] = [f"rank {s.lane}: {s.module}[{s.start}:{s.stop}]" for s in layout.stages()]
 
     seconds: dict[str, list[float]] = {name: [] for name in CUTS}
     bubbles: dict[str, list[float]] = {name: [] for name in CUTS}
@@ -117,7 +118,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
             model.zero_grad()
             dist.barrier()
             start = time.monotonic()
-            model.step(batches)
+            model.step(samples, microbatches=options.microbatches)
             dist.barrier()
             elapsed = time.monotonic() - start
             timeline = model.timeline()

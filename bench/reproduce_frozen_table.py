@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.measure import command, versions, write_json
-from interlace.schedule import Op, StageGraph, one_f_one_b
+from interlace.schedule import Op, StageGraph, StepTable, one_f_one_b
 from interlace.simulate import simulate
 
 MICROBATCHES = 12
@@ -92,7 +92,8 @@ def simulate_row(row: Row, encoder_stages: int, llm_stages: int, microbatches: i
         (Op.FORWARD, "llm"): row.llm_forward / 1000,
         (Op.BACKWARD, "llm"): row.llm_backward / 1000,
     }
-    return float(simulate(one_f_one_b(graph, graph.everything(microbatches)), durations).makespan)
+    table = StepTable.aligned(graph.links, [graph.modules] * microbatches)
+    return float(simulate(one_f_one_b(graph, table), durations).makespan)
 
 
 def llm_stage_counts(rows: list[Row]) -> dict[float, int] | None:

@@ -14,8 +14,9 @@ import numpy as np
 from bench import scheduling_peers as peers
 from bench.scheduling_rows import Row, Solver, cp_sat, milp
 from interlace import _core, balance
-from interlace.schedule import Op, StageGraph, one_f_one_b
-from interlace.simulate import ActionArrays, simulate, simulate_arrays
+from interlace.schedule import Op, StageGraph, StepTable, one_f_one_b
+from interlace.schedule.actions import OP, OPS
+from interlace.simulate import simulate, simulate_arrays
 from interlace.simulate.reference import simulate_in_python
 
 
@@ -179,23 +180,24 @@ def simulations(quick: bool) -> Iterator[Row]:
     """Events of 1F1B on 64 ranks: the step's length."""
     microbatches = 66 if quick else 2640
     graph = StageGraph.build({"m": list(range(64))})
-    schedule = one_f_one_b(graph, graph.everything(microbatches), reduce_grad=False)
-    arrays = ActionArrays.of_schedule(schedule)
+    table = StepTable.aligned((), [graph.modules] * microbatches)
+    schedule = one_f_one_b(graph, table, reduce_grad=False)
+    actions = len(schedule.rows)
     durations = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}
-    seconds = np.array([durations.get(op, 0.0) for op in Op])[arrays.op]
+    seconds = np.array([durations.get(op, 0.0) for op in OPS])[schedule.rows[:, OP]]
     solvers = [
-        Solver("interlace", partial(simulate_arrays, arrays, seconds)),
+        Solver("interlace", partial(simulate_arrays, schedule, seconds)),
         Solver("simulate() of Action objects", partial(simulate, schedule, durations), ours="equal"),
         Solver("the same in Python", partial(simulate_in_python, schedule, durations), ours="equal"),
     ]
     yield Row(
-        f"simulate {len(arrays):,} actions",
+        f"simulate {actions:,} actions",
         solvers,
         "seconds of the step",
         lambda timeline: timeline.makespan,
         # The last of 64 stages starts after 63 forwards, and is then busy; the gradients travel back.
         bound=63 * 1.0 + microbatches * 3.0 + 63 * 2.0,
-        target_ms=1e-3 * len(arrays),
+        target_ms=1e-3 * actions,
     )
 
 

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from interlace import _core
-from interlace.schedule import Action, Op, StageGraph
+from interlace.schedule import StageGraph
 
 RNG = np.random.default_rng(0)
 MILLION = 10**6
@@ -43,9 +43,13 @@ def searched():
     return modules, 2048, 2048, 1, 60.0, LINK, LINK, LINK, [1, 2, 4], [False, True], *shares
 
 
-def lists(actions):
-    zero, second = np.zeros(actions, np.int64), np.ones(actions)
-    return np.array([0, actions]), zero, zero, zero, zero - 1, np.array([1]), *[second] * 4
+def forwards(actions):
+    """One rank with as many forwards of one stage."""
+    zero, rows = np.zeros(1, int), np.full((actions, 7), -1, np.int32)
+    rows[:, :4] = 0
+    nothing, starts = np.zeros(0, int), np.array([0, 1])
+    nodes, lane, reductions = (zero, zero, zero, zero), (starts, zero), (zero, nothing, nothing)
+    return rows, np.array([0, actions]), zero, *nodes, *lane, *reductions, *[np.ones(actions)] * 4
 
 
 def step(chunks):
@@ -107,8 +111,7 @@ CALLS = {
         lambda: (some((8, 4)), np.zeros(8, int), some((8, 5)), 3, TP, 2**24, 2**20, 1, 1e3, LINK, LINK),
     ),
     "search_configuration": (_core.search_configuration, searched),
-    "simulate": (_core.simulate, lambda: lists(5 * MILLION)),
-    "action_columns": (_core.action_columns, lambda: ([Action(Op.FORWARD, "vision", 0, 0)] * 5 * MILLION, tuple(Op))),
+    "simulate": (_core.simulate, lambda: forwards(6 * MILLION)),
 }  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import BitfieldMask, _core
-from interlace.schedule import Action, Op
 from tests.schedule.core_calls import schedule_calls
 
 # In C++ nothing but the end of the process stops a hang, and that is what this method of pytest-timeout does.
@@ -89,11 +88,14 @@ def reordered(found, forward, *_) -> bool:
     return permutation(found["order"], len(forward)) and finite(*times)
 
 
-def simulated(found, offsets, op, stage, microbatch, peer, copies, *_) -> bool:
-    times = (found[name] for name in ("start", "finish", "rank_busy", "stage_busy", "peak_memory"))
+def simulated(found, rows, first, *others) -> bool:
+    names = ("start", "rank_busy", "peak_memory") + (("finish",) if found["complete"] else ())
     reached = found["reached"]
     return (
-        finite(*times) and within(reached, (len(offsets) - 1,), 0, len(op) + 1) and (reached <= np.diff(offsets)).all()
+        finite(*(found[name] for name in names))
+        and within(reached, (len(first) - 1,), 0, len(rows) + 1)
+        and (reached <= np.diff(first)).all()
+        and within(found["lane"], (len(rows),), -1, len(others[5]) - 1)
     )
 
 
@@ -166,20 +168,32 @@ def flat(arguments):
         yield from argument if isinstance(argument, list) else [argument]
 
 
-def in_columns(found, actions, *_) -> bool:
-    *columns, modules = found
-    number = len(actions)
-    return all(len(column) == number for column in columns) and within(columns[1], (number,), 0, len(modules))
-
-
 def configured(found, modules, gpus, *_) -> bool:
     time, dp, _, groups = found
     used = sum(tp * cp * pp for tp, cp, pp, *_ in groups)
     return not groups if time == np.inf else finite(time) and 1 <= len(groups) <= len(modules) and dp * used <= gpus
 
 
-def one_of_each_rank() -> list[Action]:
-    return [Action(Op.FORWARD, "vision", 0, 0), Action(Op.BACKWARD, "language_model", 1, 2, grad=True)]
+def simulation() -> tuple[np.ndarray, ...]:
+    """A chunk of module 0 on the lane of ranks 0 and 1, read by one of module 1 on rank 2; two reductions."""
+    integers = lambda *values: np.array(values, np.int64)  # noqa: E731
+    forward, send, reduce = [0, 0, 0, 0, -1, -1, 0], [4, 0, 0, 0, 1, 1, 0], [9, 0, 0, -1, 0, -1, 0]
+    tied = [9, 0, 0, -1, 1, -1, 0]
+    rows = [forward, send, reduce, tied] * 2 + [[5, 0, 0, 0, 1, 0, 0], [0, 1, 0, 1, -1, -1, 0], reduce]
+    nodes = integers(0, 1), integers(0, 0), integers(0, 1), integers(0, 1)
+    lanes, reductions = (integers(0, 2, 3), integers(0, 1, 2)), (integers(0, 3, 5), integers(0, 1, 2, 0, 1))
+    seconds = np.linspace(0.5, 1.5, len(rows))
+    first = integers(0, 4, 8, 11)
+    return (
+        np.array(rows, np.int32),
+        first,
+        integers(0, 1),
+        *nodes,
+        *lanes,
+        *reductions,
+        integers(0, 1),
+        *[seconds] * 4,
+    )
 
 
 def searched(layers: int) -> list[np.ndarray]:
@@ -202,11 +216,6 @@ def calls() -> dict[str, Call]:
     batched = {
         name: Call((w, w * w, 3), lambda b, w, _, n: assigned(b, w, n)) for name in ("packed", "padded", "convolution")
     }
-    # Rank 0: FORWARD, SEND to 1, REDUCE_GRAD; rank 1: RECV from 0, FORWARD, REDUCE_GRAD.
-    actions = (
-        integers(0, 3, 6), integers(0, 4, 9, 5, 0, 9), integers(0, 0, 1, 0, 1, 1), integers(0, 0, 0, 0, 0, 0),
-        integers(-1, 1, -1, 0, -1, -1), integers(1, 2), w, w, w, w,
-    )  # fmt: skip
     return {
         **{f"assign_{name}": call for name, call in dealt.items()},
         **{f"post_balance_{name}": call for name, call in batched.items()},
@@ -221,12 +230,11 @@ def calls() -> dict[str, Call]:
         "bottleneck_match": Call((table[:, :1] * [1.0, 2, 3], w[:4]), matched),
         "assign_replicas": Call((w, w, 2, True), replicated),
         "assign_microbatches": Call((w, w, 3, True, False), deferred),
-        "action_columns": Call((one_of_each_rank(), tuple(Op)), in_columns),
         "deferral_costs": Call(([w[:3], w[3:]], w[:2]), lambda c, a, b: finite(c) and c.shape == (len(a), len(b))),
         "assign_ascending": Call((w, 3, 2), assigned),
         "reorder_microbatches": Call((table, table, 2, 0.1, 100), reordered),
         "pipeline_makespan": Call((table, table, 2, 0.1, integers(2, 0, 3, 1)), lambda seconds, *_: finite(seconds)),
-        "simulate": Call(actions, simulated),
+        "simulate": Call(simulation(), simulated),
         **{name: Call(*call) for name, call in schedule_calls().items()},
         "partition": Call((w, 3), lambda cuts, w, stages: cut(cuts, len(w), stages)),
         "backward_needs": Call((frozen, False), lambda needs, frozen, _: all(x.shape == frozen.shape for x in needs)),

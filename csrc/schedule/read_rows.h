@@ -14,8 +14,6 @@ struct Meaning {
     int32_t id, place;
 };
 
-inline bool is_compute(ActionOp op) { return op <= ActionOp::BACKWARD_WEIGHT; }
-
 // Every item of `reductions` active, every message that travels, every job: exactly once on each rank that it concerns,
 // a BACKWARD in one piece or in two. Otherwise the first fault; else meanings holds one entry per row.
 std::optional<Fault> read_rows(const StepGraph &graph, const std::vector<ActionRow> &rows,

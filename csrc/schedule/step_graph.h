@@ -23,6 +23,8 @@ enum class ActionOp : int32_t {
     OPTIMIZER_STEP,
     COUNT
 };
+inline bool is_compute(ActionOp op) { return op <= ActionOp::BACKWARD_WEIGHT; }
+
 constexpr int64_t ACTION_COLUMNS = 7;
 struct ActionRow {
     ActionOp op;

@@ -8,8 +8,6 @@
 
 namespace interlace {
 
-inline bool is_compute(ActionOp op) { return op <= ActionOp::BACKWARD_WEIGHT; }
-
 // The lists of all ranks, one after the other: those of rank r are rows first[r] .. first[r + 1]. Views, not owned.
 struct ActionLists {
     int64_t ranks = 0;

@@ -49,25 +49,19 @@ def reorder_microbatches(
 def pipeline_makespan(
     forward: NDArray[np.generic], backward: NDArray[np.generic], ranks: int, transfer: float, order: NDArray[np.generic]
 ) -> float: ...
-def action_columns(
-    actions: list[Any], ops: tuple[Any, ...]
-) -> tuple[
-    NDArray[np.int8],
-    NDArray[np.int64],
-    NDArray[np.int32],
-    NDArray[np.int32],
-    NDArray[np.int32],
-    NDArray[np.int32],
-    NDArray[np.bool_],
-    list[str],
-]: ...
 def simulate(
-    offsets: NDArray[np.generic],
-    op: NDArray[np.generic],
-    stage: NDArray[np.generic],
-    microbatch: NDArray[np.generic],
-    peer: NDArray[np.generic],
-    copies: NDArray[np.generic],
+    rows: NDArray[np.generic],
+    first: NDArray[np.generic],
+    chunk_pipeline: NDArray[np.generic],
+    node_pipeline: NDArray[np.generic],
+    node_stage: NDArray[np.generic],
+    node_lane: NDArray[np.generic],
+    pipeline_module: NDArray[np.generic],
+    lane_first: NDArray[np.generic],
+    lane_rank: NDArray[np.generic],
+    reduction_first: NDArray[np.generic],
+    reduction_rank: NDArray[np.generic],
+    reduction_tied: NDArray[np.generic],
     seconds: NDArray[np.generic],
     transfer: NDArray[np.generic],
     memory: NDArray[np.generic],

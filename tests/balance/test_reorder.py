@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import _core, balance
-from interlace.schedule import Op, StageGraph, check, one_f_one_b
-from interlace.schedule.schedule import assemble
+from interlace.schedule import Action, Op, Schedule, StageGraph, StepTable, check, one_f_one_b
 from interlace.simulate.reference import simulate_in_python
 
 MODULE = "language_model"
@@ -77,9 +76,9 @@ def test_bad_samples_are_named(cost, groups, message):
 def megatron(stages, ranks, count):
     """The interleaved 1F1B schedule of the package's own types, written from Megatron-LM's rules."""
     graph = StageGraph.build({MODULE: [s % ranks for s in range(stages)]})
+    table = StepTable.aligned((), [graph.modules] * count)
     if stages == ranks:
-        return one_f_one_b(graph, graph.everything(count), reduce_grad=False)
-    position = {stage.index: i for i, stage in enumerate(graph.stages)}
+        return one_f_one_b(graph, table, reduce_grad=False)
     chunks, lists = stages // ranks, []
     for rank in range(ranks):
         forwards = [
@@ -95,12 +94,48 @@ def megatron(stages, ranks, count):
             for k in range(ranks)
         ]
         ahead = min(len(forwards), 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
-        actions = [(Op.FORWARD, (position[s], rank), k) for s, k in forwards[:ahead]]
+        actions = [(Op.FORWARD, s, k) for s, k in forwards[:ahead]]
         for (s, k), (t, j) in zip(forwards[ahead:], backwards):
-            actions += [(Op.FORWARD, (position[s], rank), k), (Op.BACKWARD, (position[t], rank), j)]
-        actions += [(Op.BACKWARD, (position[s], rank), k) for s, k in backwards[len(forwards) - ahead :]]
+            actions += [(Op.FORWARD, s, k), (Op.BACKWARD, t, j)]
+        actions += [(Op.BACKWARD, s, k) for s, k in backwards[len(forwards) - ahead :]]
         lists.append(actions)
-    return assemble("megatron", graph, graph.everything(count), lists, reduce_grad=False)
+    lists = with_messages(lists, stages)
+    return Schedule.of_actions("megatron", graph, table, lists, reduce_grad=False)
+
+
+def with_messages(lists, stages):
+    """Lists of (op, stage, microbatch) with a SEND after what makes a message and a RECV before what needs it."""
+    ranks = len(lists)
+
+    def message(op, stage, neighbour, rank):  # (other rank, producing stage, gradient); None: none or the same rank
+        there = 0 <= neighbour < stages and neighbour % ranks != rank
+        return (neighbour % ranks, min(stage, neighbour), op is Op.BACKWARD) if there else None
+
+    def made(op, stage, rank):
+        return message(op, stage, stage + (1 if op is Op.FORWARD else -1), rank)
+
+    def needed(op, stage, rank):
+        return message(op, stage, stage - (1 if op is Op.FORWARD else -1), rank)
+
+    wires = {}  # (from, to) -> what is sent, in order
+    for rank, work in enumerate(lists):
+        for op, stage, k in work:
+            if found := made(op, stage, rank):
+                wires.setdefault((rank, found[0]), []).append((found[1], k, found[2]))
+    out = []
+    for rank, work in enumerate(lists):
+        own = []
+        for op, stage, k in work:
+            if found := needed(op, stage, rank):
+                wire = wires[found[0], rank]
+                while (found[1], k, found[2]) in wire:  # those sent earlier are received first
+                    s, j, grad = wire.pop(0)
+                    own.append(Action(Op.RECV, MODULE, s, j, j, found[0], grad))
+            own.append(Action(op, MODULE, stage, k))
+            if found := made(op, stage, rank):
+                own.append(Action(Op.SEND, MODULE, found[1], k, k, found[0], found[2]))
+        out.append(own)
+    return out
 
 
 def seconds_in_python(schedule, forward, backward, order, transfer):
@@ -171,7 +206,7 @@ def printed_order(forward, backward, transfer):
         }
         timeline = simulate_in_python(schedule, seconds, transfer=transfer)
         first = [r for r in timeline.records() if r.rank == 0 and r.action.op in tables]
-        backwards = {r.action.microbatch: r for r in first if r.action.op is Op.BACKWARD}
+        backwards = {r.action.chunk: r for r in first if r.action.op is Op.BACKWARD}
         if len(order) == 1:
             # From the end of the first forward to the start of the first backward.
             done = next(r.finish for r in first if r.action.op is Op.FORWARD)
@@ -199,7 +234,7 @@ def sum_in_order(forward, backward):
 
 
 def start_of(record, tables, places):
-    return record.finish - float(tables[Op.BACKWARD][places[record.action.microbatch], record.action.stage])
+    return record.finish - float(tables[Op.BACKWARD][places[record.action.chunk], record.action.stage])
 
 
 @given(pipelines())

@@ -6,8 +6,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 
-from interlace.schedule import Action, Op, StageGraph, one_f_one_b
+from interlace.schedule import Action, Op, StageGraph, StepTable, one_f_one_b
 from interlace.simulate import Timeline, simulate
 from interlace.simulate.style import module_colours
 
@@ -16,7 +17,8 @@ LLM = "language_model"
 
 def timeline(vision: int, llm: int, microbatches: int) -> Timeline:
     graph = StageGraph.build({"vision": list(range(vision)), LLM: list(range(vision, vision + llm))}, [("vision", LLM)])
-    return simulate(one_f_one_b(graph, graph.everything(microbatches)), {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
+    table = StepTable.aligned(graph.links, [graph.modules] * microbatches)
+    return simulate(one_f_one_b(graph, table), {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
 
 
 @pytest.mark.parametrize(("vision", "llm", "microbatches"), [(1, 2, 8), (4, 12, 64)])
@@ -29,6 +31,15 @@ def test_small_and_large_pictures_are_written(vision: int, llm: int, microbatche
     # The backward of each module appears in its own colour.
     for colour in module_colours(["vision", LLM]).values():
         assert (np.abs(image - np.array(to_rgb(colour))).max(axis=2) < 0.02).mean() > 0.02
+
+
+def test_the_title_counts_chunks_of_a_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write = [], Figure.text
+    monkeypatch.setattr(
+        Figure, "text", lambda self, x, y, text, **more: written.append(text) or write(self, x, y, text, **more)
+    )
+    timeline(1, 2, 8).plot(tmp_path / "timeline.png")
+    assert written[0] == "1F1B" and written[1].startswith("3 ranks × 8 microbatches   ·   ")
 
 
 def test_modules_keep_their_colours() -> None:

@@ -5,8 +5,8 @@ together, when the last of them has reached it. A SEND leaves the rank free at o
 seconds, and what one rank sends from one lane to another follows each other (one link per pair, no contention between
 pairs). A RECV lasts until its message has arrived, from a lane of several ranks from all of them. A REDUCE_GRAD leaves
 the rank free at once, too: it goes on beside the computing, and ends when its ranks have all reached it and its seconds
-have passed. It follows earlier reductions of the same ranks (they share links); that of a tied weight follows all others
-of its ranks. The step ends when everything has ended.
+have passed. It follows earlier reductions of the same ranks (they share links); that of a tied weight follows all
+others of its ranks. The step ends when everything has ended.
 
 The rows are played in C++ (`arrays`); `reference` is the same in Python, kept as its oracle. Cost: about a microsecond
 per action, nearly all of it for making objects that people can read; 0.06 by `simulate_arrays`.
@@ -15,6 +15,7 @@ per action, nearly all of it for making objects that people can read; 0.06 by `s
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -58,7 +59,8 @@ def simulate(
     ranks = np.repeat(np.arange(len(lists)), np.diff(schedule.first))
 
     def action(i: int) -> Action:
-        return lists[ranks[i]][i - schedule.first[ranks[i]]]
+        rank = int(ranks[i])
+        return lists[rank][i - int(schedule.first[rank])]
 
     seconds = np.zeros(len(rows))
     travel = np.full(len(rows), 0.0 if callable(transfer) else _non_negative("transfer", transfer))
@@ -75,11 +77,13 @@ def simulate(
     except ValueError:
         check(schedule)  # often knows why, not only where
         raise
-    times = [
-        [times[a:b] for a, b in zip(schedule.first[:-1], schedule.first[1:], strict=True)]
-        for times in (found.start.tolist(), found.finish.tolist())
-    ]
-    return Timeline(lists, *times, schedule.name, schedule.table)
+    start, finish = _per_rank(found.start, schedule), _per_rank(found.finish, schedule)
+    return Timeline(lists, start, finish, schedule.name, schedule.table)
+
+
+def _per_rank(times: NDArray[np.float64], schedule: Schedule) -> list[list[float]]:
+    every, first = times.tolist(), schedule.first.tolist()
+    return [every[a:b] for a, b in pairwise(first)]
 
 
 def _compute_seconds(schedule: Schedule, work: NDArray[np.int64], durations: Durations) -> NDArray[np.float64]:
