@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import BitfieldMask, _core
-from interlace.schedule import Op, StageGraph, StepTable
-from interlace.schedule.step import step_arrays
+from tests.schedule.core_calls import schedule_calls
 
 # In C++ nothing but the end of the process stops a hang, and that is what this method of pytest-timeout does.
 pytestmark = pytest.mark.timeout(600, method="thread")
@@ -175,35 +174,6 @@ def configured(found, modules, gpus, *_) -> bool:
     return not groups if time == np.inf else finite(time) and 1 <= len(groups) <= len(modules) and dp * used <= gpus
 
 
-def jobs_of(found, graph, chunk_pipeline, *_) -> bool:
-    nodes, chunks, runs = found
-    shape = nodes.shape
-    return (
-        within(nodes, shape, 0, len(graph[0])) and within(chunks, shape, 0, len(chunk_pipeline)) and runs.shape == shape
-    )
-
-
-def listed_rows(found, graph, chunk_pipeline, *_) -> bool:
-    rows, first = found
-    columns = within(rows[:, 0], rows[:, 0].shape, 0, len(Op)) and within(
-        rows[:, 3], rows[:, 3].shape, -1, len(chunk_pipeline)
-    )
-    return columns and first[0] == 0 and first[-1] == len(rows) and bool((np.diff(first) >= 0).all())
-
-
-def checked(found, *arguments) -> bool:
-    peaks = found["peak_in_flight"], found["peak_memory"]
-    return found["fault"] is not None or (finite(*peaks) and len(peaks[0]) == len(arguments[6]) - 1)
-
-
-def step() -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Two replicas of an encoder with copies, and of a model of two stages that reads it and ties weights."""
-    graph = StageGraph.build({"a": [(0, 1)], "b": [0, 1]}, [("a", "b")], tied=[(("b", 0), ("b", 1))], replicas=2)
-    table = StepTable.aligned(graph.links, [{"b"}, {"a", "b"}], replicas=2)
-    arrays = step_arrays(graph, table)
-    return list(arrays.graph), arrays.chunk_pipeline, arrays.links
-
-
 def simulation() -> tuple[np.ndarray, ...]:
     """A chunk of module 0 on the lane of ranks 0 and 1, read by one of module 1 on rank 2; two reductions."""
     integers = lambda *values: np.array(values, np.int64)  # noqa: E731
@@ -246,7 +216,6 @@ def calls() -> dict[str, Call]:
     batched = {
         name: Call((w, w * w, 3), lambda b, w, _, n: assigned(b, w, n)) for name in ("packed", "padded", "convolution")
     }
-    lists = _core.schedule_lists(*step(), False, True, True, np.zeros(0))
     return {
         **{f"assign_{name}": call for name, call in dealt.items()},
         **{f"post_balance_{name}": call for name, call in batched.items()},
@@ -266,9 +235,7 @@ def calls() -> dict[str, Call]:
         "reorder_microbatches": Call((table, table, 2, 0.1, 100), reordered),
         "pipeline_makespan": Call((table, table, 2, 0.1, integers(2, 0, 3, 1)), lambda seconds, *_: finite(seconds)),
         "simulate": Call(simulation(), simulated),
-        "schedule_jobs": Call((*step(), True), jobs_of),
-        "schedule_lists": Call((*step(), False, True, True, np.ones(24)), listed_rows),
-        "schedule_check": Call((*step(), True, True, *lists, np.ones(12), np.full(4, 9.0)), checked),
+        **{name: Call(*call) for name, call in schedule_calls().items()},
         "partition": Call((w, 3), lambda cuts, w, stages: cut(cuts, len(w), stages)),
         "backward_needs": Call((frozen, False), lambda needs, frozen, _: all(x.shape == frozen.shape for x in needs)),
         "frozen_costs": Call((w, w, w, frozen, False, True), lambda c, w, *_: finite(c) and c.shape == w.shape),

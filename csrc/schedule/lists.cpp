@@ -1,7 +1,6 @@
 #include "schedule/lists.h"
 
 #include <algorithm>
-#include <numeric>
 #include <tuple>
 #include <unordered_map>
 

@@ -9,6 +9,7 @@ import pytest
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.schedule import Action, Op, Schedule, ScheduleError, StageGraph, StepTable, check, gpipe, one_f_one_b
+from interlace.schedule.memory import peak
 from tests.schedule.graphs import random_case, runs, table_of
 
 LLM = "language_model"
@@ -238,6 +239,19 @@ def test_forwards_without_backward_hold_nothing_afterwards() -> None:
     table = StepTable.aligned(LINKS, [graph.modules] * 5)
     report = check(one_f_one_b(graph, table), activation_bytes={("vision", 0): 7.0, (LLM, 0): 1.0})
     assert report.peak_in_flight == (0, 1) and report.peak_memory == (7.0, 1.0)
+
+
+def test_peaks_are_those_read_off_the_lists() -> None:
+    for seed in range(COUNT // 4):
+        case = random_case(seed)
+        sizes = {(s.module, s.index): 1.0 + i for i, s in enumerate(case.graph.layout.stages())}
+        chunk = case.table.chunks[0]
+        sizes[chunk.module, 0, 0] = 50.0  # type: ignore[index]
+        sound = one_f_one_b(case.graph, case.table)
+        report = check(sound, activation_bytes=sizes)
+        peaks = [peak(actions, sizes) for actions in sound.actions]
+        assert report.peak_in_flight == tuple(p.in_flight for p in peaks)
+        assert report.peak_memory == tuple(p.bytes for p in peaks)
 
 
 def test_reports_count_rows() -> None:

@@ -1,0 +1,46 @@
+"""One answered call of every compiled function of schedule/, which test_core.py repeats with hostile arguments."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from interlace import _core
+from interlace.schedule import Op, StageGraph, StepTable
+from interlace.schedule.step import step_arrays
+
+
+def within(array: np.ndarray, low: int, high: int) -> bool:
+    return array.dtype == np.int32 and bool(((array >= low) & (array < high)).all())
+
+
+def jobs_of(found, graph, chunk_pipeline, *_) -> bool:
+    nodes, chunks, runs = found
+    fit = within(nodes, 0, len(graph[0])) and within(chunks, 0, len(chunk_pipeline))
+    return fit and nodes.shape == chunks.shape == runs.shape
+
+
+def listed(found, _, chunk_pipeline, *__) -> bool:
+    rows, first = found
+    fit = within(rows[:, 0], 0, len(Op)) and within(rows[:, 3], -1, len(chunk_pipeline))
+    return fit and first[0] == 0 and first[-1] == len(rows) and bool((np.diff(first) >= 0).all())
+
+
+def checked(found, *arguments) -> bool:
+    if found["fault"] is not None:
+        return True
+    peaks = found["peak_in_flight"], found["peak_memory"]
+    return all(np.isfinite(peak).all() and len(peak) == len(arguments[6]) - 1 for peak in peaks)
+
+
+def schedule_calls() -> dict[str, tuple[tuple, Callable[..., bool]]]:
+    """Name -> (arguments, what is true of the result and them). An encoder has copies, what reads it tied weights."""
+    graph = StageGraph.build({"a": [(0, 1)], "b": [0, 1]}, [("a", "b")], tied=[(("b", 0), ("b", 1))], replicas=2)
+    fields, *chunks = step_arrays(graph, StepTable.aligned(graph.links, [{"b"}, {"a", "b"}], replicas=2))
+    step = list(fields), *chunks
+    jobs = len(_core.schedule_jobs(*step, True)[0])
+    lists = _core.schedule_lists(*step, False, True, True, np.zeros(0))
+    return {
+        "schedule_jobs": ((*step, True), jobs_of),
+        "schedule_lists": ((*step, False, True, True, np.ones(2 * jobs)), listed),
+        "schedule_check": ((*step, True, True, *lists, np.ones(jobs), np.full(len(lists[1]) - 1, 9.0)), checked),
+    }
