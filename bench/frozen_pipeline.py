@@ -74,7 +74,7 @@ def build_model(vision_layers: int, language_layers: int, hidden: int = 256) -> 
 
 
 def build_samples(mllm: MultimodalModel, count: int) -> list[Sample]:
-    """One for each microbatch: an image of 16 x 16 patches and 64 text tokens, all alike so that only the cut differs."""
+    """One per microbatch: an image of 16 x 16 patches and 64 text tokens, all alike so that only the cut differs."""
     generator = torch.Generator().manual_seed(0)
     shape = (3, 16 * PATCH, 16 * PATCH)
     tokens = mllm.encoders["vision"].tokens(shape)

@@ -33,7 +33,7 @@ def checked(found, *arguments) -> bool:
 
 
 def schedule_calls() -> dict[str, tuple[tuple, Callable[..., bool]]]:
-    """Name -> (arguments, what is true of the result and them): an encoder with copies, two stages with a tied weight."""
+    """Name -> (arguments, what is true of the result and them). An encoder has copies, what reads it tied weights."""
     graph = StageGraph.build({"a": [(0, 1)], "b": [0, 1]}, [("a", "b")], tied=[(("b", 0), ("b", 1))], replicas=2)
     fields, *chunks = step_arrays(graph, StepTable.aligned(graph.links, [{"b"}, {"a", "b"}], replicas=2))
     step = list(fields), *chunks
