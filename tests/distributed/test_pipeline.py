@@ -115,7 +115,7 @@ def test_a_split_language_model_with_replicas_equals_one_process():
 
 
 def unequal(rank: int, degrees: list[tuple[int, int]]) -> list[tuple[float, int]]:
-    """Five ranks: replicas of the encoder and of the language model, as many as `degrees` say; what a step exchanges."""
+    """Five ranks, as many of the encoder and of the language model as `degrees` say; what a step exchanges."""
     found = []
     for vision, language in degrees:
         for kind, freezing, chunks in (("all", "nothing", None), ("no_image", "encoders but projectors", 1)):

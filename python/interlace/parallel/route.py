@@ -20,7 +20,10 @@ Index = slice | Tensor
 
 
 class Route(NamedTuple):
-    """rows: of the chunk that is read. places: of the chunk that reads, among its placeholders of that encoder. length: how many."""
+    """rows: of the chunk that is read. places: of the one that reads, among its placeholders of that encoder.
+
+    length: how many they are.
+    """
 
     rows: Index
     places: Index

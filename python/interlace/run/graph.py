@@ -1,4 +1,4 @@
-"""What a layout means for a model: its stage graph for the schedule generators, and which layer a parameter belongs to."""
+"""What a layout means for a model: its stage graph for the generators, and which layer a parameter belongs to."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ def _encoder_chunks(
 ) -> tuple[Ints, Ints]:
     """Adds the chunks of an encoder to `made`; returns the chunk and the first row in it of each sample's items.
 
-    members_of: the samples of the chunks that read them, first those of slot 0 of all replicas, and so on. count: chunks
-    wanted per replica of `dp`. readers: replicas of the language model.
+    members_of: the samples of the chunks that read them, first those of slot 0 of all replicas, and so on. count:
+    chunks wanted per replica of `dp`. readers: replicas of the language model.
     """
     slots = -(-len(members_of) // readers)
     parts: list[list[list[NDArray[np.int64]]]] = [[[] for _ in range(count)] for _ in range(dp)]
