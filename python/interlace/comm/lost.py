@@ -92,7 +92,8 @@ class RollCall:
             return True
 
         if bounded(listen, grace + 1.0) is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            silent = [0] if 0 in others else others  # the store is gone, which rank 0 holds
+            # The store is gone, which rank 0 holds: it is lost, or has gone after it had named the one that is.
+            silent = [0] if 0 in others and 0 not in said else [rank for rank in others if rank not in said]
         else:
             silent = [rank for rank in others if rank not in said]
         left = {rank: text for rank, (kind, text) in list(said.items()) if kind == _LEFT}
