@@ -6,11 +6,12 @@ gradient takes the same rows the other way. Lanes of one rank so far: the rows o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from interlace.schedule.table import StepTable
@@ -34,48 +35,43 @@ class Routes:
     """The routes of a step's table."""
 
     def __init__(self, table: StepTable) -> None:
-        self._pieces: dict[tuple[int, int], NDArray[np.int32]] = {}
         self.total: dict[tuple[str, int], int] = {}
         """(encoder, chunk that reads) -> rows that it reads of that encoder in all."""
         self.sources: dict[int, list[int]] = {}
         """Chunk -> the chunks whose rows it reads."""
         self.readers: dict[int, list[int]] = {}
         """Chunk -> the chunks that read its rows."""
-        for edge in table.edges:
-            pieces = edge.pieces
-            if len(pieces) == 0:
-                continue
-            pieces = pieces[np.lexsort((pieces[:, 3], pieces[:, 2], pieces[:, 0]))]
-            key = pieces[:, 0].astype(np.int64) << 32 | pieces[:, 2]
-            starts = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]]))
-            for part, (source, _, reader, _, _) in zip(
-                np.split(pieces, starts[1:]), pieces[starts].tolist(), strict=True
-            ):
-                self._pieces[source, reader] = part
-                self.sources.setdefault(reader, []).append(source)
-                self.readers.setdefault(source, []).append(reader)
-            readers, place = np.unique(pieces[:, 2], return_inverse=True)
-            sums = np.bincount(place.reshape(-1), weights=pieces[:, 4])
-            self.total.update({(edge.producer, int(r)): int(n) for r, n in zip(readers, sums, strict=True)})
+        self._pieces: dict[tuple[int, int], list[list[int]]] = {}
         self._made: dict[tuple[int, int], Route] = {}
+        for edge in table.edges:
+            order = np.lexsort((edge.pieces[:, 3], edge.pieces[:, 2], edge.pieces[:, 0]))
+            for piece in edge.pieces[order].tolist():
+                source, _, reader, _, count = piece
+                found = self._pieces.get((source, reader))
+                if found is None:
+                    found = self._pieces[source, reader] = []
+                    self.sources.setdefault(reader, []).append(source)
+                    self.readers.setdefault(source, []).append(reader)
+                found.append(piece)
+                key = (edge.producer, reader)
+                self.total[key] = self.total.get(key, 0) + count
 
     def between(self, source: int, reader: int) -> Route:
         """The route of what chunk `reader` reads of chunk `source`."""
         route = self._made.get((source, reader))
         if route is None:
             pieces = self._pieces[source, reader]
-            count = int(pieces[:, 4].sum())
-            route = Route(_index(pieces[:, 1], pieces[:, 4]), _index(pieces[:, 3], pieces[:, 4]), count)
+            length = sum(piece[4] for piece in pieces)
+            route = Route(_index(pieces, 1), _index(pieces, 3), length)
             self._made[source, reader] = route
         return route
 
 
-def _index(starts: NDArray[np.int32], counts: NDArray[np.int32]) -> Index:
-    if np.array_equal(starts[:-1] + counts[:-1], starts[1:]):
-        return slice(int(starts[0]), int(starts[-1] + counts[-1]))
-    before = np.cumsum(counts) - counts
-    rows = np.repeat(starts.astype(np.int64) - before, counts) + np.arange(int(counts.sum()))
-    return torch.from_numpy(rows)
+def _index(pieces: Sequence[Sequence[int]], column: int) -> Index:
+    """The rows of the pieces on the side that starts at `column`."""
+    if all(a[column] + a[4] == b[column] for a, b in pairwise(pieces)):
+        return slice(pieces[0][column], pieces[-1][column] + pieces[-1][4])
+    return torch.cat([torch.arange(piece[column], piece[column] + piece[4]) for piece in pieces])
 
 
 def take(rows: Tensor, index: Index) -> Tensor:

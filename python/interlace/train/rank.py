@@ -74,6 +74,8 @@ def _train(
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     torch.set_num_threads(config.parallel.threads or launch.default_threads(local_world))
     torch.use_deterministic_algorithms(config.run.deterministic)
+    # Deterministic algorithms bring along that torch fills every new tensor, which costs a pass over memory each time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.manual_seed(config.run.seed)
 
     from interlace.data import ByteTokenizer
