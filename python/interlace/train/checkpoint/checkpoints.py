@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from interlace.train.checkpointfolder import (
+from interlace.train.checkpoint.folder import (
     LATE_SECONDS,
     SUPERSEDED,
     TORN,
@@ -60,10 +60,8 @@ from interlace.train.checkpointfolder import (
     step_of,
     verify,
 )
-from interlace.train.errors import TrainingError
-from interlace.train.peers import Peers
-from interlace.train.saveplan import items_of, plan_of
-from interlace.train.storage import (
+from interlace.train.checkpoint.saveplan import items_of, plan_of
+from interlace.train.checkpoint.storage import (
     DTYPES,
     MANIFEST,
     CheckpointError,
@@ -80,6 +78,8 @@ from interlace.train.storage import (
     write_synced,
     write_tensors,
 )
+from interlace.train.errors import TrainingError
+from interlace.train.launch.peers import Peers
 
 SLOWEST_DISK = 20e6  # bytes per second: what the ranks wait for before they call one of them lost
 SHARE = "all ranks must see one and the same run folder: put run.folder on a file system that all nodes share"

@@ -9,8 +9,8 @@ import pytest
 
 from interlace.data import ByteTokenizer
 from interlace.layout import Layout
-from interlace.train import planning
 from interlace.train.build import build, build_layout
+from interlace.train.commands import planning
 from interlace.train.costs import budget_lengths, flop_costs
 from tests.train.test_build import _build, _config
 

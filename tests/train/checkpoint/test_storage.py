@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from interlace.train import checkpoint as ck
-from interlace.train import checkpointfolder, storage
-from interlace.train.storage import CheckpointError, Chunk, Stored
+from interlace.train.checkpoint import checkpoints as ck
+from interlace.train.checkpoint import folder as checkpointfolder
+from interlace.train.checkpoint import storage
+from interlace.train.checkpoint.storage import CheckpointError, Chunk, Stored
 
 
 @pytest.fixture(autouse=True)

@@ -223,11 +223,11 @@ def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
     import torch
 
     from interlace.plan import profile_model
-    from interlace.train import launch
     from interlace.train.build import materialize
     from interlace.train.feed import datasets
+    from interlace.train.launch import launcher
 
-    torch.set_num_threads(config.parallel.threads or launch.default_threads(config.world_size()))
+    torch.set_num_threads(config.parallel.threads or launcher.default_threads(config.world_size()))
     data, _, note = datasets(config, model, tokenizer, source=source)
     materialize(model, seed=config.run.seed)
     count = max(1, config.train.batch_size // config.parallel.replicas("language_model") // config.train.microbatches)
