@@ -65,9 +65,9 @@ from interlace.train.checkpoint.storage import (
     DTYPES,
     MANIFEST,
     CheckpointError,
-    Chunk,
     File,
     Manifest,
+    StoredChunk,
     code_of,
     digest,
     dump_manifest,
@@ -85,7 +85,7 @@ SLOWEST_DISK = 20e6  # bytes per second: what the ranks wait for before they cal
 SHARE = "all ranks must see one and the same run folder: put run.folder on a file system that all nodes share"
 
 # Of one rank, as JSON holds it: its host, the name and entry of its file (`File`), and of each tensor in it the key,
-# dtype, shape and `Chunk`.
+# dtype, shape and `StoredChunk`.
 _Written = tuple[str, str, dict[str, Any], list[tuple[str, str, list[int], dict[str, Any]]]]
 
 
@@ -266,7 +266,7 @@ class Checkpoints:
             parts.append((key, entry, code_of(entry, item.tensor_data.properties.dtype), shape, offsets, sizes))
         file, begins = write_tensors(draft / name, tensors)
         chunks = [
-            (key, dtype, shape, Chunk(offsets=offsets, sizes=sizes, file=name, begin=begins[entry]).model_dump())
+            (key, dtype, shape, StoredChunk(offsets=offsets, sizes=sizes, file=name, begin=begins[entry]).model_dump())
             for key, entry, dtype, shape, offsets, sizes in parts
         ]
         return platform.node(), name, file.model_dump(), chunks

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from interlace.train.config import ConfigError, load
-from interlace.train.costs import budget_lengths, flop_costs
+from interlace.train.costs import budget_loads, flop_costs
 from interlace.train.schema import Config
 
 
@@ -209,7 +209,7 @@ def _times(cost: Any, factor: float) -> Any:
 
 def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
     """FLOPs of a full microbatch over the speed of a rank."""
-    lengths = budget_lengths(config, model)
+    lengths = budget_loads(config, model)
     speed = tflops if tflops is not None else matmul_tflops()
     modules = {name: _times(cost, 1 / (speed * 1e12)) for name, cost in flop_costs(config, model).items()}
     shown = ", ".join(f"{name} {each.tokens:,.0f}" for name, each in lengths.items())
