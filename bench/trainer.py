@@ -35,9 +35,9 @@ from interlace.model.language import cross_entropy_sum, merge_tokens
 from interlace.model.projector import stack_tokens
 from interlace.model.sample import IGNORE
 from interlace.train import config as configs
-from interlace.train import launch
 from interlace.train.build import build, materialize
 from interlace.train.feed import Feed, datasets, prepare
+from interlace.train.launch import launcher
 from interlace.train.metrics import LOSS
 from interlace.train.optim import Optimizer
 from interlace.train.schema import Config
@@ -149,7 +149,7 @@ def packed(mllm: MultimodalModel) -> Callable[[Sequence[Sample]], Tensor]:
 
 def train(loop: str, config: Config) -> list[Step]:
     """Trains as a loop in one process does."""
-    torch.set_num_threads(launch.default_threads(1))
+    torch.set_num_threads(launcher.default_threads(1))
     torch.manual_seed(config.run.seed)
     tokenizer = ByteTokenizer()
     mllm = build(config, tokenizer)

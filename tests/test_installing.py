@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from interlace.cli import main
-from interlace.train import build, doctor
+from interlace.train import build
+from interlace.train.commands import doctor
 from tests import resolution
 
 if sys.version_info >= (3, 11):

@@ -23,6 +23,8 @@ FORBIDDEN = {
 FORBIDDEN_ON_LOADING = {"layout": {f"interlace.{name}" for name in PURE if name != "layout"}}
 FORBIDDEN_ELSEWHERE = {"interlace.train", "interlace.cli"}
 MAY_IMPORT_TRAIN = {"train", "cli", "__main__"}
+# The rooms of train: what of train each of the lower ones may import. Only the command line imports the commands.
+ROOMS_OF_TRAIN = {"launch": {"config", "schema", "errors"}, "checkpoint": {"launch", "errors"}}
 KERNELS_MAY_IMPORT = {"torch", "triton", "interlace.kernels", *sys.stdlib_module_names}
 
 
@@ -68,7 +70,14 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
         forbidden = forbidden | FORBIDDEN_ELSEWHERE
     late = FORBIDDEN_ON_LOADING.get(part, set())
     early = imported(source, module, is_package, on_loading=True) if late else ()
-    return [*(name for name in names if within(name, forbidden)), *(name for name in early if within(name, late))]
+    found = [*(name for name in names if within(name, forbidden)), *(name for name in early if within(name, late))]
+    room = module.split(".")[2] if part == "train" and module.count(".") > 1 else ""
+    if part == "train" and room != "commands":
+        found += [name for name in names if within(name, {"interlace.train.commands"})]
+    if room in ROOMS_OF_TRAIN:
+        allowed = {f"interlace.train.{other}" for other in {*ROOMS_OF_TRAIN[room], room}}
+        found += [name for name in names if within(name, {"interlace.train"}) and not within(name, allowed)]
+    return found
 
 
 def modules() -> Iterator[tuple[Path, str, bool]]:
@@ -103,6 +112,9 @@ def test_imports_point_one_way(path, module, is_package):
         ("interlace.data", "from .train import config", []),  # of interlace.data itself
         ("interlace.data.loader", "from interlace.train import config", ["interlace.train.config"]),
         ("interlace.cli", "from interlace.train import config", []),
+        ("interlace.train.trainer", "from interlace.train.commands import crash", ["interlace.train.commands.crash"]),
+        ("interlace.train.launch.lock", "from interlace.train import config, rank", ["interlace.train.rank"]),
+        ("interlace.train.checkpoint.folder", "from interlace.train.launch import peers", []),
         ("interlace.kernels.forward", "import math\nimport torch\nfrom triton import language", []),
         ("interlace.kernels.forward", "import numpy\nfrom interlace import masks", ["interlace.masks", "numpy"]),
     ],

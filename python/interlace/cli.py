@@ -19,7 +19,7 @@ DESCRIPTION = "Train multimodal language models with bitfield attention and a sc
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     options = parser().parse_args(arguments)
-    from interlace.train import launch
+    from interlace.train.launch import launcher
 
     try:
         if options.command is None:
@@ -42,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _unread()
     except Exception as error:
         user_error, known = _kind_of(error)
-        if launch.under_launcher():
-            launch.report_error(error, user_error=user_error and not options.debug, known=known and not options.debug)
+        if launcher.under_launcher():
+            launcher.report_error(error, user_error=user_error and not options.debug, known=known and not options.debug)
         elif options.debug or not known:
             raise
         else:
             print(f"interlace: {error}", file=sys.stderr)
-        return launch.USER_ERROR if user_error else 1
+        return launcher.USER_ERROR if user_error else 1
 
 
 def _unread() -> int:
@@ -149,33 +149,33 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
 
 def _command(options: argparse.Namespace) -> int:
     if options.command == "train":
-        from interlace.train.commands import train
+        from interlace.train.commands.train import train
 
         return train(options)
     if options.command == "generate":
-        from interlace.train.commands import generate
+        from interlace.train.commands.generate import generate
 
         return generate(options)
     if options.command == "mask":
-        from interlace.train.commands import mask
+        from interlace.train.commands.mask import mask
 
         return mask(options)
     if options.command == "doctor":
         if options.crash is not None:
-            from interlace.train.crash import crash
+            from interlace.train.commands.crash import crash
 
             return crash(options.crash)
-        from interlace.train.doctor import doctor
+        from interlace.train.commands.doctor import doctor
 
         return doctor()
-    from interlace.train import planning
+    from interlace.train.commands import planning
 
     return planning.plan(options) if options.command == "plan" else planning.simulate(options)
 
 
 def _kind_of(error: Exception) -> tuple[bool, bool]:
     """(the user can mend it, it is an error that the program knows). Modules that never loaded cannot have raised."""
-    users = {"interlace.train.config": "ConfigError", "interlace.train.storage": "CheckpointError"}
+    users = {"interlace.train.config": "ConfigError", "interlace.train.checkpoint.storage": "CheckpointError"}
     users |= {"interlace.data.media": "DecodeError"}
     failures = {"interlace.train.errors": "TrainingError", "interlace.run.errors": "PipelineError"}
     failures |= {"interlace.comm.transports.base": "CommError"}

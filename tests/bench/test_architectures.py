@@ -13,7 +13,7 @@ from bench.architectures import ENCODER, LANGUAGE, OUTCOMES, examine_variant, po
 from bench.architectures_table import table
 from interlace.attention import hf
 from interlace.model import multimodal
-from interlace.model.trial import Layout
+from interlace.model.trial import Packing
 
 ROOT = Path(__file__).parents[2]
 REPORT = json.loads((ROOT / "bench" / "results" / "architectures.json").read_text())
@@ -100,11 +100,11 @@ def test_a_larger_sample_of_the_table(outcome, part):
 def test_a_leak_is_found_to_be_wrong(monkeypatch):
     """What the sweep is worth: a model that mixes neighbours, packed; and windows that nobody narrows a plan by."""
     with monkeypatch.context() as patch:
-        patch.setattr(multimodal, "language_layout", lambda *_: Layout("packed"))
+        patch.setattr(multimodal, "language_packing", lambda *_: Packing("packed"))
         found = examine_variant(LANGUAGE, "lfm2", variants("lfm2")["conv"], thorough=False)
         assert found["outcome"] == "WRONG" and "logits" in found["note"]
     with monkeypatch.context() as patch:
-        patch.setattr(multimodal, "language_layout", lambda *_: Layout("packed"))
+        patch.setattr(multimodal, "language_packing", lambda *_: Packing("packed"))
         patch.setattr(hf, "narrowed", lambda plan, limits: plan)
         found = examine_variant(LANGUAGE, "phimoe", {"sliding_window": 4}, thorough=False)
         assert found["outcome"] == "WRONG" and "logits" in found["note"]

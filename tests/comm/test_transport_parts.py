@@ -274,9 +274,9 @@ class _Payload:
 
 
 class _NcclOverGloo(NcclTransport):
-    def __init__(self, meeting: Rendezvous) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         self._last = None
-        GlooTransport.__init__(self, meeting)
+        GlooTransport.__init__(self, rendezvous)
         self._payload = _Payload(self._control)
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from interlace.model import MultimodalModel, Sample, generate
-from interlace.train.generate import answer, prompt_of, truth_of
+from interlace.train.answers import answer, prompt_of, truth_of
 from tests.model.zoo import LANGUAGE, build, logits_plain, plain, qwen2, sample, samples
 
 

@@ -162,7 +162,7 @@ def test_packed_as_before_it_would_leak(mixing):
     mllm = MultimodalModel({}, mixing_llama(mixing)).train()
     batch = text(mllm)
     oracle = plain(mllm)
-    mllm.language_settings.layout = "packed"
+    mllm.language_settings.packing = "packed"
     with torch.no_grad():
         errors = [(found - logits_plain(oracle, one)).abs().max() for found, one in zip(by_sample(mllm, batch), batch)]
     assert max(errors) > 1e-2

@@ -175,8 +175,8 @@ def test_gradients_of_several_steps_add_up_where_ranks_share_weights(placement, 
     loss, gradients = oracle(mllm, microbatches)
     mllm.zero_grad()
     specs = {name: ParallelSpec(dp=dp) for name in mllm.encoders} | {"language_model": ParallelSpec(pp=pp, dp=dp)}
-    plan = Layout.from_specs(mllm, specs, placement=placement, ranks=ranks)
-    parallel = parallelize(mllm, plan)
+    layout = Layout.from_specs(mllm, specs, placement=placement, ranks=ranks)
+    parallel = parallelize(mllm, layout)
     for times in (1, 2):
         assert parallel.step(microbatches) == pytest.approx(loss, rel=1e-5)
         for name, gradient in gradients_of(parallel):

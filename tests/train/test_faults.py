@@ -22,11 +22,14 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
-from interlace.train import checkpoint as ck
-from interlace.train import checkpointfolder, launch, runfolder, storage
+from interlace.train import runfolder
+from interlace.train.checkpoint import checkpoints as ck
+from interlace.train.checkpoint import folder as checkpointfolder
+from interlace.train.checkpoint import storage
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
-from interlace.train.peers import Peers
+from interlace.train.launch import launcher
+from interlace.train.launch.peers import Peers
 from tests.distributed.workers import run_ranks
 
 RANKS = 1
@@ -213,23 +216,24 @@ def test_folders_of_their_own_leave_no_checkpoint(tmp_path: Path) -> None:
 ON_ITS_OWN = """
 import os, sys
 from pathlib import Path
-from interlace.train import checkpoint as ck, checkpointfolder, runfolder
+from interlace.train import runfolder
+from interlace.train.checkpoint import checkpoints as ck, folder as checkpointfolder
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
-from interlace.train.startup import Startup
-from interlace.train.peers import Peers
+from interlace.train.launch.startup import Startup
+from interlace.train.launch.peers import Peers
 from tests.train import test_faults as faults
 faults.use_ranks(2)
 ck.LATE_SECONDS = checkpointfolder.LATE_SECONDS = 0.5
 runfolder.PROBE_SECONDS = 0.5
 folder = Path(sys.argv[1])
-meeting = Startup(int(os.environ["RANK"]), 2, 30.0)
+startup = Startup(int(os.environ["RANK"]), 2, 30.0)
 try:
-    runfolder.check_shared(folder, meeting)
+    runfolder.check_shared(folder, startup)
     print("SHARED", flush=True)
 except ConfigError as error:
     print("PROBE", error, flush=True)
-meeting.close()
+startup.close()
 try:
     faults.save(faults.checkpoints(folder / "checkpoints", Peers(20.0)), 1)
 except TrainingError as error:
@@ -251,8 +255,8 @@ def test_ranks_on_different_file_systems_are_refused(tmp_path: Path) -> None:
     """A mount namespace with a tmpfs for each rank: one path, two file systems, as on two hosts."""
     if not _can_mount(tmp_path):
         pytest.skip("this process may not make mount namespaces (unshare -m needs root)")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **launch.rendezvous(2)}
-    environment.pop(launch.LAUNCHER, None)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **launcher.rendezvous(2)}
+    environment.pop(launcher.LAUNCHER, None)
     script = 'mount -t tmpfs none "$1" && exec "$2" -c "$3" "$1"'
     processes = [
         subprocess.Popen(

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from interlace.train import launch, rank, report
+from interlace.train import rank, report
 from interlace.train.config import ConfigError, from_table
+from interlace.train.launch import launcher
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.schema import Config, Parallel
 from tests.train.one_process import ToyModel, toy_config, toy_feed
@@ -69,7 +70,7 @@ def test_a_refused_rank_ends_its_threads(tmp_path: Path, monkeypatch: pytest.Mon
 
     class Watched(rank.Startup):
         def close(self) -> None:
-            closed.append("meeting")
+            closed.append("startup")
             super().close()
 
     monkeypatch.setattr(rank, "Startup", Watched)
@@ -77,7 +78,7 @@ def test_a_refused_rank_ends_its_threads(tmp_path: Path, monkeypatch: pytest.Mon
     before, ours = set(threading.enumerate()), {"sign-of-life", "interlace-prefetch", "run-lock"}
     with pytest.raises(ConfigError, match="make batch_size smaller"):
         rank.run(config, source="tiny.toml")
-    assert closed == ["meeting"]
+    assert closed == ["startup"]
     assert not {thread.name for thread in set(threading.enumerate()) - before} & ours
     assert (tmp_path / "tiny/latest/config.toml").exists() and not (tmp_path / "tiny/latest/run.lock").exists()
 
@@ -97,7 +98,7 @@ REFUSED = """if True:
 
 @pytest.mark.slow
 def test_ranks_that_are_refused_leave_no_thread_in_the_store(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **launch.rendezvous(2)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **launcher.rendezvous(2)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", REFUSED, str(tmp_path)],

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.train import checkpoint as ck
-from interlace.train import checkpointfolder
+from interlace.train.checkpoint import checkpoints as ck
+from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.config import ConfigError
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.optim import Optimizer, lr_factor
@@ -166,7 +166,7 @@ def test_a_stop_names_its_signal(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_that_another_job_has_ends_the_run(tmp_path: Path) -> None:
-    from interlace.train import lock
+    from interlace.train.launch import lock
 
     trainer = _trainer(tmp_path / "run")
     with lock.take(tmp_path / "run") as held:

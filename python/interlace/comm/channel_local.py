@@ -195,36 +195,36 @@ class LocalChannel:
             number = network.joined[self.rank, kind, ranks]
             network.joined[self.rank, kind, ranks] = number + 1
             slot = kind, ranks, number
-            meeting = network.rounds[slot]
-            meeting.brought[self.rank] = about, value
-            if last := len(meeting.brought) == len(ranks):
-                meeting.maker = self.rank
+            current = network.rounds[slot]
+            current.brought[self.rank] = about, value
+            if last := len(current.brought) == len(ranks):
+                current.maker = self.rank
         if last:  # outside of the lock, which the others need for what they do meanwhile
-            if all(other == about for other, _ in meeting.brought.values()):
-                meeting.result = make([meeting.brought[rank][1] for rank in ranks])
+            if all(other == about for other, _ in current.brought.values()):
+                current.result = make([current.brought[rank][1] for rank in ranks])
             with network.changed:
-                meeting.made = True
+                current.made = True
                 network.changed.notify_all()
 
         def missing() -> Sequence[int]:
-            absent = [rank for rank in ranks if rank not in meeting.brought]
-            return absent if absent or meeting.made else (meeting.maker,)
+            absent = [rank for rank in ranks if rank not in current.brought]
+            return absent if absent or current.made else (current.maker,)
 
         def wait() -> Any:
             waiting = self.recorder.begin("wait", what, ranks)
             with network.changed:
                 self._wait_for(what, missing)
-                meeting.taken += 1
-                if meeting.taken == len(ranks):
+                current.taken += 1
+                if current.taken == len(ranks):
                     del network.rounds[slot]
             for peer in ranks:
-                if (theirs := meeting.brought[peer][0]) != about:
+                if (theirs := current.brought[peer][0]) != about:
                     raise CommError(
                         f"rank {self.rank} is in {about}, but rank {peer} is in {theirs}: their lists differ"
                     )
             self.recorder.end(waiting)
             self.recorder.end(token)
-            return meeting.result
+            return current.result
 
         return wait
 

@@ -5,7 +5,7 @@ group is left as it was. (A wait of gloo that runs out closes the connections of
 and are checked before they are used: what peers say is never executed.
 
 `Rounds` is how values travel. `Rendezvous` is where the ranks of a process group agree on a transport and hand each
-other what it needs to come up; before the first step of a run, ranks meet in `interlace.train.startup`.
+other what it needs to come up; before the first step of a run, ranks meet in `interlace.train.launch.startup`.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Reading:
         self.settings = settings
         self.device = next(module.parameters()).device
         self.inputs = inputs
-        self.cache = _cache(self.module, settings.layout) if cached else None
+        self.cache = _cache(self.module, settings.packing) if cached else None
         self.last = _last_tokens(inputs["mask"]).to(self.device)
 
     def read(self) -> Tensor:
@@ -172,19 +172,19 @@ def _open(mllm: MultimodalModel, prompts: Sequence[Sample], room: Sequence[int])
         features = mllm.encode({name: batch[name] for name in mllm.encoders if name in batch})
         return Reading(mllm.language_model, mllm.language_settings, {**batch, "features": features}, cached)
 
-    if mllm.language_settings.layout == PACKED and caches_right and all(fits):
+    if mllm.language_settings.packing == PACKED and caches_right and all(fits):
         return reading(prompts, True)
     return Readings([reading([prompt], caches_right and fit) for prompt, fit in zip(prompts, fits)])
 
 
-def _cache(module: Any, layout: str) -> DynamicCache:
+def _cache(module: Any, packing: str) -> DynamicCache:
     """An empty cache of every key.
 
     Not the kind of cache that the config asks for: sliding ones drop the oldest keys of the row, whose prompt is not
     the one that has moved on, and the plan has all keys. It knows each prompt's window. Layers that keep a state, not
     keys, are the config's.
     """
-    if layout == PACKED:
+    if packing == PACKED:
         return DynamicCache()
     cache = DynamicCache(config=module.config)
     cache.layers = [_unlimited(layer) for layer in cache.layers]

@@ -60,8 +60,8 @@ class LanguageSettings:
     preprocess: Callable[[Inputs], Inputs] | None = None
     postprocess: Callable[[Inputs, Any], Any] | None = None
     backend: str | None = None
-    layout: str = PACKED  # of interlace.model.rows
-    limit: int | None = None  # with a longer sample [tokens] in a batch, each is run alone: see Layout
+    packing: str = PACKED  # of interlace.model.rows
+    limit: int | None = None  # with a longer sample [tokens] in a batch, each is run alone: see Packing
 
 
 def run_language(
@@ -105,9 +105,9 @@ def run_language(
 
 def _parts(settings: LanguageSettings, plan: AttentionPlan) -> list[Segment]:
     """The samples that get a call each; none where one call takes them all."""
-    if settings.layout == ROWS:
+    if settings.packing == ROWS:
         check_rows(plan)
-    if settings.layout == ALONE or (settings.limit is not None and longest(plan) > settings.limit):
+    if settings.packing == ALONE or (settings.limit is not None and longest(plan) > settings.limit):
         return segments(plan)
     return []
 

@@ -33,7 +33,7 @@ from interlace.model.projector import PROJECTORS, stack_tokens
 from interlace.model.rows import ALONE, PACKED
 from interlace.model.sample import Media
 from interlace.model.slice import epilogue, find_layers, leave, prologue, run
-from interlace.model.trial_encoder import encoder_layout
+from interlace.model.trial_encoder import encoder_packing
 
 Inputs = dict[str, Any]
 KINDS = {"pixel_values": "image", "input_features": "audio", "input_ids": "text"}
@@ -129,8 +129,8 @@ class ModalityModule(nn.Module):
                 self._measure()
             except Exception as error:  # whatever a config lacks, or a model may raise
                 raise self._unknown(error) from error
-            layout = encoder_layout(self)
-            self.packing, self.returned = layout.name, layout.returned
+            packing = encoder_packing(self)
+            self.packing, self.returned = packing.name, packing.returned
 
     def _unknown(self, error: Exception) -> ValueError:
         return ValueError(

@@ -22,7 +22,7 @@ from interlace.model.shared import check_cut
 from interlace.model.slice import carve, find_layers
 from interlace.model.stage import StageModule, keep_frozen
 from interlace.model.trial_encoder import encoder_cuts
-from interlace.model.trial_language import allowed_cuts, caches_right, language_layout
+from interlace.model.trial_language import allowed_cuts, caches_right, language_packing
 
 LANGUAGE_MODEL = "language_model"
 
@@ -111,8 +111,8 @@ class MultimodalModel(nn.Module):
             postprocess=after,
             backend=backend,
         )
-        self._layout = language_layout(language_model, self.language_settings, self.max_length)
-        self.language_settings.layout, self.language_settings.limit = self._layout.name, self._layout.limit
+        self._packing = language_packing(language_model, self.language_settings, self.max_length)
+        self.language_settings.packing, self.language_settings.limit = self._packing.name, self._packing.limit
         self._cuts: dict[str, list[bool]] = {}  # see slice
         self._caches: bool | None = None
         self._frozen: dict[str, bool] = {}  # see keep_frozen
@@ -137,7 +137,7 @@ class MultimodalModel(nn.Module):
     @property
     def packing(self) -> dict[str, str]:
         """Module -> how samples share its batch: "packed", "rows" or "alone"; see interlace.model.rows."""
-        return {**{name: self.encoders[name].packing for name in self.encoders}, LANGUAGE_MODEL: self._layout.name}
+        return {**{name: self.encoders[name].packing for name in self.encoders}, LANGUAGE_MODEL: self._packing.name}
 
     def layer_list(self, name: str) -> nn.ModuleList:
         """The repeated layers of module `name`, which stages are cut from."""
@@ -197,7 +197,7 @@ class MultimodalModel(nn.Module):
             check_cut(self.language_model, total, start, stop)
         self._check_cuts(name, {start, stop} - {0, total})
         root: nn.Module = self.language_model
-        path, returned, zeros = self.language_settings.layer_path, self._layout.returned, False
+        path, returned, zeros = self.language_settings.layer_path, self._packing.returned, False
         if name != LANGUAGE_MODEL:
             returned, zeros = self.encoders[name].returned, self.encoders[name].in_one_row
             root, path = self.encoders[name], f"module.{self.encoders[name].layer_path}"
@@ -294,7 +294,7 @@ class MultimodalModel(nn.Module):
         self._check_module(name)
         if name == LANGUAGE_MODEL:
             encoders = {name: self.encoders[name] for name in self.encoders}
-            rows = self.language_settings.layout == ROWS
+            rows = self.language_settings.packing == ROWS
             return collate_language(samples, encoders, self.placeholders, self.max_length, self.vocab_size, rows=rows)
         return collate_media(samples, name, self.encoders[name], decode=decode)
 
@@ -370,7 +370,7 @@ class MultimodalModel(nn.Module):
         module = self.language_model if name == LANGUAGE_MODEL else self.encoders[name].module
         if name not in self._cuts and name == LANGUAGE_MODEL:
             self._cuts[name] = allowed_cuts(
-                self.language_model, self.language_settings, self.max_length, self._layout.returned
+                self.language_model, self.language_settings, self.max_length, self._packing.returned
             )
         elif name not in self._cuts:
             self._cuts[name] = encoder_cuts(self.encoders[name])

@@ -29,7 +29,7 @@ _answers: dict[Any, Any] = {}
 
 
 @dataclass(frozen=True)
-class Layout:
+class Packing:
     """How samples share a batch of a module: one of interlace.model.rows.
 
     returned: the length of the tuple that each layer returns, None for a tensor (see Absent); empty if not known.
@@ -59,7 +59,7 @@ def far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 class Case(NamedTuple):
-    """Samples to try: outputs of each in one batch of a layout, and of each alone.
+    """Samples to try: outputs of each in one batch of a packing, and of each alone.
 
     trusted: alone is the same every time. needed: without an answer to this case there is none at all.
     """
@@ -80,41 +80,41 @@ def both_modes(together: Callable[..., Sequence[Tensor]], alone: Callable[..., S
     ]
 
 
-def fastest(name: str, layouts: Iterable[str], cases: Iterable[Case]) -> Layout:
-    """The first of `layouts` that gives each sample of every case what it gets alone; of none, ALONE."""
+def fastest(name: str, packings: Iterable[str], cases: Iterable[Case]) -> Packing:
+    """The first of `packings` that gives each sample of every case what it gets alone; of none, ALONE."""
     reasons = []
     wanted: list[tuple[Case, Sequence[Tensor]]] = []
     for case in cases:
         try:
             alone = case.alone()
             if not case.trusted and far(case.alone(), alone) > 0:
-                continue  # random, as in training, whatever the layout: other cases have to answer
+                continue  # random, as in training, whatever the packing: other cases have to answer
             wanted.append((case, alone))
         except Exception as error:  # whatever a model may raise
             if case.needed:
                 reasons.append(f"{case.what}: {type(error).__name__}: {one_line(error)}")
-                layouts = ()
-    for layout in layouts:
-        wrong = next((reason for case, alone in wanted if (reason := _differs(case, layout, alone))), "")
+                packings = ()
+    for packing in packings:
+        wrong = next((reason for case, alone in wanted if (reason := _differs(case, packing, alone))), "")
         if not wrong:
-            return Layout(layout)
+            return Packing(packing)
         reasons.append(wrong)
     return one_by_one(name, "; ".join(reasons))
 
 
-def one_by_one(name: str, reason: object) -> Layout:
-    """The safest layout, and a line in the log that says why."""
+def one_by_one(name: str, reason: object) -> Packing:
+    """The safest packing, and a line in the log that says why."""
     log.info("%s runs one sample at a time: %s", name, reason)
-    return Layout(ALONE)
+    return Packing(ALONE)
 
 
-def _differs(case: Case, layout: str, alone: Sequence[Tensor]) -> str:
-    """How the samples of a batch in this layout come to other outputs; empty where they do not."""
+def _differs(case: Case, packing: str, alone: Sequence[Tensor]) -> str:
+    """How the samples of a batch in this packing come to other outputs; empty where they do not."""
     try:
-        error = far(case.together(layout), alone)
+        error = far(case.together(packing), alone)
     except Exception as problem:  # whatever a model may raise
-        return f"{layout} ({case.what}): {type(problem).__name__}: {one_line(problem)}"
-    return f"{layout} ({case.what}): samples change outputs of others by {error:.0e}" if error > TOLERANCE else ""
+        return f"{packing} ({case.what}): {type(problem).__name__}: {one_line(problem)}"
+    return f"{packing} ({case.what}): samples change outputs of others by {error:.0e}" if error > TOLERANCE else ""
 
 
 def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool]:
@@ -148,7 +148,7 @@ def remembered(what: str, module: nn.Module, extra: Any, answer: Callable[[], T]
 
 
 def note_returns(layers: nn.ModuleList) -> list[int | None]:
-    """A list that holds what each layer returned last, as in Layout.returned."""
+    """A list that holds what each layer returned last, as in Packing.returned."""
     returned: list[int | None] = [None] * len(layers)
 
     def note(_: nn.Module, args: Any, output: Any, *, index: int) -> None:

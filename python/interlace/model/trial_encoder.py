@@ -1,4 +1,4 @@
-"""The trial of an encoder: layouts, whether it is what its own forward is, and its cuts (see trial.py)."""
+"""The trial of an encoder: packing, whether it is what its own forward is, and its cuts (see trial.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from interlace.model.slice import carve, clone
 from interlace.model.standin import Unanswerable, cheaply, stand_in
 from interlace.model.trial import (
     TOLERANCE,
-    Layout,
+    Packing,
     both_modes,
     far,
     fastest,
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 LARGEST = 1600  # tokens of an item of nominal size with which an encoder is still compared with its own forward
 
 
-def encoder_layout(encoder: ModalityModule) -> Layout:
+def encoder_packing(encoder: ModalityModule) -> Packing:
     """How items share a batch of this encoder.
 
     Raises ValueError for one that gives other features for an item of its nominal size than by its own eager attention.
     """
-    return remembered("layout", encoder.module, encoder.layer_path, lambda: _layout(encoder))
+    return remembered("packing", encoder.module, encoder.layer_path, lambda: _packing(encoder))
 
 
-def _layout(encoder: ModalityModule) -> Layout:
+def _packing(encoder: ModalityModule) -> Packing:
     name = type(encoder.module).__name__
     with cheaply():
         try:
@@ -51,7 +51,7 @@ def _layout(encoder: ModalityModule) -> Layout:
             return one_by_one(name, error)
         if encoder.nominal_length <= LARGEST:
             trial.check()
-        found = Layout(ALONE)
+        found = Packing(ALONE)
         for shapes in _shapes(encoder):
             trial.choose(shapes)
             found = fastest(name, (PACKED, ROWS), both_modes(trial.together, trial.alone))
@@ -107,13 +107,13 @@ class _Trial:
         """Features of all items, each run by itself: [one tensor [n, D]]."""
         return [torch.cat([self._run(ALONE, [item], training) for item in self.items])]
 
-    def together(self, layout: str, training: bool = False) -> list[Tensor]:
+    def together(self, packing: str, training: bool = False) -> list[Tensor]:
         """The same of all items in one batch."""
-        return [self._run(layout, self.items, training)]
+        return [self._run(packing, self.items, training)]
 
-    def _run(self, layout: str, items: list[Media], training: bool) -> Tensor:
+    def _run(self, packing: str, items: list[Media], training: bool) -> Tensor:
         self.encoder.train(training)
-        self.encoder.packing = layout
+        self.encoder.packing = packing
         return self.encoder.run(self.encoder.collate(items))
 
 

@@ -1,4 +1,4 @@
-"""The trial of a language model: layouts, whether it is what its own forward is, its cuts, its cache (see trial.py)."""
+"""The trial of a language model: packing, whether it is what its own forward is, its cuts, its cache (see trial.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from interlace.model.standin import SMALL, Unanswerable, cheaply, stand_in, take
 from interlace.model.trial import (
     TOLERANCE,
     Case,
-    Layout,
+    Packing,
     both_modes,
     far,
     fastest,
@@ -39,7 +39,7 @@ CUT_LENGTH = 5
 STEPS = 3
 
 
-def language_layout(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> Layout:
+def language_packing(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> Packing:
     """How samples share a batch of this language model.
 
     Raises ValueError for a model that gives other logits for token ids by its own eager attention than a
@@ -47,11 +47,11 @@ def language_layout(module: nn.Module, settings: LanguageSettings, max_length: i
     causal, or its masks or scores hold what bitfield attention was not told.
     """
     return remembered(
-        "layout", module, (settings.layer_path, max_length), lambda: _layout(module, settings, max_length)
+        "packing", module, (settings.layer_path, max_length), lambda: _packing(module, settings, max_length)
     )
 
 
-def _layout(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> Layout:
+def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> Packing:
     with cheaply():
         for words in (WORDS, None):
             try:
@@ -129,30 +129,30 @@ class _Trial:
         self._alone = self._alone if training else made
         return made
 
-    def together(self, layout: str, training: bool = False) -> list[Tensor]:
+    def together(self, packing: str, training: bool = False) -> list[Tensor]:
         """The same of all samples in one batch."""
-        return self._run(layout, self.ids, training)
+        return self._run(packing, self.ids, training)
 
-    def limited(self, layout: Layout, max_length: int | None) -> Layout:
-        """`layout` with its limit: up to which length of the others a sample gets what it gets alone."""
+    def limited(self, packing: Packing, max_length: int | None) -> Packing:
+        """`packing` with its limit: up to which length of the others a sample gets what it gets alone."""
         length = len(self.ids[1])
         wanted = self.alone()[:1]
 
         def right(end: int) -> bool:
-            return far(self._run(layout.name, self.ids, False, shift=end - length)[:1], wanted) <= TOLERANCE
+            return far(self._run(packing.name, self.ids, False, shift=end - length)[:1], wanted) <= TOLERANCE
 
         if max_length is None or max_length <= length or right(max_length):
-            return layout
+            return packing
         limit = _original_length(self.model.config)
         if limit is None or limit <= length or not right(limit):
             alone = one_by_one(type(self.model).__name__, "rotary frequencies or more depend on the longest sample")
             return replace(alone, limit=0 if limit is None else limit)
-        return replace(layout, limit=limit)
+        return replace(packing, limit=limit)
 
-    def _run(self, layout: str, ids: list[Tensor], training: bool, shift: int = 0) -> list[Tensor]:
+    def _run(self, packing: str, ids: list[Tensor], training: bool, shift: int = 0) -> list[Tensor]:
         self.model.train(training)
-        inputs = _batch(ids, layout, shift)
-        logits = run_language(self.model, _plain(self.settings, layout), self.first, inputs, None).logits
+        inputs = _batch(ids, packing, shift)
+        logits = run_language(self.model, _plain(self.settings, packing), self.first, inputs, None).logits
         return list(logits[inputs["mask"].doc >= 0].split([len(row) for row in ids]))
 
 
@@ -161,7 +161,7 @@ def allowed_cuts(
 ) -> list[bool]:
     """For each layer, whether a stage may start with it: whether the hidden state says all that the layers after need.
 
-    returned: see Layout. Where a trial cannot be made, True: what fails then says so itself.
+    returned: see Packing. Where a trial cannot be made, True: what fails then says so itself.
     """
     return remembered("cuts", module, settings.layer_path, lambda: _cuts(module, settings, max_length, returned))
 
@@ -193,27 +193,27 @@ def _cuts(
 
 
 def caches_right(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
-    """Whether generation with a cache gives the logits that reading everything again gives, for the model's layout."""
+    """Whether generation with a cache gives the logits that reading everything again gives, for the model's packing."""
     return remembered(
-        "cache", module, (settings.layer_path, settings.layout), lambda: _caches(module, settings, max_length)
+        "cache", module, (settings.layer_path, settings.packing), lambda: _caches(module, settings, max_length)
     )
 
 
 def _caches(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
     longest = max(1, min(CUT_LENGTH, (max_length or CUT_LENGTH) - STEPS))
     layers: Any = module.get_submodule(settings.layer_path)
-    plain = _plain(settings, settings.layout)
+    plain = _plain(settings, settings.packing)
     with cheaply():
         try:
             model = stand_in(module, settings.layer_path, keep=len(layers))
             model.set_attn_implementation(NAME)  # type: ignore[operator]
             ids = _ids(module, [longest, max(1, longest - 3)])
-            groups = [ids] if settings.layout == PACKED else [[row] for row in ids]
-            readings = [Reading(model, plain, _batch(group, settings.layout), True) for group in groups]
+            groups = [ids] if settings.packing == PACKED else [[row] for row in ids]
+            readings = [Reading(model, plain, _batch(group, settings.packing), True) for group in groups]
             # Prompt after prompt in every step, as in generate: some models keep a state of their own.
             cached = _steps(readings[0] if len(groups) == 1 else Readings(readings), len(ids))
             for i, row in enumerate(ids):
-                again = _steps(Reading(model, plain, _batch([row], settings.layout), False), 1)
+                again = _steps(Reading(model, plain, _batch([row], settings.packing), False), 1)
                 if far([cached[:, i]], [again[:, 0]]) > TOLERANCE:
                     return False
         except Exception:  # whatever a model may raise
@@ -227,9 +227,9 @@ def _steps(reading: Reading | Readings, prompts: int) -> Tensor:
     return torch.stack([reading.read(), *(reading.add(every, [step + 1] * prompts) for step in range(STEPS))])
 
 
-def _plain(settings: LanguageSettings, layout: str) -> LanguageSettings:
+def _plain(settings: LanguageSettings, packing: str) -> LanguageSettings:
     """The settings without what belongs to samples with media or to the user."""
-    return replace(settings, placeholders={}, merge=merge_tokens, preprocess=None, postprocess=None, layout=layout)
+    return replace(settings, placeholders={}, merge=merge_tokens, preprocess=None, postprocess=None, packing=packing)
 
 
 def _ids(module: nn.Module, lengths: Sequence[int]) -> list[Tensor]:
@@ -261,13 +261,13 @@ def _original_length(config: Any) -> int | None:
     return min((int(value) for value in found if value), default=None)
 
 
-def _batch(ids: list[Tensor], layout: str, shift: int = 0) -> dict[str, Any]:
+def _batch(ids: list[Tensor], packing: str, shift: int = 0) -> dict[str, Any]:
     """A batch of samples of these ids; the last one's positions begin at `shift`."""
     samples = [Sample(row, torch.full_like(row, IGNORE)) for row in ids]
-    batch = collate_language(samples, {}, {}, rows=layout == ROWS)
+    batch = collate_language(samples, {}, {}, rows=packing == ROWS)
     if shift:
-        last = batch["mask"].doc == (0 if layout == ROWS else len(ids) - 1)
-        if layout == ROWS:
+        last = batch["mask"].doc == (0 if packing == ROWS else len(ids) - 1)
+        if packing == ROWS:
             last[:-1] = False
         batch["position_ids"] = batch["position_ids"] + shift * last
         mask = batch["mask"]

@@ -1,13 +1,14 @@
-"""The trainer: config, model building, optimizer, checkpoints, the loop, and the launcher of local ranks.
+"""The trainer: a config becomes a model, data and a layout, and every rank runs the same loop over them.
 
     schema.py      the sections and keys of a config          config.py      TOML + --set -> checked Config
-    build.py       Config -> MultimodalModel, datasets        optim.py       AdamW per module, warm-up + cosine
-    checkpoint.py  atomic, re-layoutable checkpoints          launch.py      spawns and watches local ranks
-    checkpointfolder.py  which checkpoints are whole          storage.py     their files: safetensors and JSON
-    trainer.py     the loop of one rank                       metrics.py     console, JSONL, TensorBoard
-    peers.py       what ranks tell each other                 runfolder.py   the files of a run
-    lock.py        one job at a time in a run folder          errors.py      TrainingError
-    generate.py    greedy answers from a model                report.py      summary table, page of samples
+    build.py       Config -> MultimodalModel, Layout          costs.py       FLOPs of a config's layers
+    feed.py        every batch, as all ranks see it           optim.py       AdamW per module, warm-up + cosine
+    trainer.py     the loop of one rank                       rank.py        one rank from start to end
+    metrics.py     console, JSONL, TensorBoard                runfolder.py   the files of a run
+    answers.py     greedy answers to held-out samples         report.py      summary table, page of samples
+    errors.py      TrainingError
+    launch/        starts ranks and keeps them together       checkpoint/    what a run goes on from
+    commands/      what each command of the CLI does
 
 Nothing here is imported by the rest of the package but `cli`; import the modules directly
 (``from interlace.train.config import load``): the package itself loads none of them, so that the CLI starts fast.

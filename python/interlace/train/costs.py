@@ -10,15 +10,15 @@ from interlace.train.schema import Config
 
 
 @dataclass(frozen=True)
-class Lengths:
+class Load:
     """What passes through a module: tokens per microbatch, and keys that each of them sees on average."""
 
     tokens: float
     keys: float
 
 
-def budget_lengths(config: Config, model: Any) -> dict[str, Lengths]:
-    """Lengths of every module for a microbatch (of the language model) of the config's mixture of samples.
+def budget_loads(config: Config, model: Any) -> dict[str, Load]:
+    """What passes through every module for a microbatch (of the language model) of the config's mixture of samples.
 
     Images, clips and captions fill the budgets that the config gives them: all ranks must cut alike before they have
     the data. Of the digits, sizes are known: their pictures are all alike and their captions words.
@@ -34,7 +34,7 @@ def budget_lengths(config: Config, model: Any) -> dict[str, Lengths]:
         pairs = sum(share * length * length for share, length in each)  # of a query and a key of one item
         if name == "language_model":  # a query sees the keys up to its own
             pairs = (pairs + tokens) / 2
-        found[name] = Lengths(samples * tokens, pairs / tokens if tokens else 0.0)
+        found[name] = Load(samples * tokens, pairs / tokens if tokens else 0.0)
     return found
 
 
@@ -42,7 +42,7 @@ def flop_costs(config: Config, model: Any) -> Mapping[str, Any]:
     """FLOPs of every layer for that microbatch: what the trainer's own cuts go by."""
     from interlace.plan import analytic_costs
 
-    lengths = budget_lengths(config, model)
+    lengths = budget_loads(config, model)
     return analytic_costs(
         model,
         tokens={name: each.tokens for name, each in lengths.items()},

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import torch
 
-from interlace.train.launch import mute
+from interlace.train.launch.launcher import mute
 
 LOSS = "loss_metrics/global_avg_loss"
 HELD_OUT = "loss_metrics/held_out_loss"

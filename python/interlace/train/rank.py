@@ -12,13 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.train import checkpoint, checkpointfolder, launch, lock, report, runfolder
+from interlace.train import report, runfolder
 from interlace.train.build import architecture, build, build_layout, materialize, present
+from interlace.train.checkpoint import checkpoints
+from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.config import ConfigError
 from interlace.train.feed import PIXELS, Feed, datasets, report_left_out
+from interlace.train.launch import launcher, lock
+from interlace.train.launch.startup import Startup
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.schema import Config
-from interlace.train.startup import Startup
 from interlace.train.trainer import BLANK, StopRequest, Trainer
 
 
@@ -68,11 +71,11 @@ def _train(
     """This rank's training: its exit code, or on rank 0 of a finished run what `close` needs."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_world(config, world, source)
-    launch.follow_launcher(config.parallel.timeout)
-    meeting = Startup(rank, world, config.parallel.timeout)
-    cleanup.callback(meeting.close)
+    launcher.follow_launcher(config.parallel.timeout)
+    startup = Startup(rank, world, config.parallel.timeout)
+    cleanup.callback(startup.close)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    torch.set_num_threads(config.parallel.threads or launch.default_threads(local_world))
+    torch.set_num_threads(config.parallel.threads or launcher.default_threads(local_world))
     torch.use_deterministic_algorithms(config.run.deterministic)
     # Deterministic algorithms bring along that torch fills every new tensor, which costs a pass over memory each time.
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -87,12 +90,12 @@ def _train(
     materialize(model, present(model, layout, rank), seed=config.run.seed)
     prepared = folder is not None
     if folder is None:
-        folder, at, held = agree_on_folder(config, resume, meeting, take_over)
+        folder, at, held = agree_on_folder(config, resume, startup, take_over)
         if held is not None:
             cleanup.callback(held.release)
-    runfolder.check_shared(folder, meeting)
-    meeting.gather("building the model", None)
-    with meeting.bounded("making the process groups of the pipeline"):
+    runfolder.check_shared(folder, startup)
+    startup.gather("building the model", None)
+    with startup.bounded("making the process groups of the pipeline"):
         parallel = parallelize(
             model,
             layout,
@@ -103,15 +106,15 @@ def _train(
             timeout=config.parallel.timeout,
             crash_folder=folder / "crash",
         )
-    gather = meeting.gather if world > 1 else None
+    gather = startup.gather if world > 1 else None
     train, held_out, note = datasets(config, model, tokenizer, gather=gather, source=source)
     if note and train.name != config.data.dataset:
         config = other_data(config, note, train.name, prepared=prepared or resume is not None, source=source)
         if rank == 0:
-            launch.say(f"interlace: {note}")
-    check_data(train.fingerprint(), meeting)
+            launcher.say(f"interlace: {note}")
+    check_data(train.fingerprint(), startup)
     if rank == 0:
-        report_left_out(train, folder, lambda line: launch.say(f"interlace: {line}"))
+        report_left_out(train, folder, lambda line: launcher.say(f"interlace: {line}"))
         if resume is None:
             runfolder.write_config(folder, config)
             runfolder.point_latest(folder)
@@ -124,16 +127,16 @@ def _train(
         wanted=partial(parallel.wanted, microbatches=config.train.microbatches, chunks=config.chunks()),
     )
     cleanup.callback(feed.close)
-    with meeting.bounded("making the process group of the trainer"):
+    with startup.bounded("making the process group of the trainer"):
         trainer = Trainer(config, model, parallel, feed, folder, stop=lambda: stop.number, lock=held)
-    meeting.close()
+    startup.close()
     if resume is not None:
         path = trainer.resume(at)
         if rank == 0:
             runfolder.write_config(folder, config)  # only now: a refused config must not replace the run's own
-            launch.say(f"going on from {path}")
+            launcher.say(f"going on from {path}")
             if trainer.step == config.train.steps:
-                launch.say(f"all {trainer.step} steps are trained already; raise train.steps to train more")
+                launcher.say(f"all {trainer.step} steps are trained already; raise train.steps to train more")
     elif rank == 0:
         draw_mask(model, feed, folder / "mask.png")
     outcome = trainer.run()
@@ -142,7 +145,7 @@ def _train(
         dist.destroy_process_group()
     if not outcome["finished"]:
         if rank == 0:
-            launch.say(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}")
+            launcher.say(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}")
         return 128 + int(outcome["signal"])
     if rank != 0:
         return 0
@@ -163,20 +166,20 @@ def other_data(config: Config, note: str, name: str, *, prepared: bool, source: 
 
 
 def agree_on_folder(
-    config: Config, resume: str | None, meeting: Startup, take_over: bool = False
+    config: Config, resume: str | None, startup: Startup, take_over: bool = False
 ) -> tuple[Path, Path | None, lock.RunLock | None]:
     """Rank 0 makes the run folder (or finds the one to resume), locks it and tells the others; only it has the lock."""
     found: list[str] = []
     held = None
-    if meeting.rank == 0:
+    if startup.rank == 0:
         try:
             places = (runfolder.create(config), None) if resume is None else runfolder.resolve(config, resume)
             found = [str(place.absolute()) for place in places if place is not None]
-            held = lock.take(places[0], take_over=take_over, say=lambda line: launch.say(f"interlace: {line}"))
+            held = lock.take(places[0], take_over=take_over, say=lambda line: launcher.say(f"interlace: {line}"))
         except ConfigError as error:
             found = ["", str(error)]
     try:
-        folder, *at = meeting.gather("finding the run folder", found)[0]
+        folder, *at = startup.gather("finding the run folder", found)[0]
     except BaseException:
         if held is not None:
             held.release()
@@ -200,9 +203,9 @@ def check_world(config: Config, world: int, source: str) -> None:
         )
 
 
-def check_data(mine: str, meeting: Startup) -> None:
+def check_data(mine: str, startup: Startup) -> None:
     """Raises ConfigError when the ranks do not see the same data."""
-    all_prints = meeting.gather("reading and decoding the data", mine)
+    all_prints = startup.gather("reading and decoding the data", mine)
     other = [r for r, theirs in enumerate(all_prints) if theirs != all_prints[0]]
     if other:
         raise ConfigError(
@@ -265,8 +268,8 @@ def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any
     materialize(model, seed=config.run.seed)
     path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
     if path is None:
-        raise checkpoint.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
-    checkpoint.load_parameters(path, model, checkpoint.fingerprint(model, architecture(config)))
+        raise checkpoints.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
+    checkpoints.load_parameters(path, model, checkpoints.fingerprint(model, architecture(config)))
     return model
 
 
@@ -277,4 +280,4 @@ def optional(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        launch.say_error(f"interlace: training is done and saved; the closing report lacks {what}: {reason}")
+        launcher.say_error(f"interlace: training is done and saved; the closing report lacks {what}: {reason}")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.train import generate
+from interlace.train import answers as greedy
 from interlace.train.schema import Config
 
 
@@ -39,14 +39,14 @@ class Answer:
 def held_out_answers(model: Any, dataset: Any, indices: Sequence[int], tokenizer: Any, config: Config) -> list[Answer]:
     """The model's greedy answers to the held-out samples at `indices`."""
     samples = [dataset.sample(i, 0) for i in indices]
-    said = generate.answer(
+    said = greedy.answer(
         model,
-        [generate.prompt_of(sample) for sample in samples],
+        [greedy.prompt_of(sample) for sample in samples],
         end=tokenizer.EOS,
         max_new_tokens=config.log.max_new_tokens,
     )
     return [
-        Answer(sample, tokenizer.decode(generate.truth_of(sample, tokenizer.EOS)), tokenizer.decode(tokens))
+        Answer(sample, tokenizer.decode(greedy.truth_of(sample, tokenizer.EOS)), tokenizer.decode(tokens))
         for sample, tokens in zip(samples, said, strict=True)
     ]
 

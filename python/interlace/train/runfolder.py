@@ -2,7 +2,7 @@
 
 ``latest`` beside the run folders is a link to the last run that had its data.
 
-run.json         its number among the runs of its name             run.lock         the job that has it (`lock`)
+run.json         its number among the runs of its name             run.lock         the job that has it (`launch.lock`)
 config.toml      the resolved config                               metrics.jsonl    one line per logged step
 checkpoints/     see `checkpoint`                                  tensorboard/     event files
 trace.json       one measured step, for Perfetto                   timeline.png     the same, as a picture
@@ -118,16 +118,16 @@ def point_latest(folder: Path) -> None:
 PROBE_SECONDS = 15.0  # until a new file must be seen on all nodes
 
 
-def check_shared(folder: Path, meeting: Any) -> None:
+def check_shared(folder: Path, startup: Any) -> None:
     """Raises ConfigError on all ranks unless they see one and the same run folder. Collective (`startup.Startup`).
 
     Without that each node would keep its part of a checkpoint to itself. Every rank has to find what rank 0 writes, and
     rank 0 what they write.
     """
-    if meeting.world == 1:
+    if startup.world == 1:
         return
-    what, rank = "probing the run folder", meeting.rank
-    probe = folder / f".probe-{meeting.gather(what, secrets.token_hex(8))[0]}"
+    what, rank = "probing the run folder", startup.rank
+    probe = folder / f".probe-{startup.gather(what, secrets.token_hex(8))[0]}"
 
     def write() -> None:
         probe.mkdir(exist_ok=True)
@@ -142,9 +142,9 @@ def check_shared(folder: Path, meeting: Any) -> None:
         for mine, work in (
             (rank == 0, write),
             (rank > 0, answer),
-            (rank == 0, lambda: _find(probe, range(1, meeting.world))),
+            (rank == 0, lambda: _find(probe, range(1, startup.world))),
         ):
-            troubles = meeting.gather(what, _trouble_of(work) if mine else "")
+            troubles = startup.gather(what, _trouble_of(work) if mine else "")
             if any(troubles):
                 break
     finally:
@@ -168,7 +168,7 @@ def _trouble_of(work: Callable[[], None]) -> str:
 
 def _find(probe: Path, ranks: Iterable[int]) -> None:
     """Raises FileNotFoundError for the file of a rank that does not come to be seen here."""
-    from interlace.train.checkpointfolder import settled
+    from interlace.train.checkpoint.folder import settled
 
     deadline = time.monotonic() + PROBE_SECONDS
     for rank in ranks:

@@ -5,7 +5,7 @@ Every rank runs the same loop over the same batches, each decoding and computing
     batch -> pipeline forward + backward -> global clip -> AdamW -> metrics, validation, checkpoint -> next step
 
 What must be decided alike (stop on SIGTERM, which checkpoint to go on from) is agreed between the ranks each step
-(`peers`). A checkpoint holds all that the loop's future depends on: weights, moments, step, place in the data,
+(`launch.peers`). A checkpoint holds all that the loop's future depends on: weights, moments, step, place in the data,
 generators, the sums of an unfinished logging window; so an interrupted and resumed run repeats the uninterrupted one
 bit for bit.
 """
@@ -25,17 +25,17 @@ from torch import nn
 
 from interlace.train import runfolder
 from interlace.train.build import architecture
-from interlace.train.checkpoint import Checkpoints, fingerprint, seconds_to_write
+from interlace.train.checkpoint.checkpoints import Checkpoints, fingerprint, seconds_to_write
+from interlace.train.checkpoint.storage import CheckpointError
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.feed import Feed
-from interlace.train.launch import StopSignals
-from interlace.train.lock import RunLock
+from interlace.train.launch.launcher import StopSignals
+from interlace.train.launch.lock import RunLock
+from interlace.train.launch.peers import Peers
 from interlace.train.metrics import HELD_OUT, LOSS, Clock, Metrics, Screen, Window, memory_gib, pipeline_metrics
 from interlace.train.optim import Optimizer, lr_factor, schedule_length
-from interlace.train.peers import Peers
 from interlace.train.schema import Config
-from interlace.train.storage import CheckpointError
 
 BLANK = "data/blank_items"  # read as blank since the start of the job, over all ranks
 

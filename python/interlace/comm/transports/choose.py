@@ -72,8 +72,8 @@ def connect(
         _known(wanted)
         return LocalTransport(0, LocalHub(1), device=device, timeout=timeout)
 
-    meeting = Rendezvous(group, device, timeout)
-    said = meeting.exchange(_introduction(wanted, device), "choosing a transport")
+    rendezvous = Rendezvous(group, device, timeout)
+    said = rendezvous.exchange(_introduction(wanted, device), "choosing a transport")
     wanted = _agreed(said)
     reasons = _reasons(said)
     candidates = [name for name, why in reasons.items() if not why]
@@ -83,20 +83,22 @@ def connect(
         candidates = [wanted]
     for name in candidates:
         try:
-            found = _class_of(name).connect(meeting)
+            found = _class_of(name).connect(rendezvous)
         except CommError as error:
             forget_locals(error)  # memory that came up on this rank would live as long as the error
-            if wanted != "auto" or meeting.over:  # who stayed away from one meeting will not come to the next either
+            if wanted != "auto" or rendezvous.over:  # who stayed away once will not come again
                 raise
             reasons[name] = str(error)
             continue
-        if meeting.rank == 0:
+        if rendezvous.rank == 0:
             better = [(other, why) for other, why in reasons.items() if why and not why.startswith(_OTHER_DEVICE)]
             others = "; ".join(f"not {other}: {why}" for other, why in better) or "no other is better"
-            _log.info("%d ranks on %s: transport %s (%s)", meeting.world, device.type, name, others)
+            _log.info("%d ranks on %s: transport %s (%s)", rendezvous.world, device.type, name, others)
         return found
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise (CommError if candidates else ValueError)(f"no transport for {meeting.world} ranks on {device.type}: {why}")
+    raise (CommError if candidates else ValueError)(
+        f"no transport for {rendezvous.world} ranks on {device.type}: {why}"
+    )
 
 
 def capabilities() -> dict[str, Capabilities]:

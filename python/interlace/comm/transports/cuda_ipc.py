@@ -48,21 +48,21 @@ class Window(Protocol):
 class IpcWindow:
     """A window of plain device memory, opened by handles."""
 
-    def __init__(self, meeting: Rendezvous, slot_bytes: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, slot_bytes: int) -> None:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         self.addresses: list[int] = []
         self._own = 0
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             size = f"{SLOTS * slot_bytes >> 20} MiB"
-            with meeting.together("sharing device memory"), _trying(f"share {size} of device memory"):
+            with rendezvous.together("sharing device memory"), _trying(f"share {size} of device memory"):
                 self._own = _cupy().malloc(SLOTS * slot_bytes)
                 handle = _cupy().ipcGetMemHandle(self._own)
-            handles = _exchanged(meeting, [handle], "exchanging handles of memory")
-            with meeting.together("mapping device memory"):
+            handles = _exchanged(rendezvous, [handle], "exchanging handles of memory")
+            with rendezvous.together("mapping device memory"):
                 for rank, (found,) in enumerate(handles):
                     with _trying(f"map the device memory of rank {rank}"):
-                        self.addresses.append(self._own if rank == meeting.rank else _cupy().ipcOpenMemHandle(found))
+                        self.addresses.append(self._own if rank == rendezvous.rank else _cupy().ipcOpenMemHandle(found))
             undo.pop_all()
 
     def close(self) -> None:
@@ -80,25 +80,25 @@ class IpcWindow:
 class Events:
     """Events that one rank records and others wait for: one per slot of a sender, and one per slot and reader of it."""
 
-    def __init__(self, meeting: Rendezvous) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         self._of: list[list[int]] = []  # by rank
         self._made: list[int] = []
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             runtime, handles = _cupy(), []
-            with meeting.together("sharing events"), _trying("share events"):
-                for _ in range(SLOTS * (1 + meeting.world)):
+            with rendezvous.together("sharing events"), _trying("share events"):
+                for _ in range(SLOTS * (1 + rendezvous.world)):
                     flags = runtime.eventDisableTiming | runtime.eventInterprocess
                     self._made.append(runtime.eventCreateWithFlags(flags))
                     handles.append(runtime.ipcGetEventHandle(self._made[-1]))
             own = list(self._made)
-            given = _exchanged(meeting, handles, "exchanging handles of events")
-            with meeting.together("opening events"):
+            given = _exchanged(rendezvous, handles, "exchanging handles of events")
+            with rendezvous.together("opening events"):
                 for rank, found in enumerate(given):
-                    self._of.append(own if rank == meeting.rank else [])
+                    self._of.append(own if rank == rendezvous.rank else [])
                     with _trying(f"open the events of rank {rank}"):
-                        for handle in found if rank != meeting.rank else ():
+                        for handle in found if rank != rendezvous.rank else ():
                             self._made.append(runtime.ipcOpenEventHandle(handle))
                             self._of[rank].append(self._made[-1])
             undo.pop_all()
@@ -145,22 +145,23 @@ class CudaIpcTransport(ShmTransport):
         return Capabilities(cls.name, "cuda", one_host=True, copy_engine=True, missing=_missing())
 
     @classmethod
-    def _open_window(cls, meeting: Rendezvous, slot_bytes: int) -> Window:
-        return IpcWindow(meeting, slot_bytes)
+    def _open_window(cls, rendezvous: Rendezvous, slot_bytes: int) -> Window:
+        return IpcWindow(rendezvous, slot_bytes)
 
     @classmethod
-    def connect(cls, meeting: Rendezvous, *, slot_bytes: int = SLOT_BYTES) -> CudaIpcTransport:
+    def connect(cls, rendezvous: Rendezvous, *, slot_bytes: int = SLOT_BYTES) -> CudaIpcTransport:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
-        segment, processes = cls.share(meeting, HOST_SLOT_BYTES)
-        with torch.cuda.device(meeting.device), contextlib.ExitStack() as undo:
-            _reach(meeting)
-            window = cls._open_window(meeting, slot_bytes)
+        segment, processes = cls.share(rendezvous, HOST_SLOT_BYTES)
+        with torch.cuda.device(rendezvous.device), contextlib.ExitStack() as undo:
+            _reach(rendezvous)
+            window = cls._open_window(rendezvous, slot_bytes)
             undo.callback(window.close)
-            events = Events(meeting)
+            events = Events(rendezvous)
             undo.callback(events.close)
             transport = cls(
-                meeting.rank, segment, processes,
-                device=meeting.device, timeout=meeting.timeout, slot_bytes=slot_bytes, window=window, events=events,
+                rendezvous.rank, segment, processes,
+                device=rendezvous.device, timeout=rendezvous.timeout, slot_bytes=slot_bytes,
+                window=window, events=events,
             )  # fmt: skip
             undo.pop_all()
         return transport
@@ -211,27 +212,27 @@ class CudaIpcTransport(ShmTransport):
                     part.close()
 
 
-def _reach(meeting: Rendezvous) -> None:
+def _reach(rendezvous: Rendezvous) -> None:
     """Collective. Raises CommError on every rank if a GPU cannot read another's. Ranks may see GPUs by other numbers:
     they are named by PCI address."""
     what, runtime = "reaching the other GPUs", _cupy()
-    with meeting.together(what):
-        name = runtime.deviceGetPCIBusId(meeting.device.index)
-    names = meeting.exchange(name, what)
-    with meeting.together(what):
+    with rendezvous.together(what):
+        name = runtime.deviceGetPCIBusId(rendezvous.device.index)
+    names = rendezvous.exchange(name, what)
+    with rendezvous.together(what):
         for rank, other in enumerate(names):
             try:
                 index = runtime.deviceGetByPCIBusId(other)
             except Exception:
                 continue  # not visible to this process: opening its handle will tell
-            if other != name and not runtime.deviceCanAccessPeer(meeting.device.index, index):
+            if other != name and not runtime.deviceCanAccessPeer(rendezvous.device.index, index):
                 raise CommError(f"no peer access from {name} to {other} of rank {rank}")
 
 
-def _exchanged(meeting: Rendezvous, handles: Sequence[bytes], what: str) -> list[list[bytes]]:
+def _exchanged(rendezvous: Rendezvous, handles: Sequence[bytes], what: str) -> list[list[bytes]]:
     """Every rank's handles. Raises CommError if one is not of this rank's length."""
-    given = meeting.exchange([handle.hex() for handle in handles], what)
-    with meeting.together(what):
+    given = rendezvous.exchange([handle.hex() for handle in handles], what)
+    with rendezvous.together(what):
         read = [[_handle(text, len(mine)) for text, mine in zip(texts, handles)] for texts in given]
     return read
 

@@ -36,10 +36,10 @@ class GlooTransport(QueueTransport):
 
     name = "gloo"
 
-    def __init__(self, meeting: Rendezvous, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, rendezvous: Rendezvous, *, device: torch.device | str = "cpu") -> None:
         """Collective. Raises CommError if a rank does not come within the timeout."""
-        self._control = _gloo(meeting)
-        super().__init__(meeting.rank, meeting.world, device=torch.device(device), timeout=meeting.timeout)
+        self._control = _gloo(rendezvous)
+        super().__init__(rendezvous.rank, rendezvous.world, device=torch.device(device), timeout=rendezvous.timeout)
         self._peers = peers_of(self.rank, self.world)
         self._signals: dict[int, deque[tuple[Work, Tensor]]] = defaultdict(deque)
 
@@ -49,14 +49,14 @@ class GlooTransport(QueueTransport):
         return Capabilities("gloo", "cpu", missing="" if there else "this torch was built without gloo")
 
     @classmethod
-    def connect(cls, meeting: Rendezvous) -> GlooTransport:
+    def connect(cls, rendezvous: Rendezvous) -> GlooTransport:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         what, transport = f"connecting by {cls.name}", None
         try:
-            with meeting.together(what):
-                transport = cls(meeting)
+            with rendezvous.together(what):
+                transport = cls(rendezvous)
             assert transport is not None
-            with meeting.together(what):
+            with rendezvous.together(what):
                 transport._try()
         except CommError as error:
             if transport is not None:
@@ -209,10 +209,10 @@ class NcclTransport(GlooTransport):
 
     name = "nccl"
 
-    def __init__(self, meeting: Rendezvous) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         self._last: tuple[torch.cuda.Event, str] | None = None
-        self._payload = _nccl(meeting)
-        super().__init__(meeting, device=meeting.device)
+        self._payload = _nccl(rendezvous)
+        super().__init__(rendezvous, device=rendezvous.device)
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -289,23 +289,24 @@ def _rounds(copies: Sequence[Copy]) -> list[dict[int, Tensor]]:
     return rounds
 
 
-def _gloo(meeting: Rendezvous) -> Any:
-    store = dist.PrefixStore("gloo", meeting.store)
+def _gloo(rendezvous: Rendezvous) -> Any:
+    store = dist.PrefixStore("gloo", rendezvous.store)
     try:
-        return dist.ProcessGroupGloo(store, meeting.rank, meeting.world, timedelta(seconds=meeting.timeout))
+        return dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.world, timedelta(seconds=rendezvous.timeout))
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise CommError(
-            f"rank {meeting.rank}, connecting by gloo: not every rank came within {meeting.timeout:g} s ({reason})"
+            f"rank {rendezvous.rank}, connecting by gloo: not every rank came within {rendezvous.timeout:g} s "
+            f"({reason})"
         ) from error
 
 
-def _nccl(meeting: Rendezvous) -> Any:
+def _nccl(rendezvous: Rendezvous) -> Any:
     options: Any = dist.ProcessGroupNCCL.Options()
     # Later than the waits of the transport: when this one runs out, torch ends the process.
-    options._timeout = timedelta(seconds=2 * meeting.timeout + 30)
-    options.group_name = meeting.name
-    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", meeting.store), meeting.rank, meeting.world, options)
+    options._timeout = timedelta(seconds=2 * rendezvous.timeout + 30)
+    options.group_name = rendezvous.name
+    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", rendezvous.store), rendezvous.rank, rendezvous.world, options)
 
 
 def _bytes(packed: bytes) -> Tensor:

@@ -197,24 +197,24 @@ class ShmTransport(QueueTransport):
         return Capabilities("shm", "cpu", one_host=True, missing=_missing())
 
     @classmethod
-    def connect(cls, meeting: Rendezvous, *, slot_bytes: int = SLOT_BYTES) -> ShmTransport:
+    def connect(cls, rendezvous: Rendezvous, *, slot_bytes: int = SLOT_BYTES) -> ShmTransport:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
-        return cls(meeting.rank, *cls.share(meeting, slot_bytes), timeout=meeting.timeout)
+        return cls(rendezvous.rank, *cls.share(rendezvous, slot_bytes), timeout=rendezvous.timeout)
 
     @staticmethod
-    def share(meeting: Rendezvous, slot_bytes: int) -> tuple[Segment, list[tuple[int, int]]]:
+    def share(rendezvous: Rendezvous, slot_bytes: int) -> tuple[Segment, list[tuple[int, int]]]:
         """The memory that all ranks map, and their (process id, start time); collective, raises as `connect`."""
         what, descriptor = "connecting by shared memory", -1
         try:
-            with meeting.together(what):
-                if meeting.rank == 0:
-                    descriptor = Segment.create(meeting.world, slot_bytes)
-            found = meeting.exchange([descriptor, os.getpid(), born(os.getpid()) or -1], what)
+            with rendezvous.together(what):
+                if rendezvous.rank == 0:
+                    descriptor = Segment.create(rendezvous.world, slot_bytes)
+            found = rendezvous.exchange([descriptor, os.getpid(), born(os.getpid()) or -1], what)
             processes = [(process, start) for _, process, start in found]
-            with meeting.together(what):
-                if meeting.rank > 0:
-                    descriptor = _opened(found[0][1], found[0][0], Segment.size(meeting.world, slot_bytes))
-                segment = Segment(meeting.world, slot_bytes, descriptor)
+            with rendezvous.together(what):
+                if rendezvous.rank > 0:
+                    descriptor = _opened(found[0][1], found[0][0], Segment.size(rendezvous.world, slot_bytes))
+                segment = Segment(rendezvous.world, slot_bytes, descriptor)
                 hidden = [rank for rank, (process, start) in enumerate(processes) if born(process) != start]
                 if hidden:
                     raise CommError(f"the processes of {named(hidden)} cannot be seen: in another container, or dead")

@@ -19,14 +19,14 @@ from interlace.comm.transports.shm import SLOTS
 class SymmetricWindow:
     """A window that torch allocates and maps."""
 
-    def __init__(self, meeting: Rendezvous, slot_bytes: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, slot_bytes: int) -> None:
         """Collective. Raises CommError on every rank, with the reasons of those that cannot."""
         self.addresses: list[int] = []
-        with meeting.together("allocating symmetric memory"):
+        with rendezvous.together("allocating symmetric memory"):
             memory = _symmetric_memory()
-            self._tensor: Any = memory.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=meeting.device)
-        with meeting.together("mapping symmetric memory"):
-            self._handle: Any = memory.rendezvous(self._tensor, meeting.process_group.group_name)
+            self._tensor: Any = memory.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=rendezvous.device)
+        with rendezvous.together("mapping symmetric memory"):
+            self._handle: Any = memory.rendezvous(self._tensor, rendezvous.process_group.group_name)
             self.addresses = list(self._handle.buffer_ptrs)
 
     def close(self) -> None:
@@ -51,8 +51,8 @@ class SymmMemTransport(CudaIpcTransport):
         return found
 
     @classmethod
-    def _open_window(cls, meeting: Rendezvous, slot_bytes: int) -> Window:
-        return SymmetricWindow(meeting, slot_bytes)
+    def _open_window(cls, rendezvous: Rendezvous, slot_bytes: int) -> Window:
+        return SymmetricWindow(rendezvous, slot_bytes)
 
 
 def _symmetric_memory() -> Any:

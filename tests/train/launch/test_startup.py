@@ -10,26 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from interlace.train import launch
 from interlace.train.errors import TrainingError
-from interlace.train.startup import Startup, _store
+from interlace.train.launch import launcher
+from interlace.train.launch.startup import Startup, _store
 from tests import forkserver
 
 SCRIPT = """
 import os, signal, sys, time
 import torch.distributed as dist
-from interlace.train.startup import Startup
+from interlace.train.launch.startup import Startup
 rank, lost = int(os.environ["RANK"]), int(sys.argv[1])
-meeting = Startup(rank, 3, 2.0)
+startup = Startup(rank, 3, 2.0)
 assert dist.get_world_size() == 3
 if rank == 1:
     time.sleep(5)  # longer than the timeout, but alive
-assert meeting.gather("a slow start", [rank]) == [[0], [1], [2]]
+assert startup.gather("a slow start", [rank]) == [[0], [1], [2]]
 if rank == lost:
     time.sleep(1.5)  # the others have heard of the round before
     os.kill(os.getpid(), signal.SIGSTOP)
 try:
-    meeting.gather("fetching the data", rank)
+    startup.gather("fetching the data", rank)
 except RuntimeError as error:
     print(f"{type(error).__name__}: {error}", flush=True)
 os._exit(0)
@@ -37,7 +37,7 @@ os._exit(0)
 
 
 def _start(script: str, world: int, folder: Path, *arguments: str, ranks: range) -> list[BaseProcess]:
-    met = launch.rendezvous(world)
+    met = launcher.rendezvous(world)
     return [
         forkserver.start_script(script, folder / str(rank), {**met, "RANK": str(rank)}, arguments) for rank in ranks
     ]
@@ -65,7 +65,8 @@ def test_a_slow_rank_is_waited_for_and_a_hung_one_is_named(lost: int, tmp_path: 
 
 
 def test_a_rank_that_never_comes_is_missed_within_the_timeout(tmp_path: Path) -> None:
-    body = "import os\nfrom interlace.train.startup import Startup\ntry: Startup(int(os.environ['RANK']), 2, 2.0)\n"
+    body = "import os\nfrom interlace.train.launch.startup import Startup\n"
+    body += "try: Startup(int(os.environ['RANK']), 2, 2.0)\n"
     body += "except RuntimeError as error: print(error, flush=True)\nos._exit(0)"
     for rank in range(2):
         (process,) = _start(body, 2, tmp_path, ranks=range(rank, rank + 1))
@@ -74,11 +75,11 @@ def test_a_rank_that_never_comes_is_missed_within_the_timeout(tmp_path: Path) ->
 
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
-    meeting = Startup(0, 1, 0.01)
-    assert meeting.gather("a test", "x") == ["x"]
-    with meeting.bounded("a test"):
+    startup = Startup(0, 1, 0.01)
+    assert startup.gather("a test", "x") == ["x"]
+    with startup.bounded("a test"):
         time.sleep(0.02)
-    meeting.close()
+    startup.close()
 
 
 def test_ranks_of_one_machine_listen_to_that_machine_alone(tmp_path: Path) -> None:
@@ -86,24 +87,24 @@ def test_ranks_of_one_machine_listen_to_that_machine_alone(tmp_path: Path) -> No
     body = """
 import os, time
 from interlace import comm
-from interlace.train.startup import Startup
+from interlace.train.launch.startup import Startup
 from tests.sockets import LOOPBACK, listens_on
 rank = int(os.environ["RANK"])
-meeting = Startup(rank, 2, 60.0)
+startup = Startup(rank, 2, 60.0)
 with comm.connect(transport="gloo") as group:
     group.barrier()
     addresses = {address for address, _ in listens_on()}
-    meeting.gather("looking at sockets", sorted(addresses))
-    meeting.store.add("left", 1)
-    while rank == 0 and meeting.store.add("left", 0) < 2:  # the store ends with rank 0
+    startup.gather("looking at sockets", sorted(addresses))
+    startup.store.add("left", 1)
+    while rank == 0 and startup.store.add("left", 0) < 2:  # the store ends with rank 0
         time.sleep(0.01)
 assert addresses == {LOOPBACK}, addresses
 os._exit(0)
 """
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     environment = {"PYTHONPATH": os.pathsep.join([root, *sys.path])}
     said: list[str] = []
-    code = launch.run(
+    code = launcher.run(
         [sys.executable, "-c", body], 2, folder=tmp_path, timeout=60.0, environment=environment, say=said.append
     )
     assert code == 0, (said, (tmp_path / "logs" / "rank-0.log").read_text())

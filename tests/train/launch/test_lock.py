@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from interlace.train import lock as locks
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
+from interlace.train.launch import lock as locks
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from interlace.train import lock
+from interlace.train.launch import lock
 held = lock.take(Path(sys.argv[1]))
 print(held.nonce, flush=True)
 time.sleep(60)

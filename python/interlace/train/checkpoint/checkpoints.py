@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from interlace.train.checkpointfolder import (
+from interlace.train.checkpoint.folder import (
     LATE_SECONDS,
     SUPERSEDED,
     TORN,
@@ -60,16 +60,14 @@ from interlace.train.checkpointfolder import (
     step_of,
     verify,
 )
-from interlace.train.errors import TrainingError
-from interlace.train.peers import Peers
-from interlace.train.saveplan import items_of, plan_of
-from interlace.train.storage import (
+from interlace.train.checkpoint.saveplan import items_of, plan_of
+from interlace.train.checkpoint.storage import (
     DTYPES,
     MANIFEST,
     CheckpointError,
-    Chunk,
     File,
     Manifest,
+    StoredChunk,
     code_of,
     digest,
     dump_manifest,
@@ -80,12 +78,14 @@ from interlace.train.storage import (
     write_synced,
     write_tensors,
 )
+from interlace.train.errors import TrainingError
+from interlace.train.launch.peers import Peers
 
 SLOWEST_DISK = 20e6  # bytes per second: what the ranks wait for before they call one of them lost
 SHARE = "all ranks must see one and the same run folder: put run.folder on a file system that all nodes share"
 
 # Of one rank, as JSON holds it: its host, the name and entry of its file (`File`), and of each tensor in it the key,
-# dtype, shape and `Chunk`.
+# dtype, shape and `StoredChunk`.
 _Written = tuple[str, str, dict[str, Any], list[tuple[str, str, list[int], dict[str, Any]]]]
 
 
@@ -266,7 +266,7 @@ class Checkpoints:
             parts.append((key, entry, code_of(entry, item.tensor_data.properties.dtype), shape, offsets, sizes))
         file, begins = write_tensors(draft / name, tensors)
         chunks = [
-            (key, dtype, shape, Chunk(offsets=offsets, sizes=sizes, file=name, begin=begins[entry]).model_dump())
+            (key, dtype, shape, StoredChunk(offsets=offsets, sizes=sizes, file=name, begin=begins[entry]).model_dump())
             for key, entry, dtype, shape, offsets, sizes in parts
         ]
         return platform.node(), name, file.model_dump(), chunks

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from interlace.train import launch
 from interlace.train.errors import TrainingError
-from interlace.train.peers import Peers
+from interlace.train.launch import launcher
+from interlace.train.launch.peers import Peers
 from tests import forkserver
 
 SCRIPT = """
 import os, signal, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from interlace.train.peers import Peers
+from interlace.train.launch.peers import Peers
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 peers = Peers(2.0, allowance=30.0)
 assert peers.exchange("a test", 10.0 * peers.rank) == [0.0, 10.0, 20.0]
@@ -45,7 +45,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("lost", [0, 2])
 def test_the_rank_that_does_not_answer_is_named(lost: int, tmp_path: Path) -> None:
-    met = launch.rendezvous(3)
+    met = launcher.rendezvous(3)
     processes = [
         forkserver.start_script(SCRIPT, tmp_path / str(rank), {**met, "RANK": str(rank)}, [str(lost)])
         for rank in range(3)

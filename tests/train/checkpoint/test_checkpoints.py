@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from interlace.train import checkpoint as ck
-from interlace.train import checkpointfolder, runfolder
+from interlace.train import runfolder
+from interlace.train.checkpoint import checkpoints as ck
+from interlace.train.checkpoint import folder as checkpointfolder
+from interlace.train.checkpoint.storage import MANIFEST
 from interlace.train.errors import TrainingError
-from interlace.train.storage import MANIFEST
 
 
 @pytest.fixture(autouse=True)

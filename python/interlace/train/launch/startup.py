@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from interlace.comm.rendezvous import Rounds
 from interlace.comm.store import is_loopback, tcp_store
-from interlace.train import launch
 from interlace.train.errors import TrainingError
+from interlace.train.launch import launcher
 
 LONGEST_SECONDS = 1800.0  # of one wait, however lively the rank that is waited for
 SLACK_SECONDS = 5.0  # after its own timeout, for torch to say what went wrong
@@ -100,7 +100,7 @@ class Startup(Rounds):
         waited = f"rank {self.rank}, {what}: no answer within {self.timeout:g} s (parallel.timeout)"
 
         def end() -> None:
-            launch.report_error(TrainingError(waited), user_error=False, known=True)
+            launcher.report_error(TrainingError(waited), user_error=False, known=True)
             os._exit(1)
 
         timer = threading.Timer(self.timeout + SLACK_SECONDS, end)

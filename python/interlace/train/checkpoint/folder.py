@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from interlace.train.storage import MANIFEST, TornCheckpoint, digest, read_manifest, sync_folder
+from interlace.train.checkpoint.storage import MANIFEST, TornCheckpoint, digest, read_manifest, sync_folder
 
 TORN, SUPERSEDED = ".torn", ".superseded"
 _OLD = ".old"

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from interlace import cli
 from interlace.comm.channel import CommError, Tag
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
+from interlace.train.commands.crash import read, report
 from interlace.train.config import ConfigError
-from interlace.train.crash import read, report
 
 NOW = 1.7e9
 

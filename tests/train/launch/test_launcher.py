@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from interlace.train import launch, runfolder
+from interlace.train import runfolder
 from interlace.train.config import ConfigError, from_table
+from interlace.train.launch import launcher
 
 
 def _run(body: str, tmp_path: Path, count: int = 2, timeout: float = 5.0, **more: object) -> tuple[int, str, float]:
@@ -22,7 +23,7 @@ def _run(body: str, tmp_path: Path, count: int = 2, timeout: float = 5.0, **more
     said: list[str] = []
     command = [sys.executable, "-c", "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + body]
     start = time.monotonic()
-    code = launch.run(command, count, folder=tmp_path, timeout=timeout, say=said.append, **more)  # type: ignore[arg-type]
+    code = launcher.run(command, count, folder=tmp_path, timeout=timeout, say=said.append, **more)  # type: ignore[arg-type]
     return code, "\n".join(said), time.monotonic() - start
 
 
@@ -58,13 +59,13 @@ def test_hung_ranks_are_killed_within_the_timeout(tmp_path: Path) -> None:
 
 def test_the_first_exception_is_the_cause_not_the_peers_complaints(tmp_path: Path) -> None:
     body = f"""
-    os.environ[{launch.RUN_FOLDER!r}] = {str(tmp_path)!r}
-    from interlace.train import launch
+    os.environ[{launcher.RUN_FOLDER!r}] = {str(tmp_path)!r}
+    from interlace.train.launch import launcher
     time.sleep(0.2 * (1 - rank))
     try:
         raise RuntimeError("division of labour" if rank == 1 else "connection closed by peer")
     except RuntimeError as error:
-        launch.report_error(error, user_error=False)
+        launcher.report_error(error, user_error=False)
         sys.exit(1)
     """
     code, said, _ = _run(textwrap.dedent(body), tmp_path)
@@ -74,9 +75,9 @@ def test_the_first_exception_is_the_cause_not_the_peers_complaints(tmp_path: Pat
 
 def test_user_errors_stay_one_line(tmp_path: Path) -> None:
     body = f"""
-    os.environ[{launch.RUN_FOLDER!r}] = {str(tmp_path)!r}
-    from interlace.train import launch
-    launch.report_error(ValueError("[train] has no key 'stesp'"), user_error=True)
+    os.environ[{launcher.RUN_FOLDER!r}] = {str(tmp_path)!r}
+    from interlace.train.launch import launcher
+    launcher.report_error(ValueError("[train] has no key 'stesp'"), user_error=True)
     sys.exit(2)
     """
     assert _run(textwrap.dedent(body), tmp_path)[:2] == (2, "interlace: [train] has no key 'stesp'")
@@ -143,7 +144,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
 
 
 def test_patience_with_a_stuck_save_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(launcher, "PATIENCE_SECONDS", 0.05)
     code, said, saved = _signalled(tmp_path, signal.SIGTERM, signal.SIGTERM)
     assert code == 1 and "stopped on request" in said and saved == [False, False]
 
@@ -151,26 +152,26 @@ def test_patience_with_a_stuck_save_is_bounded(tmp_path: Path, monkeypatch: pyte
 def test_ranks_stop_when_the_launcher_is_killed(tmp_path: Path) -> None:
     rank = f"""
     import os, sys, time
-    sys.path.insert(0, {str(Path(launch.__file__).parents[2])!r})
-    from interlace.train import launch
-    launch.follow_launcher(5.0)
+    sys.path.insert(0, {str(Path(launcher.__file__).parents[3])!r})
+    from interlace.train.launch import launcher
+    launcher.follow_launcher(5.0)
     print(os.getpid(), flush=True)
     time.sleep(60)
     """
     script = f"""
     import sys
-    sys.path.insert(0, {str(Path(launch.__file__).parents[2])!r})
+    sys.path.insert(0, {str(Path(launcher.__file__).parents[3])!r})
     from pathlib import Path
-    from interlace.train import launch
-    launch.run([sys.executable, "-c", {textwrap.dedent(rank)!r}], 1, folder=Path({str(tmp_path)!r}), timeout=5)
+    from interlace.train.launch import launcher
+    launcher.run([sys.executable, "-c", {textwrap.dedent(rank)!r}], 1, folder=Path({str(tmp_path)!r}), timeout=5)
     """
-    launcher = subprocess.Popen(
+    parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    assert launcher.stdout is not None
-    pid = int(launcher.stdout.readline())
-    launcher.kill()
-    launcher.wait()
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and Path(f"/proc/{pid}/stat").exists():
         if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":

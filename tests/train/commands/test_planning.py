@@ -9,9 +9,9 @@ import pytest
 
 from interlace.data import ByteTokenizer
 from interlace.layout import Layout
-from interlace.train import planning
 from interlace.train.build import build, build_layout
-from interlace.train.costs import budget_lengths, flop_costs
+from interlace.train.commands import planning
+from interlace.train.costs import budget_loads, flop_costs
 from tests.train.test_build import _build, _config
 
 
@@ -38,14 +38,14 @@ def test_lengths_are_those_of_the_mixture_with_full_images_clips_and_captions() 
         "audio": dense([clip for _, clips, _ in batch for _ in range(clips)], causal=False),
         "language_model": dense([6 * i + features * c + 20 * t for i, c, t in batch], causal=True),
     }
-    found = budget_lengths(config, model)
+    found = budget_loads(config, model)
     assert set(found) == set(expected)
     for name, (tokens, keys) in expected.items():
         assert (found[name].tokens, found[name].keys) == pytest.approx((tokens, keys)), name
 
 
 def test_digits_have_one_picture_and_nothing_to_hear() -> None:
-    found = budget_lengths(_config("train.microbatches=2", "train.batch_size=16"), _build())
+    found = budget_loads(_config("train.microbatches=2", "train.batch_size=16"), _build())
     assert (found["vision"].tokens, found["vision"].keys) == (8 * 4, 4)
     assert (found["audio"].tokens, found["audio"].keys) == (0, 0)
     assert (found["language_model"].tokens, found["language_model"].keys) == (8 * 9, 5)
@@ -63,7 +63,7 @@ def test_long_samples_cost_more_attention_than_short_ones() -> None:
     for size in (100, 2000):
         config = _config(*text, f"data.max_caption_bytes={size}")
         model = build(config, ByteTokenizer())
-        lengths = budget_lengths(config, model)["language_model"]
+        lengths = budget_loads(config, model)["language_model"]
         assert lengths.keys == size + 0.5  # of two captions, a query sees the half
         per_token[size] = flops(flop_costs(config, model), "language_model") / lengths.tokens
     # Two layers, 4 * keys * width for scores and values.

@@ -62,7 +62,7 @@ class File(_Entry):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class Chunk(_Entry):
+class StoredChunk(_Entry):
     """A rectangle of a tensor: where it begins and how long it is along each dimension, its file, its first byte."""
 
     offsets: list[Size]
@@ -76,7 +76,7 @@ class Stored(_Entry):
 
     dtype: str
     shape: list[Size]
-    chunks: list[Chunk]
+    chunks: list[StoredChunk]
 
     @model_validator(mode="after")
     def _fits(self) -> Stored:
@@ -134,7 +134,7 @@ class Fingerprint(_Entry):
 Manifest.model_rebuild()
 
 
-def length_of(stored: Stored, chunk: Chunk) -> int:
+def length_of(stored: Stored, chunk: StoredChunk) -> int:
     """Bytes of a chunk."""
     return math.prod(chunk.sizes) * DTYPES[stored.dtype].itemsize
 
@@ -168,7 +168,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[File, dict
     return File(size=len(head) + end, sha256=state.hexdigest()), begins
 
 
-def read_chunk(folder: Path, stored: Stored, chunk: Chunk) -> Tensor:
+def read_chunk(folder: Path, stored: Stored, chunk: StoredChunk) -> Tensor:
     """One chunk of a tensor, on the CPU. Raises TornCheckpoint when the file is not as long as the manifest says."""
     length = length_of(stored, chunk)
     path = folder / chunk.file

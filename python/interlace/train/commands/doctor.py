@@ -78,7 +78,7 @@ def _basics() -> dict[str, Callable[[], Check]]:
         return True, str(_core.__file__)
 
     def train() -> Check:
-        for part in ("commands", "feed", "rank"):  # which import all that a run needs
+        for part in ("commands.train", "feed", "rank"):  # which import all that a run needs
             importlib.import_module(f"interlace.train.{part}")
         return True, "can be imported"
 

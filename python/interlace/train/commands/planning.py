@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from interlace.train.config import ConfigError, load
-from interlace.train.costs import budget_lengths, flop_costs
+from interlace.train.costs import budget_loads, flop_costs
 from interlace.train.schema import Config
 
 
@@ -209,7 +209,7 @@ def _times(cost: Any, factor: float) -> Any:
 
 def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
     """FLOPs of a full microbatch over the speed of a rank."""
-    lengths = budget_lengths(config, model)
+    lengths = budget_loads(config, model)
     speed = tflops if tflops is not None else matmul_tflops()
     modules = {name: _times(cost, 1 / (speed * 1e12)) for name, cost in flop_costs(config, model).items()}
     shown = ", ".join(f"{name} {each.tokens:,.0f}" for name, each in lengths.items())
@@ -223,11 +223,11 @@ def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
     import torch
 
     from interlace.plan import profile_model
-    from interlace.train import launch
     from interlace.train.build import materialize
     from interlace.train.feed import datasets
+    from interlace.train.launch import launcher
 
-    torch.set_num_threads(config.parallel.threads or launch.default_threads(config.world_size()))
+    torch.set_num_threads(config.parallel.threads or launcher.default_threads(config.world_size()))
     data, _, note = datasets(config, model, tokenizer, source=source)
     materialize(model, seed=config.run.seed)
     count = max(1, config.train.batch_size // config.parallel.replicas("language_model") // config.train.microbatches)

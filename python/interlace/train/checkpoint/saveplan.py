@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from interlace.train.storage import DTYPES, code_of
+from interlace.train.checkpoint.storage import DTYPES, code_of
 
 
 def items_of(plan: SavePlan) -> list[list[Any]]:

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from interlace.train import checkpoint as ck
-from interlace.train import checkpointfolder, storage
-from interlace.train.storage import CheckpointError, Chunk, Stored
+from interlace.train.checkpoint import checkpoints as ck
+from interlace.train.checkpoint import folder as checkpointfolder
+from interlace.train.checkpoint import storage
+from interlace.train.checkpoint.storage import CheckpointError, Stored, StoredChunk
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ def test_files_are_safetensors(
     for name, tensor in wanted.items():
         assert begins[name] % tensor.element_size() == 0
         shape = list(tensor.shape)
-        chunk = Chunk(offsets=[0] * len(shape), sizes=shape, file="rank-00000.safetensors", begin=begins[name])
+        chunk = StoredChunk(offsets=[0] * len(shape), sizes=shape, file="rank-00000.safetensors", begin=begins[name])
         ours = storage.read_chunk(folder, Stored(dtype=tensors[name][0], shape=shape, chunks=[chunk]), chunk)
         for found in (ours, theirs[name]):
             assert found.dtype == tensor.dtype and found.shape == tensor.shape

@@ -1,0 +1,5 @@
+"""Checkpoints: written atomically, verified before use, tensors by their names in the one-process model.
+
+checkpoints.py    saves and loads them, on all ranks together       folder.py     which of a run's are whole
+storage.py        their files: safetensors and JSON, no pickle      saveplan.py   which tensors a rank writes
+"""

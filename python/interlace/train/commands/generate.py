@@ -1,0 +1,95 @@
+"""``interlace generate``: one answer from a checkpoint of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from interlace.train import runfolder
+from interlace.train.config import ConfigError, load
+from interlace.train.schema import Config
+
+
+def generate(options: argparse.Namespace) -> int:
+    """``interlace generate``: one answer from a checkpoint."""
+    import torch
+
+    from interlace import data
+    from interlace.train.answers import answer
+    from interlace.train.build import architecture, build, materialize
+    from interlace.train.checkpoint import checkpoints
+    from interlace.train.checkpoint import folder as checkpointfolder
+    from interlace.train.feed import media_specs
+
+    folder, at = _checkpoint_of(options.run)
+    source = str(folder / "config.toml")
+    config = load(source)
+    if options.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {options.max_new_tokens}: at least 1")
+    known = languages(config)
+    if options.language not in known:
+        raise ConfigError(f"--language {options.language}: this run's answers are in {', '.join(known)}")
+    tokenizer = data.ByteTokenizer()
+    model: Any = build(config, tokenizer, source=source)
+    specs = media_specs(config, model)
+    items: list[tuple[str, Any]] = []
+    for modality, paths, read in (
+        ("vision", options.image, data.load_image),
+        ("audio", options.speech, data.load_audio),
+    ):
+        for path in paths:
+            if modality not in specs:
+                raise ConfigError(f"{path}: the model of {folder} has no {modality} encoder")
+            if not path.is_file():
+                raise ConfigError(f"{path}: a folder, not a file" if path.is_dir() else f"{path}: no such file")
+            try:
+                items.append((modality, read(path, specs[modality])))
+            except ImportError as error:
+                raise ConfigError(f"{path}: {error}") from None
+    if not items and not options.prompt:
+        raise ConfigError("nothing to answer: give --image, --speech or --prompt")
+    materialize(model, seed=config.run.seed)
+    path = at or checkpointfolder.newest(runfolder.checkpoints_of(folder))
+    if path is None:
+        raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
+    checkpoints.load_parameters(path, model, checkpoints.fingerprint(model, architecture(config)))
+    media: dict[str, list[Any]] = {}
+    runs = []
+    for modality, tensor in items:
+        count = model.encoders[modality].tokens(tuple(tensor.shape))
+        media.setdefault(modality, []).append(data.Media(tuple(tensor.shape), count, tensor))
+        runs.append((modality, count))
+    ids = torch.tensor(tokenizer.prompt(runs, options.language, options.prompt))
+    longest, room = options.max_new_tokens, model.max_length
+    if room is not None:
+        if len(ids) > room:
+            raise ConfigError(
+                f"the prompt is {len(ids)} tokens long (each byte of text is one, media take more), but the model of "
+                f"{folder} reads max_position_embeddings = {room}; give less"
+            )
+        longest = min(longest, room - len(ids) + 1)  # the last token is not read again
+    prompt = data.Sample(ids, torch.full_like(ids, data.IGNORE), media, "prompt")
+    (tokens,) = answer(model, [prompt], end=tokenizer.EOS, max_new_tokens=longest)
+    print(tokenizer.decode(tokens))
+    return 0
+
+
+def languages(config: Config) -> tuple[str, ...]:
+    """The languages that a run of `config` learns to answer in."""
+    from interlace.data.stamps import LANGUAGES
+
+    if config.data.dataset == "digits":
+        return ("en",)
+    return tuple(config.data.languages or LANGUAGES)
+
+
+def _checkpoint_of(path: Path) -> tuple[Path, Path | None]:
+    """(run folder, checkpoint or None for the newest) of what the user named."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such run folder")
+    at = path if path.name.startswith("step-") else None
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / "config.toml").exists():
+            return folder, at
+    raise ConfigError(f"{path}: not a run folder (no config.toml)")

@@ -1,0 +1,31 @@
+"""``interlace mask``: a picture of who sees what in a row of training samples."""
+
+from __future__ import annotations
+
+import argparse
+
+from interlace.train.config import ConfigError, load
+
+
+def mask(options: argparse.Namespace) -> int:
+    """``interlace mask``: the attention mask of the first training samples of a config, packed into one row."""
+    from interlace.data import ByteTokenizer
+    from interlace.train.build import build
+    from interlace.train.feed import datasets
+
+    if options.samples < 1:
+        raise ConfigError(f"--samples {options.samples}: at least 1")
+    config = load(options.config, options.set)
+    tokenizer = ByteTokenizer()
+    model = build(config, tokenizer, source=str(options.config))
+    train_data, _, note = datasets(config, model, tokenizer, source=str(options.config))
+    if note:
+        print(f"interlace: {note}")
+    samples = [train_data.sample(i, 0) for i in range(min(options.samples, len(train_data)))]
+    drawn = model.collate(samples, only=["language_model"])["mask"]
+    try:
+        drawn.plot(options.out, names=dict(enumerate(model.encoders, start=1)))
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
+    print(f"{options.out}: {len(samples)} samples, {drawn.length} tokens")
+    return 0

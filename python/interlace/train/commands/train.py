@@ -1,0 +1,103 @@
+"""``interlace train``: starts the ranks of a config, or is one of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from interlace.train import runfolder
+from interlace.train.config import ConfigError, dumps, load, loads
+from interlace.train.launch import launcher, lock
+from interlace.train.schema import Config
+
+
+def train(options: argparse.Namespace) -> int:
+    """``interlace train``: a rank when torchrun's variables are set, else the launcher of the config's ranks."""
+    if launcher.under_launcher():
+        return _as_rank(options)
+    path = _config_path(options)
+    config = load(path, options.set)
+    if options.take_over and options.resume is None:
+        raise ConfigError("--take-over is for going on in a run folder; name it with --resume")
+    folder, at = _run_folder(config, options.resume)
+    with launcher.leaving_on_sigterm(), lock.take(folder, take_over=options.take_over, say=_say) as held:
+        return _in_folder(options, config, path, folder, at, held)
+
+
+def _in_folder(
+    options: argparse.Namespace, config: Config, path: Path, folder: Path, at: Path | None, held: lock.RunLock
+) -> int:
+    """Prepares and runs the training of `config` in a run folder that is locked."""
+    from interlace.train.feed import prepare
+
+    config = prepare(config, _say, source=str(path))
+    if options.resume is None:
+        runfolder.write_config(folder, config)
+    launcher.say(f"run folder: {folder}")
+    world = config.world_size()
+    if world == 1:
+        from interlace.train.rank import run
+
+        return run(config, source=str(path), folder=folder, at=at, resume=options.resume, held=held)
+    command = [sys.executable, "-m", "interlace", "train", str(path)]
+    command += ["--debug"] if options.debug else []
+    command += ["--resume", str(at or folder)] if options.resume is not None else []
+    return launcher.run(
+        command,
+        world,
+        folder=folder,
+        timeout=config.parallel.timeout,
+        threads=config.parallel.threads,
+        resume=lambda: (
+            f"interlace train --resume {shlex.quote(str(folder))}" if runfolder.has_checkpoint(folder) else ""
+        ),
+        environment={
+            launcher.RUN_FOLDER: str(folder),
+            launcher.LOCK: held.nonce,
+            launcher.CONFIG: dumps(config),
+            launcher.SOURCE: str(path),
+        },
+    )
+
+
+def _say(line: str) -> None:
+    launcher.say(f"interlace: {line}")
+
+
+def _config_path(options: argparse.Namespace) -> Path:
+    if options.config is not None:
+        return Path(options.config)
+    if not options.resume:
+        raise ConfigError("train needs a config, such as: interlace train configs/stamps.toml")
+    folder = Path(options.resume)
+    for place in (folder, folder.parent, folder.parent.parent):
+        if (place / "config.toml").exists():
+            return place / "config.toml"
+    raise ConfigError(f"--resume {options.resume}: no config.toml there; name the config as well")
+
+
+def _run_folder(config: Config, resume: str | None) -> tuple[Path, Path | None]:
+    if resume is None:
+        return runfolder.create(config), None
+    return runfolder.resolve(config, resume)
+
+
+def _as_rank(options: argparse.Namespace) -> int:
+    """A rank: of the launcher, which has chosen and locked the folder, or of torchrun."""
+    from interlace.train.rank import run
+
+    resume, folder = options.resume, os.environ.get(launcher.RUN_FOLDER)
+    if folder is None:
+        path = _config_path(options)
+        config = load(path, options.set)
+        return run(config, source=str(path), resume=resume, take_over=options.take_over)
+    source = os.environ[launcher.SOURCE]
+    config = loads(os.environ[launcher.CONFIG], source=source)
+    at = runfolder.resolve(config, resume)[1] if resume else None
+    if int(os.environ["RANK"]) > 0:
+        return run(config, source=source, folder=Path(folder), at=at, resume=resume)
+    with lock.join(Path(folder), os.environ[launcher.LOCK]) as held:
+        return run(config, source=source, folder=Path(folder), at=at, resume=resume, held=held)
