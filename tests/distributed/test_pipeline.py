@@ -11,6 +11,7 @@ import pytest
 
 from interlace.layout import Layout, ParallelSpec
 from interlace.run import PipelineError, parallelize
+from interlace.train.commands import crash
 from tests.distributed.workers import run_ranks
 from tests.run.test_parity import FREEZING, assert_same_gradient, make_layout, oracle
 from tests.tiny import random_microbatches, tiny_mllm
@@ -173,12 +174,12 @@ def test_a_batch_that_one_replica_refuses_stops_both_at_once():
     assert "rank 1 refused" in results[0][1] and "at least one sample" in results[1][1]
 
 
-def lose_peer(rank: int, world: int, how: str) -> tuple[str, float]:
+def lose_peer(rank: int, world: int, how: str, crash_folder: str) -> tuple[str, float]:
     """Rank 1 dies, or stops answering, after one good step; the others report their error and how long it took."""
     mllm = tiny_mllm(layers=1)
     specs = {name: ParallelSpec() for name in mllm.modules_order()}
     layout = Layout.from_specs(mllm, specs, ranks=world)
-    parallel = parallelize(mllm, layout, transport="distributed", timeout=4)
+    parallel = parallelize(mllm, layout, transport="distributed", timeout=4, crash_folder=crash_folder)
     microbatches = random_microbatches(mllm, "all")
     parallel.step(microbatches)
     if rank == 1:
@@ -192,14 +193,19 @@ def lose_peer(rank: int, world: int, how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(("world", "how"), [(2, "hangs"), (3, "dies")])
-def test_lost_peer_is_named_within_the_timeout(world, how):
-    results = run_ranks(world, lose_peer, world, how, timeout=90, grace=12, stopped=[1])
+def test_lost_peer_is_named_within_the_timeout(world, how, tmp_path):
+    """And what the others did last is left in a folder, from which `interlace doctor --crash` tells the same."""
+    results = run_ranks(world, lose_peer, world, how, str(tmp_path), timeout=90, grace=12, stopped=[1])
     for rank in range(0, world, 2):
         kind, value = results[rank]
         assert kind == "returned", value
         message, seconds = value
         assert "lost rank 1 " in message and "start of the step" in message, message
         assert seconds < 12
+    found = crash.read(tmp_path)
+    assert sorted(found.dumps) == list(range(0, world, 2)) and found.missing == found.culprits == [1]
+    assert all(any(event.kind == "compute" for event in dump.events) for dump in found.dumps.values())
+    assert "likely cause: rank 1, which left no file" in crash.report(found)[0]
 
 
 def lose_peer_elsewhere(rank: int, where: str) -> tuple[str, float]:
