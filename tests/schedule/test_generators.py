@@ -174,6 +174,17 @@ def test_replicas_without_a_chunk_join_the_sums_of_those_with_one() -> None:
     check(without)
 
 
+def test_a_replica_without_a_chunk_sums_its_tied_weights_like_the_others() -> None:
+    """What it has of each by then is the sum over replicas, in two parts on two ranks."""
+    graph = StageGraph.build({LLM: [0, 1]}, tied=[((LLM, 0), (LLM, 1))], replicas=2)
+    for generate in (gpipe, one_f_one_b):
+        schedule = generate(graph, aligned(graph, 2, 1))
+        check(schedule)
+        assert schedule.to_text().splitlines()[2:] == [
+            f"REDUCE_GRAD:{LLM}/0+0,REDUCE_GRAD:{LLM}/0+3", f"REDUCE_GRAD:{LLM}/1+1,REDUCE_GRAD:{LLM}/1+3",
+        ]  # fmt: skip
+
+
 def test_rare_encoders_run_ahead_within_their_memory() -> None:
     # Read by the chunks 0, 5, 6 only: the chunk for 5 need not wait for the backward of the one for 0.
     graph = StageGraph.build({"vision": [0], LLM: [1]}, BOTH[:1])

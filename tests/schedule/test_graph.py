@@ -74,7 +74,8 @@ def test_only_what_is_trained_is_summed_tied_weights_last() -> None:
         Reduction(LLM, 0, 3, (3, 5), 0),
     )
     members = [[graph.nodes[n][:2] for n in graph.members(r)] for r in graph.reductions]
-    assert members == [[(2, 0), (3, 0)], [(2, 2), (3, 2)], [(2, 0), (2, 2)], [(3, 0), (3, 2)]]
+    tied = [(2, 0), (2, 2), (3, 0), (3, 2)]  # each replica sums what comes of both
+    assert members == [[(2, 0), (3, 0)], [(2, 2), (3, 2)], tied, tied]
     copies = StageGraph.build({"vision": [(0, 1)], LLM: [0, 1]}, [LINK])
     assert copies.reductions == (Reduction("vision", 0, 1, (0, 1)),)
 

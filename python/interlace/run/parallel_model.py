@@ -179,11 +179,18 @@ class ParallelModel:
         return step_table(self.layout, lengths, microbatches=microbatches, groups=groups, chunks=chunks, place=place)
 
     def schedule(self, table: StepTable, *, train: bool = True) -> Schedule:
-        """The checked schedule of a table. One with the same chunks and links as an earlier one has its lists."""
+        """The checked schedule of a table. One with the same chunks and links as an earlier one has its lists.
+
+        Raises ValueError for a table that the layout cannot run, and for a chunk of an encoder that nobody reads.
+        """
         pipelines = self.graph.pipeline_number
         form = ",".join(str(pipelines[chunk.module, chunk.replica]) for chunk in table.chunks)
         key = (train, form, table.links.tobytes())
         if key not in self._schedules:
+            feeding, read = {producer for producer, _ in self.graph.links}, set(table.links[:, 0].tolist())
+            unread = next((c for i, c in enumerate(table.chunks) if c.module in feeding and i not in read), None)
+            if unread is not None:
+                raise ValueError(f"nobody reads {unread}, so it has no gradient: leave it out of the step's table")
             made = self._generator(self.graph, table, backward=train, reduce_grad=train)
             check(made)
             if len(self._schedules) >= _KEPT:
@@ -281,6 +288,7 @@ class ParallelModel:
         try:
             flat, groups = grouped(samples, microbatches)
             table = self.table(samples, microbatches, chunks, place)
+            schedule = self.schedule(table, train=train)
             given = agreement.of_samples(in_groups(flat, groups)).text
             digest = agreement.number(table.digest, self._agreed.text, train, given)
         except ValueError as error:
@@ -296,7 +304,6 @@ class ParallelModel:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
             return StepResult(0.0, 0, 0)
 
-        schedule = self.schedule(table, train=train)
         routes = Routes(table)
         ends = {
             i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)

@@ -169,7 +169,11 @@ class StageGraph:
         return tuple(found)
 
     def members(self, reduction: Reduction) -> list[int]:
-        """The nodes whose weights `reduction` sums."""
+        """The nodes whose backward adds to what `reduction` sums.
+
+        Of a tied weight those of every replica: what a rank brings is the sum over replicas, also where its own ran
+        nothing.
+        """
         layers = range(reduction.start, reduction.stop)
         if reduction.tied >= 0:
             layers = [layer for _, layer in self.tied[reduction.tied]]  # type: ignore[assignment]
@@ -179,7 +183,7 @@ class StageGraph:
             stage = pipeline.stages[node.stage]
             if stage.module != reduction.module or not any(stage.start <= layer < stage.stop for layer in layers):
                 continue
-            if set(self.layout.lanes()[node.lane].ranks) & set(reduction.ranks):
+            if reduction.tied >= 0 or set(self.layout.lanes()[node.lane].ranks) & set(reduction.ranks):
                 found.append(number)
         return found
 
