@@ -60,7 +60,7 @@ def parallelize(
         more than one rank exists.
     schedule: "1f1b" or "gpipe". checkpointing: recompute each layer's activations in backward. autocast: run forwards
         under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
-    crash_folder: where a rank of several processes whose step fails leaves what it did last (`interlace doctor --crash`).
+    crash_folder: where a process whose step fails leaves what its rank did last, for `interlace doctor --crash`.
 
     Raises ValueError when the world's size is not the layout's, or for lanes of several ranks (tp * cp > 1), which this
     version plans but does not run.
@@ -234,7 +234,7 @@ class ParallelModel:
             to replica i modulo their number). Otherwise they are spread by their tokens over `microbatches` of each
             replica (default: twice the stages of its pipeline, at most one per sample).
         chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
-            position, step) of the batch, for the table. note: asked at the end; all ranks learn of all (see StepResult).
+            position, step) of the batch, for the table. note: asked at the end, and told to all ranks (see StepResult).
 
         Raises ValueError for a batch without any valid target, when a rank was given something else, or when what is
         frozen has changed since `parallelize`; PipelineError when a peer is lost, and then the gradients are undefined.
@@ -264,7 +264,8 @@ class ParallelModel:
         if self._failed:
             raise PipelineError(f"an earlier step failed and left the ranks out of step ({self._failed}): start anew")
         try:
-            return self._run_step(samples, microbatches, chunks, place, note, train)
+            with _as_pipeline_errors():
+                return self._run_step(samples, microbatches, chunks, place, note, train)
         except Exception as error:
             if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
@@ -293,7 +294,9 @@ class ParallelModel:
             digest = agreement.number(table.digest, self._agreed.text, train, given)
         except ValueError as error:
             refused = error
-        compare = self._compare(digest, refused, f"{self._agreed.text}; train={train}", given)
+        compare = agreement.begin_comparing(
+            self.channel, digest, refused is not None, f"{self._agreed.text}; train={train}", given
+        )
         if refused is not None:
             compare()
             raise refused
@@ -333,34 +336,6 @@ class ParallelModel:
             self._norm = norm, self._signature()
         most = max(chunk.index for chunk in table.chunks if chunk.module == self.graph.modules[-1]) + 1
         return StepResult(loss / tokens, tokens, most, notes)
-
-    def _compare(self, digest: int, refused: ValueError | None, model: str, given: str) -> Callable[[], None]:
-        """Begin to compare what the ranks were given; the returned call ends it and raises ValueError if it differs."""
-        channel = self.channel
-        if channel is None or channel.world == 1:
-            return lambda: None
-        channel.begin(0)  # until it is known that all ranks have the same table
-        numbers = torch.tensor([float(digest), float(refused is not None)], dtype=torch.float64)
-        pending = channel.start_all_gather(numbers, "start of the step")
-
-        def compare() -> None:
-            with _as_pipeline_errors():
-                everyone = pending.wait()
-                bad = everyone[:, 1].nonzero().flatten().tolist()
-                if refused is None and bad:
-                    ranks = ", ".join(map(str, bad))
-                    raise ValueError(f"rank {ranks} refused its batch, so no rank runs this step: see its error")
-                if refused is None and not bool((everyone[:, 0] == everyone[0, 0]).all()):
-                    said = channel.exchange([model, given], "what the ranks were given")
-                    wrong = agreement.disagreement({rank: model for rank, (model, _) in enumerate(said)})
-                    wrong = wrong or agreement.disagreement({rank: given for rank, (_, given) in enumerate(said)})
-                    raise ValueError(
-                        "the ranks were not given the same, so none runs this step: "
-                        f"{wrong or 'their tables differ: do they run one version of the program?'}"
-                    )
-            channel.begin(digest)
-
-        return compare
 
     def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int) -> None:
         if self.channel is not None:

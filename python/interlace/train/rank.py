@@ -78,7 +78,7 @@ def _train(
     torch.set_num_threads(config.parallel.threads or launcher.default_threads(local_world))
     torch.use_deterministic_algorithms(config.run.deterministic)
     # Deterministic algorithms bring along that torch fills every new tensor, which costs a pass over memory each time.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(config.run.seed)
 
     from interlace.data import ByteTokenizer
