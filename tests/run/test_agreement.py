@@ -6,8 +6,10 @@ import copy
 import re
 from typing import Any
 
+import pytest
 import torch
 
+from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media
 from interlace.run import parallelize
 from interlace.run.agreement import of_samples
@@ -73,6 +75,38 @@ def test_ranks_that_were_given_something_else_do_not_start(pool: Any) -> None:
         assert mine == theirs, way
         assert mine[0].startswith("the ranks were not given the same, so none runs this step: "), (way, mine)
         assert re.search(DIFFERENT[way], mine[0]) and not mine[1], (way, mine)
+
+
+def refused_after_a_step(rank: int, dp: int) -> list[tuple[str, bool]]:
+    """(what this rank is told, whether its gradients of the step before are untouched) when batches differ, or one is
+    refused. Without images the language model of dp = 1 talks to nobody."""
+    told = []
+    for odd in ("differs", "refused"):
+        mllm = tiny_mllm(encoders=("vision",) if dp == 1 else ())
+        layout = Layout.from_specs(mllm, {name: ParallelSpec(dp=dp) for name in mllm.modules_order()})
+        parallel = parallelize(mllm, layout, transport="distributed", timeout=20)
+        parallel.step(random_microbatches(mllm, "all"))
+        before = {name: None if p.grad is None else p.grad.clone() for name, p in parallel.named_parameters()}
+        batches = random_microbatches(mllm, "text", seed=rank if odd == "differs" else 0)
+        try:
+            parallel.step([] if odd == "refused" and rank == 0 else batches)
+            text = ""
+        except ValueError as error:
+            text = str(error)
+        same = all(
+            p.grad is None if before[name] is None else p.grad is not None and torch.equal(p.grad, before[name])
+            for name, p in parallel.named_parameters()
+        )
+        told.append((text, same))
+    return told
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_step_that_nobody_runs_leaves_the_gradients_of_earlier_ones(dp: int, pool: Any) -> None:
+    here, there = pool.returned(2, refused_after_a_step, dp, timeout=180)
+    assert "not given the same" in here[0][0] == there[0][0]
+    assert "at least one sample" in here[1][0] and "rank 0 refused" in there[1][0]
+    assert all(same for told in (here, there) for _, same in told), (here, there)
 
 
 def test_what_the_digest_of_samples_says() -> None:

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from interlace.layout import Layout, ParallelSpec
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
+from interlace.model import Media
 from interlace.run import PipelineError, parallelize
 from tests.run.test_parity import assert_same_gradient, oracle
 from tests.tiny import random_microbatches, tiny_mllm
@@ -119,6 +120,41 @@ def test_full_gradients_are_those_of_the_model():
     assert set(found) == {name for name, _ in mllm.named_parameters()}
     for name, gradient in found.items():
         assert_same_gradient(name, gradient, gradients[name])
+
+
+def test_tied_weights_are_together_in_all_replicas_or_in_none():
+    """One replica has both ends of the language model on one rank, the other one on two."""
+    mllm = tiny_mllm(tied=True, encoders=())
+
+    def replica(number, first, last):
+        stages = (Stage("language_model", 0, 0, 1, Lane((first,))), Stage("language_model", 1, 1, 2, Lane((last,))))
+        return Pipeline("language_model", number, stages)
+
+    spec = ParallelSpec(pp=2, dp=2)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is on one stage, or one rank, of some.*place all alike"):
+        parallelize(mllm, Layout({"language_model": (spec, (replica(0, 0, 0), replica(1, 1, 2)))}, 3))
+    parallelize(mllm, Layout({"language_model": (spec, (replica(0, 0, 0), replica(1, 1, 1)))}, 2))
+
+
+def test_a_failed_step_leaves_no_gradients_behind():
+    mllm = tiny_mllm()
+    parallel = parallelize(mllm, make(mllm, dp=2), timeout=30)
+    good, bad = random_microbatches(mllm, "all"), random_microbatches(mllm, "all")
+
+    def unreadable():
+        raise OSError("the file is gone")
+
+    image = bad[2][0].media["vision"][0]
+    bad[2][0].media["vision"][0] = Media(image.shape, image.tokens, load=unreadable)
+    with pytest.raises(PipelineError, match="the file is gone"):
+        parallel.step(bad)
+    parallel.zero_grad()
+    parallel.step(good)
+    ours = {id(p) for p in mllm.parameters()}
+    left = [
+        p for stages in parallel.stages.values() for s in stages.values() for p in s.parameters() if id(p) not in ours
+    ]
+    assert left and all(p.grad is None for p in left)
 
 
 def test_lanes_of_several_ranks_are_refused():

@@ -52,7 +52,7 @@ class Step:
     """What one step works on, and what it leaves.
 
     inputs: (module, chunk, first stage) -> collated inputs. scale: multiplies the summed loss: 1 / valid targets of the
-    whole batch. start: called once before the first message or sum. ends: chunk ->
+    whole batch. start: called once, before the first backward, message or sum. ends: chunk ->
     the module and the last stage, whose output its rows are.
     """
 
@@ -102,7 +102,7 @@ class Executor:
         started = False
         for row in actions:
             op, module, *rest = row
-            if not started and op >= SEND:
+            if not started and op != FORWARD:
                 started = True
                 step.start()
             begin = time.monotonic()

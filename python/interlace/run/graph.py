@@ -15,8 +15,8 @@ from interlace.schedule import Op, StageGraph
 def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
     """The nodes and links of `layout`, and what of it is trained in `mllm`.
 
-    Raises ValueError where the layout is of another model, or cuts replicas so that tied weights are together in some
-    and apart in others.
+    Raises ValueError where the layout is of another model, or cuts or places replicas so that tied weights are
+    together in some and apart in others.
     """
     modules = mllm.modules_order()
     if list(layout.modules) != list(modules):
@@ -44,15 +44,17 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
             raise ValueError(
                 f"{names[0]} is one weight of several modules, whose ranks could not keep it equal: untie it"
             )
-        cuts = {
-            tuple(next(s.index for s in pipeline.stages if s.start <= layer < s.stop) for _, layer in places)
+        homes = [
+            {next(s for s in pipeline.stages if s.start <= layer < s.stop) for _, layer in places}
             for pipeline in layout.pipelines(places[0][0])
-        }
-        if len({len(set(stages)) for stages in cuts}) > 1:
+        ]
+        # A rank has one gradient of the weight, whatever stages it has of it, and sums it once.
+        if len({(len(stages), len({stage.lane for stage in stages})) for stages in homes}) > 1:
             raise ValueError(
-                f"the tied weight {names[0]} is on one stage of some replicas and on several of others: cut all alike"
+                f"the tied weight {names[0]} is on one stage, or one rank, of some replicas and on several of others: "
+                "cut and place all alike"
             )
-        if any(len(set(stages)) > 1 for stages in cuts):
+        if len(homes[0]) > 1:
             found.append(tuple(places))
     return tuple(found)
 

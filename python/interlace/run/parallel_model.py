@@ -313,6 +313,7 @@ class ParallelModel:
             for i, c in enumerate(table.chunks)
         }
         self._views.refresh()
+        self._views.drop_gradients()  # of a step that failed
         kept = self._set_shared_gradients_aside() if train else []
         steps = {
             number: Step(
@@ -326,7 +327,12 @@ class ParallelModel:
             for number in self.ranks
         }
         self._norm = None
-        self._execute(schedule, steps, digest)
+        try:
+            self._execute(schedule, steps, digest)
+        except ValueError:  # the ranks differ, and none has begun a backward: nothing of this step, all of those before
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+            raise
         self._views.drop_gradients()
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

@@ -1,0 +1,269 @@
+"""Random layouts of a tiny model, random batches, and random tables that `interlace.run.table` would never make.
+
+Every case follows from its seed alone. The oracle is one process (`test_parity.oracle`).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
+from interlace.model import MultimodalModel, Sample
+from interlace.run import ParallelModel, parallelize
+from interlace.schedule import Chunk, Edge, StepTable
+from tests.run.test_parity import assert_same_gradient, oracle
+from tests.tiny import random_sample, tiny_mllm
+
+LANGUAGE = "language_model"
+PLACEMENTS = ("parallel", "colocated", "shared", "replicated", "chain", "custom", "custom")
+
+
+@dataclass
+class Case:
+    """A model that runs in a layout. text: what to say of a case that fails."""
+
+    mllm: MultimodalModel
+    parallel: ParallelModel
+    text: str
+
+
+def random_layout(rng: random.Random, mllm: MultimodalModel) -> Layout:
+    """Of any placement; "custom": any stages on any ranks, merged, folded, shared, copied, each replica cut otherwise."""
+    names = mllm.modules_order()
+    placement = rng.choice(PLACEMENTS)
+    layers = {name: len(mllm.layer_list(name)) for name in names}
+    dp, pp = ({name: rng.randint(1, 3) for name in names} for _ in range(2))
+    if placement == "custom":
+        return _custom(rng, layers)
+    if placement == "chain":
+        return Layout.balanced(mllm, rng.randint(1, min(4, sum(layers.values()))), dp=rng.randint(1, 2))
+    if placement == "shared":
+        world = rng.choice([1, 2, 3, 4])
+        ways = [(d, world // d) for d in range(1, world + 1) if world % d == 0 and world // d <= min(layers.values())]
+        chosen = {name: rng.choice(ways) for name in names}
+        dp, pp = ({name: chosen[name][i] for name in names} for i in (0, 1))
+    elif placement == "replicated":
+        dp, pp = dict.fromkeys(names, rng.randint(1, 2)), {**dict.fromkeys(names, 1), LANGUAGE: rng.randint(1, 3)}
+    elif placement == "colocated":
+        encoders = names[:-1]
+        dp |= dict.fromkeys(encoders, rng.randint(1, 3))
+        pp |= dict.fromkeys(encoders, rng.randint(1, 3))
+    pp = {name: min(pp[name], layers[name]) for name in names}
+    specs = {name: ParallelSpec(pp=pp[name], dp=dp[name]) for name in names}
+    return Layout.from_specs(mllm, specs, placement=placement)
+
+
+def _custom(rng: random.Random, layers: dict[str, int]) -> Layout:
+    world = rng.randint(1, 5)
+    made: dict[str, tuple[ParallelSpec, list[tuple[list[int], list[int], list[int]]]]] = {}
+    for name, count in layers.items():
+        dp, stages = rng.randint(1, min(3, world)), rng.randint(1, min(3, count))
+        homes: list[list[int]] = [[] for _ in range(dp)]
+        for place, rank in enumerate(rng.sample(range(world), world)):
+            if place < dp or rng.random() < 0.7:
+                homes[place % dp].append(rank)
+        pipelines = []
+        for home in homes:
+            cuts = [0, *sorted(rng.sample(range(1, count), stages - 1)), count]
+            lanes = [rng.choice(home) for _ in range(stages)]
+            copied = stages == 1 and name != LANGUAGE and rng.random() < 0.5
+            pipelines.append((cuts, lanes, [rank for rank in home if rank not in lanes] if copied else []))
+        made[name] = ParallelSpec(pp=stages, dp=dp), pipelines
+    used = sorted({rank for _, ps in made.values() for _, lanes, copies in ps for rank in (*lanes, *copies)})
+    new = {rank: Lane((i,)) for i, rank in enumerate(used)}
+    modules = {}
+    for name, (spec, found) in made.items():
+        pipelines = []
+        for replica, (cuts, lanes, copies) in enumerate(found):
+            stages = [
+                Stage(name, i, cuts[i], cuts[i + 1], new[lane], tuple(new[c] for c in copies))
+                for i, lane in enumerate(lanes)
+            ]
+            pipelines.append(Pipeline(name, replica, tuple(stages)))
+        modules[name] = spec, tuple(pipelines)
+    return Layout(modules, len(used))
+
+
+def random_case(rng: random.Random) -> Case:
+    """A model, some of it frozen, and a layout that runs it."""
+    encoders = rng.choice([("vision", "audio"), ("vision", "audio"), ("vision",), ("audio",), ()])
+    tied, layers = rng.random() < 0.5, rng.choice([1, 2, 3])
+    mllm = tiny_mllm(tied=tied, layers=layers, encoders=encoders)
+    paths = [*encoders, *(f"{name}.projector" for name in encoders), LANGUAGE]
+    frozen = [path for path in paths if rng.random() < rng.choice([0.0, 0.3, 0.6])]
+    for path in frozen:
+        mllm.freeze(path)
+    mllm.train()
+    schedule, checkpointing = rng.choice(["1f1b", "1f1b", "gpipe"]), rng.random() < 0.25
+    while True:
+        layout = random_layout(rng, mllm)
+        try:
+            parallel = parallelize(mllm, layout, schedule=schedule, checkpointing=checkpointing, timeout=30)
+            break
+        except ValueError as error:
+            if "place all alike" not in str(error):  # a tied weight together here and apart there
+                raise
+    text = f"tied={tied}, layers={layers}, frozen={frozen}, {schedule}, checkpointing={checkpointing}\n{layout}"
+    return Case(mllm, parallel, text)
+
+
+def random_samples(rng: random.Random, mllm: MultimodalModel, count: int) -> list[Sample]:
+    """Some without images, without clips, without targets, but at least one target in all."""
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    most = rng.choice([0, 1, 2])
+    samples = []
+    for _ in range(count):
+        images = rng.randint(0, most) if "vision" in mllm.encoders else 0
+        clips = rng.randint(0, min(1, most)) if "audio" in mllm.encoders else 0
+        samples.append(random_sample(mllm, generator, images=images, clips=clips, text=rng.randint(2, 6)))
+    for sample in samples[1:]:
+        if rng.random() < 0.15:
+            sample.labels.fill_(-100)
+    return samples
+
+
+def random_table(rng: random.Random, parallel: ParallelModel, samples: list[Sample]) -> StepTable:
+    """Any samples in any chunk of any replica, chunks in any order, some samples encoded twice."""
+    *encoders, language = parallel.mllm.modules_order()
+    chunks: list[tuple[str, int, list[int]]] = []
+    where: dict[str, list[list[tuple[int, int]]]] = {}  # module -> sample -> (its chunk, first row there)
+    for name in (*encoders, language):
+        rows = [sum(m.tokens for m in s.media.get(name, ())) for s in samples]
+        members = [i for i in range(len(samples)) if name == language or rows[i]]
+        if name != language:
+            members += [i for i in members if rng.random() < 0.1]
+        where[name] = [[] for _ in samples]
+        bins: dict[int, list[int]] = {}
+        wanted = rng.randint(1, max(1, len(members)))
+        for i in rng.sample(members, len(members)):
+            bins.setdefault(rng.randrange(wanted), []).append(i)
+        for mine in bins.values():
+            first = 0
+            mine = list(dict.fromkeys(mine))
+            for i in mine:
+                where[name][i].append((len(chunks), first))
+                first += rows[i]
+            chunks.append((name, rng.randrange(parallel.layout.spec(name).dp), mine))
+    reads = _pieces(rng, parallel, samples, chunks, where)
+    used = {piece[0] for pieces in reads.values() for piece in pieces}
+    chosen = [i for i, (name, *_) in enumerate(chunks) if name == language or i in used]
+    order = rng.sample(chosen, len(chosen))
+    place = {old: new for new, old in enumerate(order)}
+    made: list[Chunk] = []
+    count: dict[tuple[str, int], int] = {}
+    for old in order:
+        name, replica, mine = chunks[old]
+        index = count.get((name, replica), 0)
+        count[name, replica] = index + 1
+        made.append(Chunk(name, replica, index, np.array(mine, np.int32)))
+    edges = []
+    for name, pieces in reads.items():
+        moved = [(place[source], row, place[reader], to, count) for source, row, reader, to, count in pieces]
+        edges.append(Edge(name, language, "embeds", np.array(moved, np.int32).reshape(-1, 5)))
+    targets = [
+        sum(int((samples[i].labels != -100).sum()) for i in c.samples) if c.module == language else 0 for c in made
+    ]
+    return StepTable(tuple(made), tuple(edges), np.array(targets, np.int64))
+
+
+def _pieces(
+    rng: random.Random,
+    parallel: ParallelModel,
+    samples: list[Sample],
+    chunks: list[tuple[str, int, list[int]]],
+    where: dict[str, list[list[tuple[int, int]]]],
+) -> dict[str, list[tuple[int, int, int, int, int]]]:
+    """Encoder -> what the chunks of the language model read of it."""
+    *encoders, language = parallel.mllm.modules_order()
+    found: dict[str, list[tuple[int, int, int, int, int]]] = {name: [] for name in encoders}
+    for name, pieces in found.items():
+        for reader, (module, _, mine) in enumerate(chunks):
+            row = 0
+            for i in mine if module == language else ():
+                length = sum(m.tokens for m in samples[i].media.get(name, ()))
+                cut = rng.randint(0, length) if rng.random() < 0.3 else length  # the rest from elsewhere, if it can be
+                for start, stop in ((0, cut), (cut, length)):
+                    if start < stop:
+                        source, first = rng.choice(where[name][i])
+                        pieces.append((source, first + start, reader, row + start, stop - start))
+                row += length
+        rng.shuffle(pieces)
+    return found
+
+
+def check_steps(case: Case, steps: list[tuple[Any, dict[str, Any], list[Sample]]]) -> None:
+    """Steps whose gradients add up; each is (what is given, options, its samples)."""
+    mllm, parallel = case.mllm, case.parallel
+    total: dict[str, torch.Tensor | None] = {}
+    expected = []
+    for _, _, samples in steps:
+        loss, gradients = oracle(mllm, [samples])
+        for name, gradient in gradients.items():
+            before = total.get(name)
+            total[name] = gradient if before is None else before if gradient is None else before + gradient
+        squares = sum(
+            float(total[n].double().square().sum()) for n, _ in mllm.named_parameters() if total[n] is not None
+        )
+        expected.append((loss, squares**0.5, dict(total)))
+    mllm.zero_grad()
+    _compare_views(parallel)
+    for (given, options, _), (loss, norm, sums) in zip(steps, expected, strict=True):
+        try:
+            result = parallel.step(given, **options)
+            assert abs(result.loss - loss) <= 1e-5 * abs(loss), f"loss {result.loss}, not {loss}"
+            for name, parameter in mllm.named_parameters():
+                assert_same_gradient(name, parameter.grad, sums[name])
+            found = parallel.clip_grad_norm_(1e9)
+            assert abs(found - norm) <= 1e-4 * norm + 1e-9, f"gradient norm {found}, not {norm}"
+        except Exception as error:
+            raise AssertionError(f"{case.text}\n{type(error).__name__}: {error}") from error
+
+
+def _compare_views(parallel: ParallelModel) -> None:
+    """From now on a step fails after which ranks that hold one weight have not the same gradient of it."""
+    execute, names = parallel._execute, {id(parameter): name for name, parameter in parallel.mllm.named_parameters()}
+
+    def compare(*arguments: Any) -> None:
+        execute(*arguments)
+        for own, view in parallel._views._pairs:
+            same = view.grad is None if own.grad is None else view.grad is not None and torch.equal(own.grad, view.grad)
+            assert same, f"the ranks have different gradients of {names[id(own)]}"
+
+    parallel._execute = compare  # type: ignore[method-assign]
+
+
+def check_layout(seed: int) -> None:
+    """A random layout, given one to three batches."""
+    rng = random.Random(seed)
+    case = random_case(rng)
+    steps = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        samples = random_samples(rng, case.mllm, rng.randint(1, 7))
+        chunks = {n: rng.randint(1, 5) for n in case.mllm.encoders if rng.random() < 0.5}
+        if rng.random() < 0.5:
+            groups: dict[int, list[Sample]] = {}
+            for sample in samples:
+                groups.setdefault(rng.randrange(4), []).append(sample)
+            steps.append((list(groups.values()), {"chunks": chunks}, samples))
+        else:
+            steps.append((samples, {"chunks": chunks, "microbatches": rng.choice([None, 1, 2, 3])}, samples))
+    check_steps(case, steps)
+
+
+def check_table(seed: int) -> None:
+    """A random layout runs random tables, twice in a row."""
+    rng = random.Random(seed)
+    case = random_case(rng)
+    steps = []
+    tables = {}
+    for place in range(rng.choice([1, 1, 2])):
+        samples = random_samples(rng, case.mllm, rng.randint(1, 7))
+        tables[place] = random_table(rng, case.parallel, samples)
+        steps.append((samples, {"place": (0, 0, place)}, samples))
+    case.parallel.table = lambda samples, microbatches, chunks, place: tables[place[2]]  # type: ignore[method-assign]
+    check_steps(case, steps)
