@@ -31,7 +31,10 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """The routes of a step's table."""
+    """The routes of a step's table.
+
+    Raises ValueError for a chunk some of whose placeholders nothing fills, or two things.
+    """
 
     def __init__(self, table: StepTable) -> None:
         self._pieces: dict[tuple[int, int], NDArray[np.int32]] = {}
@@ -45,6 +48,7 @@ class Routes:
             pieces = edge.pieces
             if len(pieces) == 0:
                 continue
+            _check_filled(table, edge.producer, pieces)
             pieces = pieces[np.lexsort((pieces[:, 3], pieces[:, 2], pieces[:, 0]))]
             key = pieces[:, 0].astype(np.int64) << 32 | pieces[:, 2]
             starts = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]]))
@@ -68,6 +72,21 @@ class Routes:
             route = Route(_index(pieces[:, 1], pieces[:, 4]), _index(pieces[:, 3], pieces[:, 4]), count)
             self._made[source, reader] = route
         return route
+
+
+def _check_filled(table: StepTable, producer: str, pieces: NDArray[np.int32]) -> None:
+    """What no piece fills would be whatever the memory held before."""
+    pieces = pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]
+    due = np.zeros(len(pieces), np.int64)
+    follows = pieces[1:, 2] == pieces[:-1, 2]
+    due[1:][follows] = (pieces[:-1, 3].astype(np.int64) + pieces[:-1, 4])[follows]
+    wrong = pieces[:, 3] != due
+    if wrong.any():
+        _, _, reader, row, _ = pieces[wrong.argmax()].tolist()
+        raise ValueError(
+            f"{table.chunks[reader]} has a piece of {producer} for placeholder {row} where that for "
+            f"{due[wrong.argmax()]} is due: each placeholder is filled once, from 0 on"
+        )
 
 
 def _index(starts: NDArray[np.int32], counts: NDArray[np.int32]) -> Index:

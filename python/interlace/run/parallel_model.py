@@ -60,7 +60,7 @@ def parallelize(
         more than one rank exists.
     schedule: "1f1b" or "gpipe". checkpointing: recompute each layer's activations in backward. autocast: run forwards
         under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
-    crash_folder: where a rank of several processes whose step fails leaves what it did last (`interlace doctor --crash`).
+    crash_folder: where a rank of several processes whose step fails leaves what it did last, for `interlace doctor`.
 
     Raises ValueError when the world's size is not the layout's, or for lanes of several ranks (tp * cp > 1), which this
     version plans but does not run.
@@ -184,7 +184,7 @@ class ParallelModel:
         Raises ValueError for a table that the layout cannot run, and for a chunk of an encoder that nobody reads.
         """
         pipelines = self.graph.pipeline_number
-        form = ",".join(str(pipelines[chunk.module, chunk.replica]) for chunk in table.chunks)
+        form = ",".join(str(pipelines.get((chunk.module, chunk.replica))) for chunk in table.chunks)
         key = (train, form, table.links.tobytes())
         if key not in self._schedules:
             feeding, read = {producer for producer, _ in self.graph.links}, set(table.links[:, 0].tolist())
@@ -234,7 +234,7 @@ class ParallelModel:
             to replica i modulo their number). Otherwise they are spread by their tokens over `microbatches` of each
             replica (default: twice the stages of its pipeline, at most one per sample).
         chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
-            position, step) of the batch, for the table. note: asked at the end; all ranks learn of all (see StepResult).
+            position, step) of the batch, for the table. note: asked at the end; all ranks learn of all (`StepResult`).
 
         Raises ValueError for a batch without any valid target, when a rank was given something else, or when what is
         frozen has changed since `parallelize`; PipelineError when a peer is lost, and then the gradients are undefined.
@@ -288,7 +288,7 @@ class ParallelModel:
         try:
             flat, groups = grouped(samples, microbatches)
             table = self.table(samples, microbatches, chunks, place)
-            schedule = self.schedule(table, train=train)
+            schedule, routes = self.schedule(table, train=train), Routes(table)
             given = agreement.of_samples(in_groups(flat, groups)).text
             digest = agreement.number(table.digest, self._agreed.text, train, given)
         except ValueError as error:
@@ -304,7 +304,6 @@ class ParallelModel:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
             return StepResult(0.0, 0, 0)
 
-        routes = Routes(table)
         ends = {
             i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
             for i, c in enumerate(table.chunks)
@@ -316,7 +315,7 @@ class ParallelModel:
             number: Step(
                 routes=routes,
                 ends=ends,
-                inputs=collator(self.mllm, table, flat),
+                inputs=collator(self.mllm, table, flat, self._ranks[number].stages),
                 scale=1.0 / tokens,
                 start=compare,
                 autocast=self._autocast_context,
