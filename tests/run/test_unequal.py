@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from interlace.layout import Layout, ParallelSpec
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.run import parallelize
 from tests.run.test_parity import FREEZING, assert_same_gradient, oracle
 from tests.tiny import random_microbatches, tiny_mllm
@@ -123,3 +123,20 @@ def test_colocated_encoders_may_have_another_degree_than_the_language_model() ->
         assert_same_gradient(name, parameter.grad, gradients[name])
     wanted = {id(item) for item in parallel.wanted(flat, 3)}
     assert wanted == {id(item) for sample in flat for items in sample.media.values() for item in items}
+
+
+def test_tied_weights_wait_for_other_sums_without_holding_up_the_pipeline() -> None:
+    """Rank 1 sums its output embedding while rank 0, whose sum of the encoder's that follows, needs more backwards."""
+    mllm = tiny_mllm(tied=True, layers=3, encoders=("vision",))
+    batch = random_microbatches(mllm, "text", count=1) + random_microbatches(mllm, "all", count=1)
+    batch[1].pop()
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    vision = [Pipeline("vision", rank, (Stage("vision", 0, 0, 3, Lane((rank,))),)) for rank in (0, 1)]
+    stages = [Stage("language_model", i, i, i + 1, Lane((rank,))) for i, rank in enumerate((0, 1, 1))]
+    language = Pipeline("language_model", 0, tuple(stages))
+    specs = {"vision": (ParallelSpec(dp=2), tuple(vision)), "language_model": (ParallelSpec(pp=3), (language,))}
+    parallel = parallelize(mllm, Layout(specs, 2), timeout=5)
+    assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in mllm.named_parameters():
+        assert_same_gradient(name, parameter.grad, gradients[name])

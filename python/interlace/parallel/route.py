@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from interlace.schedule.table import StepTable
@@ -32,7 +33,10 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """The routes of a step's table."""
+    """The routes of a step's table.
+
+    Raises ValueError for a chunk some of whose placeholders nothing fills, or two things.
+    """
 
     def __init__(self, table: StepTable) -> None:
         self.total: dict[tuple[str, int], int] = {}
@@ -44,6 +48,8 @@ class Routes:
         self._pieces: dict[tuple[int, int], list[list[int]]] = {}
         self._made: dict[tuple[int, int], Route] = {}
         for edge in table.edges:
+            if len(edge.pieces):
+                _check_filled(table, edge.producer, edge.pieces)
             order = np.lexsort((edge.pieces[:, 3], edge.pieces[:, 2], edge.pieces[:, 0]))
             for piece in edge.pieces[order].tolist():
                 source, _, reader, _, count = piece
@@ -72,6 +78,21 @@ def _index(pieces: Sequence[Sequence[int]], column: int) -> Index:
     if all(a[column] + a[4] == b[column] for a, b in pairwise(pieces)):
         return slice(pieces[0][column], pieces[-1][column] + pieces[-1][4])
     return torch.cat([torch.arange(piece[column], piece[column] + piece[4]) for piece in pieces])
+
+
+def _check_filled(table: StepTable, producer: str, pieces: NDArray[np.int32]) -> None:
+    """What no piece fills would be whatever the memory held before."""
+    pieces = pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]
+    due = np.zeros(len(pieces), np.int64)
+    follows = pieces[1:, 2] == pieces[:-1, 2]
+    due[1:][follows] = (pieces[:-1, 3].astype(np.int64) + pieces[:-1, 4])[follows]
+    wrong = pieces[:, 3] != due
+    if wrong.any():
+        _, _, reader, row, _ = pieces[wrong.argmax()].tolist()
+        raise ValueError(
+            f"{table.chunks[reader]} has a piece of {producer} for placeholder {row} where that for "
+            f"{due[wrong.argmax()]} is due: each placeholder is filled once, from 0 on"
+        )
 
 
 def take(rows: Tensor, index: Index) -> Tensor:

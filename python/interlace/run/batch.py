@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from interlace.model import MultimodalModel
@@ -36,14 +37,22 @@ def in_groups(flat: Sequence[Any], groups: Sequence[Sequence[int]] | None) -> li
     return [list(flat)] if groups is None else [[flat[i] for i in group] for group in groups]
 
 
-def collator(mllm: MultimodalModel, table: StepTable, samples: Sequence[Any]) -> Callable[[str, int, bool], Any]:
-    """(module, chunk, first stage) -> the chunk's collated inputs, made when first asked for."""
-    cache: dict[tuple[int, bool], dict[str, Any]] = {}
+def collator(
+    mllm: MultimodalModel, table: StepTable, samples: Sequence[Any], stages: Collection[tuple[str, int]]
+) -> Callable[[str, int, bool], Any]:
+    """(module, chunk, first stage) -> the chunk's collated inputs, made when first asked for.
+
+    stages: (module, stage) of those who ask, each once for a chunk; after the last of them nothing is kept.
+    """
+    later = Counter(module for module, stage in stages if stage)
+    kept: dict[int, tuple[dict[str, Any], int]] = {}  # chunk -> what stages after the first take, and how many will yet
 
     def inputs(module: str, chunk: int, first: bool) -> dict[str, Any]:
-        if (chunk, first) not in cache:
-            chosen = [samples[i] for i in table.chunks[chunk].samples]
-            cache[chunk, first] = mllm.collate_module(module, chosen, decode=first)
-        return cache[chunk, first]
+        made, left = (None, 1) if first else kept.pop(chunk, (None, later[module]))
+        if made is None:
+            made = mllm.collate_module(module, [samples[i] for i in table.chunks[chunk].samples], decode=first)
+        if left > 1:
+            kept[chunk] = made, left - 1
+        return made
 
     return inputs

@@ -1,7 +1,8 @@
 """Executes one rank's list, the very rows that the checker proved and the simulator times. It decides nothing.
 
 A plain loop: each action is done before the next begins. RECV blocks until the message is there, SEND and REDUCE_GRAD
-start what travels by itself; sums are awaited when the list ends. Several ranks of one process are a thread each.
+start what travels by itself; sums are awaited when the list ends, and those of tied weights made of them then. Several
+ranks of one process are a thread each.
 
 A stage's forward starts from detached inputs and its backward ends at them; what crosses a stage boundary, to another
 rank or within one, is an activation and later its gradient. So any layout computes the same numbers.
@@ -138,6 +139,7 @@ class Executor:
         self._messages: dict[Message, Tensor] = {}  # as received, or to be sent
         self._saved: dict[Value, tuple[dict[Any, Tensor], Tensor]] = {}
         self._sums: dict[int, Sum] = {}
+        self._tied: list[int] = []  # sums that begin when those are done
         self._uses: dict[Value, int] = defaultdict(int)
         self._takes_backward: set[Value] = set()
         wanted: set[tuple[str, int, int, int]] = set()  # gradients that go to other ranks
@@ -292,20 +294,23 @@ class Executor:
         self._messages[module, stage, chunk, other, grad] = tensor
 
     def _reduce(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
+        if self._reductions[number].tied >= 0:  # a sum of sums: to wait for these here could hold up who makes them
+            self._tied.append(number)
+        else:
+            self._sums[number] = self._sum(number)
+
+    def _sum(self, number: int) -> Sum:
         reduction = self._reductions[number]
-        if reduction.tied >= 0:  # a sum of what the stages have summed
-            for pending in self._sums.values():
-                pending.wait()
         key = f"{reduction.module} layers {reduction.start} to {reduction.stop}{' tied' * (reduction.tied >= 0)}"
-        self._sums[number] = Sum(self._parameters(reduction), reduction.ranks, self.channel, key)
+        return Sum(self._parameters(reduction), reduction.ranks, self.channel, key)
 
     def _finish(self, step: Step, actions: Sequence[Sequence[int]]) -> None:
-        """Wait for the sums and for what was sent."""
+        """Wait for the sums, make those of tied weights of them, and wait for these and for what was sent."""
         done: dict[int, float] = {}
         try:
-            for number, pending in self._sums.items():
-                pending.wait()
-                done[number] = time.monotonic()
+            self._await_sums(done)
+            self._sums = {number: self._sum(number) for number in self._tied}
+            self._await_sums(done)
             self.channel.finish()
         except CommError as error:
             raise PipelineError(str(error)) from error
@@ -313,6 +318,11 @@ class Executor:
         for place, row in enumerate(actions):
             if row[0] == REDUCE_GRAD:
                 step.times[place] = (step.times[place][0], done[row[4]])
+
+    def _await_sums(self, done: dict[int, float]) -> None:
+        for number, pending in self._sums.items():
+            pending.wait()
+            done[number] = time.monotonic()
 
 
 def _describe(row: Sequence[int], modules: Sequence[str]) -> str:

@@ -184,7 +184,7 @@ class ParallelModel:
         Raises ValueError for a table that the layout cannot run, and for a chunk of an encoder that nobody reads.
         """
         pipelines = self.graph.pipeline_number
-        form = ",".join(str(pipelines[chunk.module, chunk.replica]) for chunk in table.chunks)
+        form = ",".join(str(pipelines.get((chunk.module, chunk.replica))) for chunk in table.chunks)
         key = (train, form, table.links.tobytes())
         if key not in self._schedules:
             feeding, read = {producer for producer, _ in self.graph.links}, set(table.links[:, 0].tolist())
@@ -289,7 +289,7 @@ class ParallelModel:
         try:
             flat, groups = grouped(samples, microbatches)
             table = self.table(samples, microbatches, chunks, place)
-            schedule = self.schedule(table, train=train)
+            schedule, routes = self.schedule(table, train=train), Routes(table)
             given = agreement.of_samples(in_groups(flat, groups)).text
             digest = agreement.number(table.digest, self._agreed.text, train, given)
         except ValueError as error:
@@ -307,7 +307,6 @@ class ParallelModel:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
             return StepResult(0.0, 0, 0)
 
-        routes = Routes(table)
         ends = {
             i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
             for i, c in enumerate(table.chunks)
@@ -319,7 +318,7 @@ class ParallelModel:
             number: Step(
                 routes=routes,
                 ends=ends,
-                inputs=collator(self.mllm, table, flat),
+                inputs=collator(self.mllm, table, flat, self._ranks[number].stages),
                 scale=1.0 / tokens,
                 start=compare,
                 autocast=self._autocast_context,

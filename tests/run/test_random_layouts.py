@@ -1,0 +1,44 @@
+"""Random layouts, freezings, batches and tables: each gives the loss and gradients of one process, or is refused.
+
+Tables are also such as `interlace.run.table` never makes: samples deferred to any later chunk, encoded in two chunks
+or on two replicas, chunks in any order, replicas without any.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.run.random_cases import check_layout, check_table
+
+SEEDS = st.integers(0, 1 << 30)
+RANDOM = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@given(SEEDS)
+@settings(RANDOM, max_examples=12)
+def test_random_layouts_equal_one_process(seed: int) -> None:
+    check_layout(seed)
+
+
+@given(SEEDS)
+@settings(RANDOM, max_examples=12)
+def test_random_tables_run_or_are_refused(seed: int) -> None:
+    check_table(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@given(SEEDS)
+@settings(RANDOM, max_examples=300)
+def test_many_random_layouts_equal_one_process(seed: int) -> None:
+    check_layout(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@given(SEEDS)
+@settings(RANDOM, max_examples=500)
+def test_500_random_tables_run_or_are_refused(seed: int) -> None:
+    check_table(seed)
