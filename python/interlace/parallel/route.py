@@ -31,9 +31,10 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """The routes of a step's table."""
+    """The routes of a step's table, for rows on `device`."""
 
-    def __init__(self, table: StepTable) -> None:
+    def __init__(self, table: StepTable, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
         self._pieces: dict[tuple[int, int], NDArray[np.int32]] = {}
         self.total: dict[tuple[str, int], int] = {}
         """(encoder, chunk that reads) -> rows that it reads of that encoder in all."""
@@ -65,22 +66,23 @@ class Routes:
         if route is None:
             pieces = self._pieces[source, reader]
             count = int(pieces[:, 4].sum())
-            route = Route(_index(pieces[:, 1], pieces[:, 4]), _index(pieces[:, 3], pieces[:, 4]), count)
+            rows, places = (_index(pieces[:, column], pieces[:, 4], self._device) for column in (1, 3))
+            route = Route(rows, places, count)
             self._made[source, reader] = route
         return route
 
 
-def _index(starts: NDArray[np.int32], counts: NDArray[np.int32]) -> Index:
+def _index(starts: NDArray[np.int32], counts: NDArray[np.int32], device: torch.device) -> Index:
     if np.array_equal(starts[:-1] + counts[:-1], starts[1:]):
         return slice(int(starts[0]), int(starts[-1] + counts[-1]))
     before = np.cumsum(counts) - counts
     rows = np.repeat(starts.astype(np.int64) - before, counts) + np.arange(int(counts.sum()))
-    return torch.from_numpy(rows)
+    return torch.from_numpy(rows).to(device)
 
 
 def take(rows: Tensor, index: Index) -> Tensor:
     """rows[index], a view where that is possible."""
-    return rows[index] if isinstance(index, slice) else rows.index_select(0, index.to(rows.device))
+    return rows[index] if isinstance(index, slice) else rows.index_select(0, index)
 
 
 def put(into: Tensor, index: Index, rows: Tensor, *, add: bool = False) -> None:
@@ -88,6 +90,6 @@ def put(into: Tensor, index: Index, rows: Tensor, *, add: bool = False) -> None:
     if isinstance(index, slice):
         into[index].add_(rows) if add else into[index].copy_(rows)
     elif add:
-        into.index_add_(0, index.to(into.device), rows)
+        into.index_add_(0, index, rows)
     else:
-        into.index_copy_(0, index.to(into.device), rows)
+        into.index_copy_(0, index, rows)

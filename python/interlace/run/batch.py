@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from interlace.model import MultimodalModel
+from interlace.run.device import moved
 from interlace.schedule import StepTable
 
 
@@ -36,14 +39,17 @@ def in_groups(flat: Sequence[Any], groups: Sequence[Sequence[int]] | None) -> li
     return [list(flat)] if groups is None else [[flat[i] for i in group] for group in groups]
 
 
-def collator(mllm: MultimodalModel, table: StepTable, samples: Sequence[Any]) -> Callable[[str, int, bool], Any]:
-    """(module, chunk, first stage) -> the chunk's collated inputs, made when first asked for."""
+def collator(
+    mllm: MultimodalModel, table: StepTable, samples: Sequence[Any], device: torch.device
+) -> Callable[[str, int, bool], Any]:
+    """(module, chunk, first stage) -> the chunk's collated inputs on `device`, made when first asked for."""
     cache: dict[tuple[int, bool], dict[str, Any]] = {}
 
     def inputs(module: str, chunk: int, first: bool) -> dict[str, Any]:
         if (chunk, first) not in cache:
             chosen = [samples[i] for i in table.chunks[chunk].samples]
-            cache[chunk, first] = mllm.collate_module(module, chosen, decode=first)
+            made = mllm.collate_module(module, chosen, decode=first)
+            cache[chunk, first] = made if device.type == "cpu" else moved(made, device)
         return cache[chunk, first]
 
     return inputs

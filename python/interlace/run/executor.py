@@ -52,8 +52,8 @@ class Step:
     """What one step works on, and what it leaves.
 
     inputs: (module, chunk, first stage) -> collated inputs. scale: multiplies the summed loss: 1 / valid targets of the
-    whole batch. start: called once before the first message or sum. ends: chunk ->
-    the module and the last stage, whose output its rows are.
+    whole batch. start: called once before the first message or sum. ends: chunk -> the module and the last stage,
+    whose output its rows are. mark: marks a moment of the work, of which `times` is made.
     """
 
     routes: Routes
@@ -62,8 +62,9 @@ class Step:
     scale: float
     start: Callable[[], None] = lambda: None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    mark: Callable[[], Any] = time.monotonic
     loss: Tensor | None = None  # float64, summed over the chunks of this rank; on its device
-    times: list[tuple[float, float]] = field(default_factory=list)  # start, finish of each action [s]
+    times: list[tuple[Any, Any]] = field(default_factory=list)  # start, finish of each action, as marked
 
 
 class Executor:
@@ -99,13 +100,14 @@ class Executor:
         self._step = step
         self._read(actions)
         handlers, modules, times, recorder = self._handlers, self._modules, step.times, self.channel.recorder
+        mark = step.mark
         started = False
         for row in actions:
             op, module, *rest = row
             if not started and op >= SEND:
                 started = True
                 step.start()
-            begin = time.monotonic()
+            begin = mark()
             computing = recorder.begin("compute", action_of(row, modules)) if op < SEND else -1
             try:
                 handler = handlers.get(op)
@@ -121,7 +123,7 @@ class Executor:
                 raise PipelineError(text) from error
             if computing >= 0:
                 recorder.end(computing)
-            times.append((begin, time.monotonic()))
+            times.append((begin, mark()))
         if not started:
             step.start()
         self._finish(step, actions)
@@ -301,11 +303,11 @@ class Executor:
 
     def _finish(self, step: Step, actions: Sequence[Sequence[int]]) -> None:
         """Wait for the sums and for what was sent."""
-        done: dict[int, float] = {}
+        done: dict[int, Any] = {}
         try:
             for number, pending in self._sums.items():
                 pending.wait()
-                done[number] = time.monotonic()
+                done[number] = step.mark()
             self.channel.finish()
         except CommError as error:
             raise PipelineError(str(error)) from error

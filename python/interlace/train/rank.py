@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.train import checkpoint, checkpointfolder, launch, lock, report, runfolder
+from interlace.train import device as devices
 from interlace.train.build import architecture, build, build_layout, materialize, present
 from interlace.train.config import ConfigError
 from interlace.train.feed import PIXELS, Feed, datasets, report_left_out
@@ -69,11 +70,13 @@ def _train(
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_world(config, world, source)
     launch.follow_launcher(config.parallel.timeout)
-    meeting = Startup(rank, world, config.parallel.timeout)
-    cleanup.callback(meeting.close)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    kind = devices.choose(config.run.device, local_world, source=source)
+    device = devices.take(kind, int(os.environ.get("LOCAL_RANK", rank)), deterministic=config.run.deterministic)
+    meeting = Startup(rank, world, config.parallel.timeout, devices.BACKENDS[kind])
+    cleanup.callback(meeting.close)
+    devices.agree(kind, meeting, source=source)
     torch.set_num_threads(config.parallel.threads or launch.default_threads(local_world))
-    torch.use_deterministic_algorithms(config.run.deterministic)
     torch.manual_seed(config.run.seed)
 
     from interlace.data import ByteTokenizer
@@ -82,7 +85,7 @@ def _train(
     tokenizer = ByteTokenizer()
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
-    materialize(model, present(model, layout, rank), seed=config.run.seed)
+    materialize(model, present(model, layout, rank), seed=config.run.seed, device=device)
     prepared = folder is not None
     if folder is None:
         folder, at, held = agree_on_folder(config, resume, meeting, take_over)
