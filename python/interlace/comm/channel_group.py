@@ -79,8 +79,8 @@ class GroupChannel:
         self.modules, self.timeout, self.device = list(modules), timeout, torch.device(device)
         if self.device.type == "cuda" and not dist.is_nccl_available():
             raise CommError(
-                "the weights are on a GPU but this torch has no NCCL, which carries them between ranks: install a torch "
-                "that has it, or move the model to the CPU"
+                "the weights are on a GPU but this torch has no NCCL, which carries them between ranks: install a "
+                "torch that has it, or move the model to the CPU"
             )
         world = dist.group.WORLD
         assert world is not None
@@ -202,7 +202,7 @@ class GroupChannel:
         try:
             work = dist.irecv(tensor, peer, group=group)
             assert work is not None
-            if group is self._host:
+            if tensor.device.type == "cpu":
                 work.wait(timedelta(seconds=self.timeout))
             else:  # only the GPU waits: with a timeout the program would, which does so when the step is over
                 work.wait()

@@ -71,9 +71,9 @@ def whole_gradients(mllm: nn.Module, counted: Mapping[int, nn.Parameter], channe
     parts = []
     for parameter in mllm.parameters():
         gradient = parameter.grad if id(parameter) in counted else None
-        given = gradient is not None
-        flat = gradient.reshape(-1).float() if given else torch.zeros(parameter.numel(), device=channel.device)
-        parts.append(torch.cat([flat, flat.new_tensor([float(given)])]))
+        none = torch.zeros(parameter.numel(), device=channel.device)
+        flat = none if gradient is None else gradient.reshape(-1).float()
+        parts.append(torch.cat([flat, flat.new_tensor([float(gradient is not None)])]))
     whole = torch.cat(parts)
     everyone = list(range(channel.world))
     channel.add_groups([everyone])

@@ -61,13 +61,13 @@ def parallelize(
         more than one rank exists.
     schedule: "1f1b" or "gpipe". checkpointing: recompute each layer's activations in backward. autocast: run forwards
         under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
-    crash_folder: where a rank of several processes whose step fails leaves what it did last (`interlace doctor --crash`).
+    crash_folder: where a rank of several processes whose step fails leaves what it did last (interlace doctor --crash).
 
     It computes where the weights of ``mllm`` lie, one device per process; on GPUs the ranks' messages go over NCCL, and
     what must be known on the host over gloo.
 
-    Raises ValueError when the world's size is not the layout's, for weights on several devices, and for lanes of several
-    ranks (tp * cp > 1), which this version plans but does not run.
+    Raises ValueError when the world's size is not the layout's, for weights on several devices, and for lanes of
+    several ranks (tp * cp > 1), which this version plans but does not run.
     """
     wide = next((stage for stage in layout.stages() if len(stage.lane.ranks) > 1), None)
     if wide is not None:
@@ -232,7 +232,7 @@ class ParallelModel:
             to replica i modulo their number). Otherwise they are spread by their tokens over `microbatches` of each
             replica (default: twice the stages of its pipeline, at most one per sample).
         chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
-            position, step) of the batch, for the table. note: asked at the end; all ranks learn of all (see StepResult).
+            position, step) of the batch, for the table. note: asked at the end; all learn of all (see StepResult).
 
         Raises ValueError for a batch without any valid target, when a rank was given something else, or when what is
         frozen has changed since `parallelize`; PipelineError when a peer is lost, and then the gradients are undefined.

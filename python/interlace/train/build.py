@@ -150,7 +150,7 @@ def materialize(
         owner = max(
             (p for p in families if p == "" or prefix == p or prefix.startswith(p + ".")), key=len, default=None
         )
-        away = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type != "cpu"]
+        away = [tensor for tensor in (*module.parameters(), *module.buffers()) if not _is_on_the_host(tensor)]
         with torch.random.fork_rng(devices=[]), _OnTheHost(away) if away else contextlib.nullcontext():
             torch.default_generator.manual_seed(_seed_of(seed, prefix))  # and not those of the GPUs
             if owner is not None:
@@ -189,6 +189,10 @@ class _OnTheHost(TorchFunctionMode):
         super().__exit__(*error)
         for key, copy in self._copies.items():
             self._away[key].detach().copy_(copy.detach())
+
+
+def _is_on_the_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def architecture(config: Config) -> dict[str, Any]:

@@ -23,9 +23,9 @@ def choose(wanted: str, ranks: int, *, source: str = "config") -> str:
         return "cuda" if gpus >= ranks else "cpu"
     if wanted == "cuda" and gpus < ranks:
         raise ConfigError(
-            f"{source}: run.device is 'cuda', which takes a GPU for each of the {ranks} rank{'s' * (ranks > 1)} on this "
-            f"machine, but {_found(gpus)}; set run.device = 'cpu', start fewer ranks (parallel.ranks = 1 runs a replica "
-            "in one process), or use more machines"
+            f"{source}: run.device is 'cuda', which takes a GPU for each of the {ranks} rank{'s' * (ranks > 1)} on "
+            f"this machine, but {_found(gpus)}; set run.device = 'cpu', start fewer ranks (parallel.ranks = 1 runs a "
+            "replica in one process), or use more machines"
         )
     return wanted
 
