@@ -76,7 +76,8 @@ def parser() -> argparse.ArgumentParser:
         parents=[common],
         help="train a config; starts its ranks, or is one under torchrun",
         description="Train a config. Starts the ranks that it asks for, or is one of them under torchrun; they "
-        "compute on CPUs. Exit code: 0 when all steps are done, 143 or 130 when SIGTERM or Ctrl-C ended the saved run.",
+        "compute where run.device says, on GPUs or CPUs. Exit code: 0 when all steps are done, 143 or 130 when SIGTERM "
+        "or Ctrl-C ended the saved run.",
     )
     train.add_argument("config", type=Path, nargs="?", help="TOML file; with --resume by default the run's own")
     _add_set(train)

@@ -101,6 +101,9 @@ class Channel(Protocol):
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Prepare all_reduce over each of ``groups``. Collective: every rank passes the same."""
 
+    def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:
+        """Prepare sending tensors over each (from, to) of ``edges``. Collective: every rank passes the same."""
+
 
 class Sent(dict[tuple[int, Tag], tuple[torch.Size, torch.dtype]]):
     """Activations that went out in this step: what comes back as their gradient has their shape and dtype."""

@@ -5,13 +5,20 @@ receiver allocates from it, so chunks may differ in shape, and a schedule that w
 the process (gloo aborts on a size mismatch). Sends are asynchronous; handles and tensors are kept until the step ends.
 
 What a peer says is checked before it is used: nothing is executed, and nothing allocated that this device cannot hold.
+
+On GPUs tensors go over NCCL, and what the program has to read (headers, small numbers, messages) over gloo: reading it
+from a GPU would wait for all that the GPU still has to do. Each directed edge has a communicator of its own, so that
+what one neighbour is late with holds up nothing that goes to another. NCCL makes a communicator when it is first used,
+and both sides wait for each other there, which no schedule allows for: so it is used once as soon as it is made, edge
+after edge in one order on all ranks. This has not run on several GPUs yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +36,11 @@ from interlace.comm.transports.base import CommError
 MAGIC = 0x1A7E71ACE  # begins the header of a tensor
 MAX_DIMS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+EDGES = {"cuda": "nccl"}
+"""Kind of device -> backend of a directed edge, where the default group's does not carry tensors of that kind."""
+SUMS = {"cuda": "cpu:gloo,cuda:nccl"}
+"""The same of a group that sums tensors on that device and gathers numbers on the host."""
+_HOST = torch.device("cpu")
 _ROOM = 64  # numbers of a gather are filled up to a multiple of this: ranks that differ by a few are told so
 
 
@@ -50,7 +62,7 @@ class GroupChannel:
     """Channel of this process's rank in the default process group; see `interlace.comm.channel.Channel`.
 
     Made by all ranks, in the same order. ``modules`` fixes the numbering of module names in headers and must be equal
-    on all ranks; ``timeout`` (seconds) bounds every wait; ``device`` is what the group's backend moves.
+    on all ranks; ``timeout`` (seconds) bounds every wait; ``device`` is where the tensors lie.
     """
 
     def __init__(
@@ -65,17 +77,24 @@ class GroupChannel:
             raise CommError("torch.distributed is not initialised: call init_process_group before parallelize")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.modules, self.timeout, self.device = list(modules), timeout, torch.device(device)
-        if self.device.type == "cuda" and dist.get_backend() == "gloo":
-            raise CommError("parameters are on a GPU but the process group is gloo, for CPU tensors: use nccl")
+        if self.device.type == "cuda" and not dist.is_nccl_available():
+            raise CommError(
+                "the weights are on a GPU but this torch has no NCCL, which carries them between ranks: install a "
+                "torch that has it, or move the model to the CPU"
+            )
         world = dist.group.WORLD
         assert world is not None
         self.collectives = 0
         self.recorder = recorder or FlightRecorder(self.rank, world=self.world)
         self._roll = RollCall(world, "pipeline")
-        self._star = Star(None, self.device, self._roll)
+        self._apart = self.device.type in EDGES  # tensors travel apart from what is read on the host
+        self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if self._apart else None
+        self._star = Star(self._host, _HOST, self._roll)
         self._digest = 0
         self._sends: list[tuple[list[tuple[dist.Work, Tensor]], int, str, int]] = []  # peer, what, recorder's token
+        self._arrivals: list[tuple[dist.Work, int, str]] = []  # from whom, what
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._edges: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._reductions = Reductions()
         self._sent = Sent()
 
@@ -86,16 +105,40 @@ class GroupChannel:
         # Of all ranks too, for what is gathered: this group has the channel's timeout, and a wait that runs out closes
         # its connections alone.
         for ranks in sorted({tuple(group) for group in (*groups, range(self.world)) if len(group) > 1}):
-            if ranks in self._groups:
-                continue
-            try:
-                self._groups[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout))
-            except RuntimeError as error:
-                self._roll.gave_up(reason_of(error, self.timeout))
-                raise CommError(
-                    f"rank {self.rank}: not every rank came to make the group of ranks {list(ranks)} within "
-                    f"{self.timeout:g} s ({first_line(error)})"
-                ) from error
+            if ranks not in self._groups:
+                group = self._groups[ranks] = self._group(ranks, SUMS)
+                if self._apart and self.rank in ranks:
+                    with self._meeting(ranks):
+                        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+    def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:
+        for edge in sorted(set(edges)) if self._apart else ():
+            if edge not in self._edges:
+                group = self._edges[edge] = self._group(edge, EDGES)
+                if self.rank in edge:
+                    source, to = edge
+                    with self._meeting(edge):
+                        one = torch.zeros(1, device=self.device)
+                        work = dist.isend(one, to, group) if self.rank == source else dist.irecv(one, source, group)
+                        assert work is not None
+                        work.wait()
+
+    def _group(self, ranks: tuple[int, ...], backends: Mapping[str, str]) -> dist.ProcessGroup:
+        """A group of these ranks, which all ranks make; the default one's backend where `backends` names none."""
+        with self._meeting(ranks):
+            timeout, backend = timedelta(seconds=self.timeout), backends.get(self.device.type)
+            return dist.new_group(sorted(ranks), timeout=timeout, backend=backend)
+
+    @contextlib.contextmanager
+    def _meeting(self, ranks: tuple[int, ...]) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._roll.gave_up(reason_of(error, self.timeout))
+            raise CommError(
+                f"rank {self.rank}: not every rank came to make the group of ranks {list(ranks)} within "
+                f"{self.timeout:g} s ({first_line(error)})"
+            ) from error
 
     def send(self, tensor: Tensor, peer: int, tag: Tag) -> None:
         token = self.recorder.begin("send", tag, (peer,))
@@ -104,14 +147,17 @@ class GroupChannel:
             raise CommError(f"rank {self.rank}: {tag} has {tensor.dim()} dimensions, at most {MAX_DIMS} travel")
         if tensor.dtype not in DTYPES:
             raise CommError(f"rank {self.rank}: {tag} is {tensor.dtype}, which does not travel")
+        if tensor.device != self.device:
+            raise CommError(f"rank {self.rank}: {tag} is on {tensor.device}, but this channel is for {self.device}")
+        group = self._edge(self.rank, peer, f"SEND {tag}")
         what = (self.modules.index(tag.module), tag.stage, tag.chunk, tag.other, int(tag.grad))
         kind = DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape
         works: list[tuple[dist.Work, Tensor]] = []
         self._sends.append((works, peer, f"SEND {tag}", token))
-        for part in (header(self.device, MAGIC, self._digest, *what, *kind), tensor):
+        for part, over in ((header(_HOST, MAGIC, self._digest, *what, *kind), self._host), (tensor, group)):
             if part.numel():
                 try:
-                    work = dist.isend(part, peer)
+                    work = dist.isend(part, peer, group=over)
                 except RuntimeError as error:
                     raise self._lost_peer(peer, f"SEND {tag}", error) from error
                 assert work is not None
@@ -120,8 +166,9 @@ class GroupChannel:
 
     def receive(self, peer: int, tag: Tag) -> Tensor:
         token = self.recorder.begin("receive", tag, (peer,))
-        head = header(self.device)
-        self._receive_into(head, peer, tag)
+        group = self._edge(peer, self.rank, f"RECV {tag}")
+        head = header(_HOST)
+        self._receive_into(head, peer, tag, self._host)
         magic, digest, module, stage, chunk, other, grad, dtype, dims, *shape = head.tolist()
         if magic != MAGIC:
             raise CommError(f"rank {self.rank}: no header from rank {peer} where {tag} was due")
@@ -139,15 +186,27 @@ class GroupChannel:
         self._sent.check(self.rank, peer, tag, size, kind)
         payload = torch.empty(shape, dtype=kind, device=self.device)
         if payload.numel():
-            self._receive_into(payload, peer, tag)
+            self._receive_into(payload, peer, tag, group)
         self.recorder.end(token)
         return payload
 
-    def _receive_into(self, tensor: Tensor, peer: int, tag: Tag) -> None:
+    def _edge(self, source: int, to: int, what: str) -> dist.ProcessGroup | None:
+        """The group that carries tensors from one rank to another; None: the default one."""
+        if not self._apart:
+            return None
+        if (source, to) not in self._edges:
+            raise CommError(f"rank {self.rank}, {what}: no edge from rank {source} to {to}: pass it to add_edges first")
+        return self._edges[source, to]
+
+    def _receive_into(self, tensor: Tensor, peer: int, tag: Tag, group: dist.ProcessGroup | None) -> None:
         try:
-            work = dist.irecv(tensor, peer)
+            work = dist.irecv(tensor, peer, group=group)
             assert work is not None
-            work.wait(timedelta(seconds=self.timeout))
+            if tensor.device.type == "cpu":
+                work.wait(timedelta(seconds=self.timeout))
+            else:  # only the GPU waits: with a timeout the program would, which does so when the step is over
+                work.wait()
+                self._arrivals.append((work, peer, f"RECV {tag}"))
         except RuntimeError as error:
             raise self._lost_peer(peer, f"RECV {tag}", error) from error
 
@@ -189,10 +248,10 @@ class GroupChannel:
         row = torch.zeros(-(-(len(first) + count) // _ROOM) * _ROOM, dtype=torch.float64)
         row[: len(first)] = torch.tensor(first, dtype=torch.float64)
         row[len(first) : len(first) + count] = numbers.detach()
-        row = row.to(self.device)
-        rows = torch.empty(self.world, row.numel(), dtype=torch.float64, device=self.device)
+        rows = torch.empty(self.world, row.numel(), dtype=torch.float64)
+        group = self._groups.get(tuple(everyone), self._host)
         try:
-            work = dist.all_gather(list(rows.unbind()), row, group=self._groups.get(tuple(everyone)), async_op=True)
+            work = dist.all_gather(list(rows.unbind()), row, group=group, async_op=True)
         except RuntimeError as error:
             raise self._lost_some(everyone, what, error) from error
         assert work is not None
@@ -203,19 +262,18 @@ class GroupChannel:
                 work.wait(timedelta(seconds=self.timeout))
             except RuntimeError as error:
                 raise self._lost_some(everyone, what, error) from error
-            heard = rows.cpu()
-            for peer, (its_count, about, digest, _) in enumerate(heard[:, : len(first)].tolist()):
+            for peer, (its_count, about, digest, _) in enumerate(rows[:, : len(first)].tolist()):
                 if (its_count, about) != (count, first[1]):
                     raise CommError(
                         f"rank {self.rank} gathers {count} numbers in {what}, but rank {peer} is elsewhere in its "
                         f"program, or gathers {its_count:g}"
                     )
                 check_digest(self.rank, peer, what, mine, int(digest) if 0 <= digest < 1 << BITS else -1)
-            if compare_sums and int(heard[:, 3].to(torch.int64).sum()) % (1 << BITS):
+            if compare_sums and int(rows[:, 3].to(torch.int64).sum()) % (1 << BITS):
                 self._compare_sums(self._star.exchange(said, f"sums before {what}", self.timeout), what)
             self.recorder.end(waiting)
             self.recorder.end(token)
-            return heard[:, len(first) : len(first) + count].clone()
+            return rows[:, len(first) : len(first) + count].clone()
 
         return GroupPending(finish)
 
@@ -234,16 +292,22 @@ class GroupChannel:
 
     def finish(self) -> None:
         pending, self._sends = self._sends, []
+        arrivals, self._arrivals = self._arrivals, []
         self._sent.clear()
         waiting = self.recorder.begin("finish", "", tuple(sorted({peer for _, peer, *_ in pending})))
+        for work, peer, what in arrivals:
+            self._wait(work, peer, what)
         for works, peer, what, token in pending:
             for work, _ in works:
-                try:
-                    work.wait(timedelta(seconds=self.timeout))
-                except RuntimeError as error:
-                    raise self._lost_peer(peer, what, error) from error
+                self._wait(work, peer, what)
             self.recorder.end(token)
         self.recorder.end(waiting)
+
+    def _wait(self, work: dist.Work, peer: int, what: str) -> None:
+        try:
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise self._lost_peer(peer, what, error) from error
 
     def leave(self, reason: str) -> None:
         self._roll.leave(reason)

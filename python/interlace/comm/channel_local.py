@@ -180,6 +180,9 @@ class LocalChannel:
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Nothing to prepare."""
 
+    def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:
+        """Nothing to prepare."""
+
     def _wait_for(self, what: str, missing: Callable[[], Sequence[int]]) -> None:
         if absent := self.network.wait_for(self.rank, what, missing, self.timeout):
             raise CommError(f"rank {self.rank}, {what}: lost {named(absent)} ({SLOW.format(self.timeout)})")

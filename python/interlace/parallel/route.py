@@ -33,12 +33,13 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """The routes of a step's table.
+    """The routes of a step's table, for rows on `device`.
 
     Raises ValueError for a chunk some of whose placeholders nothing fills, or two things.
     """
 
-    def __init__(self, table: StepTable) -> None:
+    def __init__(self, table: StepTable, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
         self.total: dict[tuple[str, int], int] = {}
         """(encoder, chunk that reads) -> rows that it reads of that encoder in all."""
         self.sources: dict[int, list[int]] = {}
@@ -68,16 +69,16 @@ class Routes:
         if route is None:
             pieces = self._pieces[source, reader]
             length = sum(piece[4] for piece in pieces)
-            route = Route(_index(pieces, 1), _index(pieces, 3), length)
+            route = Route(_index(pieces, 1, self._device), _index(pieces, 3, self._device), length)
             self._made[source, reader] = route
         return route
 
 
-def _index(pieces: Sequence[Sequence[int]], column: int) -> Index:
+def _index(pieces: Sequence[Sequence[int]], column: int, device: torch.device) -> Index:
     """The rows of the pieces on the side that starts at `column`."""
     if all(a[column] + a[4] == b[column] for a, b in pairwise(pieces)):
         return slice(pieces[0][column], pieces[-1][column] + pieces[-1][4])
-    return torch.cat([torch.arange(piece[column], piece[column] + piece[4]) for piece in pieces])
+    return torch.cat([torch.arange(piece[column], piece[column] + piece[4]) for piece in pieces]).to(device)
 
 
 def _check_filled(table: StepTable, producer: str, pieces: NDArray[np.int32]) -> None:
@@ -97,7 +98,7 @@ def _check_filled(table: StepTable, producer: str, pieces: NDArray[np.int32]) ->
 
 def take(rows: Tensor, index: Index) -> Tensor:
     """rows[index], a view where that is possible."""
-    return rows[index] if isinstance(index, slice) else rows.index_select(0, index.to(rows.device))
+    return rows[index] if isinstance(index, slice) else rows.index_select(0, index)
 
 
 def put(into: Tensor, index: Index, rows: Tensor, *, add: bool = False) -> None:
@@ -105,6 +106,6 @@ def put(into: Tensor, index: Index, rows: Tensor, *, add: bool = False) -> None:
     if isinstance(index, slice):
         into[index].add_(rows) if add else into[index].copy_(rows)
     elif add:
-        into.index_add_(0, index.to(into.device), rows)
+        into.index_add_(0, index, rows)
     else:
-        into.index_copy_(0, index.to(into.device), rows)
+        into.index_copy_(0, index, rows)

@@ -2,7 +2,7 @@
 
 table.py (what: lengths -> StepTable) · graph.py (layout and model -> stage graph) · executor.py (one rank's list) ·
 gradients.py (sums over ranks) · ranks.py (a rank's stages and weights) · threads.py (ranks of one process) ·
-agreement.py (what ranks must be given alike) · batch.py, result.py (what a step takes and says) ·
+agreement.py (what ranks must be given alike) · batch.py, result.py (what a step takes and says) · device.py (GPUs) ·
 parallel_model.py (the public face).
 """
 

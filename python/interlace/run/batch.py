@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
+
 from interlace.model import MultimodalModel
+from interlace.run.device import moved
 from interlace.schedule import StepTable
 
 
@@ -38,9 +41,13 @@ def in_groups(flat: Sequence[Any], groups: Sequence[Sequence[int]] | None) -> li
 
 
 def collator(
-    mllm: MultimodalModel, table: StepTable, samples: Sequence[Any], stages: Collection[tuple[str, int]]
+    mllm: MultimodalModel,
+    table: StepTable,
+    samples: Sequence[Any],
+    stages: Collection[tuple[str, int]],
+    device: torch.device,
 ) -> Callable[[str, int, bool], Any]:
-    """(module, chunk, first stage) -> the chunk's collated inputs, made when first asked for.
+    """(module, chunk, first stage) -> the chunk's collated inputs on `device`, made when first asked for.
 
     stages: (module, stage) of those who ask, each once for a chunk; after the last of them nothing is kept.
     """
@@ -51,6 +58,7 @@ def collator(
         made, left = (None, 1) if first else kept.pop(chunk, (None, later[module]))
         if made is None:
             made = mllm.collate_module(module, [samples[i] for i in table.chunks[chunk].samples], decode=first)
+            made = made if device.type == "cpu" else moved(made, device)
         if left > 1:
             kept[chunk] = made, left - 1
         return made

@@ -53,8 +53,8 @@ class Step:
     """What one step works on, and what it leaves.
 
     inputs: (module, chunk, first stage) -> collated inputs. scale: multiplies the summed loss: 1 / valid targets of the
-    whole batch. start: called once, before the first backward, message or sum. ends: chunk ->
-    the module and the last stage, whose output its rows are.
+    whole batch. start: called once, before the first backward, message or sum. ends: chunk -> the module and the last
+    stage, whose output its rows are. mark: marks a moment of the work, of which `times` is made.
     """
 
     routes: Routes
@@ -63,8 +63,9 @@ class Step:
     scale: float
     start: Callable[[], None] = lambda: None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    mark: Callable[[], Any] = time.monotonic
     loss: Tensor | None = None  # float64, summed over the chunks of this rank; on its device
-    times: list[tuple[float, float]] = field(default_factory=list)  # start, finish of each action [s]
+    times: list[tuple[Any, Any]] = field(default_factory=list)  # start, finish of each action, as marked
 
 
 class Executor:
@@ -100,13 +101,14 @@ class Executor:
         self._step = step
         self._read(actions)
         handlers, modules, times, recorder = self._handlers, self._modules, step.times, self.channel.recorder
+        mark = step.mark
         started = False
         for row in actions:
             op, module, *rest = row
             if not started and op != FORWARD:
                 started = True
                 step.start()
-            begin = time.monotonic()
+            begin = mark()
             computing = recorder.begin("compute", action_of(row, modules)) if op < SEND else -1
             try:
                 handler = handlers.get(op)
@@ -122,7 +124,7 @@ class Executor:
                 raise PipelineError(text) from error
             if computing >= 0:
                 recorder.end(computing)
-            times.append((begin, time.monotonic()))
+            times.append((begin, mark()))
         if not started:
             step.start()
         self._finish(step, actions)
@@ -306,7 +308,7 @@ class Executor:
 
     def _finish(self, step: Step, actions: Sequence[Sequence[int]]) -> None:
         """Wait for the sums, make those of tied weights of them, and wait for these and for what was sent."""
-        done: dict[int, float] = {}
+        done: dict[int, Any] = {}
         try:
             self._await_sums(done)
             self._sums = {number: self._sum(number) for number in self._tied}
@@ -319,10 +321,10 @@ class Executor:
             if row[0] == REDUCE_GRAD:
                 step.times[place] = (step.times[place][0], done[row[4]])
 
-    def _await_sums(self, done: dict[int, float]) -> None:
+    def _await_sums(self, done: dict[int, Any]) -> None:
         for number, pending in self._sums.items():
             pending.wait()
-            done[number] = time.monotonic()
+            done[number] = self._step.mark()
 
 
 def _describe(row: Sequence[int], modules: Sequence[str]) -> str:

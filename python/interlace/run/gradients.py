@@ -71,8 +71,9 @@ def whole_gradients(mllm: nn.Module, counted: Mapping[int, nn.Parameter], channe
     parts = []
     for parameter in mllm.parameters():
         gradient = parameter.grad if id(parameter) in counted else None
-        flat = torch.zeros(parameter.numel()) if gradient is None else gradient.reshape(-1).float()
-        parts.append(torch.cat([flat, torch.tensor([float(gradient is not None)])]))
+        none = torch.zeros(parameter.numel(), device=channel.device)
+        flat = none if gradient is None else gradient.reshape(-1).float()
+        parts.append(torch.cat([flat, flat.new_tensor([float(gradient is not None)])]))
     whole = torch.cat(parts)
     everyone = list(range(channel.world))
     channel.add_groups([everyone])

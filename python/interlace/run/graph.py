@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,28 @@ def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
             raise ValueError(f"{name} has {layers} layers, but the layout places {placed}")
     trainable = {name: tuple(layer.trainable for layer in mllm.layers(name)) for name in modules}
     return StageGraph(layout, tuple(mllm.edges()), trainable, _tied(mllm, layout))
+
+
+def edges(graph: StageGraph) -> list[tuple[int, int]]:
+    """(from, to) of all ranks between which a step may send, activations one way and gradients the other; sorted.
+
+    Replicas of a module feed those of another one with equally many each its own, any of them otherwise (see table.py).
+    """
+    layout = graph.layout
+    pairs = [pair for pipeline in layout.pipelines() for pair in pairwise(pipeline.stages)]
+    for producer, consumer in graph.links:
+        sources, readers = layout.pipelines(producer), layout.pipelines(consumer)
+        feeds = zip(sources, readers, strict=True) if len(sources) == len(readers) else product(sources, readers)
+        pairs += [(source.stages[-1], reader.stages[0]) for source, reader in feeds]
+    found = {
+        way
+        for source, reader in pairs
+        for lane in reader.lanes
+        if lane not in source.lanes
+        for a, b in product(source.lane.ranks, lane.ranks)
+        for way in ((a, b), (b, a))
+    }
+    return sorted((a, b) for a, b in found if a != b)
 
 
 def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from interlace.comm.channel import Channel, CommError
+from interlace.comm.channel import Channel
 from interlace.comm.channel_group import GroupChannel
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Layout
@@ -27,10 +27,11 @@ from interlace.model import Media, MultimodalModel
 from interlace.parallel.route import Routes
 from interlace.run import agreement
 from interlace.run.batch import collator, grouped, in_groups
-from interlace.run.errors import PipelineError
+from interlace.run.device import clock, current, device_of, generators, seconds
+from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
-from interlace.run.graph import stage_graph
+from interlace.run.graph import edges, stage_graph
 from interlace.run.ranks import Views, make_ranks
 from interlace.run.result import StepResult, times_of
 from interlace.run.table import Lengths, step_table
@@ -62,8 +63,11 @@ def parallelize(
         under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
     crash_folder: where a process whose step fails leaves what its rank did last, for `interlace doctor --crash`.
 
-    Raises ValueError when the world's size is not the layout's, or for lanes of several ranks (tp * cp > 1), which this
-    version plans but does not run.
+    It computes where the weights of ``mllm`` lie, one device per process; on GPUs the ranks' messages go over NCCL, and
+    what must be known on the host over gloo.
+
+    Raises ValueError when the world's size is not the layout's, for weights on several devices, and for lanes of
+    several ranks (tp * cp > 1), which this version plans but does not run.
     """
     wide = next((stage for stage in layout.stages() if len(stage.lane.ranks) > 1), None)
     if wide is not None:
@@ -87,7 +91,7 @@ def parallelize(
                 "the specs"
             )
         ranks = [dist.get_rank()]
-        channel = GroupChannel(mllm.modules_order(), timeout)
+        channel = GroupChannel(mllm.modules_order(), timeout, device_of(mllm))
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
     return ParallelModel(mllm, layout, schedule, ranks, channel, checkpointing, autocast, timeout, crash_folder)
@@ -119,15 +123,16 @@ class ParallelModel:
         self.channel = channel
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
-        self._times: dict[int, list[tuple[float, float]]] = {}
+        self._times: dict[int, list[tuple[Any, Any]]] = {}
         self._trainable = _trainable(mllm)
         self._failed = ""
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
         self._views = Views()
         self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, self._views)
         if channel is not None:
-            with _as_pipeline_errors():
+            with as_pipeline_errors():
                 channel.add_groups([reduction.ranks for reduction in self.graph.reductions])
+                channel.add_edges(edges(self.graph))
 
     # -- what lives here -------------------------------------------------------------------------------------
 
@@ -264,7 +269,7 @@ class ParallelModel:
         if self._failed:
             raise PipelineError(f"an earlier step failed and left the ranks out of step ({self._failed}): start anew")
         try:
-            with _as_pipeline_errors():
+            with as_pipeline_errors():
                 return self._run_step(samples, microbatches, chunks, place, note, train)
         except Exception as error:
             if self.channel is not None and not isinstance(error, ValueError):
@@ -289,7 +294,7 @@ class ParallelModel:
         try:
             flat, groups = grouped(samples, microbatches)
             table = self.table(samples, microbatches, chunks, place)
-            schedule, routes = self.schedule(table, train=train), Routes(table)
+            schedule, routes = self.schedule(table, train=train), Routes(table, device_of(self.mllm))
             given = agreement.of_samples(in_groups(flat, groups)).text
             digest = agreement.number(table.digest, self._agreed.text, train, given)
         except ValueError as error:
@@ -307,6 +312,7 @@ class ParallelModel:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
             return StepResult(0.0, 0, 0)
 
+        device = device_of(self.mllm)
         ends = {
             i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
             for i, c in enumerate(table.chunks)
@@ -318,16 +324,17 @@ class ParallelModel:
             number: Step(
                 routes=routes,
                 ends=ends,
-                inputs=collator(self.mllm, table, flat, self._ranks[number].stages),
+                inputs=collator(self.mllm, table, flat, self._ranks[number].stages, device),
                 scale=1.0 / tokens,
                 start=compare,
                 autocast=self._autocast_context,
+                mark=clock(device),
             )
             for number in self.ranks
         }
         self._norm = None
         try:
-            self._execute(schedule, steps, digest)
+            self._execute(schedule, steps, digest, device)
         except ValueError:  # the ranks differ, and none has begun a backward: nothing of this step, all of those before
             for parameter, gradient in kept:
                 parameter.grad = gradient
@@ -342,25 +349,27 @@ class ParallelModel:
         most = max(chunk.index for chunk in table.chunks if chunk.module == self.graph.modules[-1]) + 1
         return StepResult(loss / tokens, tokens, most, notes)
 
-    def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int) -> None:
+    def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int, device: torch.device) -> None:
         if self.channel is not None:
             (number,) = self.ranks
-            self._ranks[number].executor(self.channel).run(schedule.of_rank(number), steps[number])
+            with current(device):
+                self._ranks[number].executor(self.channel).run(schedule.of_rank(number), steps[number])
             return
         network = LocalNetwork(self.layout.world, self._timeout)
-        channels = {number: LocalChannel(number, network) for number in self.ranks}
-        drawn = torch.random.get_rng_state()
+        channels = {number: LocalChannel(number, network, device=device) for number in self.ranks}
+        drawn = generators(device)
 
         def play(number: int) -> None:
             channels[number].begin(digest)
             executor = self._ranks[number].executor(channels[number])
-            executor.run(schedule.of_rank(number), steps[number])
+            with current(device):
+                executor.run(schedule.of_rank(number), steps[number])
 
         if len(self.ranks) == 1:
             play(self.ranks[0])
             return
         run_threads(self.ranks, play, lambda number, reason: channels[number].leave(reason))
-        if not torch.equal(drawn, torch.random.get_rng_state()):
+        if any(not torch.equal(a, b) for a, b in zip(drawn, generators(device), strict=True)):
             raise PipelineError(
                 "the model draws random numbers (dropout?), which ranks that are threads of one process would share in "
                 "no fixed order: set its dropout to 0, play one rank (a layout of world 1), or start a process per rank"
@@ -376,7 +385,7 @@ class ParallelModel:
         mine = [loss, square, float(note())]
         if self.channel is None:
             return loss, square**0.5, (mine[2],) * len(self.ranks)
-        with _as_pipeline_errors():
+        with as_pipeline_errors():
             numbers = torch.tensor(mine, dtype=torch.float64)
             everyone = self.channel.start_all_gather(numbers, "loss", compare_sums=train).wait()
         total, squares, _ = everyone.sum(0).tolist()
@@ -426,7 +435,7 @@ class ParallelModel:
         if recompute:
             square = self._squares()
             if self.channel is not None:
-                with _as_pipeline_errors():
+                with as_pipeline_errors():
                     numbers = torch.tensor([square], dtype=torch.float64)
                     square = float(self.channel.start_all_gather(numbers, "gradient norm").wait().sum())
             norm = square**0.5
@@ -450,7 +459,7 @@ class ParallelModel:
         if self.channel is None:
             return {n: None if p.grad is None else p.grad.clone() for n, p in self.mllm.named_parameters()}
         counted = {id(p): p for name, p in here.own.items() if name in here.counts}
-        with _as_pipeline_errors():
+        with as_pipeline_errors():
             return whole_gradients(self.mllm, counted, self.channel)
 
     # -- what was measured -----------------------------------------------------------------------------------
@@ -459,11 +468,11 @@ class ParallelModel:
         """Measured timeline of the last step over all ranks. Collective; every rank returns the same."""
         if self._last is None:
             raise PipelineError("no step has run yet: call step() before timeline()")
-        times = [self._times.get(rank, []) for rank in range(self.layout.world)]
+        times = [seconds(self._times.get(rank, []), device_of(self.mllm)) for rank in range(self.layout.world)]
         if self.channel is not None:
             (number,) = self.ranks
-            text = " ".join(f"{start!r} {finish!r}" for start, finish in self._times[number])
-            with _as_pipeline_errors():
+            text = " ".join(f"{start!r} {finish!r}" for start, finish in times[number])
+            with as_pipeline_errors():
                 said = self.channel.exchange(text, "timeline")
             times = [times_of(text, rank, len(self._last.of_rank(rank))) for rank, text in enumerate(said)]
         return Timeline(
@@ -476,11 +485,3 @@ class ParallelModel:
 
 def _trainable(mllm: nn.Module) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for parameter in mllm.parameters())
-
-
-@contextlib.contextmanager
-def _as_pipeline_errors() -> Iterator[None]:
-    try:
-        yield
-    except CommError as error:
-        raise PipelineError(str(error)) from error

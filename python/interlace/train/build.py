@@ -2,22 +2,25 @@
 
 The model is built on the meta device (no memory), then `materialize` gives real weights to the parameters that this
 rank holds. Each module is initialised by its own library's rule (HuggingFace's ``_init_weights``, torch's
-``reset_parameters``) under a generator seeded by (seed, module name): every layout starts from the same weights, and
-no rank ever allocates a layer that it does not run.
+``reset_parameters``) under a generator seeded by (seed, module name): every layout starts from the same weights, on any
+device, and no rank ever allocates a layer that it does not run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
 import importlib.metadata
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from interlace.train.config import ConfigError, nearest
 from interlace.train.costs import flop_costs
@@ -104,11 +107,15 @@ def present(model: MultimodalModel, layout: Layout, rank: int) -> set[str]:
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, names: Collection[str] | None = None, *, seed: int) -> nn.Module:
-    """Replaces the meta parameters in `names` (default: all), and all buffers, by real ones with random values.
+def materialize(
+    model: nn.Module, names: Collection[str] | None = None, *, seed: int, device: torch.device | str = "cpu"
+) -> nn.Module:
+    """Replaces the meta parameters in `names` (default: all), and all buffers, by real ones on `device`, with random
+    values.
 
-    Values depend on `seed` and names only, not on which others are in `names`. Tied parameters stay tied. Raises
-    ConfigError under transformers 4.
+    Values depend on `seed` and names only, not on which others are in `names`, nor on the device: they are drawn on the
+    CPU, a module at a time, so that the host never holds the model. Tied parameters stay tied. Raises ConfigError under
+    transformers 4.
     """
     _check_library()
     from transformers import PreTrainedModel
@@ -124,13 +131,13 @@ def materialize(model: nn.Module, names: Collection[str] | None = None, *, seed:
             if parameter is not None and parameter.is_meta and _join(prefix, key) in wanted:
                 if id(parameter) not in replaced:
                     # The meta parameter is kept beside its replacement: a freed id could be given to another.
-                    real = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                    real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
                     real._was = parameter  # type: ignore[attr-defined]
                     replaced[id(parameter)] = real
                 module._parameters[key] = replaced[id(parameter)]
         for key, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.zeros_like(buffer, device="cpu")
+                module._buffers[key] = torch.zeros_like(buffer, device=device)
     for parameter in replaced.values():
         del parameter._was  # type: ignore[attr-defined]
 
@@ -143,13 +150,49 @@ def materialize(model: nn.Module, names: Collection[str] | None = None, *, seed:
         owner = max(
             (p for p in families if p == "" or prefix == p or prefix.startswith(p + ".")), key=len, default=None
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed_of(seed, prefix))
+        away = [tensor for tensor in (*module.parameters(), *module.buffers()) if not _is_on_the_host(tensor)]
+        with torch.random.fork_rng(devices=[]), _OnTheHost(away) if away else contextlib.nullcontext():
+            torch.default_generator.manual_seed(_seed_of(seed, prefix))  # and not those of the GPUs
             if owner is not None:
                 families[owner]._init_weights(module)
             elif hasattr(module, "reset_parameters"):
                 module.reset_parameters()
     return model
+
+
+class _OnTheHost(TorchFunctionMode):
+    """Inside, what is done to `tensors` is done to copies of them on the CPU, and brought back at the end.
+
+    A copy is made when its tensor is first used: who looks into children without changing them costs nothing.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._away = {id(tensor): tensor for tensor in tensors}
+        self._copies: dict[int, Tensor] = {}
+        self._origin: dict[int, Tensor] = {}  # id of a copy -> what it is a copy of
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, self._here, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return self._origin.get(id(result), result)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._away:
+            return tensor
+        if id(tensor) not in self._copies:
+            copy = self._copies[id(tensor)] = nn.Parameter(tensor.detach().to("cpu", copy=True), tensor.requires_grad)
+            self._origin[id(copy)] = tensor
+        return self._copies[id(tensor)]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for key, copy in self._copies.items():
+            self._away[key].detach().copy_(copy.detach())
+
+
+def _is_on_the_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def architecture(config: Config) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.train import device as devices
 from interlace.train import report, runfolder
 from interlace.train.build import architecture, build, build_layout, materialize, present
 from interlace.train.checkpoint import checkpoints
@@ -72,13 +73,13 @@ def _train(
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     check_world(config, world, source)
     launcher.follow_launcher(config.parallel.timeout)
-    startup = Startup(rank, world, config.parallel.timeout)
-    cleanup.callback(startup.close)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    kind = devices.choose(config.run.device, local_world, source=source)
+    device = devices.take(kind, int(os.environ.get("LOCAL_RANK", rank)), deterministic=config.run.deterministic)
+    startup = Startup(rank, world, config.parallel.timeout, devices.BACKENDS[kind])
+    cleanup.callback(startup.close)
+    devices.agree(kind, startup, source=source)
     torch.set_num_threads(config.parallel.threads or launcher.default_threads(local_world))
-    torch.use_deterministic_algorithms(config.run.deterministic)
-    # Deterministic algorithms bring along that torch fills every new tensor, which costs a pass over memory each time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(config.run.seed)
 
     from interlace.data import ByteTokenizer
@@ -87,7 +88,7 @@ def _train(
     tokenizer = ByteTokenizer()
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
-    materialize(model, present(model, layout, rank), seed=config.run.seed)
+    materialize(model, present(model, layout, rank), seed=config.run.seed, device=device)
     prepared = folder is not None
     if folder is None:
         folder, at, held = agree_on_folder(config, resume, startup, take_over)

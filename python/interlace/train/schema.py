@@ -34,8 +34,12 @@ class Run(Section):
     """Folder that holds all runs."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the random weights, the data order and every generator; one seed, one loss curve (on one machine)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What the ranks compute on. cuda: each on a GPU of its own; cpu: on the cores; auto: cuda where there is a GPU for
+    every rank of the machine, else cpu."""
     deterministic: bool = True
-    """Ask torch for deterministic algorithms only, so that runs repeat and resume bit for bit."""
+    """Ask torch for deterministic algorithms only, so that runs repeat and resume bit for bit. On a GPU, where torch
+    lacks one, such as for interpolated position embeddings, it warns and goes on."""
 
 
 class Encoder(Section):

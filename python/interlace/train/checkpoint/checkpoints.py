@@ -5,7 +5,7 @@ and why nothing in them can run. Its keys:
 
     model.<FQN>                        every parameter under its name in the one-process model
     optimizer.{exp_avg,exp_avg_sq,step}.<FQN>
-    rng.<rank>                         python, numpy and torch generators of that rank (JSON as bytes)
+    rng.<rank>                         python, numpy and torch generators of that rank, of its GPU too (JSON as bytes)
     progress                           step, dataloader state, counters (JSON as bytes), the same on all ranks
 
 Nothing in it knows about stages or ranks (but the generators), so a run may go on under another placement or another
@@ -330,9 +330,13 @@ def check_model(path: Path, identity: Mapping[str, Any]) -> Manifest:
 
 
 def rng_state() -> dict[str, Any]:
-    """The global generators of python, numpy and torch, as JSON-able values."""
+    """The global generators of python, numpy and torch, as JSON-able values; that of this rank's GPU where it has one.
+
+    A checkpoint without the latter, written on a CPU, leaves a GPU's as it was seeded, and a CPU passes it over.
+    """
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-    return {
+    gpu = {"cuda": torch.cuda.get_rng_state().numpy().tobytes().hex()} if torch.cuda.is_initialized() else {}
+    return gpu | {
         "python": random.getstate(),
         "numpy": [kind, numpy.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
@@ -348,6 +352,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         raise ValueError(f"position {position} of {len(keys)}")
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))
 
 
 def _read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor]) -> None:

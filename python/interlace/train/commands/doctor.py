@@ -167,9 +167,19 @@ def _devices() -> dict[str, Callable[[], Check]]:
             return False, "no GPU or no driver"
         major, minor = torch.cuda.get_device_capability()
         found = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} (sm_{major}{minor})"
-        return True, f"{found}: for attention and collectives; interlace train computes on CPUs"
+        return True, found
 
-    return {"cuda": cuda}
+    def run_device() -> Check:
+        import torch
+
+        from interlace.train.device import choose
+
+        if choose("auto", 1) == "cpu":
+            return True, 'cpu: run.device = "auto" finds no GPU'
+        gpus = torch.cuda.device_count()
+        return True, f'cuda: run.device = "auto" takes a GPU per rank for up to {gpus} ranks here, and the CPU for more'
+
+    return {"cuda": cuda, "run.device": run_device}
 
 
 def _data() -> dict[str, Callable[[], Check]]:

@@ -36,12 +36,13 @@ _ANSWER = "all ranks"
 class Startup(Rounds):
     """The ranks of a run until they train. Making one joins the default process group; alone it does nothing.
 
-    `timeout` is how many seconds a rank may give no sign of life. Raises TrainingError when not all ranks come.
+    `timeout` is how many seconds a rank may give no sign of life; `backend` what the process group is to speak. Raises
+    TrainingError when not all ranks come.
     """
 
     longest = 1 << 26
 
-    def __init__(self, rank: int, world: int, timeout: float) -> None:
+    def __init__(self, rank: int, world: int, timeout: float, backend: str = "gloo") -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
         self.over = threading.Event()
         self.thread: threading.Thread | None = None
@@ -52,7 +53,7 @@ class Startup(Rounds):
             store = _store(rank, world, timeout)
             store.set_timeout(wait)
             dist.init_process_group(
-                "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=wait
+                backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=wait
             )
         super().__init__(dist.PrefixStore("startup", store), rank, world)
         self.thread = threading.Thread(target=self._beat, name="sign-of-life", daemon=True)

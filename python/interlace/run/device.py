@@ -1,0 +1,98 @@
+"""What is different where stages compute on a GPU: inputs travel there, and times are those of the GPU.
+
+A GPU works through what it was told while the program goes on. So inputs are copied from pinned memory without waiting,
+and an action's time is a pair of CUDA events, which are read when somebody asks for them and not in the loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interlace.attention import AttentionPlan
+from interlace.attention.plan import TENSOR_FIELDS
+from interlace.masks import BitfieldMask
+from interlace.model import Media
+
+ON_THE_HOST = "lengths"
+"""Key of inputs that the program reads to know shapes, and that a GPU would have to be waited for."""
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the weights of `model` are that are in memory at all; the CPU if none is.
+
+    Raises ValueError where they are on several devices.
+    """
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model's weights are on {', '.join(sorted(map(str, devices)))}, but one process computes on one "
+            "device: move the model to it with .to(device), and start one process per GPU"
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Collated inputs with all tensors on `device`: in mappings, lists, tuples, masks, plans and media.
+
+    Meta tensors, which say shapes alone, stay what they are, and so do the lengths of clips (`ON_THE_HOST`).
+    """
+    if isinstance(value, Tensor):
+        if value.is_meta or value.device == device:
+            return value
+        to_gpu = device.type == "cuda" and value.device.type == "cpu"
+        return (value.contiguous().pin_memory() if to_gpu else value).to(device, non_blocking=to_gpu)
+    if isinstance(value, AttentionPlan):
+        return replace(value, **{name: moved(getattr(value, name), device) for name in TENSOR_FIELDS})
+    if isinstance(value, BitfieldMask):
+        doc, span, pos, window = (moved(each, device) for each in (value.doc, value.span, value.pos, value.window))
+        return BitfieldMask(moved(value.bits, device), doc=doc, span=span, pos=pos, window=window, sinks=value.sinks)
+    if isinstance(value, Media):
+        data = value.data
+        return value if data is None else Media(value.shape, value.tokens, moved(data, device))
+    if isinstance(value, Mapping):
+        return {key: each if key == ON_THE_HOST else moved(each, device) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        each = [moved(item, device) for item in value]
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+    return value
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, kernels that name no device run on `device`; each thread has to say so for itself."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def clock(device: torch.device) -> Callable[[], Any]:
+    """What marks a moment of the work on `device`; `seconds` reads the marks."""
+    return _event if device.type == "cuda" else time.monotonic
+
+
+def seconds(times: Sequence[tuple[Any, Any]], device: torch.device) -> list[tuple[float, float]]:
+    """Marks of a step in seconds of `time.monotonic`; waits for the GPU."""
+    if device.type != "cuda" or not times:
+        return list(times)
+    with current(device):
+        now = _event()
+        now.synchronize()
+    first = times[0][0]
+    began = time.monotonic() - first.elapsed_time(now) / 1e3  # events know differences only [ms]
+    return [tuple(began + first.elapsed_time(mark) / 1e3 for mark in pair) for pair in times]  # type: ignore[misc]
+
+
+def generators(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a forward pass on `device` may draw from."""
+    states = [torch.random.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,67 @@
+"""Which device a rank computes on: a GPU of its own, or the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from interlace.train.config import ConfigError
+from interlace.train.launch.startup import Startup
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""Kind of device -> what the ranks' process group speaks: gloo carries what the programs tell each other."""
+
+
+def choose(wanted: str, ranks: int, *, source: str = "config") -> str:
+    """ "cpu" or "cuda", for ``run.device`` and so many ranks on this machine.
+
+    "auto" is a GPU for each rank where there are enough. Raises ConfigError for "cuda" where there are not.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return "cuda" if gpus >= ranks else "cpu"
+    if wanted == "cuda" and gpus < ranks:
+        raise ConfigError(
+            f"{source}: run.device is 'cuda', which takes a GPU for each of the {ranks} rank{'s' * (ranks > 1)} on "
+            f"this machine, but {_found(gpus)}; set run.device = 'cpu', start fewer ranks (parallel.ranks = 1 runs a "
+            "replica in one process), or use more machines"
+        )
+    return wanted
+
+
+def take(kind: str, local_rank: int, *, deterministic: bool = True) -> torch.device:
+    """This rank's device, from now on the current one."""
+    # What torch has no deterministic kernel for is an error on the CPU; on a GPU that would be the usual interpolation
+    # of position embeddings, so there it is a warning that names it.
+    torch.use_deterministic_algorithms(deterministic, warn_only=kind == "cuda")
+    # They bring along that torch fills every new tensor, which costs a pass over memory each time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if kind == "cpu":
+        return torch.device("cpu")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product; torch asks for it
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def agree(kind: str, startup: Startup, *, source: str = "config") -> None:
+    """Raises ConfigError, on all ranks, when ``run.device = "auto"`` has not come to the same on all machines."""
+    kinds = startup.gather("choosing the device", kind)
+    other = [rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]]
+    if other:
+        raise ConfigError(
+            f"{source}: rank 0 computes on {_names(kinds[0])}, ranks {other} on {_names(kinds[other[0]])}: not every "
+            "machine has a GPU for each of its ranks; set run.device = 'cpu', or start ranks where there are GPUs alone"
+        )
+
+
+def _found(gpus: int) -> str:
+    if gpus:
+        return f"this machine has {gpus}"
+    return "this torch is built without CUDA" if torch.version.cuda is None else "no GPU is usable here"
+
+
+def _names(kind: str) -> str:
+    return "a GPU" if kind == "cuda" else "the CPU"

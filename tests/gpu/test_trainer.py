@@ -1,0 +1,236 @@
+"""Steps and whole runs on a GPU against the CPU and one process. INTERLACE_GPU_TESTS_ON=cpu rehearses them on a CPU.
+
+Whole runs need what `interlace train` does (pydantic, scikit-learn), which bare machines lack; steps need transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.workers import run_ranks
+from tests.gpu import dense
+from tests.gpu.dense import DEVICE, ON_GPU
+
+pytest.importorskip("transformers")
+
+from interlace.layout import Layout, ParallelSpec
+from interlace.run import parallelize
+from tests.tiny import random_microbatches, tiny_mllm
+
+pytestmark = pytest.mark.skipif(DEVICE is None, reason=dense.WHY_SKIPPED)
+CLOSE = 1e-3  # fp32 on a GPU sums in another order than a CPU
+STEPS = 30
+
+TABLE: dict[str, Any] = {
+    "run": {"name": "tiny", "seed": 3},
+    "model": {
+        "vision": {
+            "family": "siglip",
+            "config": {
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 8, "patch_size": 4,
+            },
+        },
+        "language_model": {
+            "family": "llama",
+            "config": {
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_key_value_heads": 1, "max_position_embeddings": 128,
+            },
+        },
+    },
+    "data": {"dataset": "digits"},
+    "train": {"steps": STEPS, "batch_size": 8, "microbatches": 2, "lr": 5e-3, "warmup_steps": 5, "validate_every": 0},
+    "parallel": {"ranks": 1, "threads": 1},
+    "checkpoint": {"every": 0},
+    "log": {"every": 1, "tensorboard": False, "trace_step": 3, "samples": 2, "accuracy_samples": 8},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """Convolutions without TF32; and torch's settings as they were, whatever a run makes of them."""
+    allowed, deterministic = torch.backends.cudnn.allow_tf32, torch.are_deterministic_algorithms_enabled()
+    threads = torch.get_num_threads()
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = allowed
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def oracle(microbatches: list[list[Any]], **model: Any) -> tuple[float, dict[str, torch.Tensor | None]]:
+    """Loss and gradients of the tiny model in one process, on the CPU."""
+    mllm = tiny_mllm(**model)
+    loss = mllm(**mllm.collate([sample for group in microbatches for sample in group])).loss
+    assert loss is not None
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in mllm.named_parameters()}
+
+
+def agrees(parallel: Any, microbatches: list[list[Any]], loss: float, gradients: dict[str, Any]) -> None:
+    """A step gives this loss and these gradients."""
+    result = parallel.step(microbatches)
+    assert abs(result.loss - loss) <= CLOSE * abs(loss)
+    for name, parameter in parallel.named_parameters():
+        expected = gradients[name]
+        if expected is None:
+            assert parameter.grad is None, name
+            continue
+        assert parameter.grad is not None and parameter.grad.device == parameter.device, name
+        error = (parameter.grad.cpu() - expected).norm()
+        assert error <= CLOSE * expected.norm() + 1e-6, (name, error, expected.norm())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["all", "no_image"])
+@pytest.mark.parametrize(
+    ("placement", "ranks"), [("parallel", 3), ("colocated", 2), ("replicated", 2), ("colocated", 1)]
+)
+def test_ranks_of_one_process_equal_one_process(placement: str, ranks: int, kind: str, checkpointing: bool) -> None:
+    assert DEVICE is not None
+    pp = {"vision": 1, "audio": 1, "language_model": ranks if placement == "replicated" else 1}
+    mllm = tiny_mllm(layers=3)
+    microbatches = random_microbatches(mllm, kind)
+    loss, gradients = oracle(microbatches, layers=3)
+    layout = Layout.from_specs(mllm, {n: ParallelSpec(pp=p) for n, p in pp.items()}, placement=placement, ranks=ranks)
+    parallel = parallelize(mllm.to(DEVICE), layout, transport="local", checkpointing=checkpointing)
+    agrees(parallel, microbatches, loss, gradients)
+    timeline = parallel.timeline()
+    assert 0.0 < timeline.makespan < 300.0
+    for starts, ends in zip(timeline.start, timeline.finish, strict=True):
+        assert all(start <= end for start, end in zip(starts, ends, strict=True)) and starts == sorted(starts)
+    assert parallel.evaluate(microbatches).loss == pytest.approx(loss, rel=CLOSE)
+
+
+def test_replicas_of_one_process_equal_one_process() -> None:
+    assert DEVICE is not None
+    mllm = tiny_mllm(tied=True).to(DEVICE)
+    specs = {"vision": ParallelSpec(dp=2), "audio": ParallelSpec(), "language_model": ParallelSpec(pp=2, dp=2)}
+    microbatches = random_microbatches(mllm, "all")
+    loss, gradients = oracle(microbatches, tied=True)
+    layout = Layout.from_specs(mllm, specs, placement="parallel")
+    agrees(parallelize(mllm, layout, transport="local"), microbatches, loss, gradients)
+
+
+def over_processes(rank: int, kind: str) -> int:
+    """One rank of two, each on its own GPU; returns how many parameters it holds."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    torch.backends.cudnn.allow_tf32 = False
+    held = 0
+    for placement, degrees in (("parallel", {}), ("colocated", {"vision": 2, "audio": 2, "language_model": 2})):
+        encoders = ("vision", "audio") if degrees else ("vision",)
+        mllm = tiny_mllm(encoders=encoders)
+        microbatches = random_microbatches(mllm, "no_image")
+        loss, gradients = oracle(microbatches, encoders=encoders)
+        specs = {name: ParallelSpec(dp=degrees.get(name, 1)) for name in mllm.modules_order()}
+        layout = Layout.from_specs(mllm, specs, placement=placement, ranks=1 if degrees else 2)
+        parallel = parallelize(mllm.to(device), layout, transport="distributed", timeout=60.0)
+        agrees(parallel, microbatches, loss, gradients)
+        whole = parallel.full_gradients()
+        assert {name for name, each in whole.items() if each is not None} == {
+            name for name, each in gradients.items() if each is not None
+        }
+        norm = sum(float(each.double().square().sum()) for each in gradients.values() if each is not None) ** 0.5
+        assert parallel.clip_grad_norm_(1e9) == pytest.approx(norm, rel=CLOSE)
+        assert parallel.timeline().makespan > 0.0
+        held += len(list(parallel.named_parameters()))
+    return held
+
+
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
+def test_processes_with_a_gpu_each_equal_one_process() -> None:
+    for kind, value in run_ranks(2, over_processes, "cuda" if ON_GPU else "cpu", timeout=300):
+        assert kind == "returned" and value > 0, value
+
+
+# ---------------------------------------------------------------------- whole runs
+
+
+def run(folder: Path, device: str, *overrides: str, **how: Any) -> tuple[list[dict[str, float]], Path]:
+    """A run of the tiny config in this process; its metrics, and its folder."""
+    for needed in ("pydantic", "sklearn", "rich", "matplotlib"):
+        pytest.importorskip(needed)
+    from interlace.train import config, rank
+    from interlace.train.trainer import read_metrics
+
+    table = copy.deepcopy(TABLE)
+    table["run"] |= {"folder": str(folder), "device": device}
+    assert rank.run(config.from_table(table, list(overrides)), source="tiny.toml", **how) == 0
+    newest = (folder / "tiny" / "latest").resolve()
+    return read_metrics(newest), newest
+
+
+def test_one_gpu_alone_trains_as_a_cpu_does(tmp_path: Path) -> None:
+    assert DEVICE is not None
+    name = "loss_metrics/global_avg_loss"
+    here, folder = run(tmp_path / "here", DEVICE.type)
+    there, _ = run(tmp_path / "there", "cpu")
+    losses, expected = ([line[name] for line in lines] for lines in (here, there))
+    assert len(losses) == STEPS and losses[-1] < 0.7 * losses[0], losses
+    # Steps build on each other, and so do their roundings: the first ones are compared as they are.
+    assert losses[:5] == pytest.approx(expected[:5], rel=CLOSE) and losses == pytest.approx(expected, rel=0.05)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == STEPS and (folder / "trace.json").exists() and (folder / "samples.html").exists()
+    if ON_GPU:
+        assert 0.0 < here[-1]["memory/max_active(GiB)"] < 4.0
+
+
+@pytest.mark.parametrize("first", ["here", "cpu"])
+def test_a_checkpoint_goes_on_on_another_device(tmp_path: Path, first: str) -> None:
+    assert DEVICE is not None
+    name = "loss_metrics/global_avg_loss"
+    devices = [DEVICE.type, "cpu"] if first == "here" else ["cpu", DEVICE.type]
+    plan = f"train.schedule_steps={STEPS}"
+    whole, _ = run(tmp_path / "whole", devices[0])
+    _, folder = run(tmp_path / "parts", devices[0], "train.steps=4", plan)
+    lines, _ = run(tmp_path / "parts", devices[1], "train.steps=8", plan, resume=str(folder))
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line[name] for line in lines] == pytest.approx([line[name] for line in whole[:8]], rel=5 * CLOSE)
+
+
+def test_generators_of_the_device_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    """Dropout draws from the device's generator: an interrupted run repeats the uninterrupted one bit for bit."""
+    assert DEVICE is not None
+    pytest.importorskip("pydantic")
+    pytest.importorskip("rich")
+    from interlace.train.trainer import Trainer, read_metrics
+    from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
+
+    class There(ToyModel):
+        def loss_sum(self, sample: Any) -> torch.Tensor:
+            where = next(self.parameters()).device
+            return super().loss_sum(
+                SimpleNamespace(input_ids=sample.input_ids.to(where), labels=sample.labels.to(where))
+            )
+
+    def trainer(folder: Path, seed: int, stop: int = 0) -> Any:
+        folder.mkdir(exist_ok=True)
+        config, model = toy_config(), There().to(DEVICE)
+        torch.manual_seed(seed)
+        made = Trainer(config, model, OneProcess(model), toy_feed(config), folder, quiet=True)
+        made.stop_requested = lambda: int(0 < stop <= made.step)
+        return made
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    trainer(tmp_path / "whole", 0).run()
+    trainer(tmp_path / "parts", 0, stop=7).run()
+    later = trainer(tmp_path / "parts", 99)
+    later.resume()
+    later.run()
+    curves = [
+        [(line["step"], line["loss_metrics/global_avg_loss"]) for line in read_metrics(tmp_path / part)]
+        for part in ("whole", "parts")
+    ]
+    assert curves[0] == curves[1] and len(curves[0]) == 12

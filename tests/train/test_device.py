@@ -1,0 +1,125 @@
+"""Which device a run takes, weights that are the same on all of them, and generators that travel between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.train import build as builds
+from interlace.train import checkpoint as ck
+from interlace.train import device
+from interlace.train.build import materialize
+from interlace.train.config import ConfigError
+from tests.train.test_build import _build, _config
+
+
+def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "gpus", "kind"),
+    [
+        ("auto", 1, 0, "cpu"),
+        ("auto", 1, 1, "cuda"),
+        ("auto", 2, 1, "cpu"),
+        ("auto", 2, 8, "cuda"),
+        ("cpu", 1, 8, "cpu"),
+        ("cuda", 8, 8, "cuda"),
+    ],
+)
+def test_auto_is_a_gpu_for_each_rank_or_none(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, ranks: int, gpus: int, kind: str
+) -> None:
+    _machine(monkeypatch, gpus)
+    assert device.choose(wanted, ranks) == kind
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine(monkeypatch, 2)
+    with pytest.raises(
+        ConfigError, match=r"tiny.toml: .* each of the 3 ranks .* machine has 2; set run.device = 'cpu'"
+    ):
+        device.choose("cuda", 3, source="tiny.toml")
+    _machine(monkeypatch, 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match=r"each of the 1 rank on .* torch is built without CUDA; set run.device"):
+        device.choose("cuda", 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match="no GPU is usable here"):
+        device.choose("cuda", 1)
+    with pytest.raises(ConfigError, match=r"run\.device"):
+        _config("run.device=gpu")
+
+
+class Said:
+    """A meeting at which the ranks say these."""
+
+    def __init__(self, *values: str) -> None:
+        self.values = values
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        return list(self.values)
+
+
+def test_machines_that_come_to_different_devices_are_told() -> None:
+    same: Any = Said("cuda", "cuda")
+    device.agree("cuda", same)
+    mixed: Any = Said("cuda", "cuda", "cpu", "cpu")
+    with pytest.raises(
+        ConfigError, match=r"rank 0 computes on a GPU, ranks \[2, 3\] on the CPU: .* run.device = 'cpu'"
+    ):
+        device.agree("cpu", mixed)
+
+
+@pytest.mark.parametrize("overrides", [[], ["model.language_model.family=qwen2", "model.vision.family=clip"]])
+def test_weights_made_for_elsewhere_are_those_of_the_cpu(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights are treated as if they lay elsewhere, so that every rule of initialisation runs on copies."""
+    expected = materialize(_build(*overrides), seed=5)
+    real, used = builds._OnTheHost, []
+
+    class Watched(real):  # type: ignore[valid-type,misc]
+        def __exit__(self, *error: Any) -> None:
+            used.append(len(self._copies))
+            super().__exit__(*error)
+
+    drawn = torch.get_rng_state()
+    monkeypatch.setattr(builds, "_OnTheHost", Watched)
+    monkeypatch.setattr(builds, "_is_on_the_host", lambda tensor: False)
+    found = materialize(_build(*overrides), seed=5)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for (name, mine), (_, theirs) in zip(found.state_dict().items(), expected.state_dict().items(), strict=True):
+        assert torch.equal(mine, theirs), name
+    for (name, mine), (_, theirs) in zip(found.named_buffers(), expected.named_buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert sum(used) >= len(list(found.parameters()))
+    assert max(used) <= 20, "a layer at a time, not the model"
+
+
+def test_everything_is_made_on_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "_OnTheHost", lambda away: pytest.fail("nothing is drawn on meta"))
+    monkeypatch.setattr(builds, "_is_on_the_host", lambda tensor: True)
+    model = materialize(_build(), seed=0, device="meta")
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_a_gpus_generator_goes_along_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = ck.rng_state()
+    assert "cuda" not in on_cpu
+    state = torch.arange(16, dtype=torch.uint8)
+    put: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put.append)
+    on_gpu = ck.rng_state()
+    assert {key: on_gpu[key] for key in on_cpu} == on_cpu
+    ck.set_rng_state(on_gpu)
+    assert len(put) == 1 and torch.equal(put[0], state)
+    ck.set_rng_state(on_cpu)  # of a CPU: the GPU's stays as it was seeded
+    assert len(put) == 1
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    ck.set_rng_state(on_gpu)  # of a GPU, on a CPU
+    assert len(put) == 1
