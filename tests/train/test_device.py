@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from interlace.train import build as builds
-from interlace.train import checkpoint as ck
+from interlace.train.checkpoint import checkpoints as ck
 from interlace.train import device
 from interlace.train.build import materialize
 from interlace.train.config import ConfigError
