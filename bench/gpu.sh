@@ -45,7 +45,7 @@ if [ "$DRY" = 1 ]; then
     PRESET=smoke
     SUBBLOCK_PRESET=smoke
     SANITY=(--masks packed_images causal --lengths 300)
-    SELECT=(-k "(odd_shapes and float32) or lse or devices or refused or cuda or (one_process and plain)")
+    SELECT=(-k "(odd_shapes and float32) or lse or devices or refused or cuda or (one_process and plain) or replicas_of_one")
     TOY=(--dry)
 fi
 
