@@ -1,0 +1,321 @@
+"""The simulator against the clock: five layouts of a small model on 2 gloo ranks with 1 thread each.
+
+Steps take turns, over the layouts and within each: from every other step the costs of its actions are read off, the
+steps in between are what the prediction is compared with. Costs are medians over the profiled steps, of
+
+    FORWARD, BACKWARD   each (op, module, stage, chunk); of copies, that run one twice, the median of both
+    SEND                posting it
+    RECV                from when both sides are there (the receiver has come, the sender has posted) to its end
+    REDUCE_GRAD         alone: a sum of the same bytes over the same ranks while nothing else runs
+
+and the simulator plays the very lists that the ranks ran. Compared are whole steps, from the call to its return on the
+slower rank: what stands in no list (making the table, comparing the ranks, gathering the loss) is in the measured time
+alone, and reported beside it.
+
+    python -m bench.simulated_step [--steps 24] [--rounds 3] [--out bench/results/simulated_step.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    WhisperConfig,
+)
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from bench.measure import command, free_port, join_group, machine, versions, write_json
+from interlace.layout import Layout, ParallelSpec
+from interlace.model import Media, ModalityModule, MultimodalModel, Sample
+from interlace.run import ParallelModel, parallelize
+from interlace.schedule import Op, Schedule
+from interlace.simulate import Timeline, simulate_arrays
+
+PLACEHOLDERS = {"vision": 500, "audio": 501}
+PATCH, MELS, FRAMES = 16, 40, 200
+COMPUTE = (Op.FORWARD, Op.BACKWARD)
+Cost = tuple[Any, ...]
+
+
+def build_model(hidden: int = 256, layers: tuple[int, int, int] = (4, 2, 5)) -> MultimodalModel:
+    """SigLIP, Whisper and Llama of one width, all of it trained; layers: of each."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "intermediate_size": 4 * hidden, "attn_implementation": "interlace"}
+    vision, audio, language = layers
+    return MultimodalModel(
+        encoders={
+            "vision": ModalityModule(
+                SiglipVisionModel(
+                    SiglipVisionConfig(
+                        hidden_size=hidden, num_hidden_layers=vision, image_size=16 * PATCH, patch_size=PATCH,
+                        vision_use_head=False, **heads,
+                    )
+                ),
+                projector="mlp",
+            ),
+            "audio": ModalityModule(
+                WhisperEncoder(
+                    WhisperConfig(
+                        d_model=hidden, encoder_layers=audio, encoder_attention_heads=4, encoder_ffn_dim=4 * hidden,
+                        num_mel_bins=MELS, max_source_positions=FRAMES // 2, attn_implementation="interlace",
+                    )
+                ),
+                projector="linear",
+                downsample=2,
+            ),
+        },
+        language_model=LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=512, hidden_size=hidden, num_hidden_layers=language, num_key_value_heads=4,
+                **heads | {"intermediate_size": 3 * hidden},
+            )
+        ),
+        placeholders=PLACEHOLDERS,
+    ).train()  # fmt: skip
+
+
+def build_samples(mllm: MultimodalModel, count: int) -> list[Sample]:
+    """Images and clips of many sizes between texts of many lengths: chunks cost as much as they cost."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    samples = []
+    for _ in range(count):
+        ids, media = [1], {}
+        shapes = {"vision": (3, PATCH * draw(6, 16), PATCH * draw(6, 16)), "audio": (MELS, draw(100, FRAMES))}
+        for name, shape in shapes.items():
+            tokens = mllm.encoders[name].tokens(shape)
+            media[name] = [Media(shape, tokens, torch.randn(shape, generator=generator))]
+            ids += [PLACEHOLDERS[name]] * tokens
+        text = torch.randint(2, 400, (draw(30, 120),), generator=generator).tolist()
+        labels = torch.tensor([-100] * len(ids) + text[1:] + [2])
+        samples.append(Sample(input_ids=torch.tensor(ids + text), labels=labels, media=media, name="bench"))
+    return samples
+
+
+def layouts(mllm: MultimodalModel) -> dict[str, Layout]:
+    """All of 2 ranks."""
+    one = dict.fromkeys(mllm.modules_order(), ParallelSpec())
+    halves = one | {"language_model": ParallelSpec(pp=2)}
+    twice = {name: ParallelSpec(dp=2) for name in one}
+    return {
+        # Placed as "parallel" places them when they share ranks, with the cut between encoders and language model.
+        "encoders | language model": Layout.from_specs(mllm, one, placement="colocated"),
+        "chain in 2": Layout.balanced(mllm, 2),
+        "replicated, language model in 2": Layout.from_specs(mllm, halves, placement="replicated"),
+        "2 replicas": Layout.from_specs(mllm, twice, ranks=1),
+        "shared: encoders twice, language model in 2": Layout.from_specs(
+            mllm, twice | {"language_model": ParallelSpec(pp=2)}, placement="shared"
+        ),
+    }
+
+
+# ---------------------------------------------------------------------- costs
+
+
+def costs_of(timeline: Timeline, lanes: list[int]) -> dict[Cost, list[float]]:
+    """What the actions of one step took, by what they are; lanes: the rank of each."""
+    found: dict[Cost, list[float]] = defaultdict(list)
+    posted: dict[Cost, float] = {}
+    for record in timeline.records():
+        action = record.action
+        if action.op is Op.SEND:
+            posted[_message(action, record.rank, lanes[action.peer])] = record.finish
+    for record in timeline.records():
+        action = record.action
+        if action.op in COMPUTE:
+            found[action.op, action.module, action.stage, action.chunk].append(record.finish - record.start)
+        elif action.op is Op.SEND:
+            found[_message(action, record.rank, lanes[action.peer]) + (Op.SEND,)].append(record.finish - record.start)
+        elif action.op is Op.RECV:
+            message = _message(action, lanes[action.peer], record.rank)
+            begin = max(record.start, min(posted[message], record.finish))
+            found[message + (Op.RECV,)].append(record.finish - begin)
+    return found
+
+
+def _message(action: Any, source: int, target: int) -> Cost:
+    return action.module, action.stage, action.chunk, action.other, action.grad, source, target
+
+
+def seconds_of(schedule: Schedule, lanes: list[int], costs: dict[Cost, float], sums: dict[int, float]) -> np.ndarray:
+    """float64 [rows]: the cost of every row of the lists."""
+    seconds = []
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.op in COMPUTE:
+                seconds.append(costs[action.op, action.module, action.stage, action.chunk])
+            elif action.op is Op.REDUCE_GRAD:
+                seconds.append(sums[action.other])
+            else:
+                peer = lanes[action.peer]
+                pair = (rank, peer) if action.op is Op.SEND else (peer, rank)
+                seconds.append(costs[_message(action, *pair) + (action.op,)])
+    return np.array(seconds)
+
+
+def sums_alone(parallel: ParallelModel, repeats: int) -> dict[int, float]:
+    """Reduction -> seconds of a sum of as many bytes, made as the executor makes it, alone."""
+    from interlace.run.gradients import Sum
+
+    [rank] = parallel._ranks.values()
+    found = {}
+    for number, reduction in enumerate(parallel.graph.reductions):
+        times = []
+        for repeat in range(repeats):
+            dist.barrier()
+            begin = time.monotonic()
+            if rank.number in reduction.ranks:
+                assert parallel.channel is not None
+                Sum(rank.parameters(reduction), reduction.ranks, parallel.channel, f"alone {number} {repeat}").wait()
+            times.append(time.monotonic() - begin)
+        found[number] = statistics.median(times)
+    return found
+
+
+# ---------------------------------------------------------------------- the ranks
+
+
+class Case:
+    """One layout: what was profiled and what was measured."""
+
+    def __init__(self, mllm: MultimodalModel, layout: Layout) -> None:
+        self.parallel = parallelize(mllm, layout, transport="distributed", timeout=120)
+        self.lanes = [lane.ranks[0] for lane in layout.lanes()]
+        self.costs: dict[Cost, list[float]] = defaultdict(list)
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}  # of steps that were profiled, and that were not
+        self.listed: list[float] = []  # of the lists alone, in steps that were not profiled
+
+    def step(self, samples: list[Sample], microbatches: int, profiled: bool) -> None:
+        self.parallel.zero_grad()
+        dist.barrier()
+        begin = time.monotonic()
+        self.parallel.step(samples, microbatches)
+        mine = time.monotonic()
+        both = torch.tensor([begin, mine], dtype=torch.float64)
+        everyone = [torch.empty_like(both) for _ in range(2)]
+        dist.all_gather(everyone, both)
+        self.seconds[profiled].append(max(float(b[1]) for b in everyone) - min(float(b[0]) for b in everyone))
+        timeline = self.parallel.timeline()
+        if not profiled:
+            self.listed.append(timeline.makespan)
+            return
+        for key, found in costs_of(timeline, self.lanes).items():
+            self.costs[key] += found
+
+    def report(self, samples: list[Sample], microbatches: int, repeats: int) -> dict[str, Any]:
+        schedule = self.parallel.schedule(self.parallel.table(samples, microbatches))
+        costs = {key: statistics.median(found) for key, found in self.costs.items()}
+        sums = sums_alone(self.parallel, repeats)
+        seconds = seconds_of(schedule, self.lanes, costs, sums)
+        predicted = simulate_arrays(schedule, seconds).makespan
+        measured = statistics.median(self.seconds[False])
+        compute = [c for key, c in costs.items() if key[0] in COMPUTE]
+        return {
+            "layout": self.parallel.layout.describe().splitlines(),
+            "actions": len(schedule.rows),
+            "median_compute_action_ms": statistics.median(compute) * 1e3,
+            "seconds": self.seconds[False],
+            "predicted_seconds": predicted,
+            "median_seconds": measured,
+            "error": predicted / measured - 1,
+            "median_list_seconds": statistics.median(self.listed),
+            "list_error": predicted / statistics.median(self.listed) - 1,
+            "median_profiled_seconds": statistics.median(self.seconds[True]),
+        }
+
+
+def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> None:
+    """One rank: profile and measure in turns; rank 0 writes what was found."""
+    torch.set_num_threads(1)
+    join_group(rank, 2, port, 300)
+    mllm = build_model(options.hidden)
+    samples = build_samples(mllm, options.samples)
+    rounds: list[dict[str, Any]] = []
+    for _ in range(options.rounds):
+        cases = {name: Case(mllm, layout) for name, layout in layouts(mllm).items()}
+        for step in range(options.steps + 2):
+            for case in cases.values():
+                case.step(samples, options.microbatches, step % 2 == 0)
+                if step < 2:  # they warm up
+                    case.costs.clear()
+                    case.seconds, case.listed = {True: [], False: []}, []
+        rounds.append({name: case.report(samples, options.microbatches, 7) for name, case in cases.items()})
+    if rank == 0:
+        parameters = sum(p.numel() for p in mllm.parameters())
+        Path(result).write_text(json.dumps({"parameters": parameters, "rounds": rounds}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run the benchmark, print the table, write the JSON; returns what was written."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=24, help="of each layout in a round, every other one profiled")
+    parser.add_argument("--rounds", type=int, default=3, help="each profiles anew; the median error counts")
+    parser.add_argument("--samples", type=int, default=16, help="of a step")
+    parser.add_argument("--microbatches", type=int, default=4, help="of each replica of the language model")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/simulated_step.json"))
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        result = str(Path(folder) / "result.json")
+        mp.spawn(run_rank, (free_port(), options, result), nprocs=2)
+        found = json.loads(Path(result).read_text())
+
+    def middle(pick: Callable[[dict[str, Any]], float], name: str) -> float:
+        return statistics.median(pick(each[name]) for each in found["rounds"])
+
+    summary = {
+        name: {
+            "median_seconds": middle(lambda row: row["median_seconds"], name),
+            "predicted_seconds": middle(lambda row: row["predicted_seconds"], name),
+            "error": middle(lambda row: row["error"], name),
+            "list_error": middle(lambda row: row["list_error"], name),
+            "errors": [each[name]["error"] for each in found["rounds"]],
+        }
+        for name in found["rounds"][0]
+    }
+    report = {
+        "benchmark": "simulated_step",
+        "command": command("simulated_step", argv),
+        "machine": {**machine(), "ranks": 2, "threads_per_rank": 1},
+        "versions": versions("torch", "transformers"),
+        "model": {"parameters": found["parameters"], "samples": options.samples, "microbatches": options.microbatches},
+        "layouts": summary,
+        "largest_error": max((row["error"] for row in summary.values()), key=abs),
+        "rounds": found["rounds"],
+    }
+    for name, row in summary.items():
+        print(
+            f"{name:44} {row['median_seconds'] * 1e3:8.1f} ms/step, simulated {row['predicted_seconds'] * 1e3:8.1f} ms "
+            f"({row['error']:+.1%}; against the lists alone {row['list_error']:+.1%})"
+        )
+    write_json(options.out, report)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main() else 1)
