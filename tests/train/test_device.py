@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from interlace.train import build as builds
-from interlace.train.checkpoint import checkpoints as ck
 from interlace.train import device
 from interlace.train.build import materialize
+from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.config import ConfigError
 from tests.train.test_build import _build, _config
 
