@@ -186,7 +186,7 @@ def config_of(
     rest += [f"run.folder={json.dumps(folder)}", f"data.dataset={json.dumps(dataset)}", "checkpoint.every=0"]
     rest += [f"train.steps={steps}", f"train.microbatches={microbatches}", "train.warmup_steps=0"]
     rest += ["train.schedule_steps=450", "train.validate_every=0", "train.validation_samples=2"]
-    return configs.load(CONFIG, [*model, *layout, *rest])
+    return configs.load(CONFIG, [*model, *layout, *rest, "run.device=cpu"])  # where the plain loops compute, too
 
 
 def run(name: str, config: Config) -> list[Step]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from interlace.train import device
 from interlace.train.build import materialize
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.config import ConfigError
+from interlace.train.launch import launcher
+from interlace.train.launch.startup import Startup
+from tests import forkserver
 from tests.train.test_build import _build, _config
 
 
@@ -55,24 +59,35 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         _config("run.device=gpu")
 
 
-class Said:
-    """A meeting at which the ranks say these."""
+MIXED = """
+import os, sys
+from interlace.train import device
+from interlace.train.launch import launcher
+from interlace.train.launch.startup import Startup
+rank = int(os.environ["RANK"])
+kind = sys.argv[1 + rank]
+# What a GPU's rank joins with, but for NCCL: the parts for CPU tensors have to find each other.
+meeting = Startup(rank, 3, 20.0, {"cpu": "gloo", "cuda": "cpu:gloo,cuda:gloo"}[kind])
+try:
+    device.agree(kind, meeting, source="tiny.toml")
+except ValueError as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+os._exit(0)
+"""
 
-    def __init__(self, *values: str) -> None:
-        self.values = values
 
-    def gather(self, what: str, value: Any) -> list[Any]:
-        return list(self.values)
-
-
-def test_machines_that_come_to_different_devices_are_told() -> None:
-    same: Any = Said("cuda", "cuda")
-    device.agree("cuda", same)
-    mixed: Any = Said("cuda", "cuda", "cpu", "cpu")
-    with pytest.raises(
-        ConfigError, match=r"rank 0 computes on a GPU, ranks \[2, 3\] on the CPU: .* run.device = 'cpu'"
-    ):
-        device.agree("cpu", mixed)
+def test_machines_that_come_to_different_devices_are_told(tmp_path: Path) -> None:
+    """All of them, also where the store ends with rank 0."""
+    device.agree("cpu", Startup(0, 1, 20.0))
+    met, kinds = launcher.rendezvous(3), ("cuda", "cpu", "cuda")
+    processes = [
+        forkserver.start_script(MIXED, tmp_path / str(rank), {**met, "RANK": str(rank)}, kinds) for rank in range(3)
+    ]
+    for rank, process in enumerate(processes):
+        process.join(60)
+        said = (tmp_path / str(rank)).read_text()
+        assert "ConfigError: tiny.toml: rank 0 computes on a GPU, ranks [1] on the CPU: not every machine" in said
+        assert "set run.device = 'cpu'" in said
 
 
 @pytest.mark.parametrize("overrides", [[], ["model.language_model.family=qwen2", "model.vision.family=clip"]])

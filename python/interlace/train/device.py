@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
 
 from interlace.train.config import ConfigError
+from interlace.train.errors import TrainingError
 from interlace.train.launch.startup import Startup
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -51,6 +53,8 @@ def agree(kind: str, startup: Startup, *, source: str = "config") -> None:
     kinds = startup.gather("choosing the device", kind)
     other = [rank for rank, theirs in enumerate(kinds) if theirs != kinds[0]]
     if other:
+        with contextlib.suppress(TrainingError):  # rank 0 may hold the store: it goes when all have heard of it
+            startup.gather("ending for want of one kind of device", "")
         raise ConfigError(
             f"{source}: rank 0 computes on {_names(kinds[0])}, ranks {other} on {_names(kinds[other[0]])}: not every "
             "machine has a GPU for each of its ranks; set run.device = 'cpu', or start ranks where there are GPUs alone"
