@@ -221,7 +221,9 @@ def check_steps(case: Case, steps: list[tuple[Any, dict[str, Any], list[Sample]]
                 assert (found is None) == (due is None), f"{name} has {'no' if found is None else 'a'} gradient"
                 if found is not None and due is not None:  # some are nothing but rounding: a bias before a softmax
                     error = float((found - due).norm())
-                    assert error <= 1e-5 * float(due.norm()) + 1e-7 * norm + 1e-9, f"{name}: {error} beside {due.norm()}"
+                    assert error <= 1e-5 * float(due.norm()) + 1e-7 * norm + 1e-9, (
+                        f"{name}: {error} beside {due.norm()}"
+                    )
             told = parallel.clip_grad_norm_(1e9)
             assert abs(told - norm) <= 1e-4 * norm + 1e-9, f"gradient norm {told}, not {norm}"
         except Exception as error:

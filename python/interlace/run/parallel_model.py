@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from interlace.comm.channel import Channel, CommError
+from interlace.comm.channel import Channel
 from interlace.comm.channel_group import GroupChannel
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Layout
@@ -27,10 +27,10 @@ from interlace.model import Media, MultimodalModel
 from interlace.parallel.route import Routes
 from interlace.run import agreement
 from interlace.run.batch import collator, grouped, in_groups
-from interlace.run.errors import PipelineError
+from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
-from interlace.run.graph import stage_graph
+from interlace.run.graph import check_read, stage_graph
 from interlace.run.ranks import Views, make_ranks
 from interlace.run.result import StepResult, times_of
 from interlace.run.table import Lengths, step_table
@@ -126,7 +126,7 @@ class ParallelModel:
         self._views = Views()
         self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, self._views)
         if channel is not None:
-            with _as_pipeline_errors():
+            with as_pipeline_errors():
                 channel.add_groups([reduction.ranks for reduction in self.graph.reductions])
 
     # -- what lives here -------------------------------------------------------------------------------------
@@ -187,10 +187,7 @@ class ParallelModel:
         form = ",".join(str(pipelines.get((chunk.module, chunk.replica))) for chunk in table.chunks)
         key = (train, form, table.links.tobytes())
         if key not in self._schedules:
-            feeding, read = {producer for producer, _ in self.graph.links}, set(table.links[:, 0].tolist())
-            unread = next((c for i, c in enumerate(table.chunks) if c.module in feeding and i not in read), None)
-            if unread is not None:
-                raise ValueError(f"nobody reads {unread}, so it has no gradient: leave it out of the step's table")
+            check_read(self.graph, table)
             made = self._generator(self.graph, table, backward=train, reduce_grad=train)
             check(made)
             if len(self._schedules) >= _KEPT:
@@ -230,9 +227,9 @@ class ParallelModel:
     ) -> StepResult:
         """Forward and backward of the global batch; gradients add up in ``.grad`` until `zero_grad`.
 
-        samples: the same list on every rank, or a list of lists to fix the chunks of the language model (the i-th goes
-            to replica i modulo their number). Otherwise they are spread by their tokens over `microbatches` of each
-            replica (default: twice the stages of its pipeline, at most one per sample).
+        samples: the same list on every rank, or a list of lists to fix the chunks of the language model (empty ones
+            left out, the i-th goes to replica i modulo their number). Otherwise they are spread by their tokens over
+            `microbatches` of each replica (default: twice the stages of its pipeline, at most one per sample).
         chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
             position, step) of the batch, for the table. note: asked at the end; all ranks learn of all (`StepResult`).
 
@@ -349,7 +346,7 @@ class ParallelModel:
         pending = channel.start_all_gather(numbers, "start of the step")
 
         def compare() -> None:
-            with _as_pipeline_errors():
+            with as_pipeline_errors():
                 everyone = pending.wait()
                 bad = everyone[:, 1].nonzero().flatten().tolist()
                 if refused is None and bad:
@@ -401,7 +398,7 @@ class ParallelModel:
         mine = [loss, square, float(note())]
         if self.channel is None:
             return loss, square**0.5, (mine[2],) * len(self.ranks)
-        with _as_pipeline_errors():
+        with as_pipeline_errors():
             numbers = torch.tensor(mine, dtype=torch.float64)
             everyone = self.channel.start_all_gather(numbers, "loss", compare_sums=train).wait()
         total, squares, _ = everyone.sum(0).tolist()
@@ -451,7 +448,7 @@ class ParallelModel:
         if recompute:
             square = self._squares()
             if self.channel is not None:
-                with _as_pipeline_errors():
+                with as_pipeline_errors():
                     numbers = torch.tensor([square], dtype=torch.float64)
                     square = float(self.channel.start_all_gather(numbers, "gradient norm").wait().sum())
             norm = square**0.5
@@ -475,7 +472,7 @@ class ParallelModel:
         if self.channel is None:
             return {n: None if p.grad is None else p.grad.clone() for n, p in self.mllm.named_parameters()}
         counted = {id(p): p for name, p in here.own.items() if name in here.counts}
-        with _as_pipeline_errors():
+        with as_pipeline_errors():
             return whole_gradients(self.mllm, counted, self.channel)
 
     # -- what was measured -----------------------------------------------------------------------------------
@@ -488,7 +485,7 @@ class ParallelModel:
         if self.channel is not None:
             (number,) = self.ranks
             text = " ".join(f"{start!r} {finish!r}" for start, finish in self._times[number])
-            with _as_pipeline_errors():
+            with as_pipeline_errors():
                 said = self.channel.exchange(text, "timeline")
             times = [times_of(text, rank, len(self._last.of_rank(rank))) for rank, text in enumerate(said)]
         return Timeline(
@@ -501,11 +498,3 @@ class ParallelModel:
 
 def _trainable(mllm: nn.Module) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for parameter in mllm.parameters())
-
-
-@contextlib.contextmanager
-def _as_pipeline_errors() -> Iterator[None]:
-    try:
-        yield
-    except CommError as error:
-        raise PipelineError(str(error)) from error
