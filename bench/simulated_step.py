@@ -1,7 +1,9 @@
 """The simulator against the clock: five layouts of a small model on 2 gloo ranks with 1 thread each.
 
-Steps take turns, over the layouts and within each: from every other step the costs of its actions are read off, the
-steps in between are what the prediction is compared with. Costs are medians over the profiled steps, of
+Steps take turns: from every other step the costs of its actions are read off, the steps in between are what the
+prediction is compared with. A round goes through all layouts and profiles each anew. A rank that has to share its core
+with other programs takes longer in bursts, which medians do not see; so it is noted how many cores others kept busy
+meanwhile, and of all rounds of a layout the quietest half counts. Costs are medians over the profiled steps, of
 
     FORWARD, BACKWARD   each (op, module, stage, chunk); of copies, that run one twice, the median of both
     SEND                posting it
@@ -12,19 +14,19 @@ and the simulator plays the very lists that the ranks ran. Compared are whole st
 slower rank: what stands in no list (making the table, comparing the ranks, gathering the loss) is in the measured time
 alone, and reported beside it.
 
-    python -m bench.simulated_step [--steps 24] [--rounds 3] [--out bench/results/simulated_step.json]
+    python -m bench.simulated_step [--steps 12] [--rounds 8] [--out bench/results/simulated_step.json]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +103,12 @@ def build_samples(mllm: MultimodalModel, count: int) -> list[Sample]:
     samples = []
     for _ in range(count):
         ids, media = [1], {}
-        shapes = {"vision": (3, PATCH * draw(6, 16), PATCH * draw(6, 16)), "audio": (MELS, draw(100, FRAMES))}
+        shapes = {"vision": (3, PATCH * draw(4, 10), PATCH * draw(4, 10)), "audio": (MELS, draw(60, FRAMES))}
         for name, shape in shapes.items():
             tokens = mllm.encoders[name].tokens(shape)
             media[name] = [Media(shape, tokens, torch.randn(shape, generator=generator))]
             ids += [PLACEHOLDERS[name]] * tokens
-        text = torch.randint(2, 400, (draw(30, 120),), generator=generator).tolist()
+        text = torch.randint(2, 400, (draw(20, 80),), generator=generator).tolist()
         labels = torch.tensor([-100] * len(ids) + text[1:] + [2])
         samples.append(Sample(input_ids=torch.tensor(ids + text), labels=labels, media=media, name="bench"))
     return samples
@@ -195,12 +197,45 @@ def sums_alone(parallel: ParallelModel, repeats: int) -> dict[int, float]:
 # ---------------------------------------------------------------------- the ranks
 
 
-class Case:
-    """One layout: what was profiled and what was measured."""
+class Others:
+    """How many cores other programs keep busy, from now on. Its calls are collective."""
 
-    def __init__(self, mllm: MultimodalModel, layout: Layout) -> None:
-        self.parallel = parallelize(mllm, layout, transport="distributed", timeout=120)
-        self.lanes = [lane.ranks[0] for lane in layout.lanes()]
+    def __init__(self) -> None:
+        self._at = self._read()
+
+    def cores(self) -> float:
+        (busy, mine, now), (before, then, began) = self._read(), self._at
+        return max(busy - before - (mine - then), 0.0) / (now - began)
+
+    def _read(self) -> tuple[float, float, float]:
+        """(seconds that all cores were busy, seconds that the ranks computed, now), as rank 0 sees it."""
+        numbers = torch.tensor([time.process_time()], dtype=torch.float64)
+        dist.all_reduce(numbers)
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        busy = (sum(ticks[:3]) + sum(ticks[5:8])) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting for disks
+        seen = torch.tensor([busy, float(numbers), time.monotonic()], dtype=torch.float64)
+        dist.broadcast(seen, 0)
+        return float(seen[0]), float(seen[1]), float(seen[2])
+
+
+def wait_until_quiet(patience: float) -> None:
+    """Until others keep less than a twentieth of a core busy for a second, or for `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        others = Others()
+        time.sleep(1.0)
+        calm = torch.tensor([float(others.cores() < 0.05 or time.monotonic() > deadline)])
+        dist.broadcast(calm, 0)
+        if calm:
+            return
+
+
+class Case:
+    """One layout in one round: what was profiled and what was measured."""
+
+    def __init__(self, parallel: ParallelModel) -> None:
+        self.parallel = parallel
+        self.lanes = [lane.ranks[0] for lane in parallel.layout.lanes()]
         self.costs: dict[Cost, list[float]] = defaultdict(list)
         self.seconds: dict[bool, list[float]] = {True: [], False: []}  # of steps that were profiled, and that were not
         self.listed: list[float] = []  # of the lists alone, in steps that were not profiled
@@ -251,15 +286,20 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
     mllm = build_model(options.hidden)
     samples = build_samples(mllm, options.samples)
     rounds: list[dict[str, Any]] = []
+    parallel = {
+        name: parallelize(mllm, layout, transport="distributed", timeout=120) for name, layout in layouts(mllm).items()
+    }
     for _ in range(options.rounds):
-        cases = {name: Case(mllm, layout) for name, layout in layouts(mllm).items()}
-        for step in range(options.steps + 2):
-            for case in cases.values():
+        found = {}
+        for name, model in parallel.items():
+            wait_until_quiet(options.patience)
+            Case(model).step(samples, options.microbatches, True)  # warms up
+            case, others = Case(model), Others()
+            for step in range(options.steps):
                 case.step(samples, options.microbatches, step % 2 == 0)
-                if step < 2:  # they warm up
-                    case.costs.clear()
-                    case.seconds, case.listed = {True: [], False: []}, []
-        rounds.append({name: case.report(samples, options.microbatches, 7) for name, case in cases.items()})
+            busy = others.cores()
+            found[name] = {"other_cores": busy, **case.report(samples, options.microbatches, 7)}
+        rounds.append(found)
     if rank == 0:
         parameters = sum(p.numel() for p in mllm.parameters())
         Path(result).write_text(json.dumps({"parameters": parameters, "rounds": rounds}))
@@ -273,11 +313,12 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the benchmark, print the table, write the JSON; returns what was written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=24, help="of each layout in a round, every other one profiled")
-    parser.add_argument("--rounds", type=int, default=3, help="each profiles anew; the median error counts")
-    parser.add_argument("--samples", type=int, default=16, help="of a step")
+    parser.add_argument("--steps", type=int, default=12, help="of each layout in a round, every other one profiled")
+    parser.add_argument("--rounds", type=int, default=8, help="each profiles anew; the quietest half of them counts")
+    parser.add_argument("--samples", type=int, default=8, help="of a step")
     parser.add_argument("--microbatches", type=int, default=4, help="of each replica of the language model")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model")
+    parser.add_argument("--patience", type=float, default=20, help="seconds to wait for a quiet machine, each time")
     parser.add_argument("--out", type=Path, default=Path("bench/results/simulated_step.json"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -285,19 +326,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         mp.spawn(run_rank, (free_port(), options, result), nprocs=2)
         found = json.loads(Path(result).read_text())
 
-    def middle(pick: Callable[[dict[str, Any]], float], name: str) -> float:
-        return statistics.median(pick(each[name]) for each in found["rounds"])
-
-    summary = {
-        name: {
-            "median_seconds": middle(lambda row: row["median_seconds"], name),
-            "predicted_seconds": middle(lambda row: row["predicted_seconds"], name),
-            "error": middle(lambda row: row["error"], name),
-            "list_error": middle(lambda row: row["list_error"], name),
-            "errors": [each[name]["error"] for each in found["rounds"]],
+    summary = {}
+    for name in found["rounds"][0]:
+        rows = sorted((each[name] for each in found["rounds"]), key=lambda row: row["other_cores"])
+        rows = rows[: -(-len(rows) // 2)]
+        middle = {
+            key: statistics.median(row[key] for row in rows)
+            for key in ("median_seconds", "predicted_seconds", "error", "list_error", "other_cores")
         }
-        for name in found["rounds"][0]
-    }
+        summary[name] = middle | {"errors": sorted(row["error"] for row in rows), "layout": rows[0]["layout"]}
     report = {
         "benchmark": "simulated_step",
         "command": command("simulated_step", argv),
@@ -311,7 +348,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for name, row in summary.items():
         print(
             f"{name:44} {row['median_seconds'] * 1e3:8.1f} ms/step, simulated {row['predicted_seconds'] * 1e3:8.1f} ms "
-            f"({row['error']:+.1%}; against the lists alone {row['list_error']:+.1%})"
+            f"({row['error']:+.1%}, {row['errors'][0]:+.1%} to {row['errors'][-1]:+.1%}; lists alone "
+            f"{row['list_error']:+.1%}; others kept {row['other_cores']:.2f} cores busy)"
         )
     write_json(options.out, report)
     return report

@@ -117,6 +117,17 @@ def test_hidden_communication_on_the_page_is_that_of_the_report():
     assert quoted in (ROOT / "README.md").read_text(), quoted
 
 
+def test_the_simulators_error_is_that_of_the_report():
+    report = json.loads((ROOT / "bench" / "results" / "simulated_step.json").read_text())
+    rows = list(report["layouts"].values())
+    single = [error for row in rows for error in row["errors"]]
+    errors = [row["error"] for row in rows]
+    quoted = f"{min(errors):+.1%} to {max(errors):+.1%} (single rounds {min(single):+.1%} to {max(single):+.1%})"
+    for page in (ROOT / "README.md", ROOT / "docs" / "how-a-step-flows.md"):
+        assert quoted in " ".join(page.read_text().split()), quoted
+    assert len(rows) == 5 and abs(report["largest_error"]) < 0.08
+
+
 def test_the_first_example_of_the_readme_runs():
     example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)[0]
     names: dict = {}

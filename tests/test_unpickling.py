@@ -32,6 +32,7 @@ ALLOWED = {
     ("bench/frozen_pipeline.py", "broadcast_object_list"): WITHIN_THE_JOB,
     ("bench/frozen_pipeline.py", "torch.multiprocessing"): "starts processes",
     ("bench/context_parallel.py", "torch.multiprocessing"): "starts processes",
+    ("bench/simulated_step.py", "torch.multiprocessing"): "starts processes",
     ("bench/overlap.py", "torch.multiprocessing"): "starts processes",
     ("bench/scheduling_peers.py", "multiprocessing"): "starts processes",
     ("bench/scheduling_peers.py", "concurrent.futures.ProcessPoolExecutor"): "starts processes",

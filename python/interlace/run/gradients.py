@@ -27,6 +27,9 @@ class Sum:
             pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in zip(bucket, gradients)]
             flags = torch.tensor([float(g is not None) for g in gradients], dtype=bucket[0].dtype)
             flat = torch.cat([*pieces, flags.to(bucket[0].device)])
+            for p in bucket:
+                p.grad = None  # the bucket has it: not held twice while it travels
+            del gradients, pieces
             pending = channel.start_all_reduce(flat, ranks, f"{key} {number}")
             self._parts.append((bucket, flat, pending))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from interlace.layout import Layout
 from interlace.plan import ModuleCosts, layer_costs
-from interlace.schedule import Op, StageGraph
+from interlace.schedule import Op, StageGraph, StepTable
 
 
 def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
@@ -80,6 +80,14 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
         if len(homes[0]) > 1:
             found.append(tuple(places))
     return tuple(found)
+
+
+def check_read(graph: StageGraph, table: StepTable) -> None:
+    """Raises ValueError for a chunk of an encoder that nobody reads: its backward would wait for a gradient."""
+    feeding, read = {producer for producer, _ in graph.links}, set(table.links[:, 0].tolist())
+    unread = next((c for i, c in enumerate(table.chunks) if c.module in feeding and i not in read), None)
+    if unread is not None:
+        raise ValueError(f"nobody reads {unread}, so it has no gradient: leave it out of the step's table")
 
 
 def parameter_layers(mllm: Any) -> dict[str, tuple[str, int]]:

@@ -31,7 +31,7 @@ from interlace.run.device import clock, current, device_of, generators, seconds
 from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
-from interlace.run.graph import edges, stage_graph
+from interlace.run.graph import check_read, edges, stage_graph
 from interlace.run.ranks import Views, make_ranks
 from interlace.run.result import StepResult, times_of
 from interlace.run.table import Lengths, step_table
@@ -192,10 +192,7 @@ class ParallelModel:
         form = ",".join(str(pipelines.get((chunk.module, chunk.replica))) for chunk in table.chunks)
         key = (train, form, table.links.tobytes())
         if key not in self._schedules:
-            feeding, read = {producer for producer, _ in self.graph.links}, set(table.links[:, 0].tolist())
-            unread = next((c for i, c in enumerate(table.chunks) if c.module in feeding and i not in read), None)
-            if unread is not None:
-                raise ValueError(f"nobody reads {unread}, so it has no gradient: leave it out of the step's table")
+            check_read(self.graph, table)
             made = self._generator(self.graph, table, backward=train, reduce_grad=train)
             check(made)
             if len(self._schedules) >= _KEPT:
@@ -235,9 +232,9 @@ class ParallelModel:
     ) -> StepResult:
         """Forward and backward of the global batch; gradients add up in ``.grad`` until `zero_grad`.
 
-        samples: the same list on every rank, or a list of lists to fix the chunks of the language model (the i-th goes
-            to replica i modulo their number). Otherwise they are spread by their tokens over `microbatches` of each
-            replica (default: twice the stages of its pipeline, at most one per sample).
+        samples: the same list on every rank, or a list of lists to fix the chunks of the language model (empty ones
+            left out, the i-th goes to replica i modulo their number). Otherwise they are spread by their tokens over
+            `microbatches` of each replica (default: twice the stages of its pipeline, at most one per sample).
         chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
             position, step) of the batch, for the table. note: asked at the end, and told to all ranks (see StepResult).
 
