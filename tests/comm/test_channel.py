@@ -10,9 +10,11 @@ import pickle
 import signal
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -255,6 +257,30 @@ def test_a_step_between_processes(pool: Any) -> None:
         for number, (times, nothing, values) in enumerate(steps):
             assert times == [[rank, number] for rank in range(3)] and nothing == [3, 0]
             assert values == [{"rank": rank} for rank in range(3)]
+
+
+def returning(rank: int) -> list[bool]:
+    """Rank 0 sends two activations and gets the gradient of the second; what it still holds of each, then and later."""
+    here = channel()
+    tags = [Tag("a", 0, chunk, chunk, False) for chunk in range(2)]
+    if rank == 1:
+        for tag in tags:
+            here.receive(0, tag)
+        here.send(torch.ones(3), 0, tags[1]._replace(grad=True))
+        here.finish()
+        return []
+    arrays = [np.ones(3, np.float32) for _ in tags]
+    alive = [weakref.ref(array) for array in arrays]
+    for tag in tags:
+        here.send(torch.from_numpy(arrays.pop(0)), 1, tag)
+    here.receive(1, tags[1]._replace(grad=True))
+    before = [one() is not None for one in alive]
+    here.finish()
+    return before + [one() is not None for one in alive]
+
+
+def test_what_was_sent_is_let_go_when_its_gradient_is_back(pool: Any) -> None:
+    assert pool.returned(2, returning)[0] == [True, False, False, False]
 
 
 # ---------------------------------------------------------------------- ranks that differ

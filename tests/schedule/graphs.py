@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Reduction, Stage
 from interlace.schedule import Action, Chunk, Edge, Op, Schedule, StageGraph, StepTable
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -231,21 +231,33 @@ class Demand:
         peer = self.lane(job[0] if to_peer else source[0])
         return replace(self.compute(op, source), other=job[1], peer=peer, grad=grad)
 
+    def adds(self, node: int, reduction: Reduction) -> bool:
+        """Whether a backward of this node adds to what is summed: it has one of the layers on one of the ranks.
+
+        A tied weight is summed of sums over all replicas, so there a node adds wherever it runs.
+        """
+        where = self.graph.nodes[node]
+        stage = self.graph.pipelines[where.pipeline].stages[where.stage]
+        layers = set(range(reduction.start, reduction.stop))
+        if reduction.tied >= 0:
+            layers = {layer for _, layer in self.graph.tied[reduction.tied]}
+        held = stage.module == reduction.module and layers & set(range(stage.start, stage.stop))
+        return bool(held) and (reduction.tied >= 0 or bool(set(self.ranks(where.lane)) & set(reduction.ranks)))
+
     @cached_property
     def reductions(self) -> dict[int, list[Job]]:
         """Active reductions -> the jobs whose backwards add to them."""
         found = {}
         for place, reduction in enumerate(self.graph.reductions if self.reduce_grad else ()):
-            members = [n for n in self.graph.members(reduction) if self.trains(n)]
-            jobs = [job for job in self.backwards if job[0] in members]
+            jobs = [job for job in self.backwards if self.trains(job[0]) and self.adds(job[0], reduction)]
             if jobs:
                 found[place] = jobs
         return found
 
     def reduce_row(self, place: int, rank: int) -> Action:
         reduction = self.graph.reductions[place]
-        members = [n for n in self.graph.members(reduction) if rank in self.ranks(self.lane(n))]
-        return Action(Op.REDUCE_GRAD, reduction.module, self.graph.nodes[members[0]].stage, other=place)
+        mine = [n for n in range(len(self.graph.nodes)) if rank in self.ranks(self.lane(n)) and self.adds(n, reduction)]
+        return Action(Op.REDUCE_GRAD, reduction.module, self.graph.nodes[mine[0]].stage, other=place)
 
     @cached_property
     def rows(self) -> list[Counter[Action]]:

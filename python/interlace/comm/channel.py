@@ -14,7 +14,7 @@ were sent; each says what it is, so that two schedules that contradict each othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,11 +41,19 @@ class Tag(NamedTuple):
         return text if self.other == self.chunk else f"{text} for chunk {self.other}"
 
 
-class Pending(Protocol):
-    """Something under way."""
+class Pending:
+    """A collective that this rank has joined. finish: what waits for it, within the channel's timeout."""
+
+    def __init__(self, finish: Callable[[], Any] = lambda: None) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
 
     def wait(self) -> Any:
-        """Its result, within the channel's timeout; a second call returns the same. Raises CommError."""
+        """Its result; a second call returns the same. Raises CommError."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
 
 
 class Channel(Protocol):

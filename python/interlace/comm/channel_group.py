@@ -18,15 +18,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.comm.channel import Sent, Tag, check_digest, check_numbers, check_tag
+from interlace.comm.channel import Pending, Sent, Tag, check_digest, check_numbers, check_tag
 from interlace.comm.lost import RollCall, first_line, reason_of
 from interlace.comm.recorder import FlightRecorder
 from interlace.comm.reductions import BITS, Reductions, digest_of
@@ -44,18 +45,17 @@ _HOST = torch.device("cpu")
 _ROOM = 64  # numbers of a gather are filled up to a multiple of this: ranks that differ by a few are told so
 
 
-class GroupPending:
-    """A collective under way, with the tensors that it uses."""
+class _Send(NamedTuple):
+    """A message under way; `works` with their tensors, header and payload."""
 
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
+    peer: int
+    tag: Tag
+    works: list[tuple[dist.Work, Tensor]]
+    token: int  # of the recorder
 
-    def wait(self) -> Any:
-        if self._finish is not None:
-            self._result = self._finish()
-            self._finish = None
-        return self._result
+    def is_taken(self) -> bool:
+        """Whether NCCL says that its payload has gone; then its header was read."""
+        return len(self.works) == 2 and self.works[1][0].is_completed()
 
 
 class GroupChannel:
@@ -91,7 +91,7 @@ class GroupChannel:
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if self._apart else None
         self._star = Star(self._host, _HOST, self._roll)
         self._digest = 0
-        self._sends: list[tuple[list[tuple[dist.Work, Tensor]], int, str, int]] = []  # peer, what, recorder's token
+        self._sends: deque[_Send] = deque()
         self._arrivals: list[tuple[dist.Work, int, str]] = []  # from whom, what
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._edges: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -153,7 +153,9 @@ class GroupChannel:
         what = (self.modules.index(tag.module), tag.stage, tag.chunk, tag.other, int(tag.grad))
         kind = DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape
         works: list[tuple[dist.Work, Tensor]] = []
-        self._sends.append((works, peer, f"SEND {tag}", token))
+        while self._apart and self._sends and self._sends[0].is_taken():
+            self.recorder.end(self._sends.popleft().token)
+        self._sends.append(_Send(peer, tag, works, token))
         for part, over in ((header(_HOST, MAGIC, self._digest, *what, *kind), self._host), (tensor, group)):
             if part.numel():
                 try:
@@ -188,7 +190,18 @@ class GroupChannel:
         if payload.numel():
             self._receive_into(payload, peer, tag, group)
         self.recorder.end(token)
+        if tag.grad and not self._apart:
+            self._let_go(peer, tag._replace(grad=False))
         return payload
+
+    def _let_go(self, peer: int, tag: Tag) -> None:
+        """Hold no longer what went to `peer` as `tag`: it was taken, for its gradient is back. Gloo says it of no send
+        before it is waited for; NCCL does (see `send`)."""
+        for place, sent in enumerate(self._sends):
+            if (sent.peer, sent.tag) == (peer, tag):
+                self._end(sent)
+                del self._sends[place]
+                return
 
     def _edge(self, source: int, to: int, what: str) -> dist.ProcessGroup | None:
         """The group that carries tensors from one rank to another; None: the default one."""
@@ -210,9 +223,9 @@ class GroupChannel:
         except RuntimeError as error:
             raise self._lost_peer(peer, f"RECV {tag}", error) from error
 
-    def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> GroupPending:
+    def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         if len(ranks) == 1:
-            return GroupPending(lambda: None)
+            return Pending()
         self._reductions.add(ranks, key, tensor)
         what, token = f"REDUCE {key}", self.recorder.begin("all_reduce", key, tuple(ranks))
         group = self._groups.get(tuple(ranks))
@@ -233,9 +246,9 @@ class GroupChannel:
             self.recorder.end(waiting)
             self.recorder.end(token)
 
-        return GroupPending(finish)
+        return Pending(finish)
 
-    def start_all_gather(self, numbers: Tensor, what: str, *, compare_sums: bool = False) -> GroupPending:
+    def start_all_gather(self, numbers: Tensor, what: str, *, compare_sums: bool = False) -> Pending:
         check_numbers(numbers)
         self.collectives += 1
         everyone = range(self.world)
@@ -275,7 +288,7 @@ class GroupChannel:
             self.recorder.end(token)
             return rows[:, len(first) : len(first) + count].clone()
 
-        return GroupPending(finish)
+        return Pending(finish)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         self.collectives += 1
@@ -291,17 +304,20 @@ class GroupChannel:
             raise CommError(f"rank {self.rank}, {what}: {different}")
 
     def finish(self) -> None:
-        pending, self._sends = self._sends, []
+        pending, self._sends = self._sends, deque()
         arrivals, self._arrivals = self._arrivals, []
         self._sent.clear()
-        waiting = self.recorder.begin("finish", "", tuple(sorted({peer for _, peer, *_ in pending})))
+        waiting = self.recorder.begin("finish", "", tuple(sorted({sent.peer for sent in pending})))
         for work, peer, what in arrivals:
             self._wait(work, peer, what)
-        for works, peer, what, token in pending:
-            for work, _ in works:
-                self._wait(work, peer, what)
-            self.recorder.end(token)
+        for sent in pending:
+            self._end(sent)
         self.recorder.end(waiting)
+
+    def _end(self, sent: _Send) -> None:
+        for work, _ in sent.works:
+            self._wait(work, sent.peer, f"SEND {sent.tag}")
+        self.recorder.end(sent.token)
 
     def _wait(self, work: dist.Work, peer: int, what: str) -> None:
         try:

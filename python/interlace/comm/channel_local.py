@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from interlace.comm.channel import Sent, Tag, check_digest, check_numbers, check_tag
+from interlace.comm.channel import Pending, Sent, Tag, check_digest, check_numbers, check_tag
 from interlace.comm.lost import SLOW, named
 from interlace.comm.recorder import FlightRecorder
-from interlace.comm.threads import Threads
+from interlace.comm.thread_ranks import ThreadRanks
 from interlace.comm.transports.base import CommError
 from interlace.comm.transports.messages import decode, encode
 
@@ -43,7 +43,7 @@ class _Round:
         self.taken = 0
 
 
-class LocalNetwork(Threads):
+class LocalNetwork(ThreadRanks):
     """What the channels of one process share. `timeout`: seconds that any of them waits."""
 
     def __init__(self, world: int, timeout: float) -> None:
@@ -58,20 +58,6 @@ class LocalNetwork(Threads):
             self.rounds: dict[tuple[str, tuple[int, ...], int], _Round] = defaultdict(_Round)
             self.joined: dict[tuple[int, str, tuple[int, ...]], int] = defaultdict(int)  # rounds that a rank came to
             self.gone.clear()
-
-
-class LocalPending:
-    """A collective that this rank has joined."""
-
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        if self._finish is not None:
-            self._result = self._finish()
-            self._finish = None
-        return self._result
 
 
 class LocalChannel:
@@ -120,18 +106,18 @@ class LocalChannel:
         self.recorder.end(token)
         return tensor
 
-    def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> LocalPending:
+    def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         if len(ranks) == 1:
-            return LocalPending(lambda: None)
+            return Pending()
         about = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         wait = self._join("all_reduce", f"REDUCE {key}", tuple(ranks), about, tensor.detach(), _sum)
 
         def finish() -> None:
             tensor.detach().copy_(wait())
 
-        return LocalPending(finish)
+        return Pending(finish)
 
-    def start_all_gather(self, numbers: Tensor, what: str, *, compare_sums: bool = False) -> LocalPending:
+    def start_all_gather(self, numbers: Tensor, what: str, *, compare_sums: bool = False) -> Pending:
         # Sums of different things cannot come about here: their keys are compared when they are joined.
         check_numbers(numbers)
         self.collectives += 1
@@ -145,7 +131,7 @@ class LocalChannel:
                 check_digest(self.rank, peer, what, mine[0], digest)
             return torch.stack([each for _, each in brought])
 
-        return LocalPending(finish)
+        return Pending(finish)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         self.collectives += 1

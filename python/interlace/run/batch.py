@@ -3,41 +3,69 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from interlace.layout import Layout
 from interlace.model import MultimodalModel
 from interlace.run.device import moved
+from interlace.run.table import Lengths, step_table
 from interlace.schedule import StepTable
 
 
-def grouped(samples: Sequence[Any], microbatches: int | None) -> tuple[list[Any], list[list[int]] | None]:
-    """The samples of a batch, and if they come in lists the places of each list's."""
-    if not samples:
-        raise ValueError("a step needs at least one sample")
-    grouped = [isinstance(item, (list, tuple)) for item in samples]
-    if not any(grouped):
-        return list(samples), None
-    if not all(grouped):
-        raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
-    if microbatches is not None and microbatches != len(samples):
-        raise ValueError(f"microbatches is {microbatches} but {len(samples)} of them are given: leave it out")
-    flat: list[Any] = []
-    groups = []
-    for group in samples:
-        if group:
-            groups.append(list(range(len(flat), len(flat) + len(group))))
-            flat += group
-    if not flat:
-        raise ValueError("all microbatches are empty: a step needs at least one sample")
-    return flat, groups
+@dataclass(frozen=True, eq=False)
+class GlobalBatch:
+    """What every rank is given for a step: samples, and how they are to be cut (see `ParallelModel.step`)."""
 
+    samples: list[Any]
+    groups: list[list[int]] | None
+    """The places of the samples of each chunk of the language model; None: they are spread by their tokens."""
+    microbatches: int | None
+    chunks: Mapping[str, int] | None
+    place: tuple[int, int, int]
 
-def in_groups(flat: Sequence[Any], groups: Sequence[Sequence[int]] | None) -> list[list[Any]]:
-    """The samples in their groups, or all in one."""
-    return [list(flat)] if groups is None else [[flat[i] for i in group] for group in groups]
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[Any],
+        microbatches: int | None = None,
+        chunks: Mapping[str, int] | None = None,
+        place: tuple[int, int, int] = (0, 0, 0),
+    ) -> GlobalBatch:
+        """That of samples, or of lists of samples. Raises ValueError for an empty batch and for a mixture of both."""
+        if not samples:
+            raise ValueError("a step needs at least one sample")
+        lists = [isinstance(item, (list, tuple)) for item in samples]
+        if not any(lists):
+            return cls(list(samples), None, microbatches, chunks, place)
+        if not all(lists):
+            raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
+        if microbatches is not None and microbatches != len(samples):
+            raise ValueError(f"microbatches is {microbatches} but {len(samples)} of them are given: leave it out")
+        flat: list[Any] = []
+        groups = []
+        for group in samples:
+            if group:
+                groups.append(list(range(len(flat), len(flat) + len(group))))
+                flat += group
+        if not flat:
+            raise ValueError("all microbatches are empty: a step needs at least one sample")
+        return cls(flat, groups, microbatches, chunks, place)
+
+    def table(self, layout: Layout) -> StepTable:
+        """Its table on `layout`."""
+        *encoders, _ = layout.modules
+        lengths = Lengths.of(self.samples, encoders)
+        return step_table(
+            layout, lengths, microbatches=self.microbatches, groups=self.groups, chunks=self.chunks, place=self.place
+        )
+
+    def lists(self) -> list[list[Any]]:
+        """The samples in their groups, or all in one."""
+        return [self.samples] if self.groups is None else [[self.samples[i] for i in group] for group in self.groups]
 
 
 def collator(

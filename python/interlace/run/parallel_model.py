@@ -25,8 +25,8 @@ from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Layout
 from interlace.model import Media, MultimodalModel
 from interlace.parallel.route import Routes
-from interlace.run import agreement
-from interlace.run.batch import collator, grouped, in_groups
+from interlace.run import comparison
+from interlace.run.batch import GlobalBatch, collator
 from interlace.run.device import clock, current, device_of, generators, seconds
 from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
@@ -34,7 +34,6 @@ from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import check_read, edges, stage_graph
 from interlace.run.ranks import Views, make_ranks
 from interlace.run.result import StepResult, times_of
-from interlace.run.table import Lengths, step_table
 from interlace.run.threads import run_threads
 from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
 from interlace.simulate import Timeline
@@ -118,7 +117,7 @@ class ParallelModel:
         self.layout, self.mllm, self.ranks = layout, mllm, list(ranks)
         self.graph = stage_graph(mllm, layout)
         self._generator = _GENERATORS[schedule]
-        self._agreed = agreement.of_model(mllm, layout, schedule=schedule, autocast=autocast)
+        self._agreed = comparison.of_model(mllm, layout, schedule=schedule, autocast=autocast)
         self._autocast, self._timeout, self._crash_folder = autocast, timeout, crash_folder
         self.channel = channel
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
@@ -140,11 +139,6 @@ class ParallelModel:
     def stages(self) -> dict[int, dict[tuple[str, int], nn.Module]]:
         """Rank of this process -> (module, stage) -> its StageModule."""
         return {number: rank.stages for number, rank in self._ranks.items()}
-
-    @property
-    def hosts(self) -> set[str]:
-        """Modules whose stages run in this process."""
-        return {module for stages in self.stages.values() for module, _ in stages}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the model that live in this process, by their names in it; each once."""
@@ -178,10 +172,7 @@ class ParallelModel:
         place: tuple[int, int, int] = (0, 0, 0),
     ) -> StepTable:
         """The table of a step over `samples`: arguments and errors as in `step`."""
-        flat, groups = grouped(samples, microbatches)
-        *encoders, _ = self.mllm.modules_order()
-        lengths = Lengths.of(flat, encoders)
-        return step_table(self.layout, lengths, microbatches=microbatches, groups=groups, chunks=chunks, place=place)
+        return GlobalBatch.of(samples, microbatches, chunks, place).table(self.layout)
 
     def schedule(self, table: StepTable, *, train: bool = True) -> Schedule:
         """The checked schedule of a table. One with the same chunks and links as an earlier one has its lists.
@@ -204,7 +195,7 @@ class ParallelModel:
         self, samples: Sequence[Any], microbatches: int | None = None, chunks: Mapping[str, int] | None = None
     ) -> list[Media]:
         """The media of `samples` that this process reads in a step with these arguments."""
-        flat, _ = grouped(samples, microbatches)
+        batch = GlobalBatch.of(samples, microbatches, chunks)
         firsts = {
             (stage.module, self.layout.replica(rank, stage.module))
             for rank in self.ranks
@@ -213,10 +204,10 @@ class ParallelModel:
         }
         return [
             item
-            for chunk in self.table(samples, microbatches, chunks).chunks
+            for chunk in batch.table(self.layout).chunks
             if (chunk.module, chunk.replica) in firsts
             for i in chunk.samples
-            for item in flat[i].media.get(chunk.module, ())
+            for item in batch.samples[i].media.get(chunk.module, ())
         ]
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -245,29 +236,21 @@ class ParallelModel:
             raise ValueError(
                 "what is frozen has changed since parallelize(): freeze or unfreeze first, then parallelize again"
             )
-        return self._run(samples, microbatches, chunks, place, note, train=True)
+        return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks, place), note, train=True)
 
     @torch.no_grad()
     def evaluate(
         self, samples: Sequence[Any], microbatches: int | None = None, *, chunks: Mapping[str, int] | None = None
     ) -> StepResult:
         """Mean loss of a batch over the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
-        return self._run(samples, microbatches, chunks, (0, 0, 0), lambda: 0.0, train=False)
+        return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks), lambda: 0.0, train=False)
 
-    def _run(
-        self,
-        samples: Sequence[Any],
-        microbatches: int | None,
-        chunks: Mapping[str, int] | None,
-        place: tuple[int, int, int],
-        note: Callable[[], float],
-        train: bool,
-    ) -> StepResult:
+    def _run(self, given: Callable[[], GlobalBatch], note: Callable[[], float], train: bool) -> StepResult:
         if self._failed:
             raise PipelineError(f"an earlier step failed and left the ranks out of step ({self._failed}): start anew")
         try:
             with as_pipeline_errors():
-                return self._run_step(samples, microbatches, chunks, place, note, train)
+                return self._run_step(given, note, train)
         except Exception as error:
             if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
@@ -277,27 +260,19 @@ class ParallelModel:
                         self.channel.recorder.dump(Path(self._crash_folder), str(error))
             raise
 
-    def _run_step(
-        self,
-        samples: Sequence[Any],
-        microbatches: int | None,
-        chunks: Mapping[str, int] | None,
-        place: tuple[int, int, int],
-        note: Callable[[], float],
-        train: bool,
-    ) -> StepResult:
+    def _run_step(self, given: Callable[[], GlobalBatch], note: Callable[[], float], train: bool) -> StepResult:
         refused: ValueError | None = None
-        given, digest = "", 0
+        text, digest = "", 0
         try:
-            flat, groups = grouped(samples, microbatches)
-            table = self.table(samples, microbatches, chunks, place)
-            schedule, routes = self.schedule(table, train=train), Routes(table, device_of(self.mllm))
-            given = agreement.of_samples(in_groups(flat, groups)).text
-            digest = agreement.number(table.digest, self._agreed.text, train, given)
+            batch, device = given(), device_of(self.mllm)
+            table = batch.table(self.layout)
+            schedule, routes = self.schedule(table, train=train), Routes(table, device)
+            text = comparison.of_samples(batch.lists()).text
+            digest = comparison.number(table.digest, self._agreed.text, train, text)
         except ValueError as error:
             refused = error
-        compare = agreement.begin_comparing(
-            self.channel, digest, refused is not None, f"{self._agreed.text}; train={train}", given
+        compare = comparison.begin(
+            self.channel, digest, refused is not None, f"{self._agreed.text}; train={train}", text
         )
         if refused is not None:
             compare()
@@ -309,7 +284,6 @@ class ParallelModel:
                 raise ValueError("no sample of the batch has a valid target (every label is -100): nothing to train on")
             return StepResult(0.0, 0, 0)
 
-        device = device_of(self.mllm)
         ends = {
             i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
             for i, c in enumerate(table.chunks)
@@ -321,7 +295,7 @@ class ParallelModel:
             number: Step(
                 routes=routes,
                 ends=ends,
-                inputs=collator(self.mllm, table, flat, self._ranks[number].stages, device),
+                inputs=collator(self.mllm, table, batch.samples, self._ranks[number].stages, device),
                 scale=1.0 / tokens,
                 start=compare,
                 autocast=self._autocast_context,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from interlace.comm.copiers import Copier, plain_copies
-from interlace.comm.threads import Threads
+from interlace.comm.thread_ranks import ThreadRanks
 from interlace.comm.transports.base import (
     DEFAULT_TIMEOUT,
     Arguments,
@@ -41,7 +41,7 @@ class _Parcel(NamedTuple):
     ready: torch.cuda.Event | None
 
 
-class LocalHub(Threads):
+class LocalHub(ThreadRanks):
     """What the virtual ranks of one process share.
 
     before: called as before(rank, what) at every step of a transfer ("post", "take", "taken"): tests delay there.

@@ -12,7 +12,7 @@ import torch
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media
 from interlace.run import parallelize
-from interlace.run.agreement import of_samples
+from interlace.run.comparison import of_samples
 from tests.run.test_parity import make_layout
 from tests.tiny import random_microbatches, tiny_mllm
 

@@ -58,7 +58,7 @@ def number(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
 
 
-def begin_comparing(channel: Channel | None, digest: int, refused: bool, model: str, given: str) -> Callable[[], None]:
+def begin(channel: Channel | None, digest: int, refused: bool, model: str, given: str) -> Callable[[], None]:
     """Begin to compare what the ranks of a step were given; the returned call ends it.
 
     channel: None where one process plays all ranks, which then have the same. digest: `number` of all of it. refused:

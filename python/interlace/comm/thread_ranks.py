@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from interlace.comm.transports.base import CommError
 
 
-class Threads:
+class ThreadRanks:
     """changed: held while anything shared is read or written, and notified then. gone: why nobody should wait for a
     rank, in the order in which they left."""
 
