@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from bench.measure import command, machine, versions, write_json
 from interlace.data import ByteTokenizer
 from interlace.model import MultimodalModel, Sample
-from interlace.model.language import cross_entropy_sum, merge_tokens
+from interlace.model.language import merge_tokens
+from interlace.model.loss import cross_entropy_sum
 from interlace.model.projector import stack_tokens
 from interlace.model.sample import IGNORE
 from interlace.train import config as configs

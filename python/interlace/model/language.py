@@ -1,9 +1,10 @@
-"""The language model's side: token merging, the forward of a stage, and the loss."""
+"""The language model's side: token merging and the forward of a stage."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +16,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import use_plan
 from interlace.model.rows import ALONE, PACKED, ROWS, Segment, check_rows, longest, segments
-from interlace.model.sample import IGNORE
 from interlace.model.shared import per_layer_inputs
-from interlace.model.slice import run
+from interlace.model.slice import ending_at, run
 
 Inputs = dict[str, Any]
 
@@ -62,6 +62,7 @@ class LanguageSettings:
     backend: str | None = None
     packing: str = PACKED  # of interlace.model.rows
     limit: int | None = None  # with a longer sample [tokens] in a batch, each is run alone: see Packing
+    ends_with_head: bool = False  # its logits are what its head gives: see Packing
 
 
 def run_language(
@@ -72,11 +73,13 @@ def run_language(
     hidden: Tensor | None,
     *,
     wanted: Tensor | None = None,
+    head: nn.Module | None = None,
 ) -> Any:
     """One stage of the language model: the module's output, or the hidden state [B, T, D] where a cut ends it.
 
     inputs: as collated, with "features" on the first stage. hidden: the previous stage's output, None on the first.
-    wanted: bool [B, T], where logits are wanted: then they are [1, n, V], in order.
+    wanted: bool [B, T], where logits are wanted: then they are [1, n, V], in order. head: the layer that makes logits;
+    the forward ends before it, and what it would be given [n, K] for the wanted positions is returned.
     """
     if settings.preprocess is not None:
         inputs = settings.preprocess(dict(inputs))
@@ -92,12 +95,13 @@ def run_language(
     positions = inputs["position_ids"].to(device)
     call = partial(_call, module, settings, first_layer)
     if not parts:
-        output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted)
+        output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted, head=head)
     else:
         tensors = (positions, given, per_layer, hidden, wanted)
-        outputs = [call(part.plan.to(device), *(part.of(x) for x in tensors)) for part in parts]
+        outputs = [call(part.plan.to(device), *(part.of(x) for x in tensors), head=head) for part in parts]
         left = outputs[0][1]
-        output = _joined([output for output, _ in outputs], parts, given, wanted)
+        pieces = [output for output, _ in outputs]
+        output = _joined(pieces, parts, given, wanted) if head is None else torch.cat(pieces)
     if not left and settings.postprocess is not None:
         output = settings.postprocess(inputs, output)
     return output
@@ -122,6 +126,7 @@ def _call(
     per_layer: Tensor | None,
     hidden: Tensor | None,
     wanted: Tensor | None,
+    head: nn.Module | None = None,
 ) -> tuple[Any, bool]:
     """One call of the module; (its output, False) or (hidden state, True), as `run` of slice.py."""
     kwargs: Inputs = {"inputs_embeds": given, "position_ids": positions}
@@ -134,10 +139,13 @@ def _call(
     if wanted is not None and "logits_to_keep" in accepted:
         columns = wanted.any(0).nonzero().squeeze(1)
         kwargs["logits_to_keep"] = columns.to(given.device)
-    with use_plan(plan, backend=settings.backend):
+    with use_plan(plan, backend=settings.backend), nullcontext() if head is None else ending_at(head):
         output, left = run(module, first_layer, kwargs, hidden=hidden)
-    if wanted is not None and not left and (columns is None or len(wanted) > 1):
-        chosen = wanted if columns is None else wanted[:, columns]
+    chosen = wanted if columns is None or wanted is None else wanted[:, columns]
+    if head is not None:
+        assert left and chosen is not None
+        return output[chosen.to(output.device)], True
+    if chosen is not None and not left and (columns is None or len(chosen) > 1):
         output.logits = output.logits[chosen.to(output.logits.device)].unsqueeze(0)
     return output, left
 
@@ -181,15 +189,3 @@ def plan_after(plan: AttentionPlan, before: Inputs, after: Inputs) -> AttentionP
     if after.get("plan") is not before.get("plan"):
         return plan_of(after)
     return plan if after.get("mask") is before.get("mask") else AttentionPlan.build(after["mask"])
-
-
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross entropy over valid targets, fp32 scalar in nats; 0 (with a graph) when there are none.
-
-    logits [B, T, V] or [1, n, V] for the n valid targets alone; labels [B, T], already shifted.
-    """
-    flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).to(logits.device)
-    valid = wanted != IGNORE
-    if len(flat) == len(wanted):
-        flat = flat[valid]
-    return nn.functional.cross_entropy(flat.float(), wanted[valid], reduction="sum")

@@ -14,7 +14,8 @@ from interlace.model.checkpointing import set_checkpointing
 from interlace.model.collate import collate_language, collate_media
 from interlace.model.describe import LayerInfo, describe_layers
 from interlace.model.generate import generate
-from interlace.model.language import LanguageSettings, cross_entropy_sum, merge_tokens, run_language
+from interlace.model.language import LanguageSettings, merge_tokens, run_language
+from interlace.model.loss import cross_entropy_sum
 from interlace.model.modality import ModalityModule, use_bitfield_attention
 from interlace.model.rows import ROWS
 from interlace.model.sample import IGNORE, Sample, refuse_copies
@@ -113,6 +114,7 @@ class MultimodalModel(nn.Module):
         )
         self._packing = language_packing(language_model, self.language_settings, self.max_length)
         self.language_settings.packing, self.language_settings.limit = self._packing.name, self._packing.limit
+        self.language_settings.ends_with_head = self._packing.ends_with_head
         self._cuts: dict[str, list[bool]] = {}  # see slice
         self._caches: bool | None = None
         self._frozen: dict[str, bool] = {}  # see keep_frozen

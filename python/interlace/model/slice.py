@@ -16,8 +16,9 @@ which raises a private exception that `run` catches, so no epilogue of an earlie
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
@@ -280,6 +281,20 @@ def _is_cut(module: nn.Module) -> bool:
 def leave(hidden: Tensor) -> NoReturn:
     """From within `enter`: end the forward here, with this hidden state."""
     raise _Leave(hidden)
+
+
+@contextlib.contextmanager
+def ending_at(layer: nn.Module) -> Iterator[None]:
+    """Inside, `run` ends where `layer` is called, with what it is given."""
+
+    def end(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        leave(args[0] if args else next(iter(kwargs.values())))
+
+    hook = layer.register_forward_pre_hook(end, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def clone(module: M) -> M:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from interlace.model.language import LanguageSettings, cross_entropy_sum, run_language
+from interlace.model.language import LanguageSettings, run_language
+from interlace.model.loss import cross_entropy_sum, head_cross_entropy, head_of
 from interlace.model.modality import ModalityModule
 from interlace.model.sample import IGNORE
 
@@ -60,10 +61,15 @@ class StageModule(nn.Module):
             encoder = self.encoders[self.name]
             assert isinstance(encoder, ModalityModule)
             return encoder.run(inputs, hidden)
-        wanted = None
+        wanted = head = None
         if self.is_last and self._settings.postprocess is None:
             # The head is run for positions with a target only: most of a packed row of media has none.
-            wanted = inputs["labels"] != IGNORE
+            labels = inputs["labels"]
+            wanted = labels != IGNORE
+            head = head_of(self.language_model) if self._settings.ends_with_head else None
+            if head is not None:
+                rows = self._run_language(inputs, hidden, wanted, head)
+                return head_cross_entropy(rows, head, labels[wanted].to(rows.device))
         output = self._run_language(inputs, hidden, wanted)
         if not self.is_last and not isinstance(output, Tensor):
             raise ValueError(
@@ -79,10 +85,13 @@ class StageModule(nn.Module):
         self._check(hidden)
         return self._run_language(inputs, hidden, None).logits
 
-    def _run_language(self, inputs: dict[str, Any], hidden: Tensor | None, wanted: Tensor | None) -> Any:
+    def _run_language(
+        self, inputs: dict[str, Any], hidden: Tensor | None, wanted: Tensor | None, head: nn.Module | None = None
+    ) -> Any:
         layers = self.language_model.get_submodule(self._settings.layer_path)
         assert isinstance(layers, nn.ModuleList)
-        return run_language(self.language_model, self._settings, layers[self.start], inputs, hidden, wanted=wanted)
+        first_layer = layers[self.start]
+        return run_language(self.language_model, self._settings, first_layer, inputs, hidden, wanted=wanted, head=head)
 
     def _check(self, hidden: Tensor | None) -> None:
         if self.is_first == (hidden is not None):

@@ -34,12 +34,13 @@ class Packing:
 
     returned: the length of the tuple that each layer returns, None for a tensor (see Absent); empty if not known.
     limit: with a longer sample [tokens] in the batch each must be run alone (rotary frequencies that depend on the
-    longest); None: however long they are.
+    longest); None: however long they are. ends_with_head: a language model's logits are what its head gives, untouched.
     """
 
     name: str
     returned: tuple[int | None, ...] = ()
     limit: int | None = None
+    ends_with_head: bool = False
 
 
 def far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -16,6 +16,7 @@ from interlace.masks import BitfieldMask
 from interlace.model.collate import collate_language
 from interlace.model.generate import Reading, Readings
 from interlace.model.language import LanguageSettings, merge_tokens, run_language
+from interlace.model.loss import head_of
 from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import IGNORE, Sample
 from interlace.model.slice import carve
@@ -80,7 +81,7 @@ def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | No
             if found.name != ALONE
             else replace(found, limit=_original_length(module.config))
         )
-        return replace(found, returned=tuple(returned))
+        return replace(found, returned=tuple(returned), ends_with_head=few.ends_with_head())
 
 
 def _trim(model: Any, words: int) -> None:
@@ -148,6 +149,29 @@ class _Trial:
             alone = one_by_one(type(self.model).__name__, "rotary frequencies or more depend on the longest sample")
             return replace(alone, limit=0 if limit is None else limit)
         return replace(packing, limit=limit)
+
+    def ends_with_head(self) -> bool:
+        """Whether the logits are what the head gives, so that a loss may be made of what the head is given.
+
+        It gives large ones here: a soft cap, which leaves small ones nearly alone, shows too.
+        """
+        head = head_of(self.model)
+        given: list[Tensor] = []
+
+        def answer(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+            given.append(torch.randn(output.shape, generator=torch.Generator().manual_seed(0)) * 100)
+            return given[-1]
+
+        if head is None:
+            return False
+        hook = head.register_forward_hook(answer)
+        try:
+            logits = self._run(ALONE, self.ids[:1], False)[0]
+        except Exception:  # whatever a model may raise
+            return False
+        finally:
+            hook.remove()
+        return len(given) == 1 and torch.equal(logits, given[0][0])
 
     def _run(self, packing: str, ids: list[Tensor], training: bool, shift: int = 0) -> list[Tensor]:
         self.model.train(training)

@@ -1,0 +1,119 @@
+"""The loss of a language model: the sum of the cross entropy over the vocabulary, never with all logits at once.
+
+At 32,768 tokens and 128,000 words the logits take 16 GiB in fp32, and their gradient as much again. So where they are
+many, they are made a few rows at a time, in the backward pass once more: a third more of the head's work.
+`torch.nn.functional.linear_cross_entropy` (from 2.13) makes the gradients in the forward pass instead, which keeps one
+of the size of the head for every chunk that waits for its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, linear
+
+from interlace.model.sample import IGNORE
+
+LOGITS_BYTES = 256 << 20
+"""Of fp32 logits that may exist at once; twice as much while their exponentials are summed."""
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross entropy over valid targets, fp32 scalar in nats; 0 (with a graph) when there are none.
+
+    logits [B, T, V] or [1, n, V] for the n valid targets alone; labels [B, T], already shifted.
+    """
+    flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).to(logits.device)
+    valid = wanted != IGNORE
+    if len(flat) == len(wanted):
+        flat = flat[valid]
+    return cross_entropy(flat.float(), wanted[valid], reduction="sum")
+
+
+def head_of(module: nn.Module) -> nn.Linear | None:
+    """The layer that makes logits of hidden states, if it is a plain one: no subclass, no hooks, not compiled."""
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear or set(head._parameters) != {"weight", "bias"}:
+        return None
+    changed = "forward" in vars(head) or head._compiled_call_impl or head._forward_hooks or head._forward_pre_hooks
+    return None if changed else head
+
+
+def head_cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
+    """`cross_entropy_sum` of head(hidden), whose logits never exist for more rows than `LOGITS_BYTES` have room for.
+
+    hidden [n, K]; head: K -> V; targets int64 [n], all of them valid.
+    """
+    if len(hidden) <= _rows(head.out_features):
+        return cross_entropy(head(hidden).float(), targets, reduction="sum")
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    total: Tensor = _HeadCrossEntropy.apply(hidden, head.weight, head.bias, targets, dtype)
+    return total
+
+
+def _rows(words: int) -> int:
+    return max(1, LOGITS_BYTES // (4 * words))
+
+
+def _parts(rows: int, words: int) -> Iterator[slice]:
+    step = _rows(words)
+    return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        norms = torch.empty(len(hidden), device=hidden.device)  # log of the sum of exponentials
+        with torch.autocast(hidden.device.type, enabled=False):
+            made = [None if x is None else x.to(dtype) for x in (hidden, weight, bias)]
+            for part in _parts(len(hidden), len(weight)):
+                logits = _logits(part, *made)
+                norms[part] = logits.logsumexp(1)
+                total += (norms[part] - logits.gather(1, targets[part, None]).squeeze(1)).sum()
+        ctx.save_for_backward(hidden, weight, bias, targets, norms)
+        ctx.dtype = dtype
+        return total
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, norms = ctx.saved_tensors
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if to_hidden else None
+        # Sums over parts in fp32: of many parts rounding would add up.
+        d_weight = torch.zeros(weight.shape, device=weight.device) if to_weight else None
+        d_bias = torch.zeros(bias.shape, device=weight.device) if to_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows, words, shift = (None if x is None else x.to(ctx.dtype) for x in (hidden, weight, bias))
+            assert rows is not None and words is not None
+            for part in _parts(len(hidden), len(weight)):
+                d_logits = _logits(part, rows, words, shift).sub_(norms[part, None]).exp_()
+                at = targets[part, None]
+                d_logits.scatter_(1, at, d_logits.gather(1, at) - 1).mul_(gradient)
+                if d_bias is not None:
+                    d_bias += d_logits.sum(0)
+                narrow = d_logits.to(ctx.dtype)
+                if d_hidden is not None:
+                    d_hidden[part] = narrow @ words
+                if d_weight is None:
+                    continue
+                if ctx.dtype is torch.float32:
+                    d_weight.addmm_(narrow.T, rows[part])
+                else:
+                    d_weight += narrow.T @ rows[part]
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        d_bias = None if d_bias is None else d_bias.to(bias.dtype)
+        return d_hidden, d_weight, d_bias, None, None
+
+
+def _logits(part: slice, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    assert hidden is not None and weight is not None
+    return linear(hidden[part], weight, bias).float()
