@@ -18,7 +18,7 @@ from interlace.layout import Layout
 from interlace.train import config as configs
 from interlace.train import feed
 from interlace.train.build import architecture, build, build_layout, materialize, present
-from interlace.train.checkpoint.checkpoints import fingerprint
+from interlace.train.checkpoint.identity import fingerprint
 from interlace.train.config import ConfigError
 from interlace.train.costs import flop_costs
 from interlace.train.feed import datasets, media_specs, prepare, report_left_out

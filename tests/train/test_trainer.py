@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,39 @@ def test_interrupted_run_repeats_the_uninterrupted_bit_for_bit(
         assert torch.equal(parameter, part.parameters[name]), name
     for name, tensor in whole.optimizer.state().items():
         assert torch.equal(tensor, part.optimizer.state()[name]), name
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer waits until two more steps are done; what stands then is the state of before them."""
+    whole = _trainer(tmp_path / "whole")
+    whole.run()
+    training = _trainer(tmp_path / "run")
+    further, real = threading.Event(), ck.write_tensors
+
+    def write(*args: Any) -> Any:
+        assert further.wait(60)
+        return real(*args)
+
+    def step() -> Any:
+        if training.step == 7:
+            assert training.checkpoints.writing and not (tmp_path / "run" / "checkpoints" / "step-00000004").exists()
+            further.set()
+        if training.step == 8:
+            raise KeyboardInterrupt
+        return Trainer._train_step(training)
+
+    monkeypatch.setattr(ck, "write_tensors", write)
+    training._train_step = step  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        training.run()
+    while training.checkpoints.writing:
+        training.checkpoints.advance()
+    resumed = _trainer(tmp_path / "run")
+    assert resumed.resume().name == "step-00000004"
+    resumed.run()
+    assert _curve(tmp_path / "run") == _curve(tmp_path / "whole")
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(parameter, resumed.parameters[name]), name
 
 
 def test_killed_run_goes_on_from_the_last_checkpoint_and_forgets_what_came_after(tmp_path: Path) -> None:

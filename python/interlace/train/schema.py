@@ -260,6 +260,8 @@ class Checkpoint(Section):
     """Steps between two checkpoints; 0 saves only at the end and on SIGTERM."""
     keep: Positive = 2
     """How many checkpoints stay; older ones are removed after a newer one is complete."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy in host memory. false: training waits, and no copy is made."""
 
 
 class Log(Section):

@@ -25,7 +25,8 @@ from torch import nn
 
 from interlace.train import runfolder
 from interlace.train.build import architecture
-from interlace.train.checkpoint.checkpoints import Checkpoints, fingerprint, seconds_to_write
+from interlace.train.checkpoint.checkpoints import Checkpoints, seconds_to_write
+from interlace.train.checkpoint.identity import fingerprint
 from interlace.train.checkpoint.storage import CheckpointError
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
@@ -37,6 +38,7 @@ from interlace.train.metrics import HELD_OUT, LOSS, Clock, Metrics, Screen, Wind
 from interlace.train.optim import Optimizer, lr_factor, schedule_length
 from interlace.train.schema import Config
 
+READY = 1 << 10  # more than any signal's number
 BLANK = "data/blank_items"  # read as blank since the start of the job, over all ranks
 
 
@@ -198,6 +200,7 @@ class Trainer:
                     self._trace()
                 if self.stopped or self.step == train.steps or (every and self.step % every == 0):
                     self.save()
+            self.checkpoints.finish()
         finally:
             screen.close()
             if metrics is not None:
@@ -219,8 +222,12 @@ class Trainer:
             batch = self.feed.next()
         place = (batch.epoch, batch.position, self.step)
         # With the loss all ranks learn which of them were asked to stop, and so they stop after the same step.
-        result = self.parallel.step(batch.samples, **self._cut, place=place, note=lambda: float(self.stop_requested()))
-        self.stopped = int(next((signal for signal in result.notes if signal), 0))
+        # Likewise whether all have come to the end of what they write of a checkpoint.
+        result = self.parallel.step(batch.samples, **self._cut, place=place, note=self._note)
+        notes = [int(note) for note in result.notes]
+        self.stopped = next((note % READY for note in notes if note % READY), 0)
+        if all(note >= READY for note in notes):
+            self.checkpoints.advance()
         norm = self.parallel.clip_grad_norm_(self.config.train.clip_norm)
         if not (math.isfinite(result.loss) and math.isfinite(norm)):
             raise TrainingError(
@@ -241,6 +248,10 @@ class Trainer:
         self.totals["samples"] += len(batch.samples)
         self.totals["tokens"] += batch.tokens
         return {"lr": lr, "grad_norm": norm, "loss_metrics/step_loss": result.loss}
+
+    def _note(self) -> float:
+        """What the others learn with the loss: the signal that this rank got, and READY if a checkpoint may advance."""
+        return float(self.stop_requested() + (READY if self.checkpoints.ready else 0))
 
     def _measurements(self) -> dict[str, float]:
         """The window's averages, the last step's pipeline, memory of the fullest rank. Collective."""
@@ -263,7 +274,7 @@ class Trainer:
         return total / max(tokens, 1)
 
     def save(self) -> None:
-        """Writes a checkpoint of this step, unless there is one. Collective."""
+        """Begins a checkpoint of this step, unless there is one; `run` does not end before it stands. Collective."""
         if self.saved_step == self.step:
             return
         progress = Progress(
@@ -274,7 +285,8 @@ class Trainer:
             totals=self.totals,
             last=self.last,
         )
-        self.checkpoints.save(self.step, self.parameters, self.optimizer.state(), progress.model_dump())
+        write = self.checkpoints.begin if self.config.checkpoint.asynchronous else self.checkpoints.save
+        write(self.step, self.parameters, self.optimizer.state(), progress.model_dump())
         self.saved_step = self.step
 
     def _timeline(self) -> Any:

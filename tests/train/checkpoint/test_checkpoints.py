@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -13,6 +19,7 @@ from torch import nn
 from interlace.train import runfolder
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
+from interlace.train.checkpoint.identity import fingerprint
 from interlace.train.checkpoint.storage import MANIFEST
 from interlace.train.errors import TrainingError
 
@@ -32,12 +39,114 @@ def _model(width: int = 4) -> nn.Module:
 
 
 def _checkpoints(folder: Path, model: nn.Module, keep: int = 2) -> ck.Checkpoints:
-    return ck.Checkpoints(folder, keep=keep, identity=ck.fingerprint(model, ARCHITECTURE))
+    return ck.Checkpoints(folder, keep=keep, identity=fingerprint(model, ARCHITECTURE))
 
 
 def _save(store: ck.Checkpoints, step: int, model: nn.Module) -> Path:
     optimizer = {f"exp_avg.{n}": torch.full_like(p, step) for n, p in model.named_parameters()}
     return store.save(step, dict(model.named_parameters()), optimizer, {"loader": {"at": step}})
+
+
+class Gate:
+    """Holds writers up until it opens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        real = ck.write_tensors
+
+        def write(*args: Any) -> Any:
+            assert self.opened.wait(60)
+            return real(*args)
+
+        monkeypatch.setattr(ck, "write_tensors", write)
+
+
+def _begin(store: ck.Checkpoints, step: int, model: nn.Module) -> None:
+    optimizer = {f"exp_avg.{n}": torch.full_like(p, step) for n, p in model.named_parameters()}
+    store.begin(step, dict(model.named_parameters()), optimizer, {"loader": {"at": step}})
+
+
+def test_weights_may_change_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = _model(), _model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    store, gate = _checkpoints(tmp_path, model), Gate(monkeypatch)
+    _begin(store, 3, model)
+    torch.rand(5)  # nor is it the generators' state of later
+    drawn_later = torch.rand(3)
+    for parameter in model.parameters():
+        parameter.data.fill_(9.0)
+    assert store.writing and not store.ready and checkpointfolder.complete(tmp_path) == []
+    gate.opened.set()
+    store.finish()
+    assert not store.writing
+    [path] = checkpointfolder.complete(tmp_path)
+    store.load(path, dict(other.named_parameters()), {})
+    for was, parameter in zip(before, other.parameters(), strict=True):
+        assert torch.equal(was, parameter)
+    torch.rand(5)
+    assert torch.equal(torch.rand(3), drawn_later)
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    store, gate = _checkpoints(tmp_path, model), Gate(monkeypatch)
+    _begin(store, 1, model)
+    threading.Timer(0.2, gate.opened.set).start()
+    _begin(store, 2, model)
+    assert [path.name for path in checkpointfolder.complete(tmp_path)] == ["step-00000001"]
+    store.finish()
+    assert len(checkpointfolder.complete(tmp_path)) == 2
+
+
+def test_what_goes_wrong_while_writing_is_raised_where_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model()
+    store = _checkpoints(tmp_path, model)
+    _save(store, 1, model)
+    for name in ("write_tensors", "digest"):  # this rank's part, and rank 0's afterwards
+        with monkeypatch.context() as patch:
+
+            def full(*_: Any) -> Any:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(ck, name, full)
+            _begin(store, 2, model)
+            with pytest.raises(TrainingError, match=r"checkpoint step-00000002: rank 0: .*No space left on device"):
+                store.finish()
+        assert not store.writing
+        assert [path.name for path in checkpointfolder.complete(tmp_path)] == ["step-00000001"]
+    _save(store, 2, model)
+    assert len(checkpointfolder.complete(tmp_path)) == 2
+
+
+DIES_WRITING = """
+import os, signal, sys, time
+from pathlib import Path
+from tests.train.checkpoint import test_checkpoints as t
+model = t._model()
+store = t._checkpoints(Path(sys.argv[1]), model)
+t._save(store, 1, model)
+def die(path, tensors):
+    path.write_bytes(b"0" * 1000)
+    os.kill(os.getpid(), signal.SIGKILL)
+t.ck.write_tensors = die
+t._begin(store, 2, model)
+time.sleep(60)
+"""
+
+
+def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", DIES_WRITING, str(tmp_path)], env=environment, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert list(tmp_path.glob(".step-00000002.*.tmp/*.safetensors"))
+    model = _model()
+    store = _checkpoints(tmp_path, model)
+    path = store.newest()
+    assert path is not None and path.name == "step-00000001"
+    _save(store, 2, model)
+    assert not list(tmp_path.glob(".step-*"))  # what the dead one left
 
 
 def test_round_trip_is_exact_and_restores_generators(tmp_path: Path) -> None:
@@ -129,7 +238,7 @@ def test_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Pa
     store = ck.Checkpoints(
         tmp_path,
         keep=1,
-        identity=ck.fingerprint(wide, {"language_model": {"family": "llama", "config": {"hidden_size": 8}}}),
+        identity=fingerprint(wide, {"language_model": {"family": "llama", "config": {"hidden_size": 8}}}),
     )
     with pytest.raises(ck.CheckpointError) as error:
         store.load(path, dict(wide.named_parameters()), {})

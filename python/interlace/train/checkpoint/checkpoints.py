@@ -17,23 +17,26 @@ size and SHA-256 of what they wrote. Rank 0 reads all of it back, so that what i
 shared) or sees otherwise is an error, writes the manifest, syncs the files and folders to disk and, if the run is still
 its own, renames the folder. A folder without ``.tmp`` is therefore complete, unless the disk lost something afterwards:
 `newest` verifies sizes and checksums, names the torn file, sets that checkpoint aside (``.torn``) and takes the one
-before. A checkpoint that is written again steps aside (``.step-00000100.old``) while the new one takes its name; cut
+before. The tensors are copied first, so training goes on while a thread of each rank writes; then rank 0 reads
+back in a thread. What must be told in between, the ranks tell each other when they meet anyway (`ready`, `advance`).
+A checkpoint that is written again steps aside (``.step-00000100.old``) while the new one takes its name; cut
 short in between, the old one is brought back. When any of this fails on any rank, all of them end with its reason.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import platform
 import random
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy
 import torch
@@ -60,6 +63,7 @@ from interlace.train.checkpoint.folder import (
     step_of,
     verify,
 )
+from interlace.train.checkpoint.identity import differences
 from interlace.train.checkpoint.saveplan import items_of, plan_of
 from interlace.train.checkpoint.storage import (
     DTYPES,
@@ -89,34 +93,28 @@ SHARE = "all ranks must see one and the same run folder: put run.folder on a fil
 _Written = tuple[str, str, dict[str, Any], list[tuple[str, str, list[int], dict[str, Any]]]]
 
 
-def fingerprint(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """What must agree between a checkpoint and a model: the architecture table and every parameter's shape and dtype.
+class _Part(NamedTuple):
+    """A rectangle of the tensor `key` [shape] that a rank writes, beginning at `offsets`, as `entry` of its file."""
 
-    `model` may live on the meta device. `architecture` is JSON-able (`build.architecture` makes it from a config).
-    """
-    parameters = {name: [list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in model.named_parameters()}
-    identity = {"architecture": json.loads(json.dumps(architecture)), "parameters": parameters}
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return {"sha256": digest, **identity}
+    key: str
+    entry: str
+    shape: list[int]
+    offsets: list[int]
+    tensor: Tensor
+
+
+class _Writing(NamedTuple):
+    """A checkpoint under way. work: of this rank. written: what all ranks have written, once rank 0 reads it back."""
+
+    step: int
+    draft: Path
+    work: Future[Any]
+    written: list[_Written] | None
 
 
 def seconds_to_write(identity: Mapping[str, Any]) -> float:
     """How long a checkpoint may take: weights and two moments of every parameter, in 4 bytes each, and a late file."""
     return LATE_SECONDS + sum(12.0 * math.prod(shape) for shape, _ in identity["parameters"].values()) / SLOWEST_DISK
-
-
-def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], limit: int = 4) -> list[str]:
-    """How two fingerprints differ, in words, the most telling first; at most `limit` lines and a count of the rest."""
-    lines = [
-        f"model.{key} is {old!r} in the checkpoint, {new!r} in the config"
-        for key, old, new in _compare(_flatten(saved["architecture"]), _flatten(wanted["architecture"]))
-    ]
-    lines += [
-        f"{name} is {_tensor(old)} in the checkpoint, {_tensor(new)} in the model"
-        for name, old, new in _compare(saved["parameters"], wanted["parameters"])
-    ]
-    rest = len(lines) - limit
-    return lines[:limit] + ([f"and {rest} more"] if rest > 0 else [])
 
 
 class Checkpoints:
@@ -139,6 +137,7 @@ class Checkpoints:
         self.folder, self.keep, self.identity, self.check = Path(folder), keep, identity, check
         self.peers = peers or Peers(60.0, allowance=seconds_to_write(identity))
         self.rank = self.peers.rank
+        self._writing: _Writing | None = None
 
     def save(
         self,
@@ -152,23 +151,83 @@ class Checkpoints:
         Returns the finished folder. Raises TrainingError on every rank when anything fails on any (a full disk leaves
         only a draft).
         """
-        final = self.folder / name_of(step)
-        draft = self.folder / self.peers.on_first(f"beginning checkpoint {final.name}", lambda: self._begin(final))
+        self.finish()
+        self._begin_writing(step, parameters, optimizer, progress, copy=False)
+        self.finish()
+        return self.folder / name_of(step)
+
+    def begin(
+        self,
+        step: int,
+        parameters: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        progress: Mapping[str, Any],
+    ) -> None:
+        """Begins what `save` does and returns as soon as the tensors are copied to host memory and may change again.
+
+        One that is still being written is finished first. `advance`, when every rank is `ready`, or `finish` do the
+        rest, and raise what went wrong.
+        """
+        self.finish()
+        self._begin_writing(step, parameters, optimizer, progress, copy=True)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint was begun that does not stand yet: the same on every rank."""
+        return self._writing is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether this rank would not wait in `advance`, but for the others."""
+        return self._writing is not None and self._writing.work.done()
+
+    def advance(self) -> None:
+        """The next part of the checkpoint that is being written; waits for this one. Collective.
+
+        Raises TrainingError on every rank when it failed on any; the checkpoint is given up then.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        final = name_of(writing.step)
+        if writing.written is None:
+            written = self.peers.together(f"writing checkpoint {final}", writing.work.result)
+            first = self.rank == 0
+            work = in_background(lambda: self._finish(writing.step, writing.draft, written) if first else None)
+            self._writing = _Writing(writing.step, writing.draft, work, written)
+        else:
+            self.peers.on_first(f"finishing checkpoint {final}", writing.work.result)
+
+    def finish(self) -> None:
+        """Waits until what was begun stands. Collective; errors as in `advance`."""
+        while self.writing:
+            self.advance()
+
+    def _begin_writing(
+        self,
+        step: int,
+        parameters: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        progress: Mapping[str, Any],
+        *,
+        copy: bool,
+    ) -> None:
+        final = name_of(step)
+        draft = self.folder / self.peers.on_first(f"beginning checkpoint {final}", lambda: self._begin(final))
         state: dict[str, Any] = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
         state |= {f"optimizer.{name}": tensor.detach() for name, tensor in optimizer.items()}
         state[f"rng.{self.rank}"] = _pack(rng_state())
         state["progress"] = _pack({**progress, "step": step})
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, is_coordinator=self.rank == 0)
-        plans = self.peers.together(f"planning checkpoint {final.name}", lambda: items_of(planner.create_local_plan()))
+        plans = self.peers.together(f"planning checkpoint {final}", lambda: items_of(planner.create_local_plan()))
         shares = self.peers.on_first(
-            f"sharing out checkpoint {final.name}",
+            f"sharing out checkpoint {final}",
             lambda: [items_of(share) for share in planner.create_global_plan([plan_of(plan) for plan in plans])[0]],
         )
-        share = planner.finish_plan(plan_of(shares[self.rank]))
-        written = self.peers.together(f"writing checkpoint {final.name}", lambda: self._write(draft, planner, share))
-        self.peers.on_first(f"finishing checkpoint {final.name}", lambda: self._finish(step, draft, written))
-        return final
+        parts = _parts_of(planner, planner.finish_plan(plan_of(shares[self.rank])), copy=copy)
+        work = in_background(lambda: self._write(draft, parts))
+        self._writing = _Writing(step, draft, work, None)
 
     def load(self, path: Path, parameters: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fills the given tensors in place from the checkpoint at `path`, sets the generators, returns ``progress``.
@@ -236,38 +295,33 @@ class Checkpoints:
 
         self.peers.on_first(f"going on from step {step}", set_aside)
 
-    def _begin(self, final: Path) -> str:
+    def _begin(self, final: str) -> str:
         """Rank 0: makes the draft of a checkpoint, and returns its name."""
         self.check()
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)  # NFS keeps what another process has open; nobody reads it
         restore(self.folder)
-        draft = self.folder / f".{final.name}.{secrets.token_hex(8)}.tmp"
+        draft = self.folder / f".{final}.{secrets.token_hex(8)}.tmp"
         draft.mkdir()
         return draft.name
 
-    def _write(self, draft: Path, planner: DefaultSavePlanner, share: Any) -> _Written:
+    def _write(self, draft: Path, parts: Sequence[_Part]) -> _Written:
         """Writes this rank's share of the tensors; returns what the manifest has to know of it."""
         if not settled(draft):
             raise TrainingError(f"rank {self.rank} on {platform.node()} does not see {draft}, made by rank 0; {SHARE}")
         name = f"rank-{self.rank:05d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        parts: list[tuple[str, str, str, list[int], list[int], list[int]]] = []
-        for item in share.items:
-            key, offsets, sizes = (
-                item.index.fqn,
-                list(item.tensor_data.chunk.offsets),
-                list(item.tensor_data.chunk.sizes),
-            )
-            shape = list(item.tensor_data.size)
-            entry = key if sizes == shape else f"{key}@{','.join(map(str, offsets))}"
-            tensors[entry] = cast(Tensor, planner.resolve_data(item))  # all that is saved are tensors
-            parts.append((key, entry, code_of(entry, item.tensor_data.properties.dtype), shape, offsets, sizes))
-        file, begins = write_tensors(draft / name, tensors)
+        file, begins = write_tensors(draft / name, {part.entry: part.tensor for part in parts})
         chunks = [
-            (key, dtype, shape, StoredChunk(offsets=offsets, sizes=sizes, file=name, begin=begins[entry]).model_dump())
-            for key, entry, dtype, shape, offsets, sizes in parts
+            (
+                part.key,
+                code_of(part.entry, part.tensor.dtype),
+                part.shape,
+                StoredChunk(
+                    offsets=part.offsets, sizes=list(part.tensor.shape), file=name, begin=begins[part.entry]
+                ).model_dump(),
+            )
+            for part in parts
         ]
         return platform.node(), name, file.model_dump(), chunks
 
@@ -400,25 +454,31 @@ def _read_json(path: Path, manifest: Manifest, key: str) -> Any:
         raise CheckpointError(f"{path}: {key} is no JSON") from None
 
 
+def in_background(work: Callable[[], Any]) -> Future[Any]:
+    """`work` in a thread that does not keep the process alive."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whoever asks for the result is told
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _parts_of(planner: DefaultSavePlanner, share: Any, *, copy: bool) -> list[_Part]:
+    """What a rank writes. copy: into host memory of its own, so that the tensors may change meanwhile."""
+    parts = []
+    for item in share.items:
+        key, chunk = item.index.fqn, item.tensor_data.chunk
+        shape, offsets = list(item.tensor_data.size), list(chunk.offsets)
+        entry = key if list(chunk.sizes) == shape else f"{key}@{','.join(map(str, offsets))}"
+        tensor = cast(Tensor, planner.resolve_data(item))  # all that is saved are tensors
+        parts.append(_Part(key, entry, shape, offsets, tensor.detach().to("cpu", copy=True) if copy else tensor))
+    return parts
+
+
 def _pack(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
-    for key in dict.fromkeys([*old, *new]):
-        if old.get(key) != new.get(key):
-            yield key, old.get(key), new.get(key)
-
-
-def _tensor(entry: Any) -> str:
-    return "absent" if entry is None else f"{entry[1]}{entry[0]}"

@@ -1,0 +1,55 @@
+"""What a checkpoint is of: the architecture and the parameters, and how two of them differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+
+def fingerprint(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """What must agree between a checkpoint and a model: the architecture table and every parameter's shape and dtype.
+
+    `model` may live on the meta device. `architecture` is JSON-able (`build.architecture` makes it from a config).
+    """
+    parameters = {name: [list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in model.named_parameters()}
+    identity = {"architecture": json.loads(json.dumps(architecture)), "parameters": parameters}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return {"sha256": digest, **identity}
+
+
+def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], limit: int = 4) -> list[str]:
+    """How two fingerprints differ, in words, the most telling first; at most `limit` lines and a count of the rest."""
+    lines = [
+        f"model.{key} is {old!r} in the checkpoint, {new!r} in the config"
+        for key, old, new in _compare(_flatten(saved["architecture"]), _flatten(wanted["architecture"]))
+    ]
+    lines += [
+        f"{name} is {_tensor(old)} in the checkpoint, {_tensor(new)} in the model"
+        for name, old, new in _compare(saved["parameters"], wanted["parameters"])
+    ]
+    rest = len(lines) - limit
+    return lines[:limit] + ([f"and {rest} more"] if rest > 0 else [])
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+    for key in dict.fromkeys([*old, *new]):
+        if old.get(key) != new.get(key):
+            yield key, old.get(key), new.get(key)
+
+
+def _tensor(entry: Any) -> str:
+    return "absent" if entry is None else f"{entry[1]}{entry[0]}"
