@@ -8,12 +8,13 @@ from interlace.parallel.families import plan_for
 from interlace.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from interlace.parallel.mappings import Ranks
 from interlace.parallel.state import dtensor_state_dict, full_state_dict
-from interlace.parallel.tensor import tensor_parallel
+from interlace.parallel.tensor import check_plan, tensor_parallel
 
 __all__ = [
     "ColumnParallelLinear",
     "Ranks",
     "RowParallelLinear",
+    "check_plan",
     "dtensor_state_dict",
     "full_state_dict",
     "plan_for",

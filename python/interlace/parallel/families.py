@@ -71,7 +71,8 @@ def plan_for(module: nn.Module) -> dict[str, str]:
             plan = _block(module, "")
         for path, there in blocks.items():
             for index, block in enumerate(there):
-                plan |= _block(block, f"{path}.{index}")
+                if next(block.parameters(), None) is not None:  # else it stands for a block of another stage
+                    plan |= _block(block, f"{path}.{index}")
             plan[path] = "layers"
             _agree(parts, path, plan)
     except Unknown as error:

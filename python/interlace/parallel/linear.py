@@ -113,8 +113,20 @@ class ParallelLinear(nn.Module):
         """
         if key not in self.cut:
             return whole
-        pieces = [self.ranks.piece(part, self.cut[key]) for part in whole.chunk(self.parts, self.cut[key])]
+        pieces = self._pieces(key, whole)
         return pieces[0] if self.parts == 1 else torch.cat(pieces, self.cut[key])
+
+    def put(self, key: str, whole: Tensor, piece: Tensor) -> None:
+        """Write this rank's part into the whole, as `piece` takes it out; other ranks' parts stay as they are."""
+        if key not in self.cut:
+            whole.copy_(piece)
+            return
+        for to, part in zip(self._pieces(key, whole), piece.chunk(self.parts, self.cut[key]), strict=True):
+            to.copy_(part)
+
+    def _pieces(self, key: str, whole: Tensor) -> list[Tensor]:
+        """Views of this rank's piece of each part of the whole."""
+        return [self.ranks.piece(part, self.cut[key]) for part in whole.chunk(self.parts, self.cut[key])]
 
     def whole(self, key: str, piece: Tensor) -> Tensor:
         """The inverse of `piece`. Collective."""

@@ -12,6 +12,7 @@ unlike the collectives of `interlace.comm`, whose every rank has a loss of its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from interlace.comm import Transport, all_gather_into_tensor, all_reduce, resolve
 from interlace.comm.group import Group, here, members
 from interlace.comm.reverse_mode import check_reverse_mode
-from interlace.comm.transports.base import Arguments
+from interlace.comm.transports.base import Arguments, Copy, peers_of
 
 
 class Ranks:
@@ -35,6 +36,22 @@ class Ranks:
         self.group = here() if group is None else group
         self.rank, self.world = members(self.group)
         self._to_compare: tuple[str, Arguments] | None = None
+
+    @classmethod
+    def at(cls, rank: int, world: int) -> Ranks:
+        """Place `rank` of `world`, for a module that is cut before its ranks are connected: `connect` must follow."""
+        made = cls.__new__(cls)
+        made.group, made.rank, made.world, made._to_compare = None, rank, world, None
+        return made
+
+    def connect(self, transport: Transport) -> None:
+        """From now on `transport` carries what these ranks tell each other. Raises ValueError if it is of others."""
+        if (transport.rank, transport.world) != (self.rank, self.world):
+            raise ValueError(
+                f"the transport is of rank {transport.rank} of {transport.world}, but the module was cut for rank "
+                f"{self.rank} of {self.world}"
+            )
+        self.group = transport
 
     def must_agree(self, what: str, **values: object) -> None:
         """Has `values` compared when something is first transferred: `what` was made on each rank by itself."""
@@ -59,6 +76,20 @@ class Ranks:
         pieces = piece.new_empty(self.world, *piece.shape)
         all_gather_into_tensor(pieces, piece.detach().contiguous(), group=self.transport(piece))
         return torch.cat(pieces.unbind(), dim) if dim else pieces.flatten(0, 1)
+
+    def gather_rows(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of all ranks, joined along dimension -2, of which rank r has `counts[r]`. No gradient."""
+        if self.world == 1:
+            return mine
+        rows = mine.detach().movedim(-2, 0).contiguous()
+        whole = rows.new_empty(sum(counts), *rows.shape[1:])
+        pieces = whole.split(list(counts))
+        pieces[self.rank].copy_(rows)
+        peers = peers_of(self.rank, self.world)
+        self.transport(rows).copy_batch(
+            [Copy(peer, rows) for peer in peers], [Copy(peer, pieces[peer]) for peer in peers], "gather_rows"
+        ).wait()
+        return whole.movedim(0, -2).contiguous()
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self

@@ -1,7 +1,11 @@
 """Which bytes: the rows of one chunk that another chunk reads, as one message carries them.
 
 A message has the rows in the order in which the reader has its placeholders, so it can be put there in one go; the
-gradient takes the same rows the other way. Lanes of one rank so far: the rows of a lane are the rows of its rank.
+gradient takes the same rows the other way.
+
+The ranks of a lane all hold all rows of a message. So that none is sent twice, it travels between lanes in parts: as
+many as the larger lane has ranks, and the receiving ranks join theirs. Neither the sizes of the lanes need divide each
+other, nor the rows.
 """
 
 from __future__ import annotations
@@ -30,6 +34,42 @@ class Route(NamedTuple):
     rows: Index
     places: Index
     length: int
+
+
+class Part(NamedTuple):
+    """Rows [start, stop) of a message, from one place in the sending lane to one in the receiving lane."""
+
+    sender: int
+    receiver: int
+    start: int
+    stop: int
+
+
+def pairs(senders: int, receivers: int) -> list[tuple[int, int]]:
+    """(sender, receiver) of each part of a message between lanes of so many ranks, in the order of the rows.
+
+    Each receiver has parts that follow each other. The other way round the same places meet, so a gradient goes back
+    where its rows came from.
+    """
+    count = max(senders, receivers)
+    return [(part * senders // count, part * receivers // count) for part in range(count)]
+
+
+def parts(rows: int, senders: int, receivers: int) -> list[Part]:
+    """The parts of a message of so many rows. A part may be empty."""
+    met = pairs(senders, receivers)
+    return [
+        Part(sender, receiver, part * rows // len(met), (part + 1) * rows // len(met))
+        for part, (sender, receiver) in enumerate(met)
+    ]
+
+
+def shares(rows: int, senders: int, receivers: int) -> list[int]:
+    """How many rows each receiver is sent."""
+    found = [0] * receivers
+    for part in parts(rows, senders, receivers):
+        found[part.receiver] += part.stop - part.start
+    return found
 
 
 class Routes:

@@ -59,7 +59,7 @@ HEAD_WIDTHS = ("embed_dim", "all_head_size")  # of all heads of an attention, if
 def tensor_parallel(
     module: nn.Module,
     plan: Mapping[str, str] | None = None,
-    group: Group = None,
+    group: Group | Ranks = None,
     *,
     sequence_parallel: bool = True,
     num_chunks: int | Literal["auto"] = "auto",
@@ -72,7 +72,7 @@ def tensor_parallel(
         module: with parameters of any dtype and device, on meta too (weights are then loaded afterwards). Frozen
             parameters stay frozen.
         plan: see above; by default `plan_for(module)`, which derives it for most of HuggingFace's transformers.
-        group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.group`).
+        group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.group`), or a Ranks.
         sequence_parallel: cut the sequence between the products; its length must then be a multiple of the ranks.
         num_chunks, regather: of `all_gather_matmul`.
 
@@ -80,19 +80,15 @@ def tensor_parallel(
         ValueError: a module with parameters that no pattern matches; a pattern that matches nothing or asks for what
             cannot be done; heads or features that do not divide. Nothing is changed then.
     """
-    plan = plan_for(module) if plan is None else plan
-    ranks = Ranks(group)
-    styles = _styles(module, plan)
-    _check(module, styles)
-    shared = _shared_inputs(styles)
-    _check_heads(module, shared, styles, ranks)
+    ranks = group if isinstance(group, Ranks) else Ranks(group)
+    styles, shared = _checked(module, plan, ranks)
     ranks.must_agree(
         "tensor_parallel", module=type(module).__name__, plan=Fingerprint(repr(sorted(styles.items())), []),
         parameters=Fingerprint(repr([(name, p.shape, p.dtype) for name, p in module.named_parameters()]), []),
         sequence_parallel=sequence_parallel, num_chunks=num_chunks, regather=regather,
     )  # fmt: skip
     parts = {
-        path: _part(module, path, style, ranks, sequence_parallel, num_chunks, regather, shared)
+        path: _part(_linear(module, path), path, style, ranks, sequence_parallel, num_chunks, regather, shared)
         for path, style in styles.items()
         if style in CUT
     }
@@ -120,12 +116,39 @@ def tensor_parallel(
     return module
 
 
+def check_plan(module: nn.Module, plan: Mapping[str, str] | None, world: int) -> None:
+    """Raises the ValueError of `tensor_parallel(module, plan)` among `world` ranks, if there is one.
+
+    Makes and changes nothing: so one rank can tell what would fail on others.
+    """
+    ranks = Ranks.at(0, world)
+    styles, shared = _checked(module, plan, ranks)
+    for path, style in styles.items():
+        if style in CUT:
+            whole = _linear(module, path)
+            shapes = nn.Linear(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
+            _part(shapes, path, style, ranks, False, "auto", False, shared)
+
+
+def _checked(
+    module: nn.Module, plan: Mapping[str, str] | None, ranks: Ranks
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Path -> style, and what `_shared_inputs` makes of these. Raises ValueError for a plan that cannot be followed."""
+    styles = _styles(module, plan_for(module) if plan is None else plan)
+    _check(module, styles)
+    shared = _shared_inputs(styles)
+    _check_heads(module, shared, styles, ranks)
+    return styles, shared
+
+
+def _linear(module: nn.Module, path: str) -> nn.Linear:
+    return cast(nn.Linear, module.get_submodule(path))
+
+
 def _part(
-    module: nn.Module, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
+    whole: nn.Linear, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
     num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]],
 ) -> ParallelLinear:  # fmt: skip
-    whole = module.get_submodule(path)
-    assert isinstance(whole, nn.Linear)
     try:
         if style == "row":
             return RowParallelLinear.from_linear(
@@ -318,7 +341,7 @@ def _check_heads(module: nn.Module, shared: Mapping[str, list[str]], styles: Map
     for path, columns in shared.items():
         size = getattr(module.get_submodule(path), "head_dim", None)
         for column in columns:
-            features = cast(nn.Linear, module.get_submodule(column)).out_features // PARTS[styles[column]]
+            features = _linear(module, column).out_features // PARTS[styles[column]]
             if not isinstance(size, int) or features % size or (features // size) % ranks.world == 0:
                 continue
             heads = features // size
