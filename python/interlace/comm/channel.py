@@ -14,16 +14,16 @@ were sent; each says what it is, so that two schedules that contradict each othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from interlace.comm.recorder import FlightRecorder
-from interlace.comm.transports.base import CommError
+from interlace.comm.transports.base import CommError, Transport
 
-__all__ = ["Channel", "CommError", "Pending", "Sent", "Tag", "check_digest", "check_numbers", "check_tag"]
+__all__ = ["Channel", "CommError", "Part", "Pending", "Sent", "Tag", "check_digest", "check_numbers", "check_tag"]
 
 
 class Tag(NamedTuple):
@@ -39,6 +39,13 @@ class Tag(NamedTuple):
     def __str__(self) -> str:
         text = f"{'gradient of ' if self.grad else ''}{self.module}[{self.stage}] chunk {self.chunk}"
         return text if self.other == self.chunk else f"{text} for chunk {self.other}"
+
+
+class Part(NamedTuple):
+    """What was received, and the rows (dimension -2) of the whole message of which it is a part; 0: not said."""
+
+    tensor: Tensor
+    rows: int
 
 
 class Pending:
@@ -74,11 +81,18 @@ class Channel(Protocol):
     def begin(self, digest: int) -> None:
         """A new step. digest: 48 bits of its table; a message of another table is refused by whoever receives it."""
 
-    def send(self, tensor: Tensor, peer: int, tag: Tag) -> None:
-        """Start sending; returns at once. ``tensor`` must be left alone until `finish`."""
+    def send(self, tensor: Tensor, peer: int, tag: Tag, rows: int = 0) -> None:
+        """Start sending; returns at once. ``tensor`` must be left alone until `finish`. rows: see `Part`."""
 
     def receive(self, peer: int, tag: Tag) -> Tensor:
         """The next tensor from ``peer``, which must be ``tag``; a gradient has the shape and dtype of what was sent."""
+
+    def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
+        """The same with what the sender said of the whole.
+
+        others: of ``peer`` too, and as likely to come first, because the two ranks meet in several lanes: what is one
+        of these is kept for the call that asks for it.
+        """
 
     def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         """Begin to sum ``tensor`` in place over ``ranks``, the same bits on each; to be left alone until `wait`.
@@ -104,10 +118,20 @@ class Channel(Protocol):
         """Wait until everything sent in this step has been taken."""
 
     def leave(self, reason: str) -> None:
-        """This rank gives up: peers that wait for it are told so at once (between processes: when they give up too)."""
+        """This rank gives up: peers that wait for it are told so at once (between processes: when they give up too,
+        but in lanes at once)."""
+
+    def close(self) -> None:
+        """Ends the transports of `connect`."""
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Prepare all_reduce over each of ``groups``. Collective: every rank passes the same."""
+
+    def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
+        """Lane -> a transport between its ranks, of those lanes that this rank is in.
+
+        lanes: ranks in ascending order. Collective: every rank passes the same lanes in the same order.
+        """
 
     def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:
         """Prepare sending tensors over each (from, to) of ``edges``. Collective: every rank passes the same."""

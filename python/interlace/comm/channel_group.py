@@ -19,7 +19,7 @@ import contextlib
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -27,12 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.comm.channel import Pending, Sent, Tag, check_digest, check_numbers, check_tag
+from interlace.comm.channel import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
 from interlace.comm.lost import RollCall, first_line, reason_of
 from interlace.comm.recorder import FlightRecorder
 from interlace.comm.reductions import BITS, Reductions, digest_of
 from interlace.comm.star import HEADER, Star, header
-from interlace.comm.transports.base import CommError
+from interlace.comm.transports.base import CommError, Transport
+from interlace.comm.transports.choose import connect
 
 MAGIC = 0x1A7E71ACE  # begins the header of a tensor
 MAX_DIMS = 8
@@ -97,6 +98,8 @@ class GroupChannel:
         self._edges: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._reductions = Reductions()
         self._sent = Sent()
+        self._early: dict[tuple[int, Tag], Part] = {}
+        self._lanes: dict[tuple[int, ...], Transport] = {}
 
     def begin(self, digest: int) -> None:
         self._digest = digest
@@ -123,6 +126,19 @@ class GroupChannel:
                         assert work is not None
                         work.wait()
 
+    def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
+        # All groups first: making one takes every rank, and connecting one only its own.
+        new = [lane for lane in dict.fromkeys(map(tuple, lanes)) if lane not in self._lanes]
+        groups = [self._group(lane, SUMS) for lane in new]
+        for lane, group in zip(new, groups, strict=True):
+            if self.rank in lane:
+                self._lanes[lane] = connect(group, device=self.device, timeout=self.timeout)
+        return dict(self._lanes)
+
+    def close(self) -> None:
+        while self._lanes:
+            self._lanes.popitem()[1].close()
+
     def _group(self, ranks: tuple[int, ...], backends: Mapping[str, str]) -> dist.ProcessGroup:
         """A group of these ranks, which all ranks make; the default one's backend where `backends` names none."""
         with self._meeting(ranks):
@@ -140,7 +156,7 @@ class GroupChannel:
                 f"{self.timeout:g} s ({first_line(error)})"
             ) from error
 
-    def send(self, tensor: Tensor, peer: int, tag: Tag) -> None:
+    def send(self, tensor: Tensor, peer: int, tag: Tag, rows: int = 0) -> None:
         token = self.recorder.begin("send", tag, (peer,))
         tensor = tensor.detach().contiguous()
         if tensor.dim() > MAX_DIMS:
@@ -151,12 +167,12 @@ class GroupChannel:
             raise CommError(f"rank {self.rank}: {tag} is on {tensor.device}, but this channel is for {self.device}")
         group = self._edge(self.rank, peer, f"SEND {tag}")
         what = (self.modules.index(tag.module), tag.stage, tag.chunk, tag.other, int(tag.grad))
-        kind = DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape
+        kind = DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (MAX_DIMS - tensor.dim())
         works: list[tuple[dist.Work, Tensor]] = []
         while self._apart and self._sends and self._sends[0].is_taken():
             self.recorder.end(self._sends.popleft().token)
         self._sends.append(_Send(peer, tag, works, token))
-        for part, over in ((header(_HOST, MAGIC, self._digest, *what, *kind), self._host), (tensor, group)):
+        for part, over in ((header(_HOST, MAGIC, self._digest, *what, *kind, rows), self._host), (tensor, group)):
             if part.numel():
                 try:
                     work = dist.isend(part, peer, group=over)
@@ -167,32 +183,44 @@ class GroupChannel:
         self._sent.note(peer, tag, tensor)
 
     def receive(self, peer: int, tag: Tag) -> Tensor:
+        return self.receive_part(peer, tag).tensor
+
+    def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
         token = self.recorder.begin("receive", tag, (peer,))
+        while (part := self._early.pop((peer, tag), None)) is None:
+            found, part = self._next(peer, tag, others)
+            self._early[peer, found] = part
+        self.recorder.end(token)
+        if tag.grad and not self._apart:
+            self._let_go(peer, tag._replace(grad=False))
+        return part
+
+    def _next(self, peer: int, tag: Tag, others: Collection[Tag]) -> tuple[Tag, Part]:
+        """What comes next from ``peer``: ``tag``, or one of the others."""
         group = self._edge(peer, self.rank, f"RECV {tag}")
         head = header(_HOST)
         self._receive_into(head, peer, tag, self._host)
-        magic, digest, module, stage, chunk, other, grad, dtype, dims, *shape = head.tolist()
+        magic, digest, module, stage, chunk, other, grad, dtype, dims, *shape, rows = head.tolist()
         if magic != MAGIC:
             raise CommError(f"rank {self.rank}: no header from rank {peer} where {tag} was due")
         whole = 0 <= module < len(self.modules) and 0 <= dtype < len(DTYPES) and 0 <= dims <= MAX_DIMS
         shape = shape[: max(dims, 0)]
-        if not whole or min(shape, default=0) < 0 or not 0 <= digest < 1 << BITS:
+        if not whole or min(shape, default=0) < 0 or rows < 0 or not 0 <= digest < 1 << BITS:
             raise CommError(f"rank {self.rank}: the header from rank {peer} where {tag} was due is damaged")
         check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
-        check_tag(self.rank, peer, tag, Tag(self.modules[module], stage, chunk, other, bool(grad)))
+        found = Tag(self.modules[module], stage, chunk, other, bool(grad))
+        if found not in others:
+            check_tag(self.rank, peer, tag, found)
         kind, size = DTYPES[dtype], torch.Size(shape)
         if math.prod(shape) * kind.itemsize > _memory(self.device):
             raise CommError(
-                f"rank {self.rank}: {tag} from rank {peer} would have shape {shape}, more than fits on {self.device}"
+                f"rank {self.rank}: {found} from rank {peer} would have shape {shape}, more than fits on {self.device}"
             )
-        self._sent.check(self.rank, peer, tag, size, kind)
+        self._sent.check(self.rank, peer, found, size, kind)
         payload = torch.empty(shape, dtype=kind, device=self.device)
         if payload.numel():
-            self._receive_into(payload, peer, tag, group)
-        self.recorder.end(token)
-        if tag.grad and not self._apart:
-            self._let_go(peer, tag._replace(grad=False))
-        return payload
+            self._receive_into(payload, peer, found, group)
+        return found, Part(payload, rows)
 
     def _let_go(self, peer: int, tag: Tag) -> None:
         """Hold no longer what went to `peer` as `tag`: it was taken, for its gradient is back. Gloo says it of no send
@@ -326,6 +354,8 @@ class GroupChannel:
             raise self._lost_peer(peer, what, error) from error
 
     def leave(self, reason: str) -> None:
+        for lane in self._lanes.values():
+            lane._give_up(CommError(f"rank {self.rank} gave up: {reason}"))
         self._roll.leave(reason)
 
     def _lost_peer(self, peer: int, what: str, error: RuntimeError) -> CommError:
@@ -345,4 +375,4 @@ def _memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-assert 9 + MAX_DIMS == HEADER
+assert 10 + MAX_DIMS == HEADER

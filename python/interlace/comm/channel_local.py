@@ -10,17 +10,18 @@ last, in the order of the ranks; the others copy its result.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from interlace.comm.channel import Pending, Sent, Tag, check_digest, check_numbers, check_tag
+from interlace.comm.channel import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
 from interlace.comm.lost import SLOW, named
 from interlace.comm.recorder import FlightRecorder
 from interlace.comm.thread_ranks import ThreadRanks
-from interlace.comm.transports.base import CommError
+from interlace.comm.transports.base import CommError, Transport
+from interlace.comm.transports.local import LocalHub, LocalTransport
 from interlace.comm.transports.messages import decode, encode
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class _Parcel(NamedTuple):
     digest: int
     tag: Tag
     tensor: Tensor
+    rows: int
 
 
 class _Round:
@@ -57,7 +59,13 @@ class LocalNetwork(ThreadRanks):
             self.edges: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
             self.rounds: dict[tuple[str, tuple[int, ...], int], _Round] = defaultdict(_Round)
             self.joined: dict[tuple[int, str, tuple[int, ...]], int] = defaultdict(int)  # rounds that a rank came to
+            self.hubs: dict[tuple[int, ...], LocalHub] = {}  # of lanes
             self.gone.clear()
+
+    def hub(self, lane: tuple[int, ...]) -> LocalHub:
+        """Where the ranks of a lane meet."""
+        with self.changed:
+            return self.hubs.setdefault(lane, LocalHub(len(lane)))
 
 
 class LocalChannel:
@@ -81,30 +89,39 @@ class LocalChannel:
         self._digest = 0
         self._sent = Sent()
         self._sends: list[int] = []  # tokens of the recorder
+        self._early: dict[tuple[int, Tag], Part] = {}
+        self._lanes: dict[tuple[int, ...], Transport] = {}
 
     def begin(self, digest: int) -> None:
         self._digest = digest
 
-    def send(self, tensor: Tensor, peer: int, tag: Tag) -> None:
+    def send(self, tensor: Tensor, peer: int, tag: Tag, rows: int = 0) -> None:
         self._sends.append(self.recorder.begin("send", tag, (peer,)))
         copy = tensor.detach().clone()
         self._sent.note(peer, tag, copy)
         with self.network.changed:
-            self.network.edges[self.rank, peer].append(_Parcel(self._digest, tag, copy))
+            self.network.edges[self.rank, peer].append(_Parcel(self._digest, tag, copy, rows))
             self.network.changed.notify_all()
 
     def receive(self, peer: int, tag: Tag) -> Tensor:
+        return self.receive_part(peer, tag).tensor
+
+    def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
         token = self.recorder.begin("receive", tag, (peer,))
         with self.network.changed:
             queue = self.network.edges[peer, self.rank]
-            self._wait_for(f"RECV {tag}", lambda: () if queue else (peer,))
-            digest, found, tensor = queue.popleft()
-            self.network.changed.notify_all()
-        check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
-        check_tag(self.rank, peer, tag, found)
-        self._sent.check(self.rank, peer, tag, tensor.shape, tensor.dtype)
+        while (part := self._early.pop((peer, tag), None)) is None:
+            with self.network.changed:
+                self._wait_for(f"RECV {tag}", lambda: () if queue else (peer,))
+                digest, found, tensor, rows = queue.popleft()
+                self.network.changed.notify_all()
+            check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
+            if found not in others:
+                check_tag(self.rank, peer, tag, found)
+            self._sent.check(self.rank, peer, found, tensor.shape, tensor.dtype)
+            self._early[peer, found] = Part(tensor, rows)
         self.recorder.end(token)
-        return tensor
+        return part
 
     def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         if len(ranks) == 1:
@@ -162,6 +179,20 @@ class LocalChannel:
 
     def leave(self, reason: str) -> None:
         self.network.leave(self.rank, f"it gave up: {reason}")
+        for lane in self._lanes:
+            self.network.hub(lane).leave(lane.index(self.rank), f"it gave up: {reason}")
+
+    def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
+        for lane in map(tuple, lanes):
+            if self.rank in lane and lane not in self._lanes:
+                self._lanes[lane] = LocalTransport(
+                    lane.index(self.rank), self.network.hub(lane), device=self.device, timeout=self.timeout
+                )
+        return dict(self._lanes)
+
+    def close(self) -> None:
+        while self._lanes:
+            self._lanes.popitem()[1].close()
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Nothing to prepare."""

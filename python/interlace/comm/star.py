@@ -20,7 +20,7 @@ from interlace.comm.lost import RollCall, reason_of
 from interlace.comm.transports.base import CommError
 from interlace.comm.transports.messages import decode, encode
 
-HEADER = 17  # numbers in a header, of a message as of the tensors that `channel_group` sends on the same edges
+HEADER = 18  # numbers in a header, of a message as of the tensors that `channel_group` sends on the same edges
 MESSAGE = 0x1A7E71ACF  # begins the header of a message
 LONGEST = 1 << 28  # bytes of a message
 
