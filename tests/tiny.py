@@ -15,16 +15,25 @@ MELS = 8
 FRAMES = 32  # the audio encoder's fixed length
 
 
-def tiny_mllm(*, tied: bool = False, layers: int = 2, encoders: tuple[str, ...] = ("vision", "audio"), seed: int = 0):
-    """SigLIP + Whisper + Llama with random weights, hidden size 16."""
+def tiny_mllm(
+    *,
+    tied: bool = False,
+    layers: int = 2,
+    encoders: tuple[str, ...] = ("vision", "audio"),
+    seed: int = 0,
+    hidden: int = 16,
+    heads: int = 2,
+    kv_heads: int = 1,
+):
+    """SigLIP + Whisper + Llama with random weights; kv_heads: of Llama."""
     torch.manual_seed(seed)
     made = {}
     if "vision" in encoders:
         config = SiglipVisionConfig(
-            hidden_size=16,
+            hidden_size=hidden,
             intermediate_size=24,
             num_hidden_layers=layers,
-            num_attention_heads=2,
+            num_attention_heads=heads,
             image_size=16,
             patch_size=PATCH,
             vision_use_head=False,
@@ -33,9 +42,9 @@ def tiny_mllm(*, tied: bool = False, layers: int = 2, encoders: tuple[str, ...] 
         made["vision"] = ModalityModule(SiglipVisionModel(config), projector="mlp")
     if "audio" in encoders:
         config = WhisperConfig(
-            d_model=16,
+            d_model=hidden,
             encoder_layers=layers,
-            encoder_attention_heads=2,
+            encoder_attention_heads=heads,
             encoder_ffn_dim=24,
             num_mel_bins=MELS,
             max_source_positions=FRAMES // 2,
@@ -44,11 +53,11 @@ def tiny_mllm(*, tied: bool = False, layers: int = 2, encoders: tuple[str, ...] 
         made["audio"] = ModalityModule(WhisperEncoder(config), projector="linear", downsample=2)
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=16,
+        hidden_size=hidden,
         intermediate_size=24,
         num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         tie_word_embeddings=tied,
         attn_implementation="interlace",
     )

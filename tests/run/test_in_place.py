@@ -155,10 +155,3 @@ def test_a_failed_step_leaves_no_gradients_behind():
         p for stages in parallel.stages.values() for s in stages.values() for p in s.parameters() if id(p) not in ours
     ]
     assert left and all(p.grad is None for p in left)
-
-
-def test_lanes_of_several_ranks_are_refused():
-    mllm = tiny_mllm()
-    specs = {name: ParallelSpec(tp=2) for name in mllm.modules_order()}
-    with pytest.raises(ValueError, match=r"tp \* cp > 1.*does not run: use pp and dp"):
-        parallelize(mllm, Layout.from_specs(mllm, specs))

@@ -1,7 +1,8 @@
 """Runs steps on real ranks: `parallelize(mllm, layout)` gives this process's share of a model.
 
 table.py (what: lengths -> StepTable) · graph.py (layout and model -> stage graph) · executor.py (one rank's list) ·
-gradients.py (sums over ranks) · ranks.py (a rank's stages and weights) · threads.py (ranks of one process) ·
+gradients.py (sums over ranks) · ranks.py (a rank's stages) · lanes.py (how lanes of several ranks are cut) ·
+weights.py (weights that are not the model's own Parameters) · threads.py (ranks of one process) ·
 agreement.py (what ranks must be given alike) · batch.py, result.py (what a step takes and says) · device.py (GPUs) ·
 parallel_model.py (the public face).
 """

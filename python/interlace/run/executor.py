@@ -6,6 +6,9 @@ ranks of one process are a thread each.
 
 A stage's forward starts from detached inputs and its backward ends at them; what crosses a stage boundary, to another
 rank or within one, is an activation and later its gradient. So any layout computes the same numbers.
+
+Ranks of one lane compute together. What they are sent comes to each of them in part, and the forward or backward that
+uses it joins the parts: there, as the checker has proved, all of the lane meet, which they need not do at a RECV.
 """
 
 from __future__ import annotations
@@ -15,15 +18,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from interlace.comm.channel import Channel, CommError, Tag
+from interlace.comm.channel import Channel, CommError, Part, Tag
 from interlace.layout import Reduction
-from interlace.parallel.route import Routes, put, take
+from interlace.parallel import Ranks
+from interlace.parallel.route import Routes, pairs, parts, put, shares, take
 from interlace.run.errors import PipelineError
 from interlace.run.gradients import Sum
 from interlace.schedule.actions import CODES, OPS, Op, action_of
@@ -41,11 +45,20 @@ FORWARD, BACKWARD, SEND, RECV, REDUCE_GRAD = (
 
 @dataclass
 class StageRuntime:
-    """A stage of this rank. last: the last of its pipeline. sink: its output is a loss."""
+    """A stage of this rank. last: the last of its pipeline. sink: its output is a loss. lane: who computes it."""
 
     module: nn.Module
     last: bool
     sink: bool
+    lane: Ranks
+
+
+class Arrived(NamedTuple):
+    """What this rank received of a message of so many rows, from a lane of so many ranks."""
+
+    mine: Tensor
+    rows: int
+    senders: int
 
 
 @dataclass
@@ -118,7 +131,8 @@ class Executor:
             except PipelineError:
                 raise
             except CommError as error:
-                raise PipelineError(str(error)) from error
+                where = f"rank {self.rank}, {_describe(row, modules)}, in its lane: " if op < SEND else ""
+                raise PipelineError(f"{where}{error}") from error
             except Exception as error:
                 text = f"rank {self.rank}, {_describe(row, modules)}: {type(error).__name__}: {error}"
                 raise PipelineError(text) from error
@@ -138,7 +152,10 @@ class Executor:
         """Learn from the list which values are used here, and how often, so that nothing else is kept."""
         self._outputs: dict[Value, Tensor] = {}
         self._gradients: dict[Value, Tensor] = {}  # of outputs made here, as far as readers have given theirs
-        self._messages: dict[Message, Tensor] = {}  # as received, or to be sent
+        self._arrived: dict[Message, Arrived] = {}
+        self._leaving: dict[tuple[str, int, int, int], Tensor] = {}  # gradients that are to be sent
+        self._kept: dict[Tag, Part] = {}  # sent by this rank in one lane to itself in another
+        self._crossing: dict[int, set[Tag]] = {}  # rank -> what it sends here, where ranks are in several lanes
         self._saved: dict[Value, tuple[dict[Any, Tensor], Tensor]] = {}
         self._sums: dict[int, Sum] = {}
         self._tied: list[int] = []  # sums that begin when those are done
@@ -161,11 +178,24 @@ class Executor:
             elif op == RECV and not grad:
                 received.add((module, stage, chunk, other))
         self._wanted, self._received = wanted, received
+        if any(len(ranks) > 1 for ranks in self._lanes):
+            self._find_crossing(actions)
         for module, stage, chunk in forwards:
             sources = [(module, stage - 1, chunk)] if stage else self._origins(chunk)
             for source in sources:
                 if (*source, chunk) not in received:
                     self._uses[source] += 1
+
+    def _find_crossing(self, actions: Sequence[Sequence[int]]) -> None:
+        """Which ranks send here in several pairs of lanes: each pair keeps its order, but not one with the other."""
+        due: dict[int, dict[tuple[int, Ranks], set[Tag]]] = {}
+        for op, number, stage, chunk, other, peer, grad in actions:
+            if op == RECV:
+                tag = Tag(self._modules[number], stage, chunk, other, bool(grad))
+                lane = self._lane(tag, receives=True)
+                for sender in self._senders(lane, self._lanes[peer]):
+                    due.setdefault(sender, {}).setdefault((peer, lane), set()).add(tag)
+        self._crossing = {rank: set().union(*found.values()) for rank, found in due.items() if len(found) > 1}
 
     def _origins(self, chunk: int) -> list[Value]:
         """The activations of which `chunk` reads rows."""
@@ -179,6 +209,25 @@ class Executor:
     def _has_backward(self, source: Value, reader: int) -> bool:
         return source in self._takes_backward or (*source, reader) in self._wanted
 
+    def _reader(self, tag: Tag) -> Key:
+        """The stage that reads what `tag` names."""
+        if tag.other == tag.chunk:
+            return tag.module, tag.stage + 1
+        return self._step.ends[tag.other][0], 0
+
+    def _lane(self, tag: Tag, *, receives: bool) -> Ranks:
+        """The lane in which this rank sends or receives what `tag` names."""
+        return self.stages[self._reader(tag) if receives != tag.grad else tag[:2]].lane
+
+    def _joined(self, message: Message, lane: Ranks) -> Tensor:
+        """A message that has arrived, whole on every rank of the lane, all of which are here."""
+        mine, rows, senders = self._arrived.pop(message)
+        return lane.gather_rows(mine, shares(rows, senders, lane.world)) if lane.world > 1 else mine
+
+    def _senders(self, lane: Ranks, others: Sequence[int]) -> list[int]:
+        """Those of the ranks `others` that send to this place in `lane`, in the order of the rows that they send."""
+        return [others[sender] for sender, receiver in pairs(len(others), lane.world) if receiver == lane.rank]
+
     # -- actions ---------------------------------------------------------------------------------------------
 
     def _forward(self, module: str, stage: int, chunk: int, *_: int) -> None:
@@ -190,24 +239,25 @@ class Executor:
         if stage:
             source = (module, stage - 1, chunk)
             key = (*source, chunk)
-            value = self._messages.pop((*key, 0)) if key in self._received else self._output(source)
+            value = self._joined((*key, 0), runtime.lane) if key in self._received else self._output(source)
             hidden = received[source] = value.requires_grad_(backward and self._has_backward(source, chunk))
         else:
-            features = self._features(chunk, backward)
+            features = self._features(chunk, runtime.lane, backward)
             if features:
                 inputs = {**inputs, "features": features}
                 received = dict(features)
         with torch.set_grad_enabled(backward), step.autocast():
             output = runtime.module(inputs, hidden)
         if runtime.sink:
-            loss = output.detach().double()
-            step.loss = loss if step.loss is None else step.loss + loss
+            if runtime.lane.rank == 0:  # the loss of all ranks of the lane, which each of them has
+                loss = output.detach().double()
+                step.loss = loss if step.loss is None else step.loss + loss
         elif self._uses[module, stage, chunk]:
             self._outputs[module, stage, chunk] = output.detach()
         if backward:
             self._saved[module, stage, chunk] = (received, output)
 
-    def _features(self, chunk: int, backward: bool) -> dict[str, Tensor]:
+    def _features(self, chunk: int, lane: Ranks, backward: bool) -> dict[str, Tensor]:
         """Encoder -> the rows that a chunk reads of it, in the order of its placeholders."""
         parts: dict[str, list[tuple[int, Tensor]]] = {}
         wanted: dict[str, bool] = {}
@@ -215,7 +265,10 @@ class Executor:
             name, _, producer = source
             route = self._step.routes.between(producer, chunk)
             key = (*source, chunk)
-            rows = self._messages.pop((*key, 0)) if key in self._received else take(self._output(source), route.rows)
+            if key in self._received:
+                rows = self._joined((*key, 0), lane)
+            else:
+                rows = take(self._output(source), route.rows)
             parts.setdefault(name, []).append((producer, rows))
             wanted[name] = wanted.get(name, False) or self._has_backward(source, chunk)
         features = {}
@@ -253,7 +306,7 @@ class Executor:
     def _hand_back(self, source: Value, reader: int, gradient: Tensor, *, whole: bool) -> None:
         """What the backward of `reader` found for rows of `source`, kept for its backward here or for a SEND."""
         if (*source, reader) in self._wanted:
-            self._messages[(*source, reader, 1)] = gradient
+            self._leaving[(*source, reader)] = gradient
         elif whole:
             self._gradients[source] = gradient
         else:
@@ -271,29 +324,49 @@ class Executor:
 
     def _gradient(self, value: Value, output: Tensor) -> Tensor:
         """The gradient of an output, from all who read it."""
-        if not self.stages[value[:2]].last:
+        runtime = self.stages[value[:2]]
+        if not runtime.last:
             key = (*value, value[2], 1)
-            return self._messages.pop(key) if key in self._messages else self._gradients.pop(value)
+            return self._joined(key, runtime.lane) if key in self._arrived else self._gradients.pop(value)
         for reader in self._step.routes.readers.get(value[2], ()):
-            arrived = self._messages.pop((*value, reader, 1), None)
-            if arrived is not None:
-                self._add(value, reader, arrived, output)
+            if (key := (*value, reader, 1)) in self._arrived:
+                self._add(value, reader, self._joined(key, runtime.lane), output)
         return self._gradients.pop(value)
 
     def _send(self, module: str, stage: int, chunk: int, other: int, peer: int, grad: int) -> None:
+        tag = Tag(module, stage, chunk, other, bool(grad))
         if grad:
-            tensor = self._messages.pop((module, stage, chunk, other, 1))
+            tensor = self._leaving.pop((module, stage, chunk, other))
         else:
             tensor = self._output((module, stage, chunk))
             if other != chunk:
                 tensor = take(tensor, self._step.routes.between(chunk, other).rows)
-        (rank,) = self._lanes[peer]
-        self.channel.send(tensor, rank, Tag(module, stage, chunk, other, bool(grad)))
+        lane, others, rows = self._lane(tag, receives=False), self._lanes[peer], tensor.shape[-2]
+        for part in parts(rows, lane.world, len(others)):
+            if part.sender == lane.rank:
+                piece, rank = tensor.narrow(-2, part.start, part.stop - part.start), others[part.receiver]
+                if rank == self.rank:
+                    self._kept[tag] = Part(piece, rows)
+                else:
+                    self.channel.send(piece, rank, tag, rows)
 
     def _receive(self, module: str, stage: int, chunk: int, other: int, peer: int, grad: int) -> None:
-        (rank,) = self._lanes[peer]
-        tensor = self.channel.receive(rank, Tag(module, stage, chunk, other, bool(grad)))
-        self._messages[module, stage, chunk, other, grad] = tensor
+        tag = Tag(module, stage, chunk, other, bool(grad))
+        lane, others = self._lane(tag, receives=True), self._lanes[peer]
+        found = [
+            self._kept.pop(tag)
+            if rank == self.rank
+            else self.channel.receive_part(rank, tag, self._crossing.get(rank, ()))
+            for rank in self._senders(lane, others)
+        ]
+        mine = found[0].tensor if len(found) == 1 else torch.cat([part.tensor for part in found], -2)
+        rows = found[0].rows
+        if mine.shape[-2] != (due := shares(rows, len(others), lane.world)[lane.rank]):
+            raise PipelineError(
+                f"rank {self.rank}, RECV {tag}: {mine.shape[-2]} rows came where {due} of {rows} were due: do all "
+                "ranks run one version of the program?"
+            )
+        self._arrived[module, stage, chunk, other, grad] = Arrived(mine, rows, len(others))
 
     def _reduce(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
         if self._reductions[number].tied >= 0:  # a sum of sums: to wait for these here could hold up who makes them

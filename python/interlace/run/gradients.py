@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.comm.channel import Channel, Pending
+from interlace.run.weights import Cut
 
 BUCKET_BYTES = 32 << 20
 
@@ -66,17 +67,22 @@ def squares(gradients: Sequence[Tensor]) -> float:
     return float(torch.stack([norm.double() for norm in norms]).square().sum())
 
 
-def whole_gradients(mllm: nn.Module, counted: Mapping[int, nn.Parameter], channel: Channel) -> dict[str, Tensor | None]:
-    """Name -> gradient of every parameter of `mllm`, on every rank: each from the one that counts it.
+def whole_gradients(
+    mllm: nn.Module, counted: Mapping[int, tuple[nn.Parameter, Cut | None]], channel: Channel
+) -> dict[str, Tensor | None]:
+    """Name -> gradient of every parameter of `mllm`, on every rank: each from the one that counts it, or from those
+    that count its pieces.
 
-    counted: the parameters that this rank counts, by their id. A sum of all, so for models that are small.
+    counted: id of a parameter of `mllm` -> what this rank counts of it. A sum of all, so for models that are small.
     """
     parts = []
     for parameter in mllm.parameters():
-        gradient = parameter.grad if id(parameter) in counted else None
-        none = torch.zeros(parameter.numel(), device=channel.device)
-        flat = none if gradient is None else gradient.reshape(-1).float()
-        parts.append(torch.cat([flat, flat.new_tensor([float(gradient is not None)])]))
+        held, cut = counted.get(id(parameter), (None, None))
+        gradient = None if held is None else held.grad
+        whole = torch.zeros(parameter.shape, device=channel.device)
+        if gradient is not None:
+            whole.copy_(gradient) if cut is None else cut.put(whole, gradient)
+        parts.append(torch.cat([whole.reshape(-1), whole.new_tensor([float(gradient is not None)])]))
     whole = torch.cat(parts)
     everyone = list(range(channel.world))
     channel.add_groups([everyone])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from interlace.layout import Layout
+from interlace.parallel.route import pairs as met
 from interlace.plan import ModuleCosts, layer_costs
 from interlace.schedule import Op, StageGraph, StepTable
 
@@ -48,7 +49,8 @@ def edges(graph: StageGraph) -> list[tuple[int, int]]:
         for source, reader in pairs
         for lane in reader.lanes
         if lane not in source.lanes
-        for a, b in product(source.lane.ranks, lane.ranks)
+        for i, j in met(len(source.lane.ranks), len(lane.ranks))
+        for a, b in ((source.lane.ranks[i], lane.ranks[j]),)
         for way in ((a, b), (b, a))
     }
     return sorted((a, b) for a, b in found if a != b)
@@ -77,6 +79,12 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
                 f"the tied weight {names[0]} is on one stage, or one rank, of some replicas and on several of others: "
                 "cut and place all alike"
             )
+        for lanes in ({stage.lane for stage in stages} for stages in homes):
+            if len({rank for lane in lanes for rank in lane.ranks}) < sum(len(lane.ranks) for lane in lanes):
+                raise ValueError(
+                    f"the tied weight {names[0]} is on lanes that share some of their ranks "
+                    f"({' and '.join(sorted(map(str, lanes)))}): give its stages one lane, or lanes of their own"
+                )
         if len(homes[0]) > 1:
             found.append(tuple(places))
     return tuple(found)

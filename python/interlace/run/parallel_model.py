@@ -32,9 +32,11 @@ from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import check_read, edges, stage_graph
-from interlace.run.ranks import Views, make_ranks
+from interlace.run.lanes import check_lanes
+from interlace.run.ranks import make_ranks
 from interlace.run.result import StepResult, times_of
 from interlace.run.threads import run_threads
+from interlace.run.weights import Pieces, Views
 from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
 from interlace.simulate import Timeline
 
@@ -65,14 +67,12 @@ def parallelize(
     It computes where the weights of ``mllm`` lie, one device per process; on GPUs the ranks' messages go over NCCL, and
     what must be known on the host over gloo.
 
-    Raises ValueError when the world's size is not the layout's, for weights on several devices, and for lanes of
-    several ranks (tp * cp > 1), which this version plans but does not run.
+    A module with tp > 1 is cut inside its blocks, among the ranks of each of its lanes. Between processes a rank's
+    parameters are then its pieces (see `named_parameters`), copied from the weights of ``mllm``.
+
+    Raises ValueError when the world's size is not the layout's, for weights on several devices, for a module whose
+    blocks cannot be cut among its tp ranks, and for cp > 1, which this version plans but does not run.
     """
-    wide = next((stage for stage in layout.stages() if len(stage.lane.ranks) > 1), None)
-    if wide is not None:
-        raise ValueError(
-            f"{wide} is split over ranks {wide.lane} (tp * cp > 1), which this version does not run: use pp and dp"
-        )
     if schedule not in _GENERATORS:
         raise ValueError(f"unknown schedule {schedule!r}: use one of {', '.join(map(repr, sorted(_GENERATORS)))}")
     if transport is None:
@@ -126,12 +126,16 @@ class ParallelModel:
         self._trainable = _trainable(mllm)
         self._failed = ""
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
-        self._views = Views()
-        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, self._views)
+        check_lanes(mllm, layout)
+        self._views, self._pieces = Views(), Pieces()
+        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, self._views, self._pieces)
+        self._lanes = [lane.ranks for lane in layout.lanes() if len(lane.ranks) > 1]
         if channel is not None:
+            (number,) = self.ranks
             with as_pipeline_errors():
                 channel.add_groups([reduction.ranks for reduction in self.graph.reductions])
                 channel.add_edges(edges(self.graph))
+                self._ranks[number].connect(channel.connect(self._lanes))
 
     # -- what lives here -------------------------------------------------------------------------------------
 
@@ -141,11 +145,15 @@ class ParallelModel:
         return {number: rank.stages for number, rank in self._ranks.items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the model that live in this process, by their names in it; each once."""
-        for rank in self._ranks.values():
-            for name, parameter in rank.own.items():
-                if len(self.ranks) == 1 or name in rank.counts:
-                    yield name, parameter
+        """The parameters of the model that live in this process, by their names in it; each once.
+
+        With transport "local" the model's own. Between processes this rank's: of a weight that its lane has cut, its
+        piece, which is what an optimizer is to train.
+        """
+        if self.channel is None:
+            yield from self.mllm.named_parameters()
+        else:
+            yield from self._ranks[self.ranks[0]].own.items()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's weights by their names in the whole model."""
@@ -288,8 +296,7 @@ class ParallelModel:
             i: (c.module, len(self.layout.pipelines(c.module)[c.replica].stages) - 1)
             for i, c in enumerate(table.chunks)
         }
-        self._views.refresh()
-        self._views.drop_gradients()  # of a step that failed
+        self._refresh()
         kept = self._set_shared_gradients_aside() if train else []
         steps = {
             number: Step(
@@ -310,7 +317,7 @@ class ParallelModel:
             for parameter, gradient in kept:
                 parameter.grad = gradient
             raise
-        self._views.drop_gradients()
+        self._collect_gradients()
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._last, self._times = schedule, {number: step.times for number, step in steps.items()}
@@ -319,6 +326,21 @@ class ParallelModel:
             self._norm = norm, self._signature()
         most = max(chunk.index for chunk in table.chunks if chunk.module == self.graph.modules[-1]) + 1
         return StepResult(loss / tokens, tokens, most, notes)
+
+    def _refresh(self) -> None:
+        """What this process plays besides the model's own parameters follows these, and has no gradients."""
+        self._views.refresh()
+        self._views.drop_gradients()  # of a step that failed
+        if self.channel is None:
+            self._pieces.refresh()
+            self._pieces.drop_gradients()
+
+    def _collect_gradients(self) -> None:
+        """All gradients of the step are in this process's parameters."""
+        self._views.drop_gradients()
+        if self.channel is None:
+            self._pieces.collect()
+            self._pieces.drop_gradients()
 
     def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int, device: torch.device) -> None:
         if self.channel is not None:
@@ -332,14 +354,21 @@ class ParallelModel:
 
         def play(number: int) -> None:
             channels[number].begin(digest)
+            self._ranks[number].connect(channels[number].connect(self._lanes))
             executor = self._ranks[number].executor(channels[number])
-            with current(device):
+            with current(device), contextlib.ExitStack() as stack:
+                if self._lanes:  # backward in this thread: autograd's own, one per GPU, cannot wait for several ranks
+                    stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 executor.run(schedule.of_rank(number), steps[number])
 
         if len(self.ranks) == 1:
             play(self.ranks[0])
             return
-        run_threads(self.ranks, play, lambda number, reason: channels[number].leave(reason))
+        try:
+            run_threads(self.ranks, play, lambda number, reason: channels[number].leave(reason))
+        finally:
+            for channel in channels.values():
+                channel.close()
         if any(not torch.equal(a, b) for a, b in zip(drawn, generators(device), strict=True)):
             raise PipelineError(
                 "the model draws random numbers (dropout?), which ranks that are threads of one process would share in "
@@ -384,10 +413,10 @@ class ParallelModel:
 
     def _counted(self) -> Iterator[Tensor]:
         """The gradients that this process counts in norms: each of the model once, however many ranks hold it."""
-        for rank in self._ranks.values():
-            for name, parameter in rank.own.items():
-                if parameter.grad is not None and name in rank.counts:
-                    yield parameter.grad
+        counts = None if self.channel is None else self._ranks[self.ranks[0]].counts
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None and (counts is None or name in counts):
+                yield parameter.grad
 
     def _squares(self) -> float:
         return squares(list(self._counted()))
@@ -429,7 +458,8 @@ class ParallelModel:
         here = self._ranks[self.ranks[0]]
         if self.channel is None:
             return {n: None if p.grad is None else p.grad.clone() for n, p in self.mllm.named_parameters()}
-        counted = {id(p): p for name, p in here.own.items() if name in here.counts}
+        model = dict(self.mllm.named_parameters(remove_duplicate=False))
+        counted = {id(model[name]): (p, here.cut.get(name)) for name, p in here.own.items() if name in here.counts}
         with as_pipeline_errors():
             return whole_gradients(self.mllm, counted, self.channel)
 

@@ -1,9 +1,8 @@
 """The ranks that a process plays: their stages, with weights that are the model's own.
 
-Between processes a rank's stages hold the parameters of its model. Where one process plays several ranks, each has its
-own modules and, as ranks add to gradients at the same time, its own `.grad`: the first rank that holds a weight has the
-model's own Parameter, the others a Parameter over the same storage. So the model itself is trained, in place, whatever
-the layout, and an optimizer over ``mllm.parameters()`` is the right one.
+Between processes a rank's stages hold the parameters of its model, or pieces of them in a lane of several ranks. Where
+one process plays several ranks, each has its own modules and its own `.grad` (see `interlace.run.weights`); the model
+itself is trained, in place, whatever the layout, and an optimizer over ``mllm.parameters()`` is the right one.
 """
 
 from __future__ import annotations
@@ -14,9 +13,13 @@ from typing import Any
 from torch import nn
 
 from interlace.comm.channel import Channel
-from interlace.layout import Reduction
+from interlace.comm.transports import Transport
+from interlace.layout import Lane, Layout, Reduction
+from interlace.parallel import Ranks
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
+from interlace.run.lanes import cut
+from interlace.run.weights import Pieces, Views, cut_weights
 from interlace.schedule import StageGraph
 
 
@@ -24,11 +27,16 @@ class Rank:
     """One rank of this process.
 
     stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
-    first name. counts: the names of those that no lower rank holds: who sums over the model takes these of each rank.
+    first name. cut: of those of which it holds a piece, where that belongs. counts: the names of those that no lower
+    rank holds (of a piece: none of its place in a lane): who sums over the model takes these of each rank.
+    lanes: (module, stage) -> this rank's place among those that compute it.
     """
 
-    def __init__(self, number: int, stages: dict[Key, nn.Module], graph: StageGraph, mllm: Any) -> None:
-        self.number, self.stages = number, stages
+    def __init__(
+        self, number: int, stages: dict[Key, nn.Module], lanes: Mapping[Key, Ranks], graph: StageGraph, mllm: Any
+    ) -> None:
+        self.number, self.stages, self.lanes = number, stages, lanes
+        self.cut = {name: held for stage in stages.values() for name, held in cut_weights(stage).items()}
         self._graph = graph
         self._layers = parameter_layers(mllm)
         place = {name: i for i, (name, _) in enumerate(mllm.named_parameters(remove_duplicate=False))}
@@ -51,8 +59,12 @@ class Rank:
         }
 
     def _holders(self, name: str) -> list[int]:
-        module, layer = self._layers[name]
-        return [rank for lane in self._graph.layout.holders(module, layer) for rank in lane.ranks]
+        """The ranks that hold what this one holds of a weight."""
+        lanes = self._graph.layout.holders(*self._layers[name])
+        if name not in self.cut:
+            return [rank for lane in lanes for rank in lane.ranks]
+        place = next(lane.ranks.index(self.number) for lane in lanes if self.number in lane.ranks)
+        return [lane.ranks[place] for lane in lanes]
 
     def _places(self, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
         return tuple(sorted({self._layers[name] for name in names}))
@@ -65,6 +77,12 @@ class Rank:
         at = self._layers
         return [p for n, p in self.own.items() if at[n][0] == reduction.module and at[n][1] in layers]
 
+    def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
+        """Have the ranks of each lane speak over its transport."""
+        for key, ranks in self.lanes.items():
+            if ranks.world > 1:
+                ranks.connect(transports[lane_of(self._graph.layout, self.number, key).ranks])
+
     def executor(self, channel: Channel) -> Executor:
         """What runs this rank's lists over `channel`."""
         graph = self._graph
@@ -74,37 +92,21 @@ class Rank:
             replica = graph.layout.replica(self.number, module)
             assert replica is not None
             last = index == len(graph.layout.pipelines(module)[replica].stages) - 1
-            runtimes[module, index] = StageRuntime(stage, last, last and module not in feeding)
+            runtimes[module, index] = StageRuntime(
+                stage, last, last and module not in feeding, self.lanes[module, index]
+            )
         lanes = [lane.ranks for lane in graph.layout.lanes()]
         return Executor(self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters)
 
 
-class Views:
-    """The parameters over the storage of others that in-process ranks have."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # the model's own, the rank's
-
-    def add(self, own: nn.Parameter) -> nn.Parameter:
-        """Another Parameter over the storage of `own`."""
-        view = nn.Parameter(own.data, requires_grad=own.requires_grad)
-        self._pairs.append((own, view))
-        return view
-
-    def refresh(self) -> None:
-        """Follow weights that were moved or replaced since."""
-        for own, view in self._pairs:
-            if view.data_ptr() != own.data_ptr() or view.dtype is not own.dtype:
-                view.data = own.data
-
-    def drop_gradients(self) -> None:
-        """Forget the gradients of the views: those of the model's own parameters have the same sums."""
-        for _, view in self._pairs:
-            view.grad = None
+def lane_of(layout: Layout, number: int, key: Key) -> Lane:
+    """The lane in which rank `number` computes the stage (module, index)."""
+    stage = next(stage for stage in layout.of_rank(number) if (stage.module, stage.index) == key)
+    return next(lane for lane in stage.lanes if number in lane.ranks)
 
 
 def make_ranks(
-    mllm: Any, graph: StageGraph, numbers: Sequence[int], checkpointing: bool, views: Views
+    mllm: Any, graph: StageGraph, numbers: Sequence[int], checkpointing: bool, views: Views, pieces: Pieces
 ) -> dict[int, Rank]:
     """The ranks `numbers` of this process."""
     several = len(numbers) > 1
@@ -112,18 +114,25 @@ def make_ranks(
     taken: set[int] = set()
     found = {}
     for number in numbers:
-        stages: dict[Key, nn.Module] = {
-            (stage.module, stage.index): mllm.slice(
-                stage.module, stage.start, stage.stop, copy=several, checkpointing=checkpointing
+        stages: dict[Key, nn.Module] = {}
+        lanes: dict[Key, Ranks] = {}
+        mine: dict[int, nn.Parameter] = {}  # id of the model's own -> this rank's
+        for stage in graph.layout.of_rank(number):
+            key = stage.module, stage.index
+            lane = lane_of(graph.layout, number, key).ranks
+            ranks = lanes[key] = Ranks.at(lane.index(number), len(lane))
+            part = mllm.slice(
+                stage.module, stage.start, stage.stop, copy=several or len(lane) > 1, checkpointing=checkpointing
             )
-            for stage in graph.layout.of_rank(number)
-        }
-        if several:
-            mine: dict[int, nn.Parameter] = {}  # id of the model's own -> this rank's
-            for stage in stages.values():
-                _link(stage, own, mine, taken, views)
-            taken.update(mine)
-        found[number] = Rank(number, stages, graph, mllm)
+            if len(lane) > 1:
+                stages[key] = cut(part, ranks)
+                _link_pieces(part, own, mine, ranks.rank, pieces)
+            else:
+                stages[key] = part
+                if several:
+                    _link(part, own, mine, taken, views)
+        taken.update(mine)
+        found[number] = Rank(number, stages, lanes, graph, mllm)
     return found
 
 
@@ -139,3 +148,23 @@ def _link(
             if id(model) not in mine:
                 mine[id(model)] = views.add(model) if id(model) in taken else model
             module._parameters[key] = mine[id(model)]
+
+
+def _link_pieces(
+    stage: nn.Module, own: Mapping[str, nn.Parameter], mine: dict[int, nn.Parameter], place: int, pieces: Pieces
+) -> None:
+    """Give a stage that is cut Parameters over the model's own where it has these whole; note all of them."""
+    cut = cut_weights(stage)
+    for prefix, module in stage.named_modules():
+        for key, parameter in list(module._parameters.items()):
+            name = f"{prefix}.{key}" if prefix else key
+            model = own.get(name)
+            if parameter is None or model is None:
+                continue
+            if name not in cut and id(model) not in mine:
+                mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
+                pieces.add(model, place, mine[id(model)], None)
+            if name in cut:
+                pieces.add(model, place, parameter, cut[name])
+            else:
+                module._parameters[key] = mine[id(model)]

@@ -1,0 +1,122 @@
+"""The weights of in-process ranks and of lanes of several ranks, which are not the model's own Parameters.
+
+Where one process plays several ranks, these add to gradients at the same time, and each needs a `.grad` of its own: the
+first rank that holds a weight has the model's own Parameter, the others have views over the same storage (`Views`). The
+ranks of a lane of several have pieces of weights (`Pieces`), and views of those that they hold whole: hooks there may
+sum gradients over the lane, which who uses the model otherwise must not meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from interlace.parallel.linear import ParallelLinear
+
+
+class Views:
+    """The parameters over the storage of others that in-process ranks have."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # the model's own, the rank's
+
+    def add(self, own: nn.Parameter) -> nn.Parameter:
+        """Another Parameter over the storage of `own`."""
+        view = nn.Parameter(own.data, requires_grad=own.requires_grad)
+        self._pairs.append((own, view))
+        return view
+
+    def refresh(self) -> None:
+        """Follow weights that were moved or replaced since."""
+        for own, view in self._pairs:
+            if view.data_ptr() != own.data_ptr() or view.dtype is not own.dtype:
+                view.data = own.data
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the views: those of the model's own parameters have the same sums."""
+        for _, view in self._pairs:
+            view.grad = None
+
+
+class Cut(NamedTuple):
+    """Which layer a piece of a weight belongs to, and under which key: what knows where it is in the whole."""
+
+    layer: ParallelLinear
+    key: str
+
+    def piece(self, whole: Tensor) -> Tensor:
+        """This rank's piece of the weight, or of what has its shape."""
+        return self.layer.piece(self.key, whole)
+
+    def put(self, whole: Tensor, piece: Tensor) -> None:
+        """Write the piece into the whole."""
+        self.layer.put(self.key, whole, piece)
+
+
+class _Held(NamedTuple):
+    own: nn.Parameter
+    place: int
+    parameter: nn.Parameter
+    cut: Cut | None
+
+
+class Pieces:
+    """What the lanes of several ranks hold of a model whose ranks are all in this process.
+
+    The model's own parameters are the ones that are trained: a step takes the pieces from them, and puts the pieces'
+    gradients together in their `.grad`.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[_Held] = []
+        self._first: dict[int, dict[int, _Held]] = {}  # id of the model's own -> place in a lane -> the first there
+
+    def add(self, own: nn.Parameter, place: int, parameter: nn.Parameter, cut: Cut | None) -> None:
+        """The rank at `place` in its lane has `parameter` of `own`. cut: None where that is the whole."""
+        held = _Held(own, place, parameter, cut)
+        self._held.append(held)
+        self._first.setdefault(id(own), {}).setdefault(place, held)
+
+    def refresh(self) -> None:
+        """Take the pieces anew: as views where they can be, as copies where a piece is not contiguous."""
+        for own, _, parameter, cut in self._held:
+            parameter.data = own.data if cut is None else cut.piece(own.data).contiguous()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the pieces."""
+        for held in self._held:
+            held.parameter.grad = None
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the pieces' gradients to those of the model's own parameters.
+
+        Lanes that hold the same pieces have the same sums by now, so the first one's are taken.
+        """
+        for places in self._first.values():
+            first = next(iter(places.values()))
+            if first.parameter.grad is None:
+                continue
+            if first.cut is None:
+                whole = first.parameter.grad
+            else:
+                whole = torch.empty_like(first.own)
+                for held in places.values():
+                    assert held.cut is not None and held.parameter.grad is not None
+                    held.cut.put(whole, held.parameter.grad)
+            own = first.own
+            own.grad = whole if own.grad is None else own.grad.add_(whole)
+
+
+def cut_weights(stage: nn.Module) -> Mapping[str, Cut]:
+    """Name -> where its piece belongs, of the parameters of `stage` of which a rank holds a piece."""
+    return {
+        f"{path}.{key}": Cut(layer, key)
+        for path, layer in stage.named_modules()
+        if isinstance(layer, ParallelLinear) and layer.ranks.world > 1
+        for key in layer.cut
+        if getattr(layer, key) is not None
+    }

@@ -1,0 +1,326 @@
+"""Tensor parallelism inside the lanes of a pipeline: loss, gradients and norm are those of one process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
+from interlace.model import MultimodalModel
+from interlace.run import PipelineError, parallelize
+from tests.distributed.workers import run_ranks
+from tests.run.random_cases import random_samples
+from tests.run.test_parity import FREEZING, assert_same_gradient, oracle
+from tests.tiny import random_microbatches, random_sample, tiny_mllm
+
+LLM = "language_model"
+PLACEMENTS = ("parallel", "colocated", "shared", "replicated", "custom")
+SEEDS = 25
+
+
+def model(**options: Any) -> MultimodalModel:
+    """Heads and features that divide among 2 and among 3 ranks."""
+    return tiny_mllm(**{"hidden": 24, "heads": 6, "kv_heads": 6, **options})
+
+
+def random_specs(rng: random.Random, placement: str, names: list[str], layers: int) -> dict[str, ParallelSpec]:
+    def spec(**fixed: int) -> ParallelSpec:
+        drawn = {"tp": rng.choice([1, 2, 2, 3]), "pp": rng.randint(1, layers), "dp": rng.choice([1, 1, 2])}
+        return ParallelSpec(**{**drawn, **fixed})
+
+    if placement == "shared":  # all modules on the same ranks
+        world = rng.choice([2, 4, 6])
+        ways = [
+            ParallelSpec(tp=tp, pp=pp, dp=world // tp // pp)
+            for tp in (1, 2, 3)
+            for pp in range(1, layers + 1)
+            if world % (tp * pp) == 0
+        ]
+        specs = {name: rng.choice(ways) for name in names}
+        specs[LLM] = rng.choice([way for way in ways if way.tp > 1])
+        return specs
+    if placement == "colocated":
+        merged = spec()
+        return {**dict.fromkeys(names[:-1], merged), LLM: spec(tp=rng.choice([2, 3]))}
+    return {name: spec(tp=rng.choice([2, 3])) if name == names[-1] else spec() for name in names}
+
+
+def copied(rng: random.Random, mllm: MultimodalModel) -> Layout:
+    """Encoders once per stage of the language model, on its lanes ("replicated", which has no constructor for tp)."""
+    tp, pp = rng.choice([2, 3]), rng.randint(1, 2)
+    lanes = [Lane(tuple(range(i * tp, (i + 1) * tp))) for i in range(pp)]
+    modules = {}
+    for name in mllm.modules_order():
+        layers = len(mllm.layer_list(name))
+        if name == LLM:
+            cuts = [0, 1, layers] if pp == 2 else [0, layers]
+            stages = tuple(Stage(name, i, cuts[i], cuts[i + 1], lane) for i, lane in enumerate(lanes))
+        else:
+            stages = (Stage(name, 0, 0, layers, lanes[0], tuple(lanes[1:])),)
+        modules[name] = ParallelSpec(tp=tp, pp=len(stages)), (Pipeline(name, 0, stages),)
+    return Layout(modules, tp * pp)
+
+
+def crossing(rng: random.Random, mllm: MultimodalModel) -> Layout:
+    """Lanes of different sizes that share ranks in any way: an encoder's stages overlap the language model's."""
+    world, modules = 4, {}
+    for name in mllm.modules_order():
+        layers = len(mllm.layer_list(name))
+        tp, pp = rng.choice([1, 2, 3]), rng.randint(1, 2)
+        cuts = [0, 1, layers] if pp == 2 else [0, layers]
+        lanes = [Lane(tuple(sorted(rng.sample(range(world), tp)))) for _ in range(pp)]
+        stages = tuple(Stage(name, i, cuts[i], cuts[i + 1], lane) for i, lane in enumerate(lanes))
+        modules[name] = ParallelSpec(tp=tp, pp=pp), (Pipeline(name, 0, stages),)
+    used = sorted({r for _, ps in modules.values() for p in ps for s in p.stages for r in s.lane.ranks})
+    new = {rank: i for i, rank in enumerate(used)}
+    modules = {
+        name: (
+            spec,
+            tuple(
+                Pipeline(
+                    name,
+                    p.replica,
+                    tuple(
+                        Stage(name, s.index, s.start, s.stop, Lane(tuple(new[r] for r in s.lane.ranks)))
+                        for s in p.stages
+                    ),
+                )
+                for p in ps
+            ),
+        )
+        for name, (spec, ps) in modules.items()
+    }
+    return Layout(modules, len(used))
+
+
+def random_layout(rng: random.Random, mllm: MultimodalModel, placement: str) -> Layout:
+    if placement == "replicated":
+        return copied(rng, mllm)
+    if placement == "custom":
+        return crossing(rng, mllm)
+    names = mllm.modules_order()
+    specs = random_specs(rng, placement, names, len(mllm.layer_list(LLM)))
+    return Layout.from_specs(mllm, specs, placement=placement)
+
+
+def norm_of(gradients: dict[str, torch.Tensor | None], mllm: MultimodalModel) -> float:
+    """Of the parameters of the model, each once."""
+    found = [gradients[name] for name, _ in mllm.named_parameters()]
+    return sum(float(g.double().square().sum()) for g in found if g is not None) ** 0.5
+
+
+def check_case(seed: int, transport: str = "local", worlds: range = range(1, 13)) -> int:
+    """One layout, one model, two steps; returns the number of ranks."""
+    rng = random.Random(seed)
+    placement = PLACEMENTS[seed % len(PLACEMENTS)]
+    encoders = rng.choice([("vision", "audio"), ("vision",), ("vision", "audio")])
+    tied = rng.random() < 0.5
+    mllm = model(tied=tied, encoders=encoders)
+    freezing = rng.choice(["nothing", "nothing", *FREEZING])
+    for path in FREEZING[freezing]:
+        if path.split(".")[0] in (*encoders, LLM):
+            mllm.freeze(path)
+    mllm.train()
+    samples = random_samples(rng, mllm, rng.randint(2, 6))
+    options = {"checkpointing": rng.random() < 0.3, "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
+    while True:
+        layout = random_layout(rng, mllm, placement)
+        if layout.world not in worlds:
+            continue
+        try:
+            parallel = parallelize(mllm, layout, transport=transport, timeout=30, **options)
+            break
+        except ValueError as error:  # a tied weight here on one lane and there on two, or on lanes that overlap
+            if "place all alike" not in str(error) and "share some of their ranks" not in str(error):
+                raise
+    where = f"seed {seed}: {placement}, tied={tied}, {freezing} frozen, {options}\n{layout.describe()}\n"
+    loss, gradients = oracle(mllm, [samples])
+    norm = norm_of(gradients, mllm)
+    mllm.zero_grad()
+    for times in (1, 2):
+        result = parallel.step(samples, microbatches=rng.choice([1, 2, 3]))
+        assert abs(result.loss - loss) <= 1e-5 * abs(loss), f"{where}loss {result.loss}, not {loss}"
+        found = parallel.full_gradients()
+        for name, expected in gradients.items():
+            if name in found:
+                try:
+                    assert_gradient(name, found[name], None if expected is None else times * expected, norm)
+                except AssertionError as error:
+                    raise AssertionError(f"{where}step {times}: {error}") from None
+        told = parallel.clip_grad_norm_(1e9)
+        assert abs(told - times * norm) <= 1e-6 * times * norm + 1e-9, f"{where}norm {told}, not {times * norm}"
+    assert parallel.evaluate(samples).loss == pytest.approx(loss, rel=1e-5)
+    return layout.world
+
+
+def assert_gradient(name: str, found: torch.Tensor | None, expected: torch.Tensor | None, norm: float) -> None:
+    """A gradient that is nothing but rounding, as that of a bias before a softmax, is held against the whole norm."""
+    if found is not None and expected is not None and float((found - expected).norm()) <= 1e-7 * norm:
+        return
+    assert_same_gradient(name, found, expected)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_layouts_equal_one_process(seed: int) -> None:
+    check_case(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(SEEDS, 330, 30))
+def test_many_random_layouts_equal_one_process(first: int) -> None:
+    for seed in range(first, first + 30):
+        check_case(seed)
+
+
+def encoder_and_model(mllm: MultimodalModel, encoder: int, language: int, **more: int) -> Layout:
+    """Lanes of so many ranks for vision and for the language model."""
+    specs = {"vision": ParallelSpec(tp=encoder), LLM: ParallelSpec(tp=language, **more)}
+    return Layout.from_specs(mllm, specs)
+
+
+@pytest.mark.parametrize(("encoder", "language"), [(1, 2), (2, 1), (3, 2), (2, 3)])
+def test_lanes_that_do_not_divide_and_fewer_rows_than_ranks(encoder: int, language: int) -> None:
+    """Chunks of 1, 2, 3, ... rows of an image's features: parts of all sizes, empty ones too."""
+    mllm = model(encoders=("vision",))
+    generator = torch.Generator().manual_seed(encoder)
+    batch = [[random_sample(mllm, generator, images=1, text=2)] for _ in range(6)]
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    parallel = parallelize(mllm, encoder_and_model(mllm, encoder, language, pp=2), timeout=30)
+    assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in mllm.named_parameters():
+        assert_gradient(name, parameter.grad, gradients[name], norm_of(gradients, mllm))
+
+
+def test_a_batch_of_text_leaves_the_encoders_untouched() -> None:
+    mllm = model()
+    batch = random_microbatches(mllm, "text")
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    specs = {"vision": ParallelSpec(tp=2), "audio": ParallelSpec(tp=2), LLM: ParallelSpec(tp=3)}
+    parallel = parallelize(mllm, Layout.from_specs(mllm, specs), timeout=30)
+    assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in mllm.named_parameters():
+        assert_gradient(name, parameter.grad, gradients[name], norm_of(gradients, mllm))
+        assert parameter.grad is None or name.startswith(LLM)
+
+
+def test_an_optimizer_over_the_model_trains_it_as_one_process_would() -> None:
+    mllm, alone = (model(tied=True, encoders=("vision",)) for _ in range(2))
+    batch = random_microbatches(mllm, "all")
+    parallel = parallelize(mllm, encoder_and_model(mllm, 2, 2, dp=1), timeout=30)
+    assert {id(p) for _, p in parallel.named_parameters()} == {id(p) for p in mllm.parameters()}
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (mllm, alone))
+    for _ in range(3):
+        loss, _ = oracle(alone, batch)
+        theirs.step()
+        assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-4)
+        ours.step()
+        ours.zero_grad()
+    for (name, mine), other in zip(mllm.named_parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(mine, other, atol=1e-5), name
+        mine.data = torch.randn_like(mine) * 0.1  # weights that are replaced are followed
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in mllm.named_parameters():
+        assert_gradient(name, parameter.grad, gradients[name], norm_of(gradients, mllm))
+
+
+def test_a_failed_step_leaves_the_next_one_whole_and_the_model_as_it_was() -> None:
+    mllm = model(encoders=("vision",))
+    batch = random_microbatches(mllm, "all")
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    parallel = parallelize(mllm, encoder_and_model(mllm, 2, 3), timeout=30)
+
+    def fail(*_: Any) -> None:
+        raise OSError("no memory")
+
+    broken = parallel.stages[3][LLM, 0].register_forward_pre_hook(fail)
+    with pytest.raises(PipelineError, match=r"rank 3, FORWARD language_model\[0\] chunk \d+: OSError: no memory"):
+        parallel.step(batch)
+    broken.remove()
+    parallel.zero_grad()
+    assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in mllm.named_parameters():
+        assert_gradient(name, parameter.grad, gradients[name], norm_of(gradients, mllm))
+    assert oracle(mllm, batch)[0] == pytest.approx(loss, rel=1e-6)
+
+
+def test_what_cannot_be_cut_is_refused_and_says_what_to_choose() -> None:
+    mllm = tiny_mllm(encoders=("vision",))
+    with pytest.raises(
+        ValueError,
+        match=r"language_model cannot be cut among tp = 2 ranks: .*k_proj has 1 heads.* leave language_model at tp = 1",
+    ):
+        parallelize(mllm, encoder_and_model(mllm, 1, 2))
+    with pytest.raises(ValueError, match=r"vision cannot be cut among tp = 3 ranks: .*q_proj has 2 heads"):
+        parallelize(mllm, encoder_and_model(mllm, 3, 1))
+    unknown = model(encoders=("vision",))
+    unknown.language_model.model.layers[1].self_attn.out = unknown.language_model.model.layers[1].self_attn.o_proj
+    del unknown.language_model.model.layers[1].self_attn.o_proj
+    with pytest.raises(ValueError, match=r"language_model cannot be cut among tp = 2 ranks: no plan is known"):
+        parallelize(unknown, encoder_and_model(unknown, 1, 2))
+
+
+def test_lanes_that_this_version_does_not_run_are_refused() -> None:
+    mllm = model(encoders=())
+    with pytest.raises(ValueError, match=r"language_model/0 is split over ranks 0\+1 with cp > 1.*use tp, pp and dp"):
+        parallelize(mllm, Layout.from_specs(mllm, {LLM: ParallelSpec(cp=2)}))
+    stage = Stage(LLM, 0, 0, 2, Lane((1, 0)))
+    layout = Layout({LLM: (ParallelSpec(tp=2), (Pipeline(LLM, 0, (stage,)),))}, 2)
+    with pytest.raises(ValueError, match=r"on ranks 1\+0: name the ranks of a lane in ascending order"):
+        parallelize(mllm, layout)
+    tied = model(tied=True, encoders=())
+    stages = (Stage(LLM, 0, 0, 1, Lane((0, 1))), Stage(LLM, 1, 1, 2, Lane((1, 2))))
+    layout = Layout({LLM: (ParallelSpec(tp=2, pp=2), (Pipeline(LLM, 0, stages),))}, 3)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is on lanes that share some of their ranks \(0\+1 and"):
+        parallelize(tied, layout)
+
+
+# ---------------------------------------------------------------------- between processes
+
+
+def distributed(rank: int, seeds: list[int]) -> int:
+    return sum(check_case(seed, "distributed", range(4, 5)) for seed in seeds)
+
+
+def test_four_processes_equal_one() -> None:
+    """Each placement; what a rank trains is its pieces, of which the whole gradients are made."""
+    results = run_ranks(4, distributed, list(range(100, 105)))
+    assert results == [("returned", 20)] * 4, results
+
+
+def pieces(rank: int) -> list[tuple[str, list[int]]]:
+    mllm = model(encoders=("vision",))
+    whole = {name: parameter.detach().clone() for name, parameter in mllm.named_parameters()}
+    parallel = parallelize(mllm, encoder_and_model(mllm, 2, 2), transport="distributed", timeout=30)
+    batch = random_microbatches(mllm, "all")
+    before = parallel.step(batch).loss
+    with torch.no_grad():
+        for _, parameter in parallel.named_parameters():
+            if parameter.grad is not None:
+                parameter -= 0.05 * parameter.grad
+    assert parallel.evaluate(batch).loss < before
+    held = dict(parallel.named_parameters())
+    for name, parameter in mllm.named_parameters():
+        if name in held and held[name].shape != parameter.shape:  # copied out of the model that was given
+            assert torch.equal(parameter, whole[name]), name
+    return [(name, list(parameter.shape)) for name, parameter in parallel.named_parameters()]
+
+
+def test_a_process_has_pieces_under_their_names_in_the_whole_model() -> None:
+    whole = {name: list(parameter.shape) for name, parameter in model(encoders=("vision",)).named_parameters()}
+    seen: dict[str, int] = {}
+    for kind, value in run_ranks(4, pieces):
+        assert kind == "returned", value
+        for name, shape in value:
+            cut = [a // b for a, b in zip(whole[name], shape, strict=True)]
+            assert max(cut) <= 2 and cut.count(2) <= 1
+            seen[name] = seen.get(name, 0) + 1
+    assert seen == dict.fromkeys(whole, 2)
