@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import MultimodalModel
 from interlace.run import PipelineError, parallelize
 from tests.distributed.workers import run_ranks
+from tests.model import zoo
 from tests.run.random_cases import random_samples
 from tests.run.test_parity import FREEZING, assert_same_gradient, oracle
 from tests.tiny import random_microbatches, random_sample, tiny_mllm
@@ -238,10 +241,7 @@ def test_a_failed_step_leaves_the_next_one_whole_and_the_model_as_it_was() -> No
     mllm.zero_grad()
     parallel = parallelize(mllm, encoder_and_model(mllm, 2, 3), timeout=30)
 
-    def fail(*_: Any) -> None:
-        raise OSError("no memory")
-
-    broken = parallel.stages[3][LLM, 0].register_forward_pre_hook(fail)
+    broken = parallel.stages[3][LLM, 0].register_forward_pre_hook(no_memory)
     with pytest.raises(PipelineError, match=r"rank 3, FORWARD language_model\[0\] chunk \d+: OSError: no memory"):
         parallel.step(batch)
     broken.remove()
@@ -250,6 +250,42 @@ def test_a_failed_step_leaves_the_next_one_whole_and_the_model_as_it_was() -> No
     for name, parameter in mllm.named_parameters():
         assert_gradient(name, parameter.grad, gradients[name], norm_of(gradients, mllm))
     assert oracle(mllm, batch)[0] == pytest.approx(loss, rel=1e-6)
+
+
+def test_norms_within_heads_are_summed_over_the_lane_and_only_there() -> None:
+    """Qwen3's, in a CLIP encoder's company; the model that was given is as it was for who uses it alone."""
+
+    def qwen3(**changes: Any) -> Qwen3ForCausalLM:
+        sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+        return Qwen3ForCausalLM(Qwen3Config(**{**zoo.COMMON, **sizes, "vocab_size": zoo.VOCAB, **changes}))
+
+    mllm = zoo.build(vision=zoo.clip, audio=None, language=qwen3)
+    generator = torch.Generator().manual_seed(0)
+    batch = [[zoo.sample(mllm, generator, 3, ("vision", 8, 12), 4), zoo.sample(mllm, generator, 6)]]
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    parallel = parallelize(mllm, encoder_and_model(mllm, 2, 2, pp=2), timeout=30)
+    assert parallel.step(batch[0], microbatches=2).loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in mllm.named_parameters():
+        assert_gradient(name, parameter.grad, gradients[name], norm_of(gradients, mllm))
+    assert "language_model.model.layers.0.self_attn.q_norm.weight" in gradients
+    assert not any(parameter._backward_hooks for parameter in mllm.parameters())
+    assert oracle(mllm, batch)[0] == pytest.approx(loss, rel=1e-6)
+
+
+def test_autocast_inside_lanes() -> None:
+    mllm = model(encoders=("vision",))
+    batch = random_microbatches(mllm, "all")
+    loss, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    layout = encoder_and_model(mllm, 3, 2)
+    parallel = parallelize(mllm, layout, autocast=torch.bfloat16, checkpointing=True, timeout=30)
+    result = parallel.step(batch)
+    assert result != loss and abs(result - loss) <= 2e-2 * loss  # bf16 has 8 bits of mantissa
+    for name, parameter in mllm.named_parameters():
+        if gradients[name].norm() > 1e-3:
+            assert parameter.grad.dtype is torch.float32
+            assert (parameter.grad - gradients[name]).norm() <= 0.15 * gradients[name].norm(), name
 
 
 def test_what_cannot_be_cut_is_refused_and_says_what_to_choose() -> None:
@@ -290,10 +326,12 @@ def distributed(rank: int, seeds: list[int]) -> int:
     return sum(check_case(seed, "distributed", range(4, 5)) for seed in seeds)
 
 
-def test_four_processes_equal_one() -> None:
-    """Each placement; what a rank trains is its pieces, of which the whole gradients are made."""
-    results = run_ranks(4, distributed, list(range(100, 105)))
-    assert results == [("returned", 20)] * 4, results
+@pytest.mark.parametrize(
+    "seeds", [[102, 104, 105], pytest.param(list(range(106, 116)), marks=pytest.mark.slow)], ids=["three", "ten"]
+)
+def test_four_processes_equal_one(seeds: list[int]) -> None:
+    results = run_ranks(4, distributed, seeds)
+    assert results == [("returned", 4 * len(seeds))] * 4, results
 
 
 def pieces(rank: int) -> list[tuple[str, list[int]]]:
@@ -311,6 +349,12 @@ def pieces(rank: int) -> list[tuple[str, list[int]]]:
     for name, parameter in mllm.named_parameters():
         if name in held and held[name].shape != parameter.shape:  # copied out of the model that was given
             assert torch.equal(parameter, whole[name]), name
+    for layer in mllm.language_model.model.layers:
+        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(0.5))
+    mllm.train()
+    noisy = parallelize(mllm, encoder_and_model(mllm, 2, 2), transport="distributed", timeout=30)
+    with pytest.raises(PipelineError, match=r"rank 2, 3 drew random numbers .*dropout of modules with tp > 1"):
+        noisy.step(batch)
     return [(name, list(parameter.shape)) for name, parameter in parallel.named_parameters()]
 
 
@@ -324,3 +368,30 @@ def test_a_process_has_pieces_under_their_names_in_the_whole_model() -> None:
             assert max(cut) <= 2 and cut.count(2) <= 1
             seen[name] = seen.get(name, 0) + 1
     assert seen == dict.fromkeys(whole, 2)
+
+
+def fail(rank: int) -> str:
+    mllm = model(encoders=())
+    parallel = parallelize(
+        mllm, Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2)}), transport="distributed", timeout=20
+    )
+    if rank == 1:
+        parallel.stages[1][LLM, 0].language_model.model.layers[1].register_forward_pre_hook(no_memory)
+    try:
+        parallel.step(random_microbatches(mllm, "text"))
+    except PipelineError as error:
+        return str(error)
+    return "no error"
+
+
+def no_memory(*_: Any) -> None:
+    raise OSError("no memory")
+
+
+def test_a_rank_that_fails_in_its_lane_is_named_at_once() -> None:
+    begin = time.monotonic()
+    (_, other), (_, failed) = run_ranks(2, fail)
+    assert time.monotonic() - begin < 15
+    assert failed == "rank 1, FORWARD language_model[0] chunk 0: OSError: no memory"
+    assert other.startswith("rank 0, FORWARD language_model[0] chunk 0, in a lane of rank 0 as 0, rank 1 as 1: ")
+    assert failed in other

@@ -43,9 +43,9 @@ class FlightRecorder:
     def begin(self, kind: str, what: object, ranks: Sequence[int] = _NOBODY) -> int:
         """An event begins; returns its token.
 
-        kind: such as "receive"; "compute" for work of this rank alone; "wait" and "finish" where it waits for what it
-        began before. what: becomes text in `dump`, so it must not
-        change. ranks: who takes part: of a send or receive the peer, of a collective all of its ranks.
+        kind: such as "receive"; "compute" for work, of this rank alone or of a lane; "wait" and "finish" where it waits
+        for what it began before. what: becomes text in `dump`, so it must not change. ranks: who takes part: of a send
+        or receive the peer, of a collective all of its ranks, of a lane's work those of the lane.
         """
         token = self.begun
         self.begun = token + 1

@@ -92,6 +92,12 @@ def generators(device: torch.device) -> list[Tensor]:
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
+def drawing(device: torch.device) -> Callable[[], bool]:
+    """A call that says whether random numbers were drawn since."""
+    before = generators(device)
+    return lambda: any(not torch.equal(a, b) for a, b in zip(before, generators(device), strict=True))
+
+
 def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -45,12 +45,14 @@ FORWARD, BACKWARD, SEND, RECV, REDUCE_GRAD = (
 
 @dataclass
 class StageRuntime:
-    """A stage of this rank. last: the last of its pipeline. sink: its output is a loss. lane: who computes it."""
+    """A stage of this rank. last: the last of its pipeline. sink: its output is a loss. lane: this rank's place among
+    those that compute it, which are `ranks`."""
 
     module: nn.Module
     last: bool
     sink: bool
     lane: Ranks
+    ranks: Sequence[int]
 
 
 class Arrived(NamedTuple):
@@ -122,7 +124,7 @@ class Executor:
                 started = True
                 step.start()
             begin = mark()
-            computing = recorder.begin("compute", action_of(row, modules)) if op < SEND else -1
+            computing = recorder.begin("compute", action_of(row, modules), self._together(row)) if op < SEND else -1
             try:
                 handler = handlers.get(op)
                 if handler is None:
@@ -131,8 +133,7 @@ class Executor:
             except PipelineError:
                 raise
             except CommError as error:
-                where = f"rank {self.rank}, {_describe(row, modules)}, in its lane: " if op < SEND else ""
-                raise PipelineError(f"{where}{error}") from error
+                raise PipelineError(f"{self._where(row)}{error}") from error
             except Exception as error:
                 text = f"rank {self.rank}, {_describe(row, modules)}: {type(error).__name__}: {error}"
                 raise PipelineError(text) from error
@@ -145,6 +146,19 @@ class Executor:
         if self._saved:
             name, stage, chunk = next(iter(self._saved))
             raise PipelineError(f"rank {self.rank}: {name}[{stage}] chunk {chunk} was never taken backward")
+
+    def _together(self, row: Sequence[int]) -> Sequence[int]:
+        """The ranks that do an action together; none where this one does it alone."""
+        op, module, stage, *_ = row
+        ranks = self.stages[self._modules[module], stage].ranks if op < SEND else ()
+        return ranks if len(ranks) > 1 else ()
+
+    def _where(self, row: Sequence[int]) -> str:
+        """In which action and lane of several ranks an operation failed, which itself counts ranks within the lane."""
+        if not (ranks := self._together(row)):
+            return ""
+        lane = ", ".join(f"rank {rank} as {place}" for place, rank in enumerate(ranks))
+        return f"rank {self.rank}, {_describe(row, self._modules)}, in a lane of {lane}: "
 
     # -- values ----------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from interlace.model import Media, MultimodalModel
 from interlace.parallel.route import Routes
 from interlace.run import comparison
 from interlace.run.batch import GlobalBatch, collator
-from interlace.run.device import clock, current, device_of, generators, seconds
+from interlace.run.device import clock, current, device_of, drawing, seconds
 from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
@@ -125,6 +125,7 @@ class ParallelModel:
         self._times: dict[int, list[tuple[Any, Any]]] = {}
         self._trainable = _trainable(mllm)
         self._failed = ""
+        self._drew_in_lane = False
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
         check_lanes(mllm, layout)
         self._views, self._pieces = Views(), Pieces()
@@ -343,14 +344,15 @@ class ParallelModel:
             self._pieces.drop_gradients()
 
     def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int, device: torch.device) -> None:
+        drawn = drawing(device)
         if self.channel is not None:
             (number,) = self.ranks
             with current(device):
                 self._ranks[number].executor(self.channel).run(schedule.of_rank(number), steps[number])
+            self._drew_in_lane = any(number in lane for lane in self._lanes) and drawn()
             return
         network = LocalNetwork(self.layout.world, self._timeout)
         channels = {number: LocalChannel(number, network, device=device) for number in self.ranks}
-        drawn = generators(device)
 
         def play(number: int) -> None:
             channels[number].begin(digest)
@@ -369,7 +371,7 @@ class ParallelModel:
         finally:
             for channel in channels.values():
                 channel.close()
-        if any(not torch.equal(a, b) for a, b in zip(drawn, generators(device), strict=True)):
+        if drawn():
             raise PipelineError(
                 "the model draws random numbers (dropout?), which ranks that are threads of one process would share in "
                 "no fixed order: set its dropout to 0, play one rank (a layout of world 1), or start a process per rank"
@@ -382,13 +384,18 @@ class ParallelModel:
         losses = [step.loss for step in steps.values() if step.loss is not None]
         loss = float(torch.stack(losses).sum()) if losses else 0.0
         square = self._squares() if train else 0.0
-        mine = [loss, square, float(note())]
+        mine = [loss, square, float(note()), float(self._drew_in_lane)]
         if self.channel is None:
             return loss, square**0.5, (mine[2],) * len(self.ranks)
         with as_pipeline_errors():
             numbers = torch.tensor(mine, dtype=torch.float64)
             everyone = self.channel.start_all_gather(numbers, "loss", compare_sums=train).wait()
-        total, squares, _ = everyone.sum(0).tolist()
+        if drew := everyone[:, 3].nonzero().flatten().tolist():
+            raise PipelineError(
+                f"rank {', '.join(map(str, drew))} drew random numbers (dropout?) in a lane of several ranks, which "
+                "must compute the same of the rows that each holds: set the dropout of modules with tp > 1 to 0"
+            )
+        total, squares, *_ = everyone.sum(0).tolist()
         return total, squares**0.5, tuple(everyone[:, 2].tolist())
 
     def _set_shared_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:

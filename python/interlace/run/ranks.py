@@ -92,9 +92,9 @@ class Rank:
             replica = graph.layout.replica(self.number, module)
             assert replica is not None
             last = index == len(graph.layout.pipelines(module)[replica].stages) - 1
-            runtimes[module, index] = StageRuntime(
-                stage, last, last and module not in feeding, self.lanes[module, index]
-            )
+            ranks = lane_of(graph.layout, self.number, (module, index)).ranks
+            sink = last and module not in feeding
+            runtimes[module, index] = StageRuntime(stage, last, sink, self.lanes[module, index], ranks)
         lanes = [lane.ranks for lane in graph.layout.lanes()]
         return Executor(self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters)
 

@@ -55,6 +55,17 @@ def test_a_dead_rank_at_the_end_of_a_chain(tmp_path: Path) -> None:
     assert "all_reduce a (ranks 1, 3): 500.0 ms" in text
 
 
+def test_ranks_of_a_lane_wait_for_each_other_where_they_compute(tmp_path: Path) -> None:
+    """Rank 2 computes with 1, which has not come to that; 0 with 3, which has: both are busy."""
+    write(tmp_path, 0, event(1, "compute", "F:a/0@3", [0, 3]))
+    write(tmp_path, 1, event(1, "compute", "F:b/0@1", []))
+    write(tmp_path, 2, event(1, "compute", "F:b/0@2", [1, 2]))
+    write(tmp_path, 3, event(1, "compute", "F:a/0@3", [0, 3]))
+    crash = read(tmp_path)
+    assert [(wait.rank, wait.peers) for wait in crash.waits] == [(2, [1])]
+    assert crash.culprits[0] == 1
+
+
 def test_a_rank_that_failed_by_itself(tmp_path: Path) -> None:
     """It has messages under way that nobody took: they are not what kept it."""
     write(tmp_path, 0, event(1, "exchange", "the loss", [0, 1]), world=2)

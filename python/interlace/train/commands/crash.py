@@ -22,7 +22,7 @@ LARGEST = 16 << 20  # bytes of a file
 MOST_RANKS = 1 << 20
 LAST = 5  # events of a rank that are shown
 _NAME = re.compile(r"rank-(\d{1,7})\.json")
-_BLOCKING = ("receive", "exchange", "wait", "finish")  # until these are over a rank does nothing else
+_BLOCKING = ("receive", "exchange", "wait", "finish", "compute")  # until these are over a rank does nothing else
 _UNDER_WAY = ("send", "all_reduce", "all_gather")  # begun, while the rank goes on
 _SHOWN = 20  # ranks of a list
 _Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
