@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from interlace.comm.channel import CommError, Tag
 from interlace.comm.channel_group import DTYPES, MAGIC, GroupChannel
 from interlace.comm.star import HEADER, LONGEST, MESSAGE
+from tests.comm.test_channel_local import ARRIVED, out_of_order
 
 DUE = Tag("a", 0, 0, 0, False)
 GRADIENT = Tag("a", 0, 0, 0, True)
@@ -33,7 +34,7 @@ DAMAGED = "rank 0: the header from rank 1 where a[0] chunk 0 was due is damaged"
 NO_MESSAGE = "rank 0, loss: what rank 1 sent is no message: its program differs"
 
 # What rank 1 sends instead of a header, and what rank 0 says of it. After the magic number: digest of the step, module,
-# stage, chunk, other chunk, gradient, dtype, dimensions, shape.
+# stage, chunk, other chunk, gradient, dtype, dimensions, shape, and last the rows of the whole.
 HEADERS: list[tuple[list[int], str]] = [
     ([7], "rank 0: no header from rank 1 where a[0] chunk 0 was due"),
     ([MESSAGE, 10], "rank 0: no header from rank 1 where a[0] chunk 0 was due"),
@@ -44,6 +45,7 @@ HEADERS: list[tuple[list[int], str]] = [
     ([MAGIC, DIGEST, 0, 0, 0, 0, 0, 0, 9, 4], DAMAGED),
     ([MAGIC, DIGEST, 0, 0, 0, 0, 0, 0, -1, 4], DAMAGED),
     ([MAGIC, DIGEST, 0, 0, 0, 0, 0, 0, 2, 4, -4], DAMAGED),
+    ([MAGIC, DIGEST, 0, 0, 0, 0, 0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 0, -1], DAMAGED),
     ([MAGIC, 2**48, 0, 0, 0, 0, 0, 0, 1, 4], DAMAGED),
     ([MAGIC, -1, 0, 0, 0, 0, 0, 0, 1, 4], DAMAGED),
     (
@@ -257,6 +259,14 @@ def test_a_step_between_processes(pool: Any) -> None:
         for number, (times, nothing, values) in enumerate(steps):
             assert times == [[rank, number] for rank in range(3)] and nothing == [3, 0]
             assert values == [{"rank": rank} for rank in range(3)]
+
+
+def parts(rank: int) -> Any:
+    return out_of_order(channel())
+
+
+def test_what_comes_before_it_is_due_is_kept(pool: Any) -> None:
+    assert pool.returned(2, parts)[1] == ARRIVED
 
 
 def returning(rank: int) -> list[bool]:

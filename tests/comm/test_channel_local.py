@@ -101,6 +101,29 @@ def test_what_is_sent_is_a_copy() -> None:
     assert came.tolist() == [1.0, 1.0] and not came.requires_grad
 
 
+def out_of_order(here: Any) -> Any:
+    """Rank 0 sends three parts to rank 1, which takes the last one first; of which ranks also meet in lanes."""
+    parts = [DUE._replace(chunk=chunk) for chunk in range(3)]
+    joined = here.connect([(0, 1)])[0, 1]
+    if here.rank == 0:
+        for size, tag in enumerate(parts):
+            here.send(torch.full((size, 2), 1.0 + size), 1, tag, rows=10 + size)
+        came: list[Any] = []
+    else:
+        came = [here.receive_part(0, parts[i], parts if i == 2 else ()) for i in (2, 0, 1)]
+    joined.barrier()
+    here.finish()
+    here.close()
+    return [(part.tensor.tolist(), part.rows) for part in came]
+
+
+ARRIVED = [([[3.0, 3.0]] * 2, 12), ([], 10), ([[2.0, 2.0]], 11)]
+
+
+def test_what_comes_before_it_is_due_is_kept() -> None:
+    assert play(2, out_of_order)[1] == ARRIVED
+
+
 def other_table(here: LocalChannel) -> Any:
     here.begin(here.rank)
     return here.send(torch.ones(1), 1, DUE) if here.rank == 0 else here.receive(0, DUE)

@@ -165,3 +165,31 @@ def test_errors(call, message):
 def test_layers_say_what_they_are():
     text = run_local(2, lambda group: repr(ColumnParallelLinear(4, 8, bias=False)))[1]
     assert text == ("ColumnParallelLinear(in_features=4, out_features=8, bias=False, rank=1/2, sequence_parallel=True)")
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_pieces_make_the_whole(parts):
+    torch.manual_seed(0)
+    whole, found = nn.Linear(5, 12), {"weight": torch.zeros(12, 5), "bias": torch.zeros(12)}
+    for place in range(2):
+        layer = ColumnParallelLinear.from_linear(whole, Ranks.at(place, 2), sequence_parallel=False, parts=parts)
+        for name, parameter in layer.named_parameters():
+            layer.put(name, found[name], parameter.detach())
+    assert all(torch.equal(found[name], parameter) for name, parameter in whole.named_parameters())
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (2,), (2, 3)])
+def test_rows_of_any_number_are_joined(leading):
+    counts = [2, 0, 5]
+    pieces = torch.arange(7.0 * 4).view(7, 4).expand(*leading, 7, 4).split(counts, -2)
+
+    def rank(group):
+        ranks = Ranks.at(group.rank, group.world)
+        with pytest.raises(ValueError, match=r"the transport is of rank . of 3, but the module was cut for rank 5 of 6"):
+            Ranks.at(5, 6).connect(group)
+        ranks.connect(group)
+        return ranks.gather_rows(pieces[group.rank], counts)
+
+    for found in run_local(3, rank):
+        assert torch.equal(found, torch.cat(pieces, -2)) and found.is_contiguous()
+    assert Ranks.at(0, 1).gather_rows(pieces[0], counts) is pieces[0]

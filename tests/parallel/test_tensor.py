@@ -10,7 +10,7 @@ from torch import nn
 
 from interlace.comm import run_local, traced
 from interlace.model.checkpointing import set_checkpointing
-from interlace.parallel import full_state_dict, plan_for, tensor_parallel
+from interlace.parallel import check_plan, full_state_dict, plan_for, tensor_parallel
 from interlace.parallel.tensor import SharedInput
 from tests.parallel.families import FAMILIES, HIDDEN, first_tensor, randomize
 
@@ -372,6 +372,8 @@ def test_a_plan_that_does_not_fit_changes_nothing(change, message):
     before = {name: type(part) for name, part in model.named_modules()}
     with pytest.raises(ValueError, match=message):
         run_local(2, lambda group: tensor_parallel(model, plan, group))
+    with pytest.raises(ValueError, match=message):
+        check_plan(model, plan, 2)
     assert {name: type(part) for name, part in model.named_modules()} == before
     assert not any(part._forward_pre_hooks for part in model.modules())
 
@@ -412,6 +414,9 @@ def test_heads_and_features_must_divide(name, changes, world, message):
     model, _ = family(name, **changes)
     with pytest.raises(ValueError, match=message):
         run_local(world, lambda group: tensor_parallel(copy.deepcopy(model), group=group))
+    with pytest.raises(ValueError, match=message):
+        check_plan(model, None, world)
+    assert check_plan(model, None, 2) is None
 
 
 def test_a_sequence_that_does_not_divide():
