@@ -185,7 +185,7 @@ def test_rows_of_any_number_are_joined(leading):
 
     def rank(group):
         ranks = Ranks.at(group.rank, group.world)
-        with pytest.raises(ValueError, match=r"the transport is of rank . of 3, but the module was cut for rank 5 of 6"):
+        with pytest.raises(ValueError, match=r"of rank . of 3, but the module was cut for rank 5 of 6"):
             Ranks.at(5, 6).connect(group)
         ranks.connect(group)
         return ranks.gather_rows(pieces[group.rank], counts)
