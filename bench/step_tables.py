@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from bench.measure import command, machine, versions, write_json
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
+from interlace.parallel import Ranks
 from interlace.parallel.route import Routes
 from interlace.run.executor import Executor, StageRuntime, Step
 from interlace.run.table import Lengths, step_table
@@ -115,6 +116,8 @@ def executor(ranks: int, repeats: int) -> dict[str, Any]:
                 Nothing(stage.module != "vision" and stage.index == last),
                 stage.module == "vision" or stage.index == last,
                 stage.module != "vision" and stage.index == last,
+                Ranks.at(0, 1),
+                (rank,),
             )
             for stage in graph.layout.of_rank(rank)
         }

@@ -189,6 +189,8 @@ class GroupChannel:
         token = self.recorder.begin("receive", tag, (peer,))
         while (part := self._early.pop((peer, tag), None)) is None:
             found, part = self._next(peer, tag, others)
+            if found == tag:
+                break
             self._early[peer, found] = part
         self.recorder.end(token)
         if tag.grad and not self._apart:

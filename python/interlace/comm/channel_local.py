@@ -108,20 +108,26 @@ class LocalChannel:
 
     def receive_part(self, peer: int, tag: Tag, others: Collection[Tag] = ()) -> Part:
         token = self.recorder.begin("receive", tag, (peer,))
-        with self.network.changed:
-            queue = self.network.edges[peer, self.rank]
         while (part := self._early.pop((peer, tag), None)) is None:
-            with self.network.changed:
-                self._wait_for(f"RECV {tag}", lambda: () if queue else (peer,))
-                digest, found, tensor, rows = queue.popleft()
-                self.network.changed.notify_all()
-            check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
-            if found not in others:
-                check_tag(self.rank, peer, tag, found)
-            self._sent.check(self.rank, peer, found, tensor.shape, tensor.dtype)
-            self._early[peer, found] = Part(tensor, rows)
+            found, part = self._next(peer, tag, others)
+            if found == tag:
+                break
+            self._early[peer, found] = part
         self.recorder.end(token)
         return part
+
+    def _next(self, peer: int, tag: Tag, others: Collection[Tag]) -> tuple[Tag, Part]:
+        """What comes next from ``peer``: ``tag``, or one of the others."""
+        with self.network.changed:
+            queue = self.network.edges[peer, self.rank]
+            self._wait_for(f"RECV {tag}", lambda: () if queue else (peer,))
+            digest, found, tensor, rows = queue.popleft()
+            self.network.changed.notify_all()
+        check_digest(self.rank, peer, f"RECV {tag}", self._digest, digest)
+        if found not in others:
+            check_tag(self.rank, peer, tag, found)
+        self._sent.check(self.rank, peer, found, tensor.shape, tensor.dtype)
+        return found, Part(tensor, rows)
 
     def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         if len(ranks) == 1:

@@ -11,6 +11,7 @@ other, nor the rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -45,31 +46,34 @@ class Part(NamedTuple):
     stop: int
 
 
-def pairs(senders: int, receivers: int) -> list[tuple[int, int]]:
+@lru_cache
+def pairs(senders: int, receivers: int) -> tuple[tuple[int, int], ...]:
     """(sender, receiver) of each part of a message between lanes of so many ranks, in the order of the rows.
 
     Each receiver has parts that follow each other. The other way round the same places meet, so a gradient goes back
     where its rows came from.
     """
     count = max(senders, receivers)
-    return [(part * senders // count, part * receivers // count) for part in range(count)]
+    return tuple((part * senders // count, part * receivers // count) for part in range(count))
 
 
-def parts(rows: int, senders: int, receivers: int) -> list[Part]:
+@lru_cache(1024)
+def parts(rows: int, senders: int, receivers: int) -> tuple[Part, ...]:
     """The parts of a message of so many rows. A part may be empty."""
     met = pairs(senders, receivers)
-    return [
+    return tuple(
         Part(sender, receiver, part * rows // len(met), (part + 1) * rows // len(met))
         for part, (sender, receiver) in enumerate(met)
-    ]
+    )
 
 
-def shares(rows: int, senders: int, receivers: int) -> list[int]:
+@lru_cache(1024)
+def shares(rows: int, senders: int, receivers: int) -> tuple[int, ...]:
     """How many rows each receiver is sent."""
     found = [0] * receivers
     for part in parts(rows, senders, receivers):
         found[part.receiver] += part.stop - part.start
-    return found
+    return tuple(found)
 
 
 class Routes:
