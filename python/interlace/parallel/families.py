@@ -58,28 +58,33 @@ def plan_for(module: nn.Module) -> dict[str, str]:
     "column_gathered" where it is not tied to the embeddings. Raises ValueError where a block has a part that is not
     known, naming it, and where there is no block.
     """
+    try:
+        return derived_plan(module)
+    except Unknown as error:
+        raise ValueError(
+            f"no plan is known for {type(module).__name__}: {error}. Write one, module path -> style (see "
+            "interlace.parallel.tensor)"
+        ) from None
+
+
+def derived_plan(module: nn.Module) -> dict[str, str]:
+    """What `plan_for` returns. Raises Unknown where it cannot be derived."""
     parts = dict(module.named_modules())
     lists = {path: part for path, part in parts.items() if isinstance(part, nn.ModuleList)}
     blocks = {path: part for path, part in lists.items() if any(map(_has_attention, part))}
     # A list of heads or experts inside a block is that block's.
     blocks = {path: part for path, part in blocks.items() if not any(_inside(path, outer) for outer in blocks)}
     plan: dict[str, str] = {}
-    try:
-        if not blocks:
-            if not _has_attention(module):
-                raise Unknown(_unknown_attention(module))
-            plan = _block(module, "")
-        for path, there in blocks.items():
-            for index, block in enumerate(there):
-                if next(block.parameters(), None) is not None:  # else it stands for a block of another stage
-                    plan |= _block(block, f"{path}.{index}")
-            plan[path] = "layers"
-            _agree(parts, path, plan)
-    except Unknown as error:
-        raise ValueError(
-            f"no plan is known for {type(module).__name__}: {error}. Write one, module path -> style (see "
-            "interlace.parallel.tensor)"
-        ) from None
+    if not blocks:
+        if not _has_attention(module):
+            raise Unknown(_unknown_attention(module))
+        plan = _block(module, "")
+    for path, there in blocks.items():
+        for index, block in enumerate(there):
+            if next(block.parameters(), None) is not None:  # else it stands for a block of another stage
+                plan |= _block(block, f"{path}.{index}")
+        plan[path] = "layers"
+        _agree(parts, path, plan)
     for path in blocks:
         model = min((outer for outer in (path, *around(path)) if _is_model(parts[outer])), key=len, default=None)
         if model is not None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from interlace.layout import Layout
 from interlace.model.stage import StageModule
-from interlace.parallel import Ranks, check_plan, plan_for, tensor_parallel
-from interlace.parallel.families import around
+from interlace.parallel import Ranks, check_plan, tensor_parallel
+from interlace.parallel.families import Unknown, around, derived_plan
 from interlace.parallel.tensor import AROUND
 
 
@@ -37,6 +37,11 @@ def check_lanes(mllm: Any, layout: Layout) -> None:
             whole = mllm.slice(name, 0, len(mllm.layer_list(name)))
             try:
                 check_plan(whole, plan_of(whole), tp)
+            except Unknown as error:
+                raise ValueError(
+                    f"{name} cannot be cut among tp = {tp} ranks: how is not known of {error}. Leave {name} at tp = 1 "
+                    "and give it pp or dp"
+                ) from error
             except ValueError as error:
                 raise ValueError(
                     f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or "
@@ -45,8 +50,8 @@ def check_lanes(mllm: Any, layout: Layout) -> None:
 
 
 def plan_of(stage: StageModule) -> dict[str, str]:
-    """The plan of a stage. Raises ValueError where its blocks are of a family that is not known."""
-    plan = plan_for(stage)
+    """The plan of a stage. Raises Unknown where it cannot be derived from its blocks."""
+    plan = derived_plan(stage)
     for path, part in stage.named_modules():
         if any(parameter is not None for parameter in part._parameters.values()):
             if not any(plan.get(outer, "layers") not in AROUND for outer in (path, *around(path))):
