@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import MultimodalModel
-from interlace.run import PipelineError, parallelize
+from interlace.run import ParallelModel, PipelineError, parallelize
 from tests.distributed.workers import run_ranks
 from tests.model import zoo
 from tests.run.random_cases import random_samples
@@ -114,6 +114,24 @@ def norm_of(gradients: dict[str, torch.Tensor | None], mllm: MultimodalModel) ->
     return sum(float(g.double().square().sum()) for g in found if g is not None) ** 0.5
 
 
+def compare_holders(parallel: ParallelModel) -> None:
+    """From now on a step fails after which ranks have other bits of a gradient that they share: they would drift."""
+    pieces, names = parallel._pieces, {id(p): name for name, p in parallel.mllm.named_parameters()}
+    collect = pieces.collect
+
+    def compare() -> None:
+        first: dict[tuple[int, int], torch.Tensor | None] = {}
+        for own, place, parameter, cut in pieces._held:
+            other = first.setdefault((id(own), -1 if cut is None else place), parameter.grad)
+            same = other is parameter.grad or (
+                other is not None and parameter.grad is not None and torch.equal(other, parameter.grad)
+            )
+            assert same, f"the ranks have different gradients of {names[id(own)]}"
+        collect()
+
+    pieces.collect = compare  # type: ignore[method-assign]
+
+
 def check_case(seed: int, transport: str = "local", worlds: range = range(1, 13)) -> int:
     """One layout, one model, two steps; returns the number of ranks."""
     rng = random.Random(seed)
@@ -142,6 +160,7 @@ def check_case(seed: int, transport: str = "local", worlds: range = range(1, 13)
     loss, gradients = oracle(mllm, [samples])
     norm = norm_of(gradients, mllm)
     mllm.zero_grad()
+    compare_holders(parallel)
     for times in (1, 2):
         result = parallel.step(samples, microbatches=rng.choice([1, 2, 3]))
         assert abs(result.loss - loss) <= 1e-5 * abs(loss), f"{where}loss {result.loss}, not {loss}"
