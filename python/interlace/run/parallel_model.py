@@ -172,7 +172,10 @@ class ParallelModel:
         place: tuple[int, int, int] = (0, 0, 0),
     ) -> StepTable:
         """The table of a step over `samples`: arguments and errors as in `step`."""
-        return GlobalBatch.of(samples, microbatches, chunks, place).table(self.layout)
+        return self._table(GlobalBatch.of(samples, microbatches, chunks, place))
+
+    def _table(self, batch: GlobalBatch) -> StepTable:
+        return batch.table(self.layout)
 
     def schedule(self, table: StepTable, *, train: bool = True) -> Schedule:
         """The checked schedule of a table. One with the same chunks and links as an earlier one has its lists.
@@ -204,7 +207,7 @@ class ParallelModel:
         }
         return [
             item
-            for chunk in batch.table(self.layout).chunks
+            for chunk in self._table(batch).chunks
             if (chunk.module, chunk.replica) in firsts
             for i in chunk.samples
             for item in batch.samples[i].media.get(chunk.module, ())
@@ -265,7 +268,7 @@ class ParallelModel:
         text, digest = "", 0
         try:
             batch, device = given(), device_of(self.mllm)
-            table = batch.table(self.layout)
+            table = self._table(batch)
             schedule, routes = self.schedule(table, train=train), Routes(table, device)
             text = comparison.of_samples(batch.lists()).text
             digest = comparison.number(table.digest, self._agreed.text, train, text)
