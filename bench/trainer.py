@@ -7,7 +7,8 @@
 
 The model of configs/stamps.toml (1.4 M parameters) and two larger ones train on its data. Each layout trains in
 processes of its own, round after round, so that all see the same machine; a figure is the median over rounds of tokens
-(of the language model, without padding) per second of a step, from loading the batch to the update.
+(of the language model, without padding) per second of a step, from loading the batch to the update. Written after each
+size; sizes that --out has from this machine and these versions, and that are not measured now, stay in it.
 
     python -m bench.trainer [--sizes 1.4M 33M 150M] [--rounds 3] [--dataset digits] [--out bench/results/trainer.json]
 """
@@ -213,13 +214,15 @@ def measure(size: str, rounds: int, steps: int, microbatches: Sequence[int], dat
     cases: list[tuple[str, int]] = [(loop, 1) for loop in LOOPS]
     cases += [(layout, n) for layout in LAYOUTS for n in microbatches]
     found: dict[tuple[str, int], list[list[Step]]] = {case: [] for case in cases}
-    for _ in range(rounds):
-        for name, n in cases:
-            with tempfile.TemporaryDirectory() as folder:
-                config = config_of(size, LAYOUTS.get(name, ()), n, folder, steps, dataset)
-                ran = run(name, prepare(config, lambda line: print(line, file=sys.stderr)))
-            found[name, n].append(ran)
-            print(f"{size} {name}, {n}: {speed(ran):,.0f} tokens/s", file=sys.stderr, flush=True)
+    # The first run is not counted: a machine that has used less memory until then may be slow to give it.
+    for counted, (name, n) in [(False, cases[1]), *((True, case) for _ in range(rounds) for case in cases)]:
+        with tempfile.TemporaryDirectory() as folder:
+            config = config_of(size, LAYOUTS.get(name, ()), n, folder, steps, dataset)
+            ran = run(name, prepare(config, lambda line: print(line, file=sys.stderr)))
+        if not counted:
+            continue
+        found[name, n].append(ran)
+        print(f"{size} {name}, {n}: {speed(ran):,.0f} tokens/s", file=sys.stderr, flush=True)
     plain = statistics.median(speed(ran) for ran in found["plain", 1])
     first = found["packed", 1][0][0].loss
     rows = []
@@ -263,17 +266,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     if options.loop:
         print(json.dumps(train(options.loop[0], configs.load(options.loop[1]))))
         return None
-    report = {
-        "benchmark": "trainer",
-        "command": command("trainer", argv),
-        "machine": machine(),
-        "versions": versions(),
-        "sizes": [
-            measure(size, options.rounds, options.steps or STEPS[size], options.microbatches, options.dataset)
-            for size in options.sizes
-        ],
-    }
-    write_json(options.out, report)
+    report: dict[str, Any] = {"benchmark": "trainer", "machine": machine(), "versions": versions(), "sizes": []}
+    if options.out.exists():
+        before = json.loads(options.out.read_text())
+        if (before["machine"], before["versions"]) == (report["machine"], report["versions"]):
+            report["sizes"] = before["sizes"]
+    for size in options.sizes:
+        part = measure(size, options.rounds, options.steps or STEPS[size], options.microbatches, options.dataset)
+        parts = {each["size"]: each for each in [*report["sizes"], {"command": command("trainer", argv), **part}]}
+        report["sizes"] = [parts[each] for each in SIZES if each in parts]
+        write_json(options.out, report)
     print_table(report)
     return report
 

@@ -292,7 +292,7 @@ def check_spoiled(rng: random.Random, case: Case, samples: list[Sample], table: 
     targets = np.zeros(len(chunks), np.int64)
     targets[:number] = table.targets
     spoiled = StepTable(tuple(chunks), tuple(edges), targets)
-    parallel.table = lambda *_: spoiled  # type: ignore[method-assign]
+    parallel._table = lambda _: spoiled  # type: ignore[method-assign]
     case.mllm.zero_grad()
     try:
         parallel.step(samples)
@@ -315,5 +315,5 @@ def check_table(seed: int) -> None:
     if rng.random() < 0.2:
         check_spoiled(rng, case, samples, tables[0])
         return
-    case.parallel.table = lambda samples, microbatches, chunks, place: tables[place[2]]  # type: ignore[method-assign]
+    case.parallel._table = lambda batch: tables[batch.place[2]]  # type: ignore[method-assign]
     check_steps(case, steps)

@@ -51,6 +51,26 @@ def test_an_optimizer_over_the_model_trains_it_as_one_process_would(name):
     assert {id(p) for _, p in parallel.named_parameters()} == {id(p) for p in mllm.parameters()}
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parameters_that_no_step_would_train_are_refused(name):
+    """An optimizer over the model would get no gradients for them."""
+    mllm = tiny_mllm()
+    parallel = parallelize(mllm, make(mllm, **LAYOUTS[name]), timeout=30)
+    batch = random_microbatches(mllm, "all")
+    parallel.step(batch)
+    norm = mllm.language_model.model.norm
+    before = norm.weight
+    norm.weight = torch.nn.Parameter(before.detach().clone())
+    with pytest.raises(ValueError, match=r"other parameters than when it was parallelized.* parallelize again"):
+        parallel.step(batch)
+    norm.weight = before
+    norm.register_parameter("adapter", torch.nn.Parameter(torch.zeros(2)))
+    with pytest.raises(ValueError, match="other parameters than when it was parallelized"):
+        parallel.step(batch)
+    del norm.adapter
+    parallel.step(batch)
+
+
 def test_weights_that_were_replaced_are_followed():
     mllm = tiny_mllm()
     parallel = parallelize(mllm, make(mllm, dp=2), timeout=30)

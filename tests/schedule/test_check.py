@@ -10,7 +10,8 @@ import pytest
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.schedule import Action, Op, Schedule, ScheduleError, StageGraph, StepTable, check, gpipe, one_f_one_b
 from interlace.schedule.memory import peak
-from tests.schedule.graphs import random_case, runs, table_of
+from tests.schedule.graphs import random_case, table_of
+from tests.schedule.oracle import runs
 
 LLM = "language_model"
 LINKS = [("vision", LLM)]

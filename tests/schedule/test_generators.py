@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.schedule import Op, Schedule, StageGraph, StepTable, check, gpipe, one_f_one_b
-from tests.schedule.graphs import Demand, Events, compute_text, in_flight, random_case, table_of
+from tests.schedule.graphs import random_case, table_of
+from tests.schedule.oracle import Demand, Events, compute_text, in_flight
 
 LLM = "language_model"
 BOTH = [("vision", LLM), ("audio", LLM)]

@@ -7,7 +7,8 @@ from interlace import _core
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Reduction, Stage
 from interlace.schedule import StageGraph
 from interlace.schedule.step import step_arrays
-from tests.schedule.graphs import Demand, random_case
+from tests.schedule.graphs import random_case
+from tests.schedule.oracle import Demand
 
 LLM = "language_model"
 LINK = ("vision", LLM)

@@ -93,12 +93,12 @@ def run_language(
         inputs = embedded
     given, per_layer = (inputs["inputs_embeds"], inputs["per_layer_inputs"]) if hidden is None else (hidden, None)
     positions = inputs["position_ids"].to(device)
-    call = partial(_call, module, settings, first_layer)
+    call = partial(_call, module, settings, first_layer, head)
     if not parts:
-        output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted, head=head)
+        output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted)
     else:
         tensors = (positions, given, per_layer, hidden, wanted)
-        outputs = [call(part.plan.to(device), *(part.of(x) for x in tensors), head=head) for part in parts]
+        outputs = [call(part.plan.to(device), *(part.of(x) for x in tensors)) for part in parts]
         left = outputs[0][1]
         pieces = [output for output, _ in outputs]
         output = _joined(pieces, parts, given, wanted) if head is None else torch.cat(pieces)
@@ -120,13 +120,13 @@ def _call(
     module: nn.Module,
     settings: LanguageSettings,
     first_layer: nn.Module,
+    head: nn.Module | None,
     plan: AttentionPlan,
     positions: Tensor,
     given: Tensor,
     per_layer: Tensor | None,
     hidden: Tensor | None,
     wanted: Tensor | None,
-    head: nn.Module | None = None,
 ) -> tuple[Any, bool]:
     """One call of the module; (its output, False) or (hidden state, True), as `run` of slice.py."""
     kwargs: Inputs = {"inputs_embeds": given, "position_ids": positions}
@@ -144,7 +144,8 @@ def _call(
     chosen = wanted if columns is None or wanted is None else wanted[:, columns]
     if head is not None:
         assert left and chosen is not None
-        return output[chosen.to(output.device)], True
+        kept = columns is not None and len(chosen) == 1  # already those alone; to choose would wait for a GPU
+        return output[0] if kept else output[chosen.to(output.device)], True
     if chosen is not None and not left and (columns is None or len(chosen) > 1):
         output.logits = output.logits[chosen.to(output.logits.device)].unsqueeze(0)
     return output, left

@@ -11,6 +11,7 @@ gradients equal those of ``mllm(**mllm.collate(samples))`` in one process.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ class ParallelModel:
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
         self._times: dict[int, list[tuple[Any, Any]]] = {}
-        self._trainable = _trainable(mllm)
+        self._parameters = list(mllm.parameters())
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
         self._failed = ""
         self._drew_in_lane = False
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
@@ -181,7 +183,10 @@ class ParallelModel:
         place: tuple[int, int, int] = (0, 0, 0),
     ) -> StepTable:
         """The table of a step over `samples`: arguments and errors as in `step`."""
-        return GlobalBatch.of(samples, microbatches, chunks, place).table(self.layout)
+        return self._table(GlobalBatch.of(samples, microbatches, chunks, place))
+
+    def _table(self, batch: GlobalBatch) -> StepTable:
+        return batch.table(self.layout)
 
     def schedule(self, table: StepTable, *, train: bool = True) -> Schedule:
         """The checked schedule of a table. One with the same chunks and links as an earlier one has its lists.
@@ -213,7 +218,7 @@ class ParallelModel:
         }
         return [
             item
-            for chunk in batch.table(self.layout).chunks
+            for chunk in self._table(batch).chunks
             if (chunk.module, chunk.replica) in firsts
             for i in chunk.samples
             for item in batch.samples[i].media.get(chunk.module, ())
@@ -238,14 +243,24 @@ class ParallelModel:
         chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
             position, step) of the batch, for the table. note: asked at the end, and told to all ranks (see StepResult).
 
-        Raises ValueError for a batch without any valid target, when a rank was given something else, or when what is
-        frozen has changed since `parallelize`; PipelineError when a peer is lost, and then the gradients are undefined.
+        Raises ValueError for a batch without any valid target, when a rank was given something else, or when the model
+        has other parameters than at `parallelize`, or others are frozen; PipelineError when a peer is lost, and then
+        the gradients are undefined.
         """
-        if _trainable(self.mllm) != self._trainable:
+        return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks, place), note, train=True)
+
+    def _check_unchanged(self) -> None:
+        """What a step trains was fixed by `parallelize`: others' gradients would stay away without a word."""
+        parameters = list(self.mllm.parameters())
+        if len(parameters) != len(self._parameters) or any(map(operator.is_not, parameters, self._parameters)):
+            raise ValueError(
+                "the model has other parameters than when it was parallelized, which no step would train: add or "
+                "replace parameters first, then parallelize again (to load weights, copy them into the parameters)"
+            )
+        if [parameter.requires_grad for parameter in parameters] != self._trainable:
             raise ValueError(
                 "what is frozen has changed since parallelize(): freeze or unfreeze first, then parallelize again"
             )
-        return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks, place), note, train=True)
 
     @torch.no_grad()
     def evaluate(
@@ -273,8 +288,10 @@ class ParallelModel:
         refused: ValueError | None = None
         text, digest = "", 0
         try:
+            if train:
+                self._check_unchanged()
             batch, device = given(), device_of(self.mllm)
-            table = batch.table(self.layout)
+            table = self._table(batch)
             schedule, routes = self.schedule(table, train=train), Routes(table, device)
             text = comparison.of_samples(batch.lists()).text
             digest = comparison.number(table.digest, self._agreed.text, train, text)
@@ -489,7 +506,3 @@ class ParallelModel:
             [[finish for _, finish in mine] for mine in times],
             table=self._last.table,
         )
-
-
-def _trainable(mllm: nn.Module) -> tuple[bool, ...]:
-    return tuple(parameter.requires_grad for parameter in mllm.parameters())

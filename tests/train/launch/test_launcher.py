@@ -61,11 +61,20 @@ def test_the_first_exception_is_the_cause_not_the_peers_complaints(tmp_path: Pat
     body = f"""
     os.environ[{launcher.RUN_FOLDER!r}] = {str(tmp_path)!r}
     from interlace.train.launch import launcher
-    time.sleep(0.2 * (1 - rank))
+    os.chdir({str(tmp_path)!r})
+
+    def wait_for(name):
+        while not os.path.exists(name):
+            time.sleep(0.01)
+
+    if rank == 0:
+        wait_for("reported-1")
     try:
         raise RuntimeError("division of labour" if rank == 1 else "connection closed by peer")
     except RuntimeError as error:
         launcher.report_error(error, user_error=False)
+        open(f"reported-{{rank}}", "w").close()
+        wait_for("reported-0")
         sys.exit(1)
     """
     code, said, _ = _run(textwrap.dedent(body), tmp_path)

@@ -1,0 +1,102 @@
+"""Memory and time of the loss: the head's logits chunk by chunk, against all of them at once.
+
+    python -m bench.loss_memory [--rows 2048 32768] [--words 128000] [--hidden 64] [--out FILE]
+
+Forward and backward of the head and the cross entropy, in fp32, each in a process of its own. Its memory is what the
+process takes beyond the hidden states, the weight and their gradients, which are there before. Whole logits are only
+measured for the smallest number of rows: all of them at once are --rows x --words x 4 bytes, several times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.measure import command, machine, versions, write_json
+from interlace.model import loss
+
+ROOT = Path(__file__).parents[1]
+WAYS = ("chunked", "whole")
+
+
+def run(way: str, rows: int, words: int, hidden: int) -> dict[str, float]:
+    """The peak beyond what must be there, in MiB, and seconds; of this process, which does nothing else."""
+    torch.manual_seed(0)
+    head = nn.Linear(hidden, words, bias=False)
+    states = torch.randn(rows, hidden).requires_grad_()
+    targets = torch.randint(words, (rows,))
+    for tensor in (states, head.weight):
+        tensor.grad = torch.zeros_like(tensor).fill_(0.0)
+    warm = torch.randn(64, hidden).requires_grad_()
+    loss.head_cross_entropy(warm, head, targets[:64]).backward()  # libraries allocate once
+    if way == "whole":
+        loss.LOGITS_BYTES = 1 << 62
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter()
+    value = loss.head_cross_entropy(states, head, targets)
+    value.backward()
+    seconds = time.perf_counter() - began
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert states.grad is not None
+    return {"peak_mib": peak, "seconds": seconds, "loss": float(value.detach()), "gradient": float(states.grad.norm())}
+
+
+def measure(rows: Sequence[int], words: int, hidden: int) -> list[dict[str, Any]]:
+    """A row for each way and number of rows."""
+    found = []
+    for count in sorted(rows):
+        for way in WAYS if count == min(rows) else WAYS[:1]:
+            arguments = ["--child", way, str(count), str(words), str(hidden)]
+            done = subprocess.run(
+                [sys.executable, "-m", "bench.loss_memory", *arguments], cwd=ROOT, capture_output=True, text=True
+            )
+            if done.returncode:
+                raise RuntimeError(f"{way}, {count} rows ended with code {done.returncode}:\n{done.stderr[-2000:]}")
+            found.append(
+                {"way": way, "rows": count, "logits_mib": count * words * 4 / 2**20, **json.loads(done.stdout)}
+            )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[2048, 32768])
+    parser.add_argument("--words", type=int, default=128_000)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "loss_memory.json")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.child:
+        way, *sizes = options.child
+        print(json.dumps(run(way, *map(int, sizes))))
+        return None
+    report = {
+        "benchmark": "loss_memory",
+        "command": command("loss_memory", argv),
+        "machine": machine(),
+        "versions": versions(),
+        "words": options.words,
+        "hidden": options.hidden,
+        "rows": measure(options.rows, options.words, options.hidden),
+    }
+    write_json(options.out, report)
+    for row in report["rows"]:
+        what = f"{row['rows']:,} rows, {row['way']}"
+        print(
+            f"{what:24} logits {row['logits_mib']:8,.0f} MiB, peak {row['peak_mib']:8,.0f} MiB, {row['seconds']:.1f} s"
+        )
+    return report
+
+
+if __name__ == "__main__":
+    main()
