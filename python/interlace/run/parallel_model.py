@@ -11,7 +11,6 @@ gradients equal those of ``mllm(**mllm.collate(samples))`` in one process.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from interlace.run.lanes import check_lanes
 from interlace.run.ranks import make_ranks
 from interlace.run.result import StepResult, times_of
 from interlace.run.threads import run_threads
-from interlace.run.weights import Pieces, Views
+from interlace.run.weights import Pieces, Trained, Views
 from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
 from interlace.simulate import Timeline
 
@@ -124,8 +123,7 @@ class ParallelModel:
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
         self._times: dict[int, list[tuple[Any, Any]]] = {}
-        self._parameters = list(mllm.parameters())
-        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        self._trained = Trained(mllm)
         self._failed = ""
         self._drew_in_lane = False
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
@@ -249,19 +247,6 @@ class ParallelModel:
         """
         return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks, place), note, train=True)
 
-    def _check_unchanged(self) -> None:
-        """What a step trains was fixed by `parallelize`: others' gradients would stay away without a word."""
-        parameters = list(self.mllm.parameters())
-        if len(parameters) != len(self._parameters) or any(map(operator.is_not, parameters, self._parameters)):
-            raise ValueError(
-                "the model has other parameters than when it was parallelized, which no step would train: add or "
-                "replace parameters first, then parallelize again (to load weights, copy them into the parameters)"
-            )
-        if [parameter.requires_grad for parameter in parameters] != self._trainable:
-            raise ValueError(
-                "what is frozen has changed since parallelize(): freeze or unfreeze first, then parallelize again"
-            )
-
     @torch.no_grad()
     def evaluate(
         self, samples: Sequence[Any], microbatches: int | None = None, *, chunks: Mapping[str, int] | None = None
@@ -289,7 +274,7 @@ class ParallelModel:
         text, digest = "", 0
         try:
             if train:
-                self._check_unchanged()
+                self._trained.check(self.mllm)
             batch, device = given(), device_of(self.mllm)
             table = self._table(batch)
             schedule, routes = self.schedule(table, train=train), Routes(table, device)

@@ -8,6 +8,7 @@ sum gradients over the lane, which who uses the model otherwise must not meet.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -120,3 +121,24 @@ def cut_weights(stage: nn.Module) -> Mapping[str, Cut]:
         for key in layer.cut
         if getattr(layer, key) is not None
     }
+
+
+class Trained:
+    """What steps train, fixed by `parallelize`: of other parameters gradients would stay away without a word."""
+
+    def __init__(self, mllm: nn.Module) -> None:
+        self._parameters = list(mllm.parameters())
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+
+    def check(self, mllm: nn.Module) -> None:
+        """Raises ValueError if `mllm` has other parameters by now, or trains others."""
+        parameters = list(mllm.parameters())
+        if len(parameters) != len(self._parameters) or any(map(operator.is_not, parameters, self._parameters)):
+            raise ValueError(
+                "the model has other parameters than when it was parallelized, which no step would train: add or "
+                "replace parameters first, then parallelize again (to load weights, copy them into the parameters)"
+            )
+        if [parameter.requires_grad for parameter in parameters] != self._trainable:
+            raise ValueError(
+                "what is frozen has changed since parallelize(): freeze or unfreeze first, then parallelize again"
+            )
