@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.attention_peers import INTERLACE, PEERS, Contender, Problem
-from bench.measure import parse_heads
+from bench.measure import parse_heads, peak_bytes
 
 PAGE = resource.getpagesize()
 
@@ -83,8 +83,7 @@ def _resident() -> int:
 def _peak() -> int:
     """The high-water mark since the last reset, in bytes."""
     if _CAN_RESET:
-        status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+        return peak_bytes()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

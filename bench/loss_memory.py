@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.measure import command, machine, versions, write_json
+from bench.measure import command, machine, peak_bytes, versions, write_json
 from interlace.model import loss
 
 ROOT = Path(__file__).parents[1]
@@ -41,12 +40,12 @@ def run(way: str, rows: int, words: int, hidden: int) -> dict[str, float]:
     loss.head_cross_entropy(warm, head, targets[:64]).backward()  # libraries allocate once
     if way == "whole":
         loss.LOGITS_BYTES = 1 << 62
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes()
     began = time.perf_counter()
     value = loss.head_cross_entropy(states, head, targets)
     value.backward()
     seconds = time.perf_counter() - began
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    peak = (peak_bytes() - before) / 2**20
     assert states.grad is not None
     return {"peak_mib": peak, "seconds": seconds, "loss": float(value.detach()), "gradient": float(states.grad.norm())}
 

@@ -73,6 +73,15 @@ def device() -> torch.device:
     return torch.device(os.environ.get("INTERLACE_BENCH_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has had at once.
+
+    getrusage would begin with what the process had before exec, which is its parent's.
+    """
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
 def matmul_peak(clock: Clock, dtype: torch.dtype, size: int | None = None) -> dict[str, Any]:
     """TFLOP/s of a square matrix product of `dtype`, the best of ten: the ceiling that attention is held against."""
     size = size or (8192 if clock.cuda else 2048)

@@ -151,8 +151,7 @@ class Checkpoints:
         Returns the finished folder. Raises TrainingError on every rank when anything fails on any (a full disk leaves
         only a draft).
         """
-        self.finish()
-        self._begin_writing(step, parameters, optimizer, progress, copy=False)
+        self.begin(step, parameters, optimizer, progress, copy=False)
         self.finish()
         return self.folder / name_of(step)
 
@@ -162,14 +161,31 @@ class Checkpoints:
         parameters: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
         progress: Mapping[str, Any],
+        *,
+        copy: bool = True,
     ) -> None:
         """Begins what `save` does and returns as soon as the tensors are copied to host memory and may change again.
 
         One that is still being written is finished first. `advance`, when every rank is `ready`, or `finish` do the
-        rest, and raise what went wrong.
+        rest, and raise what went wrong. Without `copy` the tensors must be left alone until then.
         """
         self.finish()
-        self._begin_writing(step, parameters, optimizer, progress, copy=True)
+        final = name_of(step)
+        draft = self.folder / self.peers.on_first(f"beginning checkpoint {final}", lambda: self._begin(final))
+        state: dict[str, Any] = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
+        state |= {f"optimizer.{name}": tensor.detach() for name, tensor in optimizer.items()}
+        state[f"rng.{self.rank}"] = _pack(rng_state())
+        state["progress"] = _pack({**progress, "step": step})
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state, is_coordinator=self.rank == 0)
+        plans = self.peers.together(f"planning checkpoint {final}", lambda: items_of(planner.create_local_plan()))
+        shares = self.peers.on_first(
+            f"sharing out checkpoint {final}",
+            lambda: [items_of(share) for share in planner.create_global_plan([plan_of(plan) for plan in plans])[0]],
+        )
+        parts = _parts_of(planner, planner.finish_plan(plan_of(shares[self.rank])), copy=copy)
+        work = in_background(lambda: self._write(draft, parts))
+        self._writing = _Writing(step, draft, work, None)
 
     @property
     def writing(self) -> bool:
@@ -202,32 +218,6 @@ class Checkpoints:
         """Waits until what was begun stands. Collective; errors as in `advance`."""
         while self.writing:
             self.advance()
-
-    def _begin_writing(
-        self,
-        step: int,
-        parameters: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
-        progress: Mapping[str, Any],
-        *,
-        copy: bool,
-    ) -> None:
-        final = name_of(step)
-        draft = self.folder / self.peers.on_first(f"beginning checkpoint {final}", lambda: self._begin(final))
-        state: dict[str, Any] = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
-        state |= {f"optimizer.{name}": tensor.detach() for name, tensor in optimizer.items()}
-        state[f"rng.{self.rank}"] = _pack(rng_state())
-        state["progress"] = _pack({**progress, "step": step})
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(state, is_coordinator=self.rank == 0)
-        plans = self.peers.together(f"planning checkpoint {final}", lambda: items_of(planner.create_local_plan()))
-        shares = self.peers.on_first(
-            f"sharing out checkpoint {final}",
-            lambda: [items_of(share) for share in planner.create_global_plan([plan_of(plan) for plan in plans])[0]],
-        )
-        parts = _parts_of(planner, planner.finish_plan(plan_of(shares[self.rank])), copy=copy)
-        work = in_background(lambda: self._write(draft, parts))
-        self._writing = _Writing(step, draft, work, None)
 
     def load(self, path: Path, parameters: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fills the given tensors in place from the checkpoint at `path`, sets the generators, returns ``progress``.
