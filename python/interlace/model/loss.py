@@ -4,19 +4,30 @@ At 32,768 tokens and 128,000 words the logits take 16 GiB in fp32, and their gra
 many, they are made a few rows at a time, in the backward pass once more: a third more of the head's work.
 `torch.nn.functional.linear_cross_entropy` (from 2.13) makes the gradients in the forward pass instead, which keeps one
 of the size of the head for every chunk that waits for its backward.
+
+Ranks that share a head by its words make the logits of their own. They tell each other, once for all rows, the log of
+the sum of exponentials and the target's logit, and later sum their gradients of the hidden states. Of libraries with
+such a loss, torch's `loss_parallel` and Megatron-LM's take logits of all rows, and those of Liger-Kernel and Apple's
+cut cross-entropy need a GPU with Triton; this one runs wherever torch does, for any number of words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
+from interlace.comm import all_reduce
+from interlace.comm.reverse_mode import check_reverse_mode
 from interlace.model.sample import IGNORE
+from interlace.parallel.mappings import Ranks
+from interlace.parallel.vocabulary import VocabularyHead
+
+Head = nn.Linear | VocabularyHead
 
 LOGITS_BYTES = 256 << 20
 """Of fp32 logits that may exist at once; twice as much while their exponentials are summed."""
@@ -34,26 +45,41 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(flat.float(), wanted[valid], reduction="sum")
 
 
-def head_of(module: nn.Module) -> nn.Linear | None:
+def head_of(module: nn.Module) -> Head | None:
     """The layer that makes logits of hidden states, if it is a plain one: no subclass, no hooks, not compiled."""
     head = module.get_output_embeddings()  # type: ignore[operator]
-    if type(head) is not nn.Linear or set(head._parameters) != {"weight", "bias"}:
+    if type(head) not in (nn.Linear, VocabularyHead) or set(head._parameters) != {"weight", "bias"}:
         return None
     changed = "forward" in vars(head) or head._compiled_call_impl or head._forward_hooks or head._forward_pre_hooks
     return None if changed else head
 
 
-def head_cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
+def head_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """`cross_entropy_sum` of head(hidden), whose logits never exist for more rows than `LOGITS_BYTES` have room for.
 
-    hidden [n, K]; head: K -> V; targets int64 [n], all of them valid.
+    hidden [n, K]; head: K -> V; targets int64 [n], all of them valid. With a VocabularyHead all ranks pass the same
+    hidden and targets, and each has the loss, the whole gradient of `hidden`, and that of its own piece of the head.
     """
-    if len(hidden) <= _rows(head.out_features):
+    words = None
+    if isinstance(head, VocabularyHead) and head.ranks.world > 1:
+        words = Words(head.ranks, head.start)
+        check_reverse_mode("head_cross_entropy", hidden, head.weight)
+        known = (targets >= 0) & (targets < head.out_features)
+        # Such a target would be nobody's word, and its logit 0 without a word. Does not wait for a GPU.
+        torch._assert_async(known.all(), f"a target is outside the vocabulary of {head.out_features} words")
+    elif len(hidden) <= _rows(head.out_features):
         return cross_entropy(head(hidden).float(), targets, reduction="sum")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    total: Tensor = _HeadCrossEntropy.apply(hidden, head.weight, head.bias, targets, dtype)
+    total: Tensor = _HeadCrossEntropy.apply(hidden, head.weight, head.bias, targets, dtype, words)
     return total
+
+
+class Words(NamedTuple):
+    """Among whom a head is cut by its words, and the first word of this rank's."""
+
+    ranks: Ranks
+    first: int
 
 
 def _rows(words: int) -> int:
@@ -66,28 +92,40 @@ def _parts(rows: int, words: int) -> Iterator[slice]:
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
+    """words: None where this rank has all of them."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, dtype: torch.dtype
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        dtype: torch.dtype,
+        words: Words | None,
     ) -> Tensor:
-        total = torch.zeros((), device=hidden.device)
         norms = torch.empty(len(hidden), device=hidden.device)  # log of the sum of exponentials
+        wanted = torch.empty_like(norms)  # the target's logit, 0 where that is another rank's
         with torch.autocast(hidden.device.type, enabled=False):
             made = [None if x is None else x.to(dtype) for x in (hidden, weight, bias)]
             for part in _parts(len(hidden), len(weight)):
                 logits = _logits(part, *made)
                 norms[part] = logits.logsumexp(1)
-                total += (norms[part] - logits.gather(1, targets[part, None]).squeeze(1)).sum()
+                at, here = _places(targets[part], len(weight), words)
+                wanted[part] = torch.where(here, logits.gather(1, at), 0).squeeze(1)
+        if words is not None and len(hidden):
+            everyone = words.ranks.gather(torch.stack([norms, wanted]).unsqueeze(0), 0)
+            norms, wanted = everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)
         ctx.save_for_backward(hidden, weight, bias, targets, norms)
-        ctx.dtype = dtype
-        return total
+        ctx.dtype, ctx.words = dtype, words
+        return (norms - wanted).sum()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norms = ctx.saved_tensors
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
-        d_hidden = torch.empty_like(hidden) if to_hidden else None
+        d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if to_hidden else None
         # Sums over parts in fp32: of many parts rounding would add up.
         d_weight = torch.zeros(weight.shape, device=weight.device) if to_weight else None
         d_bias = torch.zeros(bias.shape, device=weight.device) if to_bias else None
@@ -96,8 +134,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
             assert rows is not None and words is not None
             for part in _parts(len(hidden), len(weight)):
                 d_logits = _logits(part, rows, words, shift).sub_(norms[part, None]).exp_()
-                at = targets[part, None]
-                d_logits.scatter_(1, at, d_logits.gather(1, at) - 1).mul_(gradient)
+                at, here = _places(targets[part], len(weight), ctx.words)
+                d_logits.scatter_(1, at, d_logits.gather(1, at) - here.float()).mul_(gradient)
                 if d_bias is not None:
                     d_bias += d_logits.sum(0)
                 narrow = d_logits.to(ctx.dtype)
@@ -109,9 +147,21 @@ class _HeadCrossEntropy(torch.autograd.Function):
                     d_weight.addmm_(narrow.T, rows[part])
                 else:
                     d_weight += narrow.T @ rows[part]
+        if ctx.words is not None and d_hidden is not None and len(d_hidden):
+            all_reduce(d_hidden, group=ctx.words.ranks.transport(d_hidden))
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+def _places(targets: Tensor, count: int, words: Words | None) -> tuple[Tensor, Tensor]:
+    """Of each target its place among the `count` words of this rank, and whether it is one of them; both [n, 1]."""
+    at = targets[:, None]
+    if words is None:
+        return at, torch.ones_like(at, dtype=torch.bool)
+    at = at - words.first
+    here = (at >= 0) & (at < count)
+    return at.masked_fill(~here, 0), here
 
 
 def _logits(part: slice, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor:

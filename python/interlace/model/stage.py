@@ -41,6 +41,11 @@ class StageModule(nn.Module):
         else:
             self.language_model = part
 
+    @property
+    def ends_with_head(self) -> bool:
+        """Whether the logits of its language model are what the head gives, as its `postprocess` is given them."""
+        return self._settings.ends_with_head
+
     def train(self, mode: bool = True) -> StageModule:
         """Switch to training or evaluation; frozen modules stay in evaluation."""
         super().train(mode)
@@ -66,7 +71,7 @@ class StageModule(nn.Module):
             # The head is run for positions with a target only: most of a packed row of media has none.
             labels = inputs["labels"]
             wanted = labels != IGNORE
-            head = head_of(self.language_model) if self._settings.ends_with_head else None
+            head = head_of(self.language_model) if self.ends_with_head else None
             if head is not None:
                 rows = self._run_language(inputs, hidden, wanted, head)
                 return head_cross_entropy(rows, head, labels[wanted].to(rows.device))

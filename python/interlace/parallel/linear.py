@@ -21,16 +21,16 @@ from torch.nn.functional import linear
 
 from interlace.comm import all_gather_matmul, matmul_reduce_scatter
 from interlace.comm.group import Group
+from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.mappings import Ranks, copy_to_ranks, gather, sum_gradient, sum_over_ranks
 
 P = TypeVar("P", bound="ParallelLinear")
 
 
-class ParallelLinear(nn.Module):
-    """What both kinds share: a piece of the parameters of an nn.Linear, of whose whole in_ and out_features speak."""
+class ParallelLinear(ParallelLayer):
+    """What all kinds share: a piece of the parameters of an nn.Linear, of whose whole in_ and out_features speak."""
 
-    cut: ClassVar[dict[str, int]]  # parameter -> dimension along which ranks share it; others are whole everywhere
-    parts = 1  # layers of one size that are one layer, each of which is cut
+    equal = True  # all pieces must be of one size
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -56,6 +56,7 @@ class ParallelLinear(nn.Module):
         """
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
+        self.sizes = out_features, in_features
         self.ranks = group if isinstance(group, Ranks) else Ranks(group)
         self.sequence_parallel, self.num_chunks = sequence_parallel, num_chunks
         if self.ranks is not group:
@@ -64,7 +65,7 @@ class ParallelLinear(nn.Module):
                 sequence_parallel=sequence_parallel, num_chunks=num_chunks,
             )  # fmt: skip
         cut, name = (out_features, "out") if self.cut["weight"] == 0 else (in_features, "in")
-        if cut % self.ranks.world:
+        if cut < self.ranks.world or (self.equal and cut % self.ranks.world):
             raise ValueError(
                 f"{type(self).__name__}: {name}_features {cut} do not divide among {self.ranks.world} ranks"
             )
@@ -74,7 +75,7 @@ class ParallelLinear(nn.Module):
             else:
                 local = list(shape)
                 if key in self.cut:
-                    local[self.cut[key]] //= self.ranks.world
+                    local[self.cut[key]] = sum(stop - start for start, stop in self.spans(key))
                 self.register_parameter(key, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
         self.reset_parameters()
 
@@ -94,10 +95,8 @@ class ParallelLinear(nn.Module):
         local = cls(
             whole.in_features, whole.out_features, whole.bias is not None, group=group, device="meta", **options
         )
-        for key, parameter in whole.named_parameters():
-            piece = local.piece(key, parameter.detach()).clone(memory_format=torch.contiguous_format)
-            local.register_parameter(key, nn.Parameter(piece, parameter.requires_grad))
-        return local.train(whole.training)
+        local.take(whole)
+        return local
 
     def to_linear(self) -> nn.Linear:
         """The whole layer, on every rank. Collective."""
@@ -105,48 +104,6 @@ class ParallelLinear(nn.Module):
         for key, parameter in self.named_parameters():
             whole.register_parameter(key, nn.Parameter(self.whole(key, parameter).clone(), parameter.requires_grad))
         return whole.train(self.training)
-
-    def piece(self, key: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter (or of its gradient, or of an optimizer's state of its shape).
-
-        A view, but for layers of several parts.
-        """
-        if key not in self.cut:
-            return whole
-        pieces = self._pieces(key, whole)
-        return pieces[0] if self.parts == 1 else torch.cat(pieces, self.cut[key])
-
-    def put(self, key: str, whole: Tensor, piece: Tensor) -> None:
-        """Write this rank's part into the whole, as `piece` takes it out; other ranks' parts stay as they are."""
-        if key not in self.cut:
-            whole.copy_(piece)
-            return
-        for to, part in zip(self._pieces(key, whole), piece.chunk(self.parts, self.cut[key]), strict=True):
-            to.copy_(part)
-
-    def _pieces(self, key: str, whole: Tensor) -> list[Tensor]:
-        """Views of this rank's piece of each part of the whole."""
-        return [self.ranks.piece(part, self.cut[key]) for part in whole.chunk(self.parts, self.cut[key])]
-
-    def whole(self, key: str, piece: Tensor) -> Tensor:
-        """The inverse of `piece`. Collective."""
-        if key not in self.cut:
-            return piece.detach()
-        if self.parts == 1:
-            return self.ranks.gather(piece, self.cut[key])
-        dim = self.cut[key]
-        return torch.cat([self.ranks.gather(part, dim) for part in piece.chunk(self.parts, dim)], dim)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for key, parameter in self.named_parameters():
-            given = state_dict.get(prefix + key)
-            if given is not None and key in self.cut and given.shape != parameter.shape:
-                expected = list(parameter.shape)
-                expected[self.cut[key]] *= self.ranks.world
-                if list(given.shape) == expected:  # else nn.Module says what does not fit
-                    # A copy, since load_state_dict(assign=True) would keep the whole alive behind a view.
-                    state_dict[prefix + key] = self.piece(key, given).clone()
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _check(self, x: Tensor, width: int) -> None:
         if x.shape[-1] != width:
@@ -194,7 +151,7 @@ class ColumnParallelLinear(ParallelLinear):
                 y = linear(copy_to_ranks(x, self.ranks), self.weight)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
-        return gather(y, self.ranks, -1) if self.gather_output else y
+        return gather(y, self.ranks, -1, self.out_features) if self.gather_output else y
 
 
 class RowParallelLinear(ParallelLinear):

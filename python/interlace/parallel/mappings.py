@@ -66,22 +66,28 @@ class Ranks:
         return found
 
     def piece(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's of `world` equal pieces, a view."""
+        """This rank's of `world` pieces, a view; of unequal ones the first have one more (`counts`)."""
         return tensor.tensor_split(self.world, dim)[self.rank]
 
-    def gather(self, piece: Tensor, dim: int) -> Tensor:
-        """The pieces of all ranks, joined. No gradient."""
+    def counts(self, total: int) -> list[int]:
+        """The sizes of the pieces of `total`, rank by rank."""
+        return [total // self.world + (rank < total % self.world) for rank in range(self.world)]
+
+    def gather(self, piece: Tensor, dim: int, total: int | None = None) -> Tensor:
+        """The pieces of all ranks, joined. No gradient. total: the size of `dim` then, where pieces may be unequal."""
         if self.world == 1:
             return piece.detach()
+        if total is not None and total % self.world:
+            return self.gather_rows(piece, self.counts(total), dim)
         pieces = piece.new_empty(self.world, *piece.shape)
         all_gather_into_tensor(pieces, piece.detach().contiguous(), group=self.transport(piece))
         return torch.cat(pieces.unbind(), dim) if dim else pieces.flatten(0, 1)
 
-    def gather_rows(self, mine: Tensor, counts: Sequence[int]) -> Tensor:
-        """The rows of all ranks, joined along dimension -2, of which rank r has `counts[r]`. No gradient."""
+    def gather_rows(self, mine: Tensor, counts: Sequence[int], dim: int = -2) -> Tensor:
+        """The rows of all ranks, joined along dimension `dim`, of which rank r has `counts[r]`. No gradient."""
         if self.world == 1:
             return mine
-        rows = mine.detach().movedim(-2, 0).contiguous()
+        rows = mine.detach().movedim(dim, 0).contiguous()
         whole = rows.new_empty(sum(counts), *rows.shape[1:])
         pieces = whole.split(list(counts))
         pieces[self.rank].copy_(rows)
@@ -89,7 +95,7 @@ class Ranks:
         self.transport(rows).copy_batch(
             [Copy(peer, rows) for peer in peers], [Copy(peer, pieces[peer]) for peer in peers], "gather_rows"
         ).wait()
-        return whole.movedim(0, -2).contiguous()
+        return whole.movedim(0, dim).contiguous()
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self
@@ -120,9 +126,9 @@ def split(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     return _mapped("split", _Split, x, ranks, dim)
 
 
-def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """The pieces of all ranks joined along `dim`, to be used by every rank alike."""
-    return _mapped("gather", _Gather, x, ranks, dim)
+def gather(x: Tensor, ranks: Ranks, dim: int, total: int | None = None) -> Tensor:
+    """The pieces of all ranks joined along `dim`, to be used by every rank alike. total: as for `Ranks.gather`."""
+    return _mapped("gather", _Gather, x, ranks, dim, total)
 
 
 def _mapped(name: str, function: type[torch.autograd.Function], x: Tensor, ranks: Ranks, *rest: Any) -> Tensor:
@@ -177,13 +183,13 @@ class _Split(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int, total: int | None) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
-        return ranks.gather(x, dim)
+        return ranks.gather(x, dim, total)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.ranks.piece(grads[0], ctx.dim).contiguous(), None, None
+        return ctx.ranks.piece(grads[0], ctx.dim).contiguous(), None, None, None
 
 
 def _reduced(x: Tensor, ranks: Ranks) -> Tensor:

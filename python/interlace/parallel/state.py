@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from interlace.parallel.linear import ParallelLinear
+from interlace.parallel.layer import ParallelLayer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     Collective; cut parameters are gathered one by one.
     """
     return {
-        key: owner.whole(name, value) if isinstance(owner, ParallelLinear) else _plain(value)
+        key: owner.whole(name, value) if isinstance(owner, ParallelLayer) else _plain(value)
         for key, owner, name, value in _entries(module)
     }
 
@@ -42,13 +42,18 @@ def dtensor_state_dict(module: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, owner, name, value in _entries(module):
         placement: Replicate | Shard = Replicate()
-        if isinstance(owner, ParallelLinear) and name in owner.cut:
+        if isinstance(owner, ParallelLayer) and name in owner.cut:
             if owner.ranks.world != mesh.size():
                 raise ValueError(f"{key} is cut among {owner.ranks.world} ranks, mesh has {mesh.size()}")
             if owner.parts > 1 and owner.ranks.world > 1:
                 raise ValueError(
                     f"{key} is {owner.parts} layers in one, each of them cut, which no DTensor says: "
                     "save full_state_dict(module)"
+                )
+            if (words := owner.sizes[owner.cut[name]]) % owner.ranks.world:
+                raise ValueError(
+                    f"{key} is cut into unequal pieces ({words} among {owner.ranks.world} ranks), other ones than a "
+                    "DTensor's: save full_state_dict(module)"
                 )
             placement = Shard(owner.cut[name])
         if isinstance(value, Tensor):

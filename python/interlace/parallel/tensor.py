@@ -9,7 +9,9 @@
     "column"           an nn.Linear, cut by its outputs
     "column_halves"    the same, of two layers in one (gate and up): each half is cut, so that chunk(2) works as before
     "column_thirds"    the same, of three (queries, keys and values)
-    "column_gathered"  the same, its outputs joined on every rank: a language model's head
+    "column_gathered"  the same, its outputs joined on every rank
+    "vocabulary"       a language model's embedding (nn.Embedding) or head (nn.Linear), cut by its words, evenly or not;
+                       what either gives is the whole's on every rank, and one weight of both stays one
     "row"              an nn.Linear, cut by its inputs
     "gather"           a module whose "column" layers are applied to its input (an attention, a gated MLP): the rows of
                        all ranks are gathered once for all of them, under their products; counts of heads are divided
@@ -45,11 +47,13 @@ from interlace.comm import all_gather_matmul
 from interlace.comm.agreement import Fingerprint
 from interlace.comm.group import Group
 from interlace.parallel.families import around, plan_for
+from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from interlace.parallel.mappings import Ranks, SummedGradients, copy_to_ranks, gather, split, whole_on_each
+from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, can_be_cut, has_hooks, is_plain
 
 PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
-CUT = (*PARTS, "column_gathered", "row")
+CUT = (*PARTS, "column_gathered", "vocabulary", "row")
 WHOLE = ("sequence", "heads", "replicate")
 AROUND = ("gather", "gather_narrow", "layers")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
@@ -88,10 +92,14 @@ def tensor_parallel(
         sequence_parallel=sequence_parallel, num_chunks=num_chunks, regather=regather,
     )  # fmt: skip
     parts = {
-        path: _part(_linear(module, path), path, style, ranks, sequence_parallel, num_chunks, regather, shared)
+        path: _part(module.get_submodule(path), path, style, ranks, sequence_parallel, num_chunks, regather, shared)
         for path, style in styles.items()
         if style in CUT
     }
+    pieces: dict[int, nn.Parameter] = {}  # id of a whole -> its piece: one, of a weight that several layers share
+    for path, part in parts.items():
+        for key, parameter in module.get_submodule(path).named_parameters():
+            part.register_parameter(key, pieces.setdefault(id(parameter), getattr(part, key)))
     for path, part in parts.items():
         parent, _, name = path.rpartition(".")
         setattr(module.get_submodule(parent), name, part)
@@ -112,7 +120,8 @@ def tensor_parallel(
         there.register_forward_pre_hook(hook, with_kwargs=True)
         there.register_forward_hook(hook.release, always_call=True)
         if hasattr(there, "head_dim"):
-            _divide_heads(there, max(parts[column].out_features // PARTS[styles[column]] for column in columns), ranks)
+            widths = [cast(ParallelLinear, parts[column]).out_features // PARTS[styles[column]] for column in columns]
+            _divide_heads(there, max(widths), ranks)
     return module
 
 
@@ -125,9 +134,7 @@ def check_plan(module: nn.Module, plan: Mapping[str, str] | None, world: int) ->
     styles, shared = _checked(module, plan, ranks)
     for path, style in styles.items():
         if style in CUT:
-            whole = _linear(module, path)
-            shapes = nn.Linear(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
-            _part(shapes, path, style, ranks, False, "auto", False, shared)
+            _part(_shapes(module.get_submodule(path)), path, style, ranks, False, "auto", False, shared)
 
 
 def _checked(
@@ -145,11 +152,24 @@ def _linear(module: nn.Module, path: str) -> nn.Linear:
     return cast(nn.Linear, module.get_submodule(path))
 
 
+def _shapes(whole: nn.Module) -> nn.Module:
+    """A layer of the same shapes, on meta."""
+    if isinstance(whole, nn.Embedding):
+        return nn.Embedding(whole.num_embeddings, whole.embedding_dim, device="meta")
+    assert isinstance(whole, nn.Linear)
+    return nn.Linear(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
+
+
 def _part(
-    whole: nn.Linear, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
+    whole: nn.Module, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
     num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]],
-) -> ParallelLinear:  # fmt: skip
+) -> ParallelLayer:  # fmt: skip
     try:
+        if isinstance(whole, nn.Embedding):
+            return VocabularyEmbedding(whole, ranks)
+        assert isinstance(whole, nn.Linear)
+        if style == "vocabulary":
+            return VocabularyHead.from_linear(whole, ranks)
         if style == "row":
             return RowParallelLinear.from_linear(
                 whole, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks
@@ -302,26 +322,38 @@ def _check(module: nn.Module, styles: Mapping[str, str]) -> None:
     for path, style in styles.items():
         there = module.get_submodule(path)
         if style in CUT:
-            if type(there) is not nn.Linear or not path:
-                raise ValueError(
-                    f"{path or 'the module itself'} is a {type(there).__name__}: only an nn.Linear inside a module can "
-                    f'be "{style}"'
-                )
-            if set(there._parameters) != {"weight", "bias"} or _has_hooks(there):
-                raise ValueError(
-                    f"{path} has hooks or parameters that an ordinary nn.Linear has not (weight_norm has both): once "
-                    f'"{style}" it would lose them; add them afterwards, to the cut layer'
-                )
-            for parameter in there.parameters():
-                if len(tied := sorted(owners[id(parameter)])) > 1:
-                    raise ValueError(f'{", ".join(tied)} share a parameter, which cannot be cut: make them "replicate"')
+            _check_cut(there, path, style, styles, owners)
         if style == "layers" and not (isinstance(there, nn.ModuleList) and len(there)):
             raise ValueError(f'{path} is a {type(there).__name__}: only a ModuleList of blocks can be "layers"')
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+def _check_cut(
+    there: nn.Module, path: str, style: str, styles: Mapping[str, str], owners: Mapping[int, set[str]]
+) -> None:
+    """Raise ValueError for a layer that cannot be cut as `style` says. owners: id of a parameter -> paths."""
+    embeds = style == "vocabulary" and isinstance(there, nn.Embedding)
+    kind = nn.Embedding if embeds else nn.Linear
+    if not is_plain(there, kind) or not path:
+        what = "nn.Linear, or a plain or scaled nn.Embedding," if style == "vocabulary" else "nn.Linear"
+        raise ValueError(
+            f"{path or 'the module itself'} is a {type(there).__name__}: only an {what} inside a module can be "
+            f'"{style}"'
+        )
+    if set(there._parameters) != {"weight", *(() if embeds else ("bias",))} or has_hooks(there):
+        raise ValueError(
+            f"{path} has hooks or parameters that an ordinary nn.{kind.__name__} has not (weight_norm has both): once "
+            f'"{style}" it would lose them; add them afterwards, to the cut layer'
+        )
+    if embeds and not can_be_cut(there, kind):
+        raise ValueError(
+            f"{path} has max_norm, scale_grad_by_freq, sparse gradients or a forward of its own, which it would lose "
+            'once "vocabulary": make it "replicate"'
+        )
+    for parameter in there.parameters():
+        tied = sorted(owners[id(parameter)])
+        if len(tied) > 1 and not all(styles.get(other) == "vocabulary" for other in tied):
+            mend = 'make them "replicate"' + ', or all of them "vocabulary"' * (style == "vocabulary")
+            raise ValueError(f"{', '.join(tied)} share a parameter, which cannot be cut: {mend}")
 
 
 def _shared_inputs(styles: Mapping[str, str]) -> dict[str, list[str]]:

@@ -1,7 +1,8 @@
 """Lanes of several ranks: which layouts run, how the stages of a lane are cut, and what connects its ranks.
 
-Tensor parallelism without sequence parallelism: all ranks of a lane hold all rows. What lies beside the blocks that a
-plan cuts (embeddings, projector, head) is whole on every rank.
+Tensor parallelism without sequence parallelism: all ranks of a lane hold all rows. A language model's embeddings and
+head are cut by their words where they are plain and make its logits; what else lies beside the blocks that a plan cuts
+(norms, a projector) is whole on every rank.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from interlace.model.stage import StageModule
 from interlace.parallel import Ranks, check_plan, tensor_parallel
 from interlace.parallel.families import Unknown, around, derived_plan
 from interlace.parallel.tensor import AROUND
+from interlace.parallel.vocabulary import vocabulary_plan
 
 
 def check_lanes(mllm: Any, layout: Layout) -> None:
@@ -56,6 +58,8 @@ def plan_of(stage: StageModule) -> dict[str, str]:
         if any(parameter is not None for parameter in part._parameters.values()):
             if not any(plan.get(outer, "layers") not in AROUND for outer in (path, *around(path))):
                 plan[path] = "replicate"
+    if not stage.is_encoder and stage.ends_with_head:
+        plan |= vocabulary_plan(stage.language_model, "language_model")
     return plan
 
 

@@ -51,19 +51,22 @@ class Rank:
         self.counts = {
             name
             for name in self.own
-            if number == min(r for alias in aliases.get(name, (name,)) for r in self._holders(alias))
+            if number == min(r for alias in aliases.get(name, (name,)) for r in self._holders(name, alias))
         }
         self._tied = {
             number: [name for names in mllm.tied_parameters() if self._places(names) == group for name in names]
             for number, group in enumerate(graph.tied)
         }
 
-    def _holders(self, name: str) -> list[int]:
-        """The ranks that hold what this one holds of a weight."""
-        lanes = self._graph.layout.holders(*self._layers[name])
+    def _holders(self, name: str, alias: str) -> list[int]:
+        """The ranks that hold, where the weight has the name `alias`, what this one holds of it under `name`."""
+        holders = self._graph.layout.holders
+        lanes = holders(*self._layers[alias])
         if name not in self.cut:
             return [rank for lane in lanes for rank in lane.ranks]
-        place = next(lane.ranks.index(self.number) for lane in lanes if self.number in lane.ranks)
+        place = next(
+            lane.ranks.index(self.number) for lane in holders(*self._layers[name]) if self.number in lane.ranks
+        )
         return [lane.ranks[place] for lane in lanes]
 
     def _places(self, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -161,10 +164,9 @@ def _link_pieces(
             model = own.get(name)
             if parameter is None or model is None:
                 continue
-            if name not in cut and id(model) not in mine:
-                mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
-                pieces.add(model, place, mine[id(model)], None)
-            if name in cut:
-                pieces.add(model, place, parameter, cut[name])
-            else:
-                module._parameters[key] = mine[id(model)]
+            if id(model) not in mine:  # else another stage of this rank has the weight too, and in the same lane
+                mine[id(model)] = parameter
+                if name not in cut:
+                    mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
+                pieces.add(model, place, mine[id(model)], cut.get(name))
+            module._parameters[key] = mine[id(model)]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from interlace.parallel.linear import ParallelLinear
+from interlace.parallel.layer import ParallelLayer
 
 
 class Views:
@@ -45,7 +45,7 @@ class Views:
 class Cut(NamedTuple):
     """Which layer a piece of a weight belongs to, and under which key: what knows where it is in the whole."""
 
-    layer: ParallelLinear
+    layer: ParallelLayer
     key: str
 
     def piece(self, whole: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def cut_weights(stage: nn.Module) -> Mapping[str, Cut]:
     return {
         f"{path}.{key}": Cut(layer, key)
         for path, layer in stage.named_modules()
-        if isinstance(layer, ParallelLinear) and layer.ranks.world > 1
+        if isinstance(layer, ParallelLayer) and layer.ranks.world > 1
         for key in layer.cut
         if getattr(layer, key) is not None
     }
