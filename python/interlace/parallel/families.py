@@ -54,9 +54,9 @@ class Unknown(Exception):
 def plan_for(module: nn.Module) -> dict[str, str]:
     """The plan of `tensor_parallel` for a HuggingFace model, a block of one, or the models inside `module`.
 
-    What belongs to none of them (a projector) is left out, for the caller to add; a language model's head may be made
-    "column_gathered" where it is not tied to the embeddings. Raises ValueError where a block has a part that is not
-    known, naming it, and where there is no block.
+    What belongs to none of them (a projector) is left out, for the caller to add; embeddings and head may be made
+    "vocabulary" (`interlace.parallel.vocabulary.vocabulary_plan`). Raises ValueError where a block has a part that is
+    not known, naming it, and where there is no block.
     """
     try:
         return derived_plan(module)
