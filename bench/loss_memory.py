@@ -1,10 +1,11 @@
-"""Memory and time of the loss: the head's logits chunk by chunk, against all of them at once.
+"""Memory and time of the loss: the head's logits chunk by chunk, against all of them at once, and cut among two ranks.
 
     python -m bench.loss_memory [--rows 2048 32768] [--words 128000] [--hidden 64] [--out FILE]
 
-Forward and backward of the head and the cross entropy, in fp32, each in a process of its own. Its memory is what the
-process takes beyond the hidden states, the weight and their gradients, which are there before. Whole logits are only
-measured for the smallest number of rows: all of them at once are --rows x --words x 4 bytes, several times.
+Forward and backward of the head and the cross entropy, in fp32, each in a process of its own, one thread each; "lane"
+in two, over gloo, of which each has half of the words. Memory is what a process (of two: the larger) takes beyond the
+hidden states, its weight and their gradients, which are there before. Whole logits are only measured for the smallest
+number of rows: all of them at once are --rows x --words x 4 bytes, several times.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.measure import command, machine, peak_bytes, versions, write_json
+from bench.measure import command, free_port, join_group, machine, peak_bytes, versions, write_json
 from interlace.model import loss
+from interlace.parallel import Ranks, VocabularyHead
 
 ROOT = Path(__file__).parents[1]
-WAYS = ("chunked", "whole")
+WAYS = ("chunked", "lane", "whole")  # whole: of the fewest rows alone
+LANE = 2  # ranks
 
 
 def run(way: str, rows: int, words: int, hidden: int) -> dict[str, float]:
     """The peak beyond what must be there, in MiB, and seconds; of this process, which does nothing else."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    head = nn.Linear(hidden, words, bias=False)
+    head: loss.Head = nn.Linear(hidden, words, bias=False)
+    if way == "lane":
+        head = VocabularyHead.from_linear(head, Ranks())
     states = torch.randn(rows, hidden).requires_grad_()
     targets = torch.randint(words, (rows,))
     for tensor in (states, head.weight):
@@ -54,16 +60,22 @@ def measure(rows: Sequence[int], words: int, hidden: int) -> list[dict[str, Any]
     """A row for each way and number of rows."""
     found = []
     for count in sorted(rows):
-        for way in WAYS if count == min(rows) else WAYS[:1]:
-            arguments = ["--child", way, str(count), str(words), str(hidden)]
-            done = subprocess.run(
-                [sys.executable, "-m", "bench.loss_memory", *arguments], cwd=ROOT, capture_output=True, text=True
-            )
-            if done.returncode:
-                raise RuntimeError(f"{way}, {count} rows ended with code {done.returncode}:\n{done.stderr[-2000:]}")
-            found.append(
-                {"way": way, "rows": count, "logits_mib": count * words * 4 / 2**20, **json.loads(done.stdout)}
-            )
+        for way in WAYS if count == min(rows) else WAYS[:2]:
+            port = free_port()
+            children = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "bench.loss_memory", "--child", way]
+                    + [str(number) for number in (count, words, hidden, rank, port)],
+                    cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                )
+                for rank in range(LANE if way == "lane" else 1)
+            ]  # fmt: skip
+            said = [child.communicate() for child in children]
+            for child, (_, errors) in zip(children, said, strict=True):
+                if child.returncode:
+                    raise RuntimeError(f"{way}, {count} rows ended with code {child.returncode}:\n{errors[-2000:]}")
+            largest = max((json.loads(out) for out, _ in said), key=lambda each: each["peak_mib"])
+            found.append({"way": way, "rows": count, "logits_mib": count * words * 4 / 2**20, **largest})
     return found
 
 
@@ -73,11 +85,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--words", type=int, default=128_000)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "loss_memory.json")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
-        way, *sizes = options.child
-        print(json.dumps(run(way, *map(int, sizes))))
+        way, *numbers = options.child
+        rows, words, hidden, rank, port = map(int, numbers)
+        if way == "lane":
+            join_group(rank, LANE, port, timeout=300)
+        print(json.dumps(run(way, rows, words, hidden)))
         return None
     report = {
         "benchmark": "loss_memory",
@@ -86,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         "versions": versions(),
         "words": options.words,
         "hidden": options.hidden,
+        "ranks": LANE,
         "rows": measure(options.rows, options.words, options.hidden),
     }
     write_json(options.out, report)

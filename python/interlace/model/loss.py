@@ -62,7 +62,7 @@ def head_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """
     words = None
     if isinstance(head, VocabularyHead) and head.ranks.world > 1:
-        words = Words(head.ranks, head.start)
+        words = Words(head.ranks, head.first)
         check_reverse_mode("head_cross_entropy", hidden, head.weight)
         known = (targets >= 0) & (targets < head.out_features)
         # Such a target would be nobody's word, and its logit 0 without a word. Does not wait for a GPU.

@@ -1,7 +1,8 @@
 """One module on several ranks.
 
 `tensor` cuts a module by a plan of its paths, for which `families` has ready ones; `linear` has the two cut linear
-layers, `mappings` what happens where whole and cut tensors meet, `state` the parameters of the whole.
+layers, `vocabulary` embeddings and heads cut by words, `layer` what these share, `mappings` what happens where whole
+and cut tensors meet, `state` the parameters of the whole.
 """
 
 from interlace.parallel.families import plan_for
@@ -9,14 +10,18 @@ from interlace.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from interlace.parallel.mappings import Ranks
 from interlace.parallel.state import dtensor_state_dict, full_state_dict
 from interlace.parallel.tensor import check_plan, tensor_parallel
+from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_plan
 
 __all__ = [
     "ColumnParallelLinear",
     "Ranks",
     "RowParallelLinear",
+    "VocabularyEmbedding",
+    "VocabularyHead",
     "check_plan",
     "dtensor_state_dict",
     "full_state_dict",
     "plan_for",
     "tensor_parallel",
+    "vocabulary_plan",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.parallel.mappings import Ranks
+from interlace.parallel.region import Box, Region
 
 
 class ParallelLayer(nn.Module):
@@ -22,38 +23,32 @@ class ParallelLayer(nn.Module):
     ranks: Ranks
     sizes: tuple[int, int]
 
-    def spans(self, key: str) -> list[tuple[int, int]]:
-        """Where this rank's piece of a cut parameter lies in the whole, along the dimension `cut[key]`.
-
-        (start, stop) in each of the layer's parts, in their order; the piece has these one after the other. Pieces
-        that cannot be equal differ by one, the larger ones first.
-        """
-        size = self.sizes[self.cut[key]] // self.parts
+    def region(self, key: str) -> Region:
+        """Where this rank's part of a parameter lies in the whole. Parts that cannot be equal differ by one."""
+        shape = self.sizes if key == "weight" else self.sizes[:1]
+        if key not in self.cut:
+            return Region.whole(shape)
+        dim = self.cut[key]
+        size = shape[dim] // self.parts
         counts = self.ranks.counts(size)
-        start = sum(counts[: self.ranks.rank])
-        return [(part * size + start, part * size + start + counts[self.ranks.rank]) for part in range(self.parts)]
+        boxes = []
+        for part in range(self.parts):
+            first = part * size + sum(counts[: self.ranks.rank])
+            offsets = tuple(first if i == dim else 0 for i in range(len(shape)))
+            lengths = tuple(counts[self.ranks.rank] if i == dim else length for i, length in enumerate(shape))
+            boxes.append(Box(offsets, lengths))
+        return Region(shape, tuple(boxes), dim)
 
     def piece(self, key: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter (or of its gradient, or of an optimizer's state of its shape).
 
         A view, but for layers of several parts.
         """
-        if key not in self.cut:
-            return whole
-        pieces = self._pieces(key, whole)
-        return pieces[0] if self.parts == 1 else torch.cat(pieces, self.cut[key])
+        return self.region(key).piece(whole)
 
     def put(self, key: str, whole: Tensor, piece: Tensor) -> None:
         """Write this rank's part into the whole, as `piece` takes it out; other ranks' parts stay as they are."""
-        if key not in self.cut:
-            whole.copy_(piece)
-            return
-        for to, part in zip(self._pieces(key, whole), piece.chunk(self.parts, self.cut[key]), strict=True):
-            to.copy_(part)
-
-    def _pieces(self, key: str, whole: Tensor) -> list[Tensor]:
-        """Views of this rank's piece of each part of the whole."""
-        return [whole.narrow(self.cut[key], start, stop - start) for start, stop in self.spans(key)]
+        self.region(key).put(whole, piece)
 
     def whole(self, key: str, piece: Tensor) -> Tensor:
         """The inverse of `piece`. Collective."""
@@ -75,9 +70,7 @@ class ParallelLayer(nn.Module):
         for key, parameter in self.named_parameters():
             given = state_dict.get(prefix + key)
             if given is not None and key in self.cut and given.shape != parameter.shape:
-                expected = list(parameter.shape)
-                expected[self.cut[key]] = self.sizes[self.cut[key]]
-                if list(given.shape) == expected:  # else nn.Module says what does not fit
+                if tuple(given.shape) == self.region(key).shape:  # else nn.Module says what does not fit
                     # A copy, since load_state_dict(assign=True) would keep the whole alive behind a view.
                     state_dict[prefix + key] = self.piece(key, given).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -69,14 +69,12 @@ class ParallelLinear(ParallelLayer):
             raise ValueError(
                 f"{type(self).__name__}: {name}_features {cut} do not divide among {self.ranks.world} ranks"
             )
-        for key, shape in (("weight", (out_features, in_features)), ("bias", (out_features,) if bias else None)):
-            if shape is None:
+        for key, there in (("weight", True), ("bias", bias)):
+            if not there:
                 self.register_parameter(key, None)
             else:
-                local = list(shape)
-                if key in self.cut:
-                    local[self.cut[key]] = sum(stop - start for start, stop in self.spans(key))
-                self.register_parameter(key, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
+                local = torch.empty(self.region(key).sizes, device=device, dtype=dtype)
+                self.register_parameter(key, nn.Parameter(local))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -48,16 +48,17 @@ class VocabularyEmbedding(ParallelLayer):
         self.register_buffer("scale", scale.detach().clone() if isinstance(scale, Tensor) else None, persistent=False)
         self.factor = None if isinstance(scale, Tensor) else scale
         self.take(whole)
+        self.first = self.region("weight").boxes[0].offsets[0]  # of this rank's words
 
     def forward(self, ids: Tensor) -> Tensor:
         known = (ids >= 0) & (ids < self.num_embeddings)
         # Such an id would be nobody's word, and its embedding 0 without a word. Does not wait for a GPU.
         torch._assert_async(known.all(), f"an id is outside the vocabulary of {self.num_embeddings} words")
-        ((start, stop),) = self.spans("weight")
-        others = (ids < start) | (ids >= stop)
-        padding = self.padding_idx
-        padding = padding - start if padding is not None and start <= padding < stop else None  # it has no gradient
-        rows = embedding((ids - start).masked_fill(others, 0), self.weight, padding)
+        mine, padding = ids - self.first, None
+        others = (mine < 0) | (mine >= len(self.weight))
+        if self.padding_idx is not None and 0 <= self.padding_idx - self.first < len(self.weight):
+            padding = self.padding_idx - self.first  # without a gradient
+        rows = embedding(mine.masked_fill(others, 0), self.weight, padding)
         if self.factor is not None:
             rows = rows * self.factor
         if self.scale is not None:
@@ -77,9 +78,9 @@ class VocabularyHead(ColumnParallelLinear):
         super().__init__(*args, sequence_parallel=False, gather_output=True, **options)
 
     @property
-    def start(self) -> int:
+    def first(self) -> int:
         """The first of this rank's words."""
-        return self.spans("weight")[0][0]
+        return self.region("weight").boxes[0].offsets[0]
 
 
 def vocabulary_plan(model: nn.Module, path: str = "") -> dict[str, str]:

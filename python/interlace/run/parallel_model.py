@@ -67,8 +67,9 @@ def parallelize(
     It computes where the weights of ``mllm`` lie, one device per process; on GPUs the ranks' messages go over NCCL, and
     what must be known on the host over gloo.
 
-    A module with tp > 1 is cut inside its blocks, among the ranks of each of its lanes. Between processes a rank's
-    parameters are then its pieces (see `named_parameters`), copied from the weights of ``mllm``.
+    A module with tp > 1 is cut inside its blocks, and a language model's vocabulary too, among the ranks of each lane.
+    Between processes a rank's parameters are then its pieces (see `named_parameters`), copied from the weights of
+    ``mllm``.
 
     Raises ValueError when the world's size is not the layout's, for weights on several devices, for a module whose
     blocks cannot be cut among its tp ranks, and for cp > 1, which this version plans but does not run.
