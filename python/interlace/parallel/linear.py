@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from interlace.comm import all_gather_matmul, matmul_reduce_scatter
 from interlace.comm.group import Group
@@ -201,13 +201,23 @@ class RowParallelLinear(ParallelLinear):
     """The sum over ranks of products of this rank's inputs, plus the bias, once.
 
     x [..., rows, in / world]. Returns [..., rows / world, out] with sequence parallelism, else [..., rows, out].
+
+    Args:
+        fill: with sequence parallelism, take any number of rows: zeros fill them up to a multiple of the ranks, so that
+            the last of all rows that are returned are the products of zeros.
     """
 
     cut: ClassVar[dict[str, int]] = {"weight": 1}
 
+    def __init__(self, *args: Any, fill: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fill = fill
+
     def forward(self, x: Tensor) -> Tensor:
         self._check(x, self.in_features // self.ranks.world)
         if self.sequence_parallel:
+            if self.fill and (missing := -x.shape[-2] % self.ranks.world):
+                x = pad(x, (0, 0, 0, missing))
             y = matmul_reduce_scatter(x, self.weight, group=self.ranks.transport(x), num_chunks=self.num_chunks)
             if self.bias is not None:
                 sum_gradient(self.bias, self.ranks)  # each rank's is that of its rows

@@ -1,16 +1,24 @@
 """Lanes of several ranks: which layouts run, how the stages of a lane are cut, and what connects its ranks.
 
-Tensor parallelism without sequence parallelism: all ranks of a lane hold all rows. What lies beside the blocks that a
-plan cuts (embeddings, projector, head) is whole on every rank.
+Tensor parallelism, with sequence parallelism inside each stage: its rows are cut among the ranks before its first block
+and joined after its last one, so that norms and residuals between the products work on 1 / tp of them. What lies beside
+the blocks that a plan cuts (embeddings, projector, head) is whole on every rank, as are the rows there and those that
+travel between stages.
+
+Rows of any number are cut: all are there in every attention, no more and no fewer, so that masks, positions and labels
+stay what they are (see `interlace.parallel.tensor`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from interlace.attention.hf import current_plan
 from interlace.layout import Layout
+from interlace.model.rows import PACKED
 from interlace.model.stage import StageModule
 from interlace.parallel import Ranks, check_plan, tensor_parallel
 from interlace.parallel.families import Unknown, around, derived_plan
@@ -59,6 +67,24 @@ def plan_of(stage: StageModule) -> dict[str, str]:
     return plan
 
 
-def cut(stage: StageModule, ranks: Ranks) -> nn.Module:
-    """The stage, cut in place for this rank's place in its lane."""
-    return tensor_parallel(stage, plan_of(stage), ranks, sequence_parallel=False)
+def cuts_rows(mllm: Any, name: str, plan: Mapping[str, str]) -> bool:
+    """Whether the rows of module `name` can be cut between the products of its blocks, for which `plan` is.
+
+    Not where rows meet outside attention: in modules that take samples apart because of that (`mllm.packing`), and in
+    those with a second list of blocks, whose rows may be others.
+    """
+    return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1
+
+
+def cut(mllm: Any, stage: StageModule, ranks: Ranks, *, sequence_parallel: bool) -> nn.Module:
+    """The stage, cut in place for this rank's place in its lane; its rows too, where asked for and `cuts_rows`."""
+    plan = plan_of(stage)
+    rows = sequence_parallel and cuts_rows(mllm, stage.name, plan)
+    return tensor_parallel(stage, plan, ranks, sequence_parallel=rows, length=rows_of_plan if rows else None)
+
+
+def rows_of_plan() -> int:
+    """The rows that blocks now take: every call of a stage has a plan, which is there again where it is recomputed."""
+    plan, _ = current_plan()
+    assert plan is not None
+    return plan.q_len

@@ -106,7 +106,13 @@ def lane_of(layout: Layout, number: int, key: Key) -> Lane:
 
 
 def make_ranks(
-    mllm: Any, graph: StageGraph, numbers: Sequence[int], checkpointing: bool, views: Views, pieces: Pieces
+    mllm: Any,
+    graph: StageGraph,
+    numbers: Sequence[int],
+    checkpointing: bool,
+    sequence_parallel: bool,
+    views: Views,
+    pieces: Pieces,
 ) -> dict[int, Rank]:
     """The ranks `numbers` of this process."""
     several = len(numbers) > 1
@@ -125,7 +131,7 @@ def make_ranks(
                 stage.module, stage.start, stage.stop, copy=several or len(lane) > 1, checkpointing=checkpointing
             )
             if len(lane) > 1:
-                stages[key] = cut(part, ranks)
+                stages[key] = cut(mllm, part, ranks, sequence_parallel=sequence_parallel)
                 _link_pieces(part, own, mine, ranks.rank, pieces)
             else:
                 stages[key] = part
