@@ -147,7 +147,8 @@ def check_case(
             mllm.freeze(path)
     mllm.train()
     samples = random_samples(rng, mllm, rng.randint(2, 6))
-    options = {"sequence_parallel": sequence_parallel, "checkpointing": rng.random() < 0.3, "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
+    options = {"checkpointing": rng.random() < 0.3, "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
+    options["sequence_parallel"] = sequence_parallel
     while True:
         layout = random_layout(rng, mllm, placement)
         if layout.world not in worlds:
