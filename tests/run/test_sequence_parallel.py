@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import MultimodalModel
 from interlace.run import ParallelModel, parallelize
+from interlace.schedule import Op
 from tests.model import zoo
 from tests.model.test_encoders import internvit, pixtral, siglip2
 from tests.run.test_parity import FREEZING, oracle
@@ -125,7 +126,34 @@ def test_encoders_with_class_tokens_and_images_of_any_size(name: str) -> None:
     assert set(mllm.packing.values()) == {"packed"}
     parallel = check_step(mllm, batch, encoder_and_model(mllm, 2, 2, pp=2))
     assert all(any(cuts_rows(stage) for stage in stages.values()) for stages in parallel.stages.values())
-    assert not any(parameter._backward_hooks for parameter in mllm.parameters())
+
+
+def test_what_a_rank_uses_in_part_is_summed_once_a_step() -> None:
+    """By an action of the checked lists, over the lanes of all replicas, and not inside any backward."""
+    mllm = model()
+    specs = {"vision": ParallelSpec(tp=2, dp=2), "audio": ParallelSpec(), LLM: ParallelSpec(tp=3, pp=2)}
+    parallel = check_step(mllm, random_microbatches(mllm, "all"), Layout.from_specs(mllm, specs))
+    everywhere = {"vision": [(0, 1, 2, 3)], LLM: [(5, 6, 7), (8, 9, 10)]}
+    found = [reduction for reduction in parallel.graph.reductions if reduction.in_part]
+    assert {name: sorted({r.ranks for r in found if r.module == name}) for name in specs} == {**everywhere, "audio": []}
+    assert parallel._last is not None
+    for rank in range(parallel.layout.world):
+        actions = parallel._last.actions[rank]
+        due = [i for i, reduction in enumerate(parallel.graph.reductions) if rank in reduction.ranks]
+        assert sorted(action.other for action in actions if action.op is Op.REDUCE_GRAD) == due
+        for stage in parallel.stages[rank].values():
+            assert not any(parameter._backward_hooks for parameter in stage.parameters())
+
+
+def test_a_weight_that_is_used_in_part_here_and_whole_there_is_refused() -> None:
+    mllm = model(encoders=())
+    mllm.language_model.model.norm.weight = mllm.language_model.model.layers[0].input_layernorm.weight
+    with pytest.raises(ValueError, match=r"model.norm.weight and .*input_layernorm.weight are one weight, .*untie it"):
+        parallelize(mllm, Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2)}))
+    check_step(
+        mllm, random_microbatches(mllm, "text")[:1], Layout.from_specs(mllm, {LLM: ParallelSpec(tp=2)}),
+        sequence_parallel=False,
+    )  # fmt: skip
 
 
 def cuts_rows(stage: Any) -> bool:

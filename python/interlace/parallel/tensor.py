@@ -37,7 +37,7 @@ be the same everywhere.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -68,6 +68,7 @@ def tensor_parallel(
     num_chunks: int | Literal["auto"] = "auto",
     regather: bool = False,
     length: Callable[[], int] | None = None,
+    sum_gradients: bool = True,
 ) -> nn.Module:
     """Cuts `module` among the ranks of `group`, in place, and returns it. All ranks must hold the same module and pass
     the same plan and options: what they are, though not the weights, is compared before the first transfer.
@@ -82,6 +83,7 @@ def tensor_parallel(
         num_chunks, regather: of `all_gather_matmul`.
         length: says how many rows the whole sequence has that is running, any number of them. Asked in every forward
             with sequence parallelism, also in one that a backward pass recomputes, where it must say the same again.
+        sum_gradients: sum the gradients of what is `used_in_part` in every backward. False leaves that to the caller.
 
     Raises:
         ValueError: a module with parameters that no pattern matches; a pattern that matches nothing or asks for what
@@ -89,29 +91,27 @@ def tensor_parallel(
     """
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     styles, shared = _checked(module, plan, ranks)
-    fill = length is not None
+    of_rows = {"fill": length is not None, "sum_gradients": sum_gradients}
     ranks.must_agree(
         "tensor_parallel", module=type(module).__name__, plan=Fingerprint(repr(sorted(styles.items())), []),
         parameters=Fingerprint(repr([(name, p.shape, p.dtype) for name, p in module.named_parameters()]), []),
-        sequence_parallel=sequence_parallel, num_chunks=num_chunks, regather=regather, any_length=fill,
+        sequence_parallel=sequence_parallel, num_chunks=num_chunks, regather=regather, any_length=length is not None,
+        sum_gradients=sum_gradients,
     )  # fmt: skip
     parts = {
-        path: _part(_linear(module, path), path, style, ranks, sequence_parallel, num_chunks, regather, shared, fill)
+        path: _part(_linear(module, path), path, style, ranks, sequence_parallel, num_chunks, regather, shared, of_rows)
         for path, style in styles.items()
         if style in CUT
     }
     for path, part in parts.items():
         parent, _, name = path.rpartition(".")
         setattr(module.get_submodule(parent), name, part)
+    for path in _in_part(module, styles, sequence_parallel) if sum_gradients else ():
+        module.get_submodule(path).register_forward_pre_hook(SummedGradients(ranks))
     for path, style in styles.items():
-        there = module.get_submodule(path)
-        if style == "heads" or (style == "sequence" and sequence_parallel):
-            for name, inside in there.named_modules(prefix=path):
-                if path == next(outer for outer in (name, *around(name)) if outer in styles):
-                    inside.register_forward_pre_hook(SummedGradients(ranks))
-        elif style == "layers" and sequence_parallel:
+        if style == "layers" and sequence_parallel:
             # What has no parameters may stand for a block of another stage, at which the forward is not to be cut.
-            every = list(there.children())
+            every = list(module.get_submodule(path).children())
             blocks = [block for block in every if next(block.parameters(), None) is not None] or every
             blocks[0].register_forward_pre_hook(SplitInput(ranks, length), with_kwargs=True)
             blocks[-1].register_forward_hook(GatherOutput(ranks, length))
@@ -138,7 +138,42 @@ def check_plan(module: nn.Module, plan: Mapping[str, str] | None, world: int) ->
         if style in CUT:
             whole = _linear(module, path)
             shapes = nn.Linear(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
-            _part(shapes, path, style, ranks, False, "auto", False, shared, False)
+            _part(shapes, path, style, ranks, False, "auto", False, shared, {})
+
+
+def used_in_part(module: nn.Module, plan: Mapping[str, str], *, sequence_parallel: bool) -> set[str]:
+    """Names of the parameters that `tensor_parallel` leaves whole, but that a rank applies to its own rows or heads
+    only, so that their gradients are sums over ranks.
+
+    module: not cut yet. Raises ValueError where one weight is such a parameter and also used on all rows.
+    """
+    styles = _styles(module, plan)
+    names = {
+        f"{path}.{key}" if path else key
+        for path in _in_part(module, styles, sequence_parallel)
+        for key, parameter in module.get_submodule(path)._parameters.items()
+        if parameter is not None
+    }
+    rows = [path for path, style in styles.items() if style == "row" and sequence_parallel]
+    names |= {f"{path}.bias" for path in rows if _linear(module, path).bias is not None}
+    every = list(module.named_parameters(remove_duplicate=False))
+    held = {id(parameter): name for name, parameter in every if name in names}
+    for name, parameter in every:
+        if name not in names and id(parameter) in held:
+            raise ValueError(
+                f"{name} and {held[id(parameter)]} are one weight, used there on all rows and here on those of a rank: "
+                "no sum over ranks is right for both, untie it"
+            )
+    return names
+
+
+def _in_part(module: nn.Module, styles: Mapping[str, str], sequence_parallel: bool) -> Iterator[str]:
+    """Paths of the modules that a rank applies to its own rows or heads."""
+    for path, style in styles.items():
+        if style == "heads" or (style == "sequence" and sequence_parallel):
+            for name, _ in module.get_submodule(path).named_modules(prefix=path):
+                if path == next(outer for outer in (name, *around(name)) if outer in styles):
+                    yield name
 
 
 def _checked(
@@ -158,12 +193,12 @@ def _linear(module: nn.Module, path: str) -> nn.Linear:
 
 def _part(
     whole: nn.Linear, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
-    num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]], fill: bool,
+    num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]], of_rows: Mapping[str, bool],
 ) -> ParallelLinear:  # fmt: skip
     try:
         if style == "row":
             return RowParallelLinear.from_linear(
-                whole, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks, fill=fill
+                whole, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks, **of_rows
             )
         if PARTS.get(style, 1) > 1 and whole.out_features % (PARTS[style] * ranks.world):
             raise ValueError(f"{whole.out_features} outputs in {PARTS[style]} parts do not divide among {ranks.world}")

@@ -12,24 +12,25 @@ stay what they are (see `interlace.parallel.tensor`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from interlace.attention.hf import current_plan
-from interlace.layout import Layout
 from interlace.model.rows import PACKED
 from interlace.model.stage import StageModule
-from interlace.parallel import Ranks, check_plan, tensor_parallel
+from interlace.parallel import Ranks, check_plan, tensor_parallel, used_in_part
 from interlace.parallel.families import Unknown, around, derived_plan
 from interlace.parallel.tensor import AROUND
+from interlace.schedule import StageGraph
 
 
-def check_lanes(mllm: Any, layout: Layout) -> None:
-    """Raises ValueError for lanes that this version does not run, and for a module that its tp cannot cut.
+def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> StageGraph:
+    """The graph of a layout whose lanes run, which knows what their ranks sum besides.
 
-    Every rank checks all modules: so all refuse what one of them could not hold, before any waits for another.
+    Raises ValueError for lanes that this version does not run, and for a module that its tp cannot cut. Every rank
+    checks all modules: so all refuse what one of them could not hold, before any waits for another.
     """
+    layout, in_part = graph.layout, []
     for stage in layout.stages():
         if layout.spec(stage.module).cp > 1:
             raise ValueError(
@@ -44,7 +45,11 @@ def check_lanes(mllm: Any, layout: Layout) -> None:
         if tp > 1:
             whole = mllm.slice(name, 0, len(mllm.layer_list(name)))
             try:
-                check_plan(whole, plan_of(whole), tp)
+                plan = plan_of(whole)
+                check_plan(whole, plan, tp)
+                rows = sequence_parallel and cuts_rows(mllm, name, plan)
+                if used_in_part(whole, plan, sequence_parallel=rows):
+                    in_part.append(name)
             except Unknown as error:
                 raise ValueError(
                     f"{name} cannot be cut among tp = {tp} ranks: how is not known of {error}. Leave {name} at tp = 1 "
@@ -55,6 +60,7 @@ def check_lanes(mllm: Any, layout: Layout) -> None:
                     f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or "
                     "dp"
                 ) from error
+    return replace(graph, in_part=frozenset(in_part))
 
 
 def plan_of(stage: StageModule) -> dict[str, str]:
@@ -76,11 +82,17 @@ def cuts_rows(mllm: Any, name: str, plan: Mapping[str, str]) -> bool:
     return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1
 
 
-def cut(mllm: Any, stage: StageModule, ranks: Ranks, *, sequence_parallel: bool) -> nn.Module:
-    """The stage, cut in place for this rank's place in its lane; its rows too, where asked for and `cuts_rows`."""
+def cut(mllm: Any, stage: StageModule, ranks: Ranks, *, sequence_parallel: bool) -> set[str]:
+    """Cut the stage in place for this rank's place in its lane; its rows too, where asked for and `cuts_rows`.
+
+    Returns the names of the weights that a rank uses in part, whose gradients the lane sums once per step.
+    """
     plan = plan_of(stage)
     rows = sequence_parallel and cuts_rows(mllm, stage.name, plan)
-    return tensor_parallel(stage, plan, ranks, sequence_parallel=rows, length=rows_of_plan if rows else None)
+    in_part = used_in_part(stage, plan, sequence_parallel=rows)
+    length = rows_of_plan if rows else None
+    tensor_parallel(stage, plan, ranks, sequence_parallel=rows, length=length, sum_gradients=False)
+    return in_part
 
 
 def rows_of_plan() -> int:

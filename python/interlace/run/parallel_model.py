@@ -32,7 +32,7 @@ from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import check_read, edges, stage_graph
-from interlace.run.lanes import check_lanes
+from interlace.run.lanes import with_lanes
 from interlace.run.ranks import make_ranks
 from interlace.run.result import StepResult, times_of
 from interlace.run.threads import run_threads
@@ -134,7 +134,7 @@ class ParallelModel:
         self._trained = Trained(mllm)
         self._failed, self._drew_in_lane = "", False
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
-        check_lanes(mllm, layout)
+        self.graph = with_lanes(self.graph, mllm, sequence_parallel=sequence_parallel)
         self._views, self._pieces = Views(), Pieces()
         self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, sequence_parallel, self._views, self._pieces)
         self._lanes = [lane.ranks for lane in layout.lanes() if len(lane.ranks) > 1]
