@@ -160,8 +160,22 @@ def test_tensor_parallel_ranks_sum_apart_and_context_parallel_ones_together():
     )
     assert layout.reduce_groups() == (Reduction("m", 0, 2, (0, 2, 4, 6)), Reduction("m", 0, 2, (1, 3, 5, 7)))
     assert [layout.group(5, "m", kind) for kind in ("tp", "cp", "dp")] == [(4, 5), (5, 7), (1, 5)]
+    assert layout.reduce_groups({"m"})[2:] == (Reduction("m", 0, 2, tuple(range(8)), in_part=True),)
     with pytest.raises(ValueError, match=r"kind is 'pp': one of \"tp\", \"cp\", \"dp\", \"shard\""):
         layout.group(0, "m", "pp")
+
+
+def test_what_a_lane_uses_in_part_is_summed_over_whole_lanes_wherever_replicas_are_cut():
+    layout = one_module(
+        pipeline("m", 0, (0, 2, (0, 1)), (2, 3, (2, 3))), pipeline("m", 1, (0, 1, (4, 5)), (1, 3, (4, 5))),
+        world=6, tp=2, pp=2,
+    )  # fmt: skip
+    found = [reduction for reduction in layout.reduce_groups({"m"}) if reduction.in_part]
+    assert [(r.start, r.stop, r.ranks) for r in found] == [
+        (0, 1, (0, 1, 4, 5)),
+        (1, 2, (0, 1, 4, 5)),
+        (2, 3, (2, 3, 4, 5)),
+    ]
 
 
 def test_copies_of_an_encoder_sum_with_it():

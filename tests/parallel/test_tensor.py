@@ -156,6 +156,26 @@ def test_recomputed_and_copied_models(way, sequence_parallel):
     compare(2, model, inputs, PREPARATIONS[way], sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_sequences_of_any_length(name):
+    """Rows that do not divide, and fewer of them than ranks."""
+    torch.manual_seed(0)
+    model = randomize(FAMILIES[name].model())
+    for world, length in ((4, 5), (2, 1), (4, 2), (2, 7)):
+        compare(world, model, FAMILIES[name].inputs(length), length=lambda length=length: length)
+    with pytest.raises(
+        ValueError, match=r"is given 6 rows, where the sequence is said to have 5: .*sequence_parallel="
+    ):
+        compare(2, model, FAMILIES[name].inputs(6), length=lambda: 5)
+
+
+@pytest.mark.parametrize("way", PREPARATIONS)
+def test_any_length_recomputed_and_copied(way):
+    """A layer that is recomputed asks for the length again."""
+    model, _ = family("llama")
+    compare(4, model, FAMILIES["llama"].inputs(6), PREPARATIONS[way], length=lambda: 6)
+
+
 @SEQUENCE
 def test_one_rank(sequence_parallel):
     compare(1, *family("qwen2"), sequence_parallel=sequence_parallel)

@@ -23,6 +23,7 @@ DIFFERENT = {
     "placement": "layout is fingerprint",
     "schedule": "schedule is 1f1b on rank 0 but gpipe on rank 1",
     "autocast": "autocast is None on rank 0 but torch.bfloat16 on rank 1",
+    "sequence": "sequence_parallel is True on rank 0 but False on rank 1",
     "evaluation": "train is True on rank 0 but False on rank 1",
     "microbatches": "groups is 4 on rank 0 but 3 on rank 1; samples is 8 on rank 0 but 6 on rank 1",
     "order": "content is fingerprint",
@@ -43,7 +44,7 @@ def step(rank: int, ways: list[str]) -> list[tuple[str, bool]]:
         layout = make_layout(mllm, "replicated" if odd == "placement" else "parallel", 2)
         parallel = parallelize(
             mllm, layout, transport="distributed", timeout=20, schedule="gpipe" if odd == "schedule" else "1f1b",
-            autocast=torch.bfloat16 if odd == "autocast" else None,
+            autocast=torch.bfloat16 if odd == "autocast" else None, sequence_parallel=odd != "sequence",
         )  # fmt: skip
         batches = copy.deepcopy(random_microbatches(mllm, "all"))
         if odd == "microbatches":

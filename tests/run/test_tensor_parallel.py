@@ -132,7 +132,9 @@ def compare_holders(parallel: ParallelModel) -> None:
     pieces.collect = compare  # type: ignore[method-assign]
 
 
-def check_case(seed: int, transport: str = "local", worlds: range = range(1, 13)) -> int:
+def check_case(
+    seed: int, transport: str = "local", worlds: range = range(1, 13), *, sequence_parallel: bool = False
+) -> int:
     """One layout, one model, two steps; returns the number of ranks."""
     rng = random.Random(seed)
     placement = PLACEMENTS[seed % len(PLACEMENTS)]
@@ -146,6 +148,7 @@ def check_case(seed: int, transport: str = "local", worlds: range = range(1, 13)
     mllm.train()
     samples = random_samples(rng, mllm, rng.randint(2, 6))
     options = {"checkpointing": rng.random() < 0.3, "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
+    options["sequence_parallel"] = sequence_parallel
     while True:
         layout = random_layout(rng, mllm, placement)
         if layout.world not in worlds:

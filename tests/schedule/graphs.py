@@ -54,7 +54,8 @@ def random_case(seed: int, max_ranks: int = 5, max_chunks: int = 5) -> Case:
         trainable[name] = tuple(rng.random() < some for _ in range(layers))
         if layers > 1 and trainable[name][0] and trainable[name][-1] and rng.random() < 0.5:
             tied.append(((name, 0), (name, layers - 1)))
-    graph = StageGraph(_without_idle(modules), tuple(rng.sample(links, len(links))), trainable, tuple(tied))
+    in_part = frozenset(name for name in modules if rng.random() < 0.3)
+    graph = StageGraph(_without_idle(modules), tuple(rng.sample(links, len(links))), trainable, tuple(tied), in_part)
     return Case(graph, random_table(rng, graph, max_chunks))
 
 

@@ -57,7 +57,8 @@ def random_graph(rng: np.random.Generator) -> StageGraph:
     trainable = {name: tuple((rng.random(spec.pp) < 0.8).tolist()) for name, (spec, _) in modules.items()}
     tied = [((LLM, 0), (LLM, 1))] if modules[LLM][0].pp == 2 and rng.random() < 0.5 else []
     links = tuple((name, LLM) for name in names[:-1])
-    return StageGraph(Layout(modules, world), links, trainable, tuple(tied))
+    in_part = frozenset(name for name in modules if rng.random() < 0.3)
+    return StageGraph(Layout(modules, world), links, trainable, tuple(tied), in_part)
 
 
 def random_table(rng: np.random.Generator, graph: StageGraph) -> StepTable:

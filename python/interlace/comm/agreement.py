@@ -11,8 +11,9 @@
     matmul_reduce_scatter        shape and dtype of x but for K, N, chunks, layout  K
     context_parallel_attention   shapes and dtype of q, k, v; shards, mask; scale,  return_lse, backend, blocks of the
                                  softcap, deterministic, chunks of key heads        plan
-    a tensor-parallel module     its path -> style, sequence_parallel, num_chunks,
-                                 regather; names, shapes and dtypes of parameters   weights that it is loaded with
+    a tensor-parallel module     its path -> style, sequence_parallel, any_length,
+                                 num_chunks, regather, sum_gradients; names,
+                                 shapes and dtypes of parameters                    weights that it is loaded with
     all of them                  whether a backward pass will communicate           strides, async_op, timeouts
 
 `deterministic` belongs to the first, since gradients of keys are sums over ranks: one rank that does not repeat its

@@ -7,7 +7,7 @@ more (placement "replicated"). Shards are the ranks of one lane, copies are othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -206,11 +206,11 @@ class Layout:
             return tuple(sorted({other.ranks[place] for other in self.holders(module, stage.start)}))
         raise ValueError(f'kind is {kind!r}: one of "tp", "cp", "dp", "shard"')
 
-    def reduce_groups(self) -> tuple[Reduction, ...]:
+    def reduce_groups(self, in_part: Collection[str] = ()) -> tuple[Reduction, ...]:
         """Which ranks sum the gradients of which layers: see `interlace.layout.reductions`."""
         from interlace.layout.reductions import reduce_groups
 
-        return reduce_groups(self)
+        return reduce_groups(self, in_part)
 
     @cached_property
     def data_parallel(self) -> dict[str, int]:

@@ -261,7 +261,8 @@ def _before(layer: nn.Module, change: Callable[..., tuple[Any, Any]]) -> Callabl
     """
     compiled = getattr(layer, "_compiled_call_impl", None)
     if compiled is None:
-        return layer.register_forward_pre_hook(change, with_kwargs=True).remove
+        # First, as in compiled code: other hooks are for what the layer is called with, not for what is replaced.
+        return layer.register_forward_pre_hook(change, with_kwargs=True, prepend=True).remove
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = change(layer, args, kwargs)

@@ -9,7 +9,7 @@ from interlace.parallel.families import plan_for
 from interlace.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from interlace.parallel.mappings import Ranks
 from interlace.parallel.state import dtensor_state_dict, full_state_dict
-from interlace.parallel.tensor import check_plan, tensor_parallel
+from interlace.parallel.tensor import check_plan, tensor_parallel, used_in_part
 from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, vocabulary_plan
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "full_state_dict",
     "plan_for",
     "tensor_parallel",
+    "used_in_part",
     "vocabulary_plan",
 ]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from interlace.comm import all_gather_matmul, matmul_reduce_scatter
 from interlace.comm.group import Group
@@ -156,16 +156,28 @@ class RowParallelLinear(ParallelLinear):
     """The sum over ranks of products of this rank's inputs, plus the bias, once.
 
     x [..., rows, in / world]. Returns [..., rows / world, out] with sequence parallelism, else [..., rows, out].
+
+    Args:
+        fill: with sequence parallelism, take any number of rows: zeros fill them up to a multiple of the ranks, so that
+            the last of all rows that are returned are the products of zeros.
+        sum_gradients: sum the bias's gradient, of which each rank has that of its rows, in every backward. False leaves
+            it to the caller.
     """
 
     cut: ClassVar[dict[str, int]] = {"weight": 1}
 
+    def __init__(self, *args: Any, fill: bool = False, sum_gradients: bool = True, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fill, self.sum_gradients = fill, sum_gradients
+
     def forward(self, x: Tensor) -> Tensor:
         self._check(x, self.in_features // self.ranks.world)
         if self.sequence_parallel:
+            if self.fill and (missing := -x.shape[-2] % self.ranks.world):
+                x = pad(x, (0, 0, 0, missing))
             y = matmul_reduce_scatter(x, self.weight, group=self.ranks.transport(x), num_chunks=self.num_chunks)
-            if self.bias is not None:
-                sum_gradient(self.bias, self.ranks)  # each rank's is that of its rows
+            if self.bias is not None and self.sum_gradients:
+                sum_gradient(self.bias, self.ranks)
         else:
             y = sum_over_ranks(linear(x, self.weight), self.ranks)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -26,7 +26,9 @@ Patterns match paths component by component, with * as in file names; of several
 that has parameters must be matched, itself or by way of a module around it: nothing is replicated silently.
 
 With sequence parallelism a block takes and returns m of world * m rows [..., m, hidden], while position embeddings,
-masks and whatever else enters an attention stay those of the whole sequence. Without, rows are whole everywhere.
+masks and whatever else enters an attention stay those of the whole sequence. Without, rows are whole everywhere. Where
+the length may be any (`length`), rows are filled up to world * m between the products only: no attention sees those
+that were added, and nothing has a gradient of them.
 
 Dropout draws from each rank's own random state. On whole rows (around the blocks, and in them without sequence
 parallelism) all ranks must have the same, or they diverge. On cut rows, heads or features the same state only repeats
@@ -37,9 +39,10 @@ be the same everywhere.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -68,6 +71,8 @@ def tensor_parallel(
     sequence_parallel: bool = True,
     num_chunks: int | Literal["auto"] = "auto",
     regather: bool = False,
+    length: Callable[[], int] | None = None,
+    sum_gradients: bool = True,
 ) -> nn.Module:
     """Cuts `module` among the ranks of `group`, in place, and returns it. All ranks must hold the same module and pass
     the same plan and options: what they are, though not the weights, is compared before the first transfer.
@@ -77,8 +82,12 @@ def tensor_parallel(
             parameters stay frozen.
         plan: see above; by default `plan_for(module)`, which derives it for most of HuggingFace's transformers.
         group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.group`), or a Ranks.
-        sequence_parallel: cut the sequence between the products; its length must then be a multiple of the ranks.
+        sequence_parallel: cut the sequence between the products; its length must then be a multiple of the ranks, or
+            be told by `length`.
         num_chunks, regather: of `all_gather_matmul`.
+        length: says how many rows the whole sequence has that is running, any number of them. Asked in every forward
+            with sequence parallelism, also in one that a backward pass recomputes, where it must say the same again.
+        sum_gradients: sum the gradients of what is `used_in_part` in every backward. False leaves that to the caller.
 
     Raises:
         ValueError: a module with parameters that no pattern matches; a pattern that matches nothing or asks for what
@@ -86,13 +95,17 @@ def tensor_parallel(
     """
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     styles, shared = _checked(module, plan, ranks)
+    of_rows = {"fill": length is not None, "sum_gradients": sum_gradients}
     ranks.must_agree(
         "tensor_parallel", module=type(module).__name__, plan=Fingerprint(repr(sorted(styles.items())), []),
         parameters=Fingerprint(repr([(name, p.shape, p.dtype) for name, p in module.named_parameters()]), []),
-        sequence_parallel=sequence_parallel, num_chunks=num_chunks, regather=regather,
+        sequence_parallel=sequence_parallel, num_chunks=num_chunks, regather=regather, any_length=length is not None,
+        sum_gradients=sum_gradients,
     )  # fmt: skip
     parts = {
-        path: _part(module.get_submodule(path), path, style, ranks, sequence_parallel, num_chunks, regather, shared)
+        path: _part(
+            module.get_submodule(path), path, style, ranks, sequence_parallel, num_chunks, regather, shared, of_rows
+        )
         for path, style in styles.items()
         if style in CUT
     }
@@ -103,20 +116,20 @@ def tensor_parallel(
     for path, part in parts.items():
         parent, _, name = path.rpartition(".")
         setattr(module.get_submodule(parent), name, part)
+    for path in _in_part(module, styles, sequence_parallel) if sum_gradients else ():
+        module.get_submodule(path).register_forward_pre_hook(SummedGradients(ranks))
     for path, style in styles.items():
-        there = module.get_submodule(path)
-        if style == "heads" or (style == "sequence" and sequence_parallel):
-            for name, inside in there.named_modules(prefix=path):
-                if path == next(outer for outer in (name, *around(name)) if outer in styles):
-                    inside.register_forward_pre_hook(SummedGradients(ranks))
-        elif style == "layers" and sequence_parallel:
-            blocks = list(there.children())
-            blocks[0].register_forward_pre_hook(SplitInput(ranks), with_kwargs=True)
-            blocks[-1].register_forward_hook(GatherOutput(ranks))
+        if style == "layers" and sequence_parallel:
+            # What has no parameters may stand for a block of another stage, at which the forward is not to be cut.
+            every = list(module.get_submodule(path).children())
+            blocks = [block for block in every if next(block.parameters(), None) is not None] or every
+            blocks[0].register_forward_pre_hook(SplitInput(ranks, length), with_kwargs=True)
+            blocks[-1].register_forward_hook(GatherOutput(ranks, length))
     for path, columns in shared.items():
         there = module.get_submodule(path)
         names = [column[len(path) + 1 if path else 0 :] for column in columns]
-        hook = SharedInput(ranks, names, sequence_parallel, num_chunks, regather, styles[path] == "gather_narrow")
+        narrow = styles[path] == "gather_narrow"
+        hook = SharedInput(ranks, names, sequence_parallel, num_chunks, regather, narrow, length)
         there.register_forward_pre_hook(hook, with_kwargs=True)
         there.register_forward_hook(hook.release, always_call=True)
         if hasattr(there, "head_dim"):
@@ -134,7 +147,42 @@ def check_plan(module: nn.Module, plan: Mapping[str, str] | None, world: int) ->
     styles, shared = _checked(module, plan, ranks)
     for path, style in styles.items():
         if style in CUT:
-            _part(_shapes(module.get_submodule(path)), path, style, ranks, False, "auto", False, shared)
+            _part(_shapes(module.get_submodule(path)), path, style, ranks, False, "auto", False, shared, {})
+
+
+def used_in_part(module: nn.Module, plan: Mapping[str, str], *, sequence_parallel: bool) -> set[str]:
+    """Names of the parameters that `tensor_parallel` leaves whole, but that a rank applies to its own rows or heads
+    only, so that their gradients are sums over ranks.
+
+    module: not cut yet. Raises ValueError where one weight is such a parameter and also used on all rows.
+    """
+    styles = _styles(module, plan)
+    names = {
+        f"{path}.{key}" if path else key
+        for path in _in_part(module, styles, sequence_parallel)
+        for key, parameter in module.get_submodule(path)._parameters.items()
+        if parameter is not None
+    }
+    rows = [path for path, style in styles.items() if style == "row" and sequence_parallel]
+    names |= {f"{path}.bias" for path in rows if _linear(module, path).bias is not None}
+    every = list(module.named_parameters(remove_duplicate=False))
+    held = {id(parameter): name for name, parameter in every if name in names}
+    for name, parameter in every:
+        if name not in names and id(parameter) in held:
+            raise ValueError(
+                f"{name} and {held[id(parameter)]} are one weight, used there on all rows and here on those of a rank: "
+                "no sum over ranks is right for both, untie it"
+            )
+    return names
+
+
+def _in_part(module: nn.Module, styles: Mapping[str, str], sequence_parallel: bool) -> Iterator[str]:
+    """Paths of the modules that a rank applies to its own rows or heads."""
+    for path, style in styles.items():
+        if style == "heads" or (style == "sequence" and sequence_parallel):
+            for name, _ in module.get_submodule(path).named_modules(prefix=path):
+                if path == next(outer for outer in (name, *around(name)) if outer in styles):
+                    yield name
 
 
 def _checked(
@@ -162,7 +210,7 @@ def _shapes(whole: nn.Module) -> nn.Module:
 
 def _part(
     whole: nn.Module, path: str, style: str, ranks: Ranks, sequence_parallel: bool,
-    num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]],
+    num_chunks: int | Literal["auto"], regather: bool, shared: Mapping[str, list[str]], of_rows: Mapping[str, bool],
 ) -> ParallelLayer:  # fmt: skip
     try:
         if isinstance(whole, nn.Embedding):
@@ -172,7 +220,7 @@ def _part(
             return VocabularyHead.from_linear(whole, ranks)
         if style == "row":
             return RowParallelLinear.from_linear(
-                whole, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks
+                whole, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks, **of_rows
             )
         if PARTS.get(style, 1) > 1 and whole.out_features % (PARTS[style] * ranks.world):
             raise ValueError(f"{whole.out_features} outputs in {PARTS[style]} parts do not divide among {ranks.world}")
@@ -197,26 +245,39 @@ def _divide_heads(attention: nn.Module, width: int, ranks: Ranks) -> None:
 
 
 class SplitInput:
-    """Forward pre-hook: keeps this rank's rows of the hidden state."""
+    """Forward pre-hook: keeps this rank's rows of the hidden state.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    length: as for `tensor_parallel`. Rows that do not divide are filled up with copies of the last one, which, unlike
+    zeros, is something that every norm is made for.
+    """
+
+    def __init__(self, ranks: Ranks, length: Callable[[], int] | None) -> None:
+        self.ranks, self.length = ranks, length
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _hidden(module, args, kwargs)
-        return _replaced(args, kwargs, given, split(given, self.ranks, -2))
+        given = whole = _hidden(module, args, kwargs)
+        if self.length is not None and (rows := given.shape[-2]) != (due := self.length()):
+            raise ValueError(
+                f"{type(module).__name__} is given {rows} rows, where the sequence is said to have {due}: its rows "
+                "cannot be cut among ranks, pass sequence_parallel=False"
+            )
+        if self.length is not None and (missing := -rows % self.ranks.world):
+            whole = torch.cat([given, given[..., -1:, :].expand(*given.shape[:-2], missing, given.shape[-1])], -2)
+        return _replaced(args, kwargs, given, split(whole, self.ranks, -2))
 
 
 class GatherOutput:
-    """Forward hook: joins the rows of all ranks."""
+    """Forward hook: joins the rows of all ranks, without those that were added."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, length: Callable[[], int] | None) -> None:
+        self.ranks, self.length = ranks, length
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (gather(output[0], self.ranks, -2), *output[1:])
-        return gather(output, self.ranks, -2)
+        mine = output[0] if isinstance(output, tuple) else output
+        rows = gather(mine, self.ranks, -2)
+        if self.length is not None:
+            rows = rows[..., : self.length(), :]
+        return (rows, *output[1:]) if isinstance(output, tuple) else rows
 
 
 class SharedInput:
@@ -229,9 +290,9 @@ class SharedInput:
 
     def __init__(
         self, ranks: Ranks, columns: list[str], sequence_parallel: bool, num_chunks: int | Literal["auto"],
-        regather: bool, narrow: bool,
+        regather: bool, narrow: bool, length: Callable[[], int] | None,
     ) -> None:  # fmt: skip
-        self.ranks, self.columns, self.narrow = ranks, columns, narrow
+        self.ranks, self.columns, self.narrow, self.length = ranks, columns, narrow, length
         self.sequence_parallel, self.num_chunks, self.regather = sequence_parallel, num_chunks, regather
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -242,6 +303,8 @@ class SharedInput:
             rows, products = all_gather_matmul(
                 given, weights, group=self.ranks.transport(given), num_chunks=self.num_chunks, regather=self.regather
             )
+            if self.length is not None and rows.shape[-2] != (due := self.length()):
+                rows, *products = (tensor[..., :due, :].contiguous() for tensor in (rows, *products))
         else:
             rows = copy_to_ranks(given, self.ranks)
             products = [linear(rows, weight) for weight in weights]

@@ -390,7 +390,8 @@ class Executor:
 
     def _sum(self, number: int) -> Sum:
         reduction = self._reductions[number]
-        key = f"{reduction.module} layers {reduction.start} to {reduction.stop}{' tied' * (reduction.tied >= 0)}"
+        key = f"{reduction.module} layers {reduction.start} to {reduction.stop}"
+        key += " tied" * (reduction.tied >= 0) + " in part" * reduction.in_part
         return Sum(self._parameters(reduction), reduction.ranks, self.channel, key)
 
     def _finish(self, step: Step, actions: Sequence[Sequence[int]]) -> None:

@@ -1,29 +1,38 @@
 """Lanes of several ranks: which layouts run, how the stages of a lane are cut, and what connects its ranks.
 
-Tensor parallelism without sequence parallelism: all ranks of a lane hold all rows. A language model's embeddings and
-head are cut by their words where they are plain and make its logits; what else lies beside the blocks that a plan cuts
-(norms, a projector) is whole on every rank.
+Tensor parallelism, with sequence parallelism inside each stage: its rows are cut among the ranks before its first block
+and joined after its last one, so that norms and residuals between the products work on 1 / tp of them. A language
+model's embeddings and head are cut by their words where they are plain and make its logits; what else lies beside the
+blocks that a plan cuts (a last norm, a projector) is whole on every rank, as are the rows there and those that travel
+between stages.
+
+Rows of any number are cut: all are there in every attention, no more and no fewer, so that masks, positions and labels
+stay what they are (see `interlace.parallel.tensor`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
-from interlace.layout import Layout
+from interlace.attention.hf import current_plan
+from interlace.model.rows import PACKED
 from interlace.model.stage import StageModule
-from interlace.parallel import Ranks, check_plan, tensor_parallel
+from interlace.parallel import Ranks, check_plan, tensor_parallel, used_in_part
 from interlace.parallel.families import Unknown, around, derived_plan
 from interlace.parallel.tensor import AROUND
 from interlace.parallel.vocabulary import vocabulary_plan
+from interlace.schedule import StageGraph
 
 
-def check_lanes(mllm: Any, layout: Layout) -> None:
-    """Raises ValueError for lanes that this version does not run, and for a module that its tp cannot cut.
+def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> StageGraph:
+    """The graph of a layout whose lanes run, which knows what their ranks sum besides.
 
-    Every rank checks all modules: so all refuse what one of them could not hold, before any waits for another.
+    Raises ValueError for lanes that this version does not run, and for a module that its tp cannot cut. Every rank
+    checks all modules: so all refuse what one of them could not hold, before any waits for another.
     """
+    layout, in_part = graph.layout, []
     for stage in layout.stages():
         if layout.spec(stage.module).cp > 1:
             raise ValueError(
@@ -38,7 +47,11 @@ def check_lanes(mllm: Any, layout: Layout) -> None:
         if tp > 1:
             whole = mllm.slice(name, 0, len(mllm.layer_list(name)))
             try:
-                check_plan(whole, plan_of(whole), tp)
+                plan = plan_of(whole)
+                check_plan(whole, plan, tp)
+                rows = sequence_parallel and cuts_rows(mllm, name, plan)
+                if used_in_part(whole, plan, sequence_parallel=rows):
+                    in_part.append(name)
             except Unknown as error:
                 raise ValueError(
                     f"{name} cannot be cut among tp = {tp} ranks: how is not known of {error}. Leave {name} at tp = 1 "
@@ -49,6 +62,7 @@ def check_lanes(mllm: Any, layout: Layout) -> None:
                     f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or "
                     "dp"
                 ) from error
+    return replace(graph, in_part=frozenset(in_part))
 
 
 def plan_of(stage: StageModule) -> dict[str, str]:
@@ -63,6 +77,30 @@ def plan_of(stage: StageModule) -> dict[str, str]:
     return plan
 
 
-def cut(stage: StageModule, ranks: Ranks) -> nn.Module:
-    """The stage, cut in place for this rank's place in its lane."""
-    return tensor_parallel(stage, plan_of(stage), ranks, sequence_parallel=False)
+def cuts_rows(mllm: Any, name: str, plan: Mapping[str, str]) -> bool:
+    """Whether the rows of module `name` can be cut between the products of its blocks, for which `plan` is.
+
+    Not where rows meet outside attention: in modules that take samples apart because of that (`mllm.packing`), and in
+    those with a second list of blocks, whose rows may be others.
+    """
+    return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1
+
+
+def cut(mllm: Any, stage: StageModule, ranks: Ranks, *, sequence_parallel: bool) -> set[str]:
+    """Cut the stage in place for this rank's place in its lane; its rows too, where asked for and `cuts_rows`.
+
+    Returns the names of the weights that a rank uses in part, whose gradients the lane sums once per step.
+    """
+    plan = plan_of(stage)
+    rows = sequence_parallel and cuts_rows(mllm, stage.name, plan)
+    in_part = used_in_part(stage, plan, sequence_parallel=rows)
+    length = rows_of_plan if rows else None
+    tensor_parallel(stage, plan, ranks, sequence_parallel=rows, length=length, sum_gradients=False)
+    return in_part
+
+
+def rows_of_plan() -> int:
+    """The rows that blocks now take: every call of a stage has a plan, which is there again where it is recomputed."""
+    plan, _ = current_plan()
+    assert plan is not None
+    return plan.q_len

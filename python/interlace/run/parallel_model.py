@@ -32,7 +32,7 @@ from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import check_read, edges, stage_graph
-from interlace.run.lanes import check_lanes
+from interlace.run.lanes import with_lanes
 from interlace.run.ranks import make_ranks
 from interlace.run.result import StepResult, times_of
 from interlace.run.threads import run_threads
@@ -51,6 +51,7 @@ def parallelize(
     schedule: str = "1f1b",
     transport: str | None = None,
     checkpointing: bool = False,
+    sequence_parallel: bool = True,
     autocast: torch.dtype | None = None,
     timeout: float = 300.0,
     crash_folder: Path | str | None = None,
@@ -70,6 +71,9 @@ def parallelize(
     A module with tp > 1 is cut inside its blocks, and a language model's vocabulary too, among the ranks of each lane.
     Between processes a rank's parameters are then its pieces (see `named_parameters`), copied from the weights of
     ``mllm``.
+    sequence_parallel: cut the rows there too, between the products. By default so: norms and residuals then take 1 / tp
+        of the memory and work, and the same bytes travel, under the products. Rows may be of any number; modules that
+        mix tokens outside attention (``mllm.packing`` is not "packed") keep them whole.
 
     Raises ValueError when the world's size is not the layout's, for weights on several devices, for a module whose
     blocks cannot be cut among its tp ranks, and for cp > 1, which this version plans but does not run.
@@ -94,7 +98,9 @@ def parallelize(
         channel = GroupChannel(mllm.modules_order(), timeout, device_of(mllm))
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
-    return ParallelModel(mllm, layout, schedule, ranks, channel, checkpointing, autocast, timeout, crash_folder)
+    return ParallelModel(
+        mllm, layout, schedule, ranks, channel, checkpointing, sequence_parallel, autocast, timeout, crash_folder
+    )
 
 
 class ParallelModel:
@@ -111,6 +117,7 @@ class ParallelModel:
         ranks: Sequence[int],
         channel: Channel | None,
         checkpointing: bool,
+        sequence_parallel: bool,
         autocast: torch.dtype | None,
         timeout: float,
         crash_folder: Path | str | None,
@@ -118,19 +125,19 @@ class ParallelModel:
         self.layout, self.mllm, self.ranks = layout, mllm, list(ranks)
         self.graph = stage_graph(mllm, layout)
         self._generator = _GENERATORS[schedule]
-        self._agreed = comparison.of_model(mllm, layout, schedule=schedule, autocast=autocast)
+        options = {"schedule": schedule, "autocast": autocast, "sequence_parallel": sequence_parallel}
+        self._agreed = comparison.of_model(mllm, layout, **options)
         self._autocast, self._timeout, self._crash_folder = autocast, timeout, crash_folder
         self.channel = channel
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
         self._times: dict[int, list[tuple[Any, Any]]] = {}
         self._trained = Trained(mllm)
-        self._failed = ""
-        self._drew_in_lane = False
+        self._failed, self._drew_in_lane = "", False
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
-        check_lanes(mllm, layout)
+        self.graph = with_lanes(self.graph, mllm, sequence_parallel=sequence_parallel)
         self._views, self._pieces = Views(), Pieces()
-        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, self._views, self._pieces)
+        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, sequence_parallel, self._views, self._pieces)
         self._lanes = [lane.ranks for lane in layout.lanes() if len(lane.ranks) > 1]
         if channel is not None:
             (number,) = self.ranks

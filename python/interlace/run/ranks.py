@@ -29,13 +29,20 @@ class Rank:
     stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
     first name. cut: of those of which it holds a piece, where that belongs. counts: the names of those that no lower
     rank holds (of a piece: none of its place in a lane): who sums over the model takes these of each rank.
-    lanes: (module, stage) -> this rank's place among those that compute it.
+    lanes: (module, stage) -> this rank's place among those that compute it. in_part: the names of those that it holds
+    whole, but uses in part, as its whole lane does.
     """
 
     def __init__(
-        self, number: int, stages: dict[Key, nn.Module], lanes: Mapping[Key, Ranks], graph: StageGraph, mllm: Any
+        self,
+        number: int,
+        stages: dict[Key, nn.Module],
+        lanes: Mapping[Key, Ranks],
+        in_part: set[str],
+        graph: StageGraph,
+        mllm: Any,
     ) -> None:
-        self.number, self.stages, self.lanes = number, stages, lanes
+        self.number, self.stages, self.lanes, self._in_part = number, stages, lanes, in_part
         self.cut = {name: held for stage in stages.values() for name, held in cut_weights(stage).items()}
         self._graph = graph
         self._layers = parameter_layers(mllm)
@@ -78,7 +85,8 @@ class Rank:
             return [p for name, p in self.own.items() if name in self._tied[reduction.tied]]
         layers = range(reduction.start, reduction.stop)
         at = self._layers
-        return [p for n, p in self.own.items() if at[n][0] == reduction.module and at[n][1] in layers]
+        due = [name for name in self.own if (name in self._in_part) == reduction.in_part]
+        return [self.own[n] for n in due if at[n][0] == reduction.module and at[n][1] in layers]
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Have the ranks of each lane speak over its transport."""
@@ -109,7 +117,13 @@ def lane_of(layout: Layout, number: int, key: Key) -> Lane:
 
 
 def make_ranks(
-    mllm: Any, graph: StageGraph, numbers: Sequence[int], checkpointing: bool, views: Views, pieces: Pieces
+    mllm: Any,
+    graph: StageGraph,
+    numbers: Sequence[int],
+    checkpointing: bool,
+    sequence_parallel: bool,
+    views: Views,
+    pieces: Pieces,
 ) -> dict[int, Rank]:
     """The ranks `numbers` of this process."""
     several = len(numbers) > 1
@@ -119,6 +133,7 @@ def make_ranks(
     for number in numbers:
         stages: dict[Key, nn.Module] = {}
         lanes: dict[Key, Ranks] = {}
+        in_part: set[str] = set()
         mine: dict[int, nn.Parameter] = {}  # id of the model's own -> this rank's
         for stage in graph.layout.of_rank(number):
             key = stage.module, stage.index
@@ -128,14 +143,13 @@ def make_ranks(
                 stage.module, stage.start, stage.stop, copy=several or len(lane) > 1, checkpointing=checkpointing
             )
             if len(lane) > 1:
-                stages[key] = cut(part, ranks)
+                in_part |= cut(mllm, part, ranks, sequence_parallel=sequence_parallel)
                 _link_pieces(part, own, mine, ranks.rank, pieces)
-            else:
-                stages[key] = part
-                if several:
-                    _link(part, own, mine, taken, views)
+            elif several:
+                _link(part, own, mine, taken, views)
+            stages[key] = part
         taken.update(mine)
-        found[number] = Rank(number, stages, lanes, graph, mllm)
+        found[number] = Rank(number, stages, lanes, in_part, graph, mllm)
     return found
 
 

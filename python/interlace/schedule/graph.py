@@ -70,6 +70,7 @@ class StageGraph:
     links: (producer, consumer) modules; the last stage of the one feeds the first of the other.
     trainable: per module, for each layer whether anything in it is trained.
     tied: groups of (module, layer) that hold one trained weight (input embedding and output head of one module).
+    in_part: modules with weights that the ranks of a lane use in part each, so that all of them sum the gradients.
 
     Raises ValueError, naming what does not fit.
     """
@@ -78,6 +79,7 @@ class StageGraph:
     links: tuple[tuple[str, str], ...]
     trainable: Mapping[str, tuple[bool, ...]]
     tied: tuple[tuple[tuple[str, int], ...], ...] = ()
+    in_part: frozenset[str] = frozenset()
     _number: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -153,7 +155,7 @@ class StageGraph:
     def reductions(self) -> tuple[Reduction, ...]:
         """What may be reduced in a step: of every layer something of which is trained, then of every tied weight."""
         layout = self.layout
-        found = [g for g in layout.reduce_groups() if any(self.trainable[g.module][g.start : g.stop])]
+        found = [g for g in layout.reduce_groups(self.in_part) if any(self.trainable[g.module][g.start : g.stop])]
         for number, group in enumerate(self.tied):
             module = group[0][0]
             tp = layout.spec(module).tp

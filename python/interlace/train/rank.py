@@ -104,6 +104,7 @@ def _train(
             schedule=config.parallel.schedule,
             transport="distributed" if world > 1 else "local",
             checkpointing=config.train.activation_checkpointing,
+            sequence_parallel=config.parallel.sequence_parallel,
             autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
             timeout=config.parallel.timeout,
             crash_folder=folder / "crash",

@@ -236,6 +236,9 @@ class Parallel(Section):
     """Replicas of every module that says nothing else; each takes its share of every batch."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of the chunks' forward and backward passes."""
+    sequence_parallel: bool = True
+    """Inside the blocks of modules with tensor parallelism, each rank works on its part of the rows between the
+    products: less memory for the same result. false keeps all rows on every rank."""
     timeout: Annotated[float, Field(ge=0.1, le=WEEK)] = 60.0
     """Seconds after which a rank that waits for a dead or hung one gives up, naming it. It also bounds how far apart
     ranks may start; one that fetches or decodes data is waited for as long as it gives signs of life."""
