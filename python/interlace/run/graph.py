@@ -57,15 +57,18 @@ def edges(graph: StageGraph) -> list[tuple[int, int]]:
 
 
 def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """The trained weights that live in layers of several stages."""
+    """The trained weights that live in layers of several stages. Raises ValueError for what no rank could hold."""
     parameters = dict(mllm.named_parameters(remove_duplicate=False))
     layer_of = parameter_layers(mllm)
     found = []
     for names in mllm.tied_parameters():
         places = sorted({layer_of[name] for name in names})
-        if not parameters[names[0]].requires_grad or len(places) < 2:
+        if len(places) < 2:
             continue
+        trained = parameters[names[0]].requires_grad
         if len({module for module, _ in places}) > 1:
+            if not trained:
+                continue
             raise ValueError(
                 f"{names[0]} is one weight of several modules, whose ranks could not keep it equal: untie it"
             )
@@ -74,18 +77,18 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
             for pipeline in layout.pipelines(places[0][0])
         ]
         # A rank has one gradient of the weight, whatever stages it has of it, and sums it once.
-        if len({(len(stages), len({stage.lane for stage in stages})) for stages in homes}) > 1:
+        if trained and len({(len(stages), len({stage.lane for stage in stages})) for stages in homes}) > 1:
             raise ValueError(
                 f"the tied weight {names[0]} is on one stage, or one rank, of some replicas and on several of others: "
                 "cut and place all alike"
             )
-        for lanes in ({stage.lane for stage in stages} for stages in homes):
+        for lanes in ({stage.lane for stage in stages} for stages in homes):  # a rank has one piece of the weight
             if len({rank for lane in lanes for rank in lane.ranks}) < sum(len(lane.ranks) for lane in lanes):
                 raise ValueError(
                     f"the tied weight {names[0]} is on lanes that share some of their ranks "
                     f"({' and '.join(sorted(map(str, lanes)))}): give its stages one lane, or lanes of their own"
                 )
-        if len(homes[0]) > 1:
+        if trained and len(homes[0]) > 1:
             found.append(tuple(places))
     return tuple(found)
 
