@@ -199,8 +199,8 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_models_with_their_vocabulary_cut_by_plan(name, tied):
+@pytest.mark.parametrize(("name", "sequence_parallel"), [*((name, False) for name in FAMILIES), ("llama", True)])
+def test_models_with_their_vocabulary_cut_by_plan(name, sequence_parallel, tied):
     """Odd words among two ranks; a checkpoint of the whole goes in and comes out."""
     torch.manual_seed(0)
     whole = FAMILIES[name](tied)
@@ -212,7 +212,7 @@ def test_models_with_their_vocabulary_cut_by_plan(name, tied):
         model = FAMILIES[name](tied)
         plan = ({"": "replicate"} if name == "bart" else plan_for(model)) | vocabulary_plan(model)
         assert list(plan.values()).count("vocabulary") == 2
-        tensor_parallel(model, plan, group, sequence_parallel=False).load_state_dict(state)
+        tensor_parallel(model, plan, group, sequence_parallel=sequence_parallel).load_state_dict(state)
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         assert head_of(model) is head and (table.weight is head.weight) == tied
         assert head.weight.shape == (21 - group.rank, 24) and head.first == 21 * group.rank

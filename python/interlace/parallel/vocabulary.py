@@ -33,8 +33,6 @@ class VocabularyEmbedding(ParallelLayer):
 
     cut: ClassVar[dict[str, int]] = {"weight": 0}
     weight: nn.Parameter
-    scale: Tensor | None  # one of the two, if any: as the whole has it
-    factor: float | None
 
     def __init__(self, whole: nn.Embedding, ranks: Ranks) -> None:
         """A copy of this rank's piece of `whole`. Raises ValueError where there are fewer words than ranks."""
@@ -45,8 +43,9 @@ class VocabularyEmbedding(ParallelLayer):
         if self.num_embeddings < ranks.world:
             raise ValueError(f"{self.num_embeddings} words do not reach for {ranks.world} ranks")
         scale: Any = getattr(whole, "embed_scale", None)
-        self.register_buffer("scale", scale.detach().clone() if isinstance(scale, Tensor) else None, persistent=False)
-        self.factor = None if isinstance(scale, Tensor) else scale
+        self.narrow_scale = isinstance(scale, Tensor)  # Gemma's, which has the dtype of the weight
+        # Its own number where it has one: the tensor of a model on meta has no value yet.
+        self.scale = None if scale is None else float(getattr(whole, "scalar_embed_scale", scale))
         self.take(whole)
         self.first = self.region("weight").boxes[0].offsets[0]  # of this rank's words
 
@@ -59,10 +58,9 @@ class VocabularyEmbedding(ParallelLayer):
         if self.padding_idx is not None and 0 <= self.padding_idx - self.first < len(self.weight):
             padding = self.padding_idx - self.first  # without a gradient
         rows = embedding(mine.masked_fill(others, 0), self.weight, padding)
-        if self.factor is not None:
-            rows = rows * self.factor
         if self.scale is not None:
-            rows = rows * self.scale.to(rows.dtype)
+            exact = torch.full((), self.scale, dtype=torch.float32, device=rows.device)
+            rows = rows * (exact.to(rows.dtype) if self.narrow_scale else self.scale)
         return sum_over_ranks(rows.masked_fill(others.unsqueeze(-1), 0), self.ranks)
 
     def extra_repr(self) -> str:
