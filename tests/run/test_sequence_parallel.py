@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch import nn
+from transformers import CLIPVisionConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
 from interlace.layout import Layout, ParallelSpec
-from interlace.model import MultimodalModel
+from interlace.model import ModalityModule, MultimodalModel
 from interlace.run import ParallelModel, parallelize
 from interlace.schedule import Op
 from tests.model import zoo
@@ -182,6 +184,34 @@ def test_a_module_that_mixes_tokens_outside_attention_keeps_whole_rows() -> None
     parallel = check_step(mllm, random_microbatches(mllm, "all")[:2], encoder_and_model(mllm, 2, 2))
     cut = {key: cuts_rows(stage) for stages in parallel.stages.values() for key, stage in stages.items()}
     assert cut == {("vision", 0): True, (LLM, 0): False}
+
+
+class Reader(nn.Module):
+    """A projector with a block of its own, which a plan can cut, on rows that are not those of the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 6}
+        config = CLIPVisionConfig(**sizes, attn_implementation="sdpa")
+        self.layers = nn.ModuleList([CLIPEncoderLayer(config)])
+        self.out = nn.Linear(24, 24)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](features[None, :-1], None)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return self.out(torch.cat([hidden[0], features[-1:]]))
+
+
+def test_a_module_with_other_blocks_keeps_whole_rows() -> None:
+    plain = model(encoders=("vision",))
+    vision = ModalityModule(plain.encoders["vision"].module, Reader())
+    mllm = MultimodalModel({"vision": vision}, plain.language_model, placeholders=plain.placeholders)
+    batch = [[random_sample(mllm, torch.Generator().manual_seed(3), images=1)]]
+    parallel = check_step(
+        mllm, batch, Layout.from_specs(mllm, {"vision": ParallelSpec(tp=2, pp=2), LLM: ParallelSpec()})
+    )
+    stages = {key: stage for stages in parallel.stages.values() for key, stage in stages.items()}
+    assert not cuts_rows(stages["vision", 0]) and not cuts_rows(stages["vision", 1])
 
 
 def test_autocast() -> None:

@@ -26,13 +26,15 @@ from interlace.parallel.vocabulary import vocabulary_plan
 from interlace.schedule import StageGraph
 
 
-def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> StageGraph:
-    """The graph of a layout whose lanes run, which knows what their ranks sum besides.
+def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
+    """The graph of a layout with what the ranks of its lanes sum besides, and the modules whose rows are cut.
 
     Raises ValueError for lanes that this version does not run, and for a module that its tp cannot cut. Every rank
     checks all modules: so all refuse what one of them could not hold, before any waits for another.
     """
-    layout, in_part = graph.layout, []
+    layout = graph.layout
+    in_part: set[str] = set()
+    rows: set[str] = set()
     for stage in layout.stages():
         if layout.spec(stage.module).cp > 1:
             raise ValueError(
@@ -49,9 +51,10 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> Stag
             try:
                 plan = plan_of(whole)
                 check_plan(whole, plan, tp)
-                rows = sequence_parallel and cuts_rows(mllm, name, plan)
-                if used_in_part(whole, plan, sequence_parallel=rows):
-                    in_part.append(name)
+                if sequence_parallel and cuts_rows(mllm, name, plan):
+                    rows.add(name)
+                if used_in_part(whole, plan, sequence_parallel=name in rows):
+                    in_part.add(name)
             except Unknown as error:
                 raise ValueError(
                     f"{name} cannot be cut among tp = {tp} ranks: how is not known of {error}. Leave {name} at tp = 1 "
@@ -62,7 +65,7 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> Stag
                     f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or "
                     "dp"
                 ) from error
-    return replace(graph, in_part=frozenset(in_part))
+    return replace(graph, in_part=frozenset(in_part)), rows
 
 
 def plan_of(stage: StageModule) -> dict[str, str]:
@@ -78,7 +81,7 @@ def plan_of(stage: StageModule) -> dict[str, str]:
 
 
 def cuts_rows(mllm: Any, name: str, plan: Mapping[str, str]) -> bool:
-    """Whether the rows of module `name` can be cut between the products of its blocks, for which `plan` is.
+    """Whether the rows of module `name`, whose plan is `plan`, can be cut between the products of its blocks.
 
     Not where rows meet outside attention: in modules that take samples apart because of that (`mllm.packing`), and in
     those with a second list of blocks, whose rows may be others.
@@ -86,13 +89,12 @@ def cuts_rows(mllm: Any, name: str, plan: Mapping[str, str]) -> bool:
     return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1
 
 
-def cut(mllm: Any, stage: StageModule, ranks: Ranks, *, sequence_parallel: bool) -> set[str]:
-    """Cut the stage in place for this rank's place in its lane; its rows too, where asked for and `cuts_rows`.
+def cut(stage: StageModule, ranks: Ranks, *, rows: bool) -> set[str]:
+    """Cut the stage in place for this rank's place in its lane. rows: theirs too.
 
     Returns the names of the weights that a rank uses in part, whose gradients the lane sums once per step.
     """
     plan = plan_of(stage)
-    rows = sequence_parallel and cuts_rows(mllm, stage.name, plan)
     in_part = used_in_part(stage, plan, sequence_parallel=rows)
     length = rows_of_plan if rows else None
     tensor_parallel(stage, plan, ranks, sequence_parallel=rows, length=length, sum_gradients=False)

@@ -135,9 +135,9 @@ class ParallelModel:
         self._trained = Trained(mllm)
         self._failed, self._drew_in_lane = "", False
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
-        self.graph = with_lanes(self.graph, mllm, sequence_parallel=sequence_parallel)
+        self.graph, rows = with_lanes(self.graph, mllm, sequence_parallel=sequence_parallel)
         self._views, self._pieces = Views(), Pieces()
-        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, sequence_parallel, self._views, self._pieces)
+        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, rows, self._views, self._pieces)
         self._lanes = [lane.ranks for lane in layout.lanes() if len(lane.ranks) > 1]
         if channel is not None:
             (number,) = self.ranks

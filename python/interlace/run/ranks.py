@@ -7,7 +7,7 @@ itself is trained, in place, whatever the layout, and an optimizer over ``mllm.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -121,11 +121,11 @@ def make_ranks(
     graph: StageGraph,
     numbers: Sequence[int],
     checkpointing: bool,
-    sequence_parallel: bool,
+    rows: Collection[str],
     views: Views,
     pieces: Pieces,
 ) -> dict[int, Rank]:
-    """The ranks `numbers` of this process."""
+    """The ranks `numbers` of this process. rows: the modules whose rows lanes cut too."""
     several = len(numbers) > 1
     own = dict(mllm.named_parameters(remove_duplicate=False))
     taken: set[int] = set()
@@ -143,7 +143,7 @@ def make_ranks(
                 stage.module, stage.start, stage.stop, copy=several or len(lane) > 1, checkpointing=checkpointing
             )
             if len(lane) > 1:
-                in_part |= cut(mllm, part, ranks, sequence_parallel=sequence_parallel)
+                in_part |= cut(part, ranks, rows=stage.module in rows)
                 _link_pieces(part, own, mine, ranks.rank, pieces)
             elif several:
                 _link(part, own, mine, taken, views)

@@ -2,8 +2,8 @@
 
 Where one process plays several ranks, these add to gradients at the same time, and each needs a `.grad` of its own: the
 first rank that holds a weight has the model's own Parameter, the others have views over the same storage (`Views`). The
-ranks of a lane of several have pieces of weights (`Pieces`), and views of those that they hold whole: hooks there may
-sum gradients over the lane, which who uses the model otherwise must not meet.
+ranks of a lane of several have pieces of weights (`Pieces`), and views of those that they hold whole, whose gradients
+may be parts of sums as long as a step runs.
 """
 
 from __future__ import annotations
