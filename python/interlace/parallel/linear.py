@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from interlace.comm import all_gather_matmul, matmul_reduce_scatter
 from interlace.comm.group import Group
 from interlace.parallel.mappings import Ranks, copy_to_ranks, gather, sum_gradient, sum_over_ranks
+from interlace.parallel.region import Box, Region
 
 P = TypeVar("P", bound="ParallelLinear")
 
@@ -106,27 +107,30 @@ class ParallelLinear(nn.Module):
             whole.register_parameter(key, nn.Parameter(self.whole(key, parameter).clone(), parameter.requires_grad))
         return whole.train(self.training)
 
+    def region(self, key: str) -> Region:
+        """Where this rank's part of a parameter lies in the whole."""
+        shape = (self.out_features, self.in_features) if key == "weight" else (self.out_features,)
+        if key not in self.cut:
+            return Region.whole(shape)
+        dim = self.cut[key]
+        size = shape[dim] // (self.parts * self.ranks.world)
+        boxes = []
+        for part in range(self.parts):
+            first = (part * self.ranks.world + self.ranks.rank) * size
+            offsets = tuple(first if i == dim else 0 for i in range(len(shape)))
+            boxes.append(Box(offsets, tuple(size if i == dim else length for i, length in enumerate(shape))))
+        return Region(shape, tuple(boxes), dim)
+
     def piece(self, key: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter (or of its gradient, or of an optimizer's state of its shape).
 
         A view, but for layers of several parts.
         """
-        if key not in self.cut:
-            return whole
-        pieces = self._pieces(key, whole)
-        return pieces[0] if self.parts == 1 else torch.cat(pieces, self.cut[key])
+        return self.region(key).piece(whole)
 
     def put(self, key: str, whole: Tensor, piece: Tensor) -> None:
         """Write this rank's part into the whole, as `piece` takes it out; other ranks' parts stay as they are."""
-        if key not in self.cut:
-            whole.copy_(piece)
-            return
-        for to, part in zip(self._pieces(key, whole), piece.chunk(self.parts, self.cut[key]), strict=True):
-            to.copy_(part)
-
-    def _pieces(self, key: str, whole: Tensor) -> list[Tensor]:
-        """Views of this rank's piece of each part of the whole."""
-        return [self.ranks.piece(part, self.cut[key]) for part in whole.chunk(self.parts, self.cut[key])]
+        self.region(key).put(whole, piece)
 
     def whole(self, key: str, piece: Tensor) -> Tensor:
         """The inverse of `piece`. Collective."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.parallel.linear import ParallelLinear
+from interlace.parallel.region import Region
 
 
 class Views:
@@ -47,6 +48,11 @@ class Cut(NamedTuple):
 
     layer: ParallelLinear
     key: str
+
+    @property
+    def region(self) -> Region:
+        """The same as plain numbers."""
+        return self.layer.region(self.key)
 
     def piece(self, whole: Tensor) -> Tensor:
         """This rank's piece of the weight, or of what has its shape."""

@@ -81,10 +81,13 @@ def build_layout(
     from interlace.layout import Layout, ParallelSpec
 
     parallel, recompute = config.parallel, config.train.activation_checkpointing
-    specs = {
-        name: ParallelSpec(pp=parallel.stages(name), dp=replicas or parallel.replicas(name))
-        for name in model.modules_order()
-    }
+    specs, keys = {}, {field.name for field in dataclasses.fields(ParallelSpec)}
+    for name in model.modules_order():
+        degrees = parallel.module(name).model_dump(include=keys)
+        try:
+            specs[name] = ParallelSpec(**{**degrees, "dp": replicas or parallel.replicas(name)})
+        except ValueError as error:
+            raise ConfigError(f"{source}: [parallel.{name}]: {error}") from None
     try:
         costs = flop_costs(config, model)  # those of `interlace plan`, hence its cut
         if parallel.placement == "chain" and parallel.ranks is not None:

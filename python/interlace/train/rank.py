@@ -195,10 +195,7 @@ def check_world(config: Config, world: int, source: str) -> None:
     """Raises ConfigError when the number of started ranks is not the config's."""
     wanted = config.world_size()
     if world != wanted:
-        degrees = ", ".join(
-            f"{name}: pp = {config.parallel.stages(name)}, dp = {config.parallel.replicas(name)}"
-            for name in config.modules()
-        )
+        degrees = "; ".join(f"{name}: {config.parallel.degrees(name)}" for name in config.modules())
         raise ConfigError(
             f"{source}: [parallel] asks for {wanted} ranks (placement {config.parallel.placement!r}; {degrees}), but "
             f"{world} were started; run torchrun with {wanted} processes in all, or change the degrees"
