@@ -12,7 +12,6 @@ import numpy as np
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.schedule import Chunk, Edge, StageGraph, StepTable
 
-
 SHARDS = ("none", "none", "optimizer", "full")
 
 
@@ -25,7 +24,7 @@ class Case:
 
 
 def random_case(seed: int, max_ranks: int = 5, max_chunks: int = 5) -> Case:
-    """Any acyclic modules on any ranks: merged, folded, interleaved, shared, copied, frozen, tied, sharded, in any numbers."""
+    """Any acyclic modules on any ranks: merged, folded, shared, copied, frozen, tied, sharded, in any numbers."""
     rng = random.Random(seed)
     world = rng.randint(1, max_ranks)
     names = [f"m{i}" for i in range(rng.randint(1, 4))]

@@ -190,7 +190,9 @@ def test_reductions_keep_one_order() -> None:
         for rank in ranks:
             lists[rank].append(lists[rank].pop(-3))
 
-    error = refused(changed(sound, lambda lists: later(lists, 0)), "other ranks do not; all ranks must reduce in one")
+    error = refused(
+        changed(sound, lambda lists: later(lists, 0)), "other ranks do not; all ranks must sum and gather in one"
+    )
     assert error.action is not None and error.action.op is Op.REDUCE_GRAD
     check(changed(sound, lambda lists: later(lists, 0, 2)))  # another order, but one for all
 
@@ -204,11 +206,11 @@ def test_weights_are_whole_where_they_are_used() -> None:
     sound = one_f_one_b(graph, StepTable.aligned([], [{"m"}] * 3, replicas=2))
     check(sound)
     assert sound.to_text().splitlines()[1] == (
-        "UNSHARD:m/1+1,RECV:m/0@0<0,F:m/1@0,B:m/1@0,SEND_GRAD:m/0@0>0,RECV:m/0@2<0,F:m/1@2,B:m/1@2,SEND_GRAD:m/0@2>0,"
-        "RESHARD:m/1+1,REDUCE_GRAD:m/1+1"
+        "UNSHARD:m/1+1,RECV:m/0@0<0,F:m/1@0,B:m/1@0,SEND_GRAD:m/0@0>0,RECV:m/0@1<0,F:m/1@1,B:m/1@1,SEND_GRAD:m/0@1>0,"
+        "RECV:m/0@2<0,F:m/1@2,B:m/1@2,SEND_GRAD:m/0@2>0,RESHARD:m/1+1,REDUCE_GRAD:m/1+1"
     )
     for rank, text, before, says in (
-        (2, "UNSHARD:m/0+0", "SEND:m/0@1>3", "rank 2 runs F:m/0@1 before UNSHARD:m/0+0, which makes weights whole"),
+        (2, "UNSHARD:m/0+0", "SEND:m/0@3>3", "rank 2 runs F:m/0@3 before UNSHARD:m/0+0, which makes weights whole"),
         (1, "RESHARD:m/1+1", "B:m/1@2", "rank 1 runs B:m/1@2 after RESHARD:m/1+1, which gives up weights"),
         (0, "RESHARD:m/0+0", "UNSHARD:m/0+0", "rank 0 runs RESHARD:m/0+0 before UNSHARD:m/0+0"),
     ):

@@ -31,7 +31,7 @@ from interlace.run.device import clock, current, device_of, drawing, seconds
 from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
-from interlace.run.graph import check_read, edges, stage_graph
+from interlace.run.graph import check_read, edges, groups, stage_graph
 from interlace.run.lanes import check_lanes
 from interlace.run.ranks import make_ranks
 from interlace.run.result import StepResult, times_of
@@ -134,7 +134,7 @@ class ParallelModel:
         if channel is not None:
             (number,) = self.ranks
             with as_pipeline_errors():
-                channel.add_groups([reduction.ranks for reduction in self.graph.reductions])
+                channel.add_groups(groups(self.graph))
                 channel.add_edges(edges(self.graph))
                 self._ranks[number].connect(channel.connect(self._lanes))
 
@@ -337,6 +337,8 @@ class ParallelModel:
         if self.channel is None:
             self._pieces.refresh()
             self._pieces.drop_gradients()
+        for rank in self._ranks.values():
+            rank.follow()
 
     def _collect_gradients(self) -> None:
         """All gradients of the step are in this process's parameters."""
@@ -415,8 +417,7 @@ class ParallelModel:
     def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
             return contextlib.nullcontext()
-        # A parameter that lives here: those of other ranks may be on the meta device.
-        return torch.autocast(next(self.named_parameters())[1].device.type, dtype=self._autocast)
+        return torch.autocast(device_of(self.mllm).type, dtype=self._autocast)
 
     # -- gradients -------------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from interlace.parallel import Ranks
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
 from interlace.run.lanes import cut
-from interlace.run.weights import Pieces, Views, cut_weights
+from interlace.run.sharding import Sharded
+from interlace.run.weights import Cut, Pieces, Slice, Views, cut_weights
 from interlace.schedule import StageGraph
 
 
@@ -27,16 +28,24 @@ class Rank:
     """One rank of this process.
 
     stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
-    first name. cut: of those of which it holds a piece, where that belongs. counts: the names of those that no lower
-    rank holds (of a piece: none of its place in a lane): who sums over the model takes these of each rank.
+    first name; of what is sharded, its rows. cut: of those of which it holds a piece, or rows, where that belongs.
+    counts: the names of those that no lower rank holds (of a piece: none of its place in a lane): who sums over the
+    model takes these of each rank. sharded: place in `StageGraph.shards` -> what it keeps of that.
     lanes: (module, stage) -> this rank's place among those that compute it.
     """
 
     def __init__(
-        self, number: int, stages: dict[Key, nn.Module], lanes: Mapping[Key, Ranks], graph: StageGraph, mllm: Any
+        self,
+        number: int,
+        stages: dict[Key, nn.Module],
+        lanes: Mapping[Key, Ranks],
+        graph: StageGraph,
+        mllm: Any,
+        pieces: Pieces | None,
     ) -> None:
+        """pieces: where one process plays all ranks, what follows the model's own parameters."""
         self.number, self.stages, self.lanes = number, stages, lanes
-        self.cut = {name: held for stage in stages.values() for name, held in cut_weights(stage).items()}
+        self.cut: dict[str, Cut | Slice] = {n: c for stage in stages.values() for n, c in cut_weights(stage).items()}
         self._graph = graph
         self._layers = parameter_layers(mllm)
         place = {name: i for i, (name, _) in enumerate(mllm.named_parameters(remove_duplicate=False))}
@@ -47,16 +56,51 @@ class Rank:
                 if place[name] < place[first[0]]:
                     held[id(parameter)] = (name, parameter)
         self.own = dict(sorted(held.values(), key=lambda item: place[item[0]]))
-        aliases = {name: names for names in mllm.tied_parameters() for name in names}
-        self.counts = {
-            name
-            for name in self.own
-            if number == min(r for alias in aliases.get(name, (name,)) for r in self._holders(alias))
-        }
         self._tied = {
             number: [name for names in mllm.tied_parameters() if self._places(names) == group for name in names]
             for number, group in enumerate(graph.tied)
         }
+        aliases = {name: names for names in mllm.tied_parameters() for name in names}
+        holders = {
+            name: {rank for alias in aliases.get(name, (name,)) for rank in self._holders(alias)} for name in self.own
+        }
+        self.sharded = self._shard(pieces)
+        for sharded in self.sharded.values():
+            owners = {
+                shard.owners[sharded.place] for shard in graph.shards if shard.module == sharded.shard.module
+            }  # of the same rows: a weight that is tied across stages has them at one place in each
+            for name, weight in sharded.weights.items():
+                if weight.part is None or weight.lies is None:
+                    del self.own[name]
+                else:
+                    self.own[name], self.cut[name] = weight.part, weight.lies
+                    holders[name] &= owners
+        self.counts = {name for name in self.own if number == min(holders[name])}
+
+    def _shard(self, pieces: Pieces | None) -> dict[int, Sharded]:
+        """Place in the graph's shards -> what this rank keeps of it."""
+        graph, lanes = self._graph, self._graph.layout.lanes()
+        tied = {name for names in self._tied.values() for name in names}
+        found = {}
+        for place, shard in enumerate(graph.shards):
+            if self.number not in shard.owners:
+                continue
+            nodes = [graph.nodes[n] for n in graph.shard_members(shard)]
+            stages = {(shard.module, node.stage) for node in nodes if self.number in lanes[node.lane].ranks}
+            weights = {
+                name: parameter
+                for name, parameter in self._of_layers(shard.module, shard.start, shard.stop).items()
+                if (shard.full or parameter.requires_grad) and parameter.is_floating_point() and parameter.numel()
+            }
+            found[place] = Sharded(shard, self.number, stages, weights, self.cut, tied)
+        for sharded in found.values():
+            sharded.keep_parts(pieces)
+        return found
+
+    def _of_layers(self, module: str, start: int, stop: int) -> dict[str, nn.Parameter]:
+        """What this rank has of some layers."""
+        at = self._layers
+        return {n: p for n, p in self.own.items() if at[n][0] == module and start <= at[n][1] < stop}
 
     def _holders(self, name: str) -> list[int]:
         """The ranks that hold what this one holds of a weight."""
@@ -73,9 +117,13 @@ class Rank:
         """What `reduction` sums of this rank, in the order of the model."""
         if reduction.tied >= 0:
             return [p for name, p in self.own.items() if name in self._tied[reduction.tied]]
-        layers = range(reduction.start, reduction.stop)
-        at = self._layers
-        return [p for n, p in self.own.items() if at[n][0] == reduction.module and at[n][1] in layers]
+        return list(self._of_layers(reduction.module, reduction.start, reduction.stop).values())
+
+    def follow(self) -> None:
+        """Before a step: what is sharded follows weights that were moved or replaced since."""
+        for sharded in self.sharded.values():
+            for weight in sharded.weights.values():
+                weight.follow()
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Have the ranks of each lane speak over its transport."""
@@ -96,7 +144,9 @@ class Rank:
             sink = last and module not in feeding
             runtimes[module, index] = StageRuntime(stage, last, sink, self.lanes[module, index], ranks)
         lanes = [lane.ranks for lane in graph.layout.lanes()]
-        return Executor(self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters)
+        return Executor(
+            self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded
+        )
 
 
 def lane_of(layout: Layout, number: int, key: Key) -> Lane:
@@ -124,15 +174,16 @@ def make_ranks(
             part = mllm.slice(
                 stage.module, stage.start, stage.stop, copy=several or len(lane) > 1, checkpointing=checkpointing
             )
-            if len(lane) > 1:
-                stages[key] = cut(part, ranks)
+            sharded = graph.layout.spec(stage.module).shard != "none"
+            if len(lane) > 1 or (several and sharded):
+                stages[key] = cut(part, ranks) if len(lane) > 1 else part
                 _link_pieces(part, own, mine, ranks.rank, pieces)
             else:
                 stages[key] = part
                 if several:
                     _link(part, own, mine, taken, views)
         taken.update(mine)
-        found[number] = Rank(number, stages, lanes, graph, mllm)
+        found[number] = Rank(number, stages, lanes, graph, mllm, pieces if several else None)
     return found
 
 

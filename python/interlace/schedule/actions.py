@@ -76,7 +76,8 @@ class Action:
         directions: grad=False moves its output to the consumer's lane, grad=True the gradient of that output back.
     chunk: place in `StepTable.chunks`; of a REDUCE_GRAD, UNSHARD or RESHARD -1.
     other: for SEND and RECV the chunk that reads the rows: `chunk` itself between stages of one pipeline. For a
-        REDUCE_GRAD its place in `StageGraph.reductions`, for an UNSHARD or RESHARD in `StageGraph.shards`. Otherwise -1.
+        REDUCE_GRAD its place in `StageGraph.reductions`, for an UNSHARD or RESHARD that in `StageGraph.shards`.
+        Otherwise -1.
     peer: the lane on the other side of a SEND or RECV, as numbered by `Layout.lanes()`; otherwise -1.
     """
 
