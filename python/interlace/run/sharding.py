@@ -8,8 +8,8 @@ layer by layer (ZeRO-3 as PyTorch's FSDP runs it) forbids; in return a rank need
 long as it computes with them.
 
 shard = "optimizer": whole weights stay, parts are views of their rows; a gather brings the rows that other ranks have
-trained. shard = "full": whole weights are there from UNSHARD to RESHARD. Before and after they read as NaN, and cannot
-be written to: who computes with them then gets no plausible number.
+trained. shard = "full": whole weights are there from UNSHARD to RESHARD. Before and after they read as NaN, and nothing
+can be copied into them: who computes with them then gets no plausible number.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _parts(bucket: Sequence[Weight], place: int, section: Tensor) -> list[tuple[
     ]
 
 
-def _fill(section: Tensor, parts: Sequence[Tensor]) -> None:
+def _fill(section: Tensor, parts: list[Tensor]) -> None:
     if parts:
         flat = torch.cat(parts)
         section[: len(flat)] = flat
