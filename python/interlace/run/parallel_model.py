@@ -24,9 +24,11 @@ from interlace.comm.channel_group import GroupChannel
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Layout
 from interlace.model import Media, MultimodalModel
+from interlace.parallel.region import Region
 from interlace.parallel.route import Routes
 from interlace.run import comparison
 from interlace.run.batch import GlobalBatch, collator
+from interlace.run.device import autocast as autocast_to
 from interlace.run.device import clock, current, device_of, drawing, seconds
 from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
@@ -34,7 +36,7 @@ from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import check_read, edges, groups, stage_graph
 from interlace.run.lanes import check_lanes
 from interlace.run.ranks import make_ranks
-from interlace.run.result import StepResult, times_of
+from interlace.run.result import StepResult, measured, times_of
 from interlace.run.threads import run_threads
 from interlace.run.weights import Pieces, Trained, Views
 from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
@@ -50,6 +52,7 @@ def parallelize(
     *,
     schedule: str = "1f1b",
     transport: str | None = None,
+    device: torch.device | str | None = None,
     checkpointing: bool = False,
     autocast: torch.dtype | None = None,
     timeout: float = 300.0,
@@ -64,11 +67,16 @@ def parallelize(
         under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
     crash_folder: where a process whose step fails leaves what its rank did last, for `interlace doctor --crash`.
 
+    device: where weights on the meta device get memory, by default where the others lie. Only what this process holds
+        gets any, and no values yet (NaN): fill `named_parameters` and the stages' buffers next.
+
     It computes where the weights of ``mllm`` lie, one device per process; on GPUs the ranks' messages go over NCCL, and
     what must be known on the host over gloo.
 
     A module with tp > 1 is cut inside its blocks, among the ranks of each of its lanes. Between processes a rank's
-    parameters are then its pieces (see `named_parameters`), copied from the weights of ``mllm``.
+    parameters are then its pieces (see `named_parameters`), copied from the weights of ``mllm``, and of what is sharded
+    its rows. Weights that stages compute with are whole from the first action of a step; outside of steps they are out
+    of date with shard = "optimizer" and NaN with "full", in ``mllm`` too where they are its own.
 
     Raises ValueError when the world's size is not the layout's, for weights on several devices, for a module whose
     blocks cannot be cut among its tp ranks, and for cp > 1, which this version plans but does not run.
@@ -78,6 +86,7 @@ def parallelize(
     if transport is None:
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         transport = "distributed" if grouped else "local"
+    place = device_of(mllm) if device is None else torch.device(device)
     if transport == "local":
         ranks = list(range(layout.world))
         channel = None
@@ -90,10 +99,10 @@ def parallelize(
                 "the specs"
             )
         ranks = [dist.get_rank()]
-        channel = GroupChannel(mllm.modules_order(), timeout, device_of(mllm))
+        channel = GroupChannel(mllm.modules_order(), timeout, place)
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
-    return ParallelModel(mllm, layout, schedule, ranks, channel, checkpointing, autocast, timeout, crash_folder)
+    return ParallelModel(mllm, layout, schedule, ranks, channel, place, checkpointing, autocast, timeout, crash_folder)
 
 
 class ParallelModel:
@@ -109,6 +118,7 @@ class ParallelModel:
         schedule: str,
         ranks: Sequence[int],
         channel: Channel | None,
+        device: torch.device,
         checkpointing: bool,
         autocast: torch.dtype | None,
         timeout: float,
@@ -123,13 +133,12 @@ class ParallelModel:
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
         self._times: dict[int, list[tuple[Any, Any]]] = {}
-        self._trained = Trained(mllm)
-        self._failed = ""
-        self._drew_in_lane = False
+        self._failed, self._drew_in_lane = "", False
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
         check_lanes(mllm, layout)
         self._views, self._pieces = Views(), Pieces()
-        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, self._views, self._pieces)
+        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, self._views, self._pieces, device)
+        self._trained = Trained(mllm)
         self._lanes = [lane.ranks for lane in layout.lanes() if len(lane.ranks) > 1]
         if channel is not None:
             (number,) = self.ranks
@@ -149,12 +158,17 @@ class ParallelModel:
         """The parameters of the model that live in this process, by their names in it; each once.
 
         With transport "local" the model's own. Between processes this rank's: of a weight that its lane has cut, its
-        piece, which is what an optimizer is to train.
+        piece, of what is sharded, its rows, if it has any: which is what an optimizer is to train.
         """
         if self.channel is None:
             yield from self.mllm.named_parameters()
         else:
             yield from self._ranks[self.ranks[0]].own.items()
+
+    def regions(self) -> dict[str, Region]:
+        """Of those of `named_parameters` that are pieces: where they lie in the whole weights."""
+        cuts = {} if self.channel is None else self._ranks[self.ranks[0]].cut
+        return {name: cut.region for name, cut in cuts.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's weights by their names in the whole model."""
@@ -308,7 +322,7 @@ class ParallelModel:
                 inputs=collator(self.mllm, table, batch.samples, self._ranks[number].stages, device),
                 scale=1.0 / tokens,
                 start=compare,
-                autocast=self._autocast_context,
+                autocast=lambda: autocast_to(device, self._autocast),
                 mark=clock(device),
             )
             for number in self.ranks
@@ -414,11 +428,6 @@ class ParallelModel:
                         parameter.grad = None
         return kept
 
-    def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device_of(self.mllm).type, dtype=self._autocast)
-
     # -- gradients -------------------------------------------------------------------------------------------
 
     def _counted(self) -> Iterator[Tensor]:
@@ -486,9 +495,4 @@ class ParallelModel:
             with as_pipeline_errors():
                 said = self.channel.exchange(text, "timeline")
             times = [times_of(text, rank, len(self._last.of_rank(rank))) for rank, text in enumerate(said)]
-        return Timeline(
-            self._last.actions,
-            [[start for start, _ in mine] for mine in times],
-            [[finish for _, finish in mine] for mine in times],
-            table=self._last.table,
-        )
+        return measured(self._last, times)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from interlace.comm.channel import Channel
@@ -19,6 +20,7 @@ from interlace.parallel import Ranks
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
 from interlace.run.lanes import cut
+from interlace.run.memory import allocate, allocate_buffers, without_values
 from interlace.run.sharding import Sharded
 from interlace.run.weights import Cut, Pieces, Slice, Views, cut_weights
 from interlace.schedule import StageGraph
@@ -156,10 +158,19 @@ def lane_of(layout: Layout, number: int, key: Key) -> Lane:
 
 
 def make_ranks(
-    mllm: Any, graph: StageGraph, numbers: Sequence[int], checkpointing: bool, views: Views, pieces: Pieces
+    mllm: Any,
+    graph: StageGraph,
+    numbers: Sequence[int],
+    checkpointing: bool,
+    views: Views,
+    pieces: Pieces,
+    device: torch.device,
 ) -> dict[int, Rank]:
-    """The ranks `numbers` of this process."""
+    """The ranks `numbers` of this process. What they hold of weights on meta gets memory on `device`."""
     several = len(numbers) > 1
+    for stage in (stage for number in numbers for stage in graph.layout.of_rank(number)):
+        mllm.slice(stage.module, stage.start, stage.stop)  # tries cuts out, which buffers without values would spoil
+    allocate_buffers(mllm, device)
     own = dict(mllm.named_parameters(remove_duplicate=False))
     taken: set[int] = set()
     found = {}
@@ -171,17 +182,19 @@ def make_ranks(
             key = stage.module, stage.index
             lane = lane_of(graph.layout, number, key).ranks
             ranks = lanes[key] = Ranks.at(lane.index(number), len(lane))
-            part = mllm.slice(
-                stage.module, stage.start, stage.stop, copy=several or len(lane) > 1, checkpointing=checkpointing
-            )
-            sharded = graph.layout.spec(stage.module).shard != "none"
-            if len(lane) > 1 or (several and sharded):
-                stages[key] = cut(part, ranks) if len(lane) > 1 else part
-                _link_pieces(part, own, mine, ranks.rank, pieces)
+            copied = "modules" if several or len(lane) > 1 else False  # the weights are linked below
+            part = mllm.slice(stage.module, stage.start, stage.stop, copy=copied, checkpointing=checkpointing)
+            stages[key] = part if len(lane) == 1 else cut(part, ranks)
+            # Where one process plays all ranks, they take their pieces from weights that it has whole.
+            away = {} if several else cut_weights(part)
+            held = {name for name, _ in part.named_parameters()}
+            if allocate(mllm, held - away.keys(), device):
+                own = dict(mllm.named_parameters(remove_duplicate=False))
+            sharded = several and graph.layout.spec(stage.module).shard != "none"
+            if len(lane) > 1 or sharded:
+                _link_pieces(part, own, mine, ranks.rank, pieces, device)
             else:
-                stages[key] = part
-                if several:
-                    _link(part, own, mine, taken, views)
+                _link(part, own, mine, taken, views)
         taken.update(mine)
         found[number] = Rank(number, stages, lanes, graph, mllm, pieces if several else None)
     return found
@@ -202,9 +215,17 @@ def _link(
 
 
 def _link_pieces(
-    stage: nn.Module, own: Mapping[str, nn.Parameter], mine: dict[int, nn.Parameter], place: int, pieces: Pieces
+    stage: nn.Module,
+    own: Mapping[str, nn.Parameter],
+    mine: dict[int, nn.Parameter],
+    place: int,
+    pieces: Pieces,
+    device: torch.device,
 ) -> None:
-    """Give a stage that is cut Parameters over the model's own where it has these whole; note all of them."""
+    """Give a stage that is cut Parameters over the model's own where it has these whole; note all of them.
+
+    Pieces on meta get memory on `device`.
+    """
     cut = cut_weights(stage)
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
@@ -216,6 +237,8 @@ def _link_pieces(
                 mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
                 pieces.add(model, place, mine[id(model)], None)
             if name in cut:
-                pieces.add(model, place, parameter, cut[name])
+                piece = without_values(parameter, device) if parameter.is_meta else parameter
+                module._parameters[key] = piece
+                pieces.add(model, place, piece, cut[name])
             else:
                 module._parameters[key] = mine[id(model)]

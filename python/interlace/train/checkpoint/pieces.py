@@ -7,18 +7,20 @@ ones, or that all of them together do not make up the whole, they find out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from interlace.parallel.region import Region
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """What a rank holds of a tensor: `tensor`, which lies in the whole as `region` says."""
 
     tensor: Tensor
@@ -75,6 +77,13 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """As torch's own, which keeps only tensors."""
+        super().set_up_planner({}, metadata, is_coordinator)
+        self.state_dict = self.original_state_dict = state_dict
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """As `SavePlanner.lookup_object`."""
