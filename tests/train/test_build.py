@@ -101,7 +101,7 @@ def test_an_old_library_is_refused_by_name(monkeypatch) -> None:
         ("model.language_model.config.num_attention_heads=3", r"\[model.language_model.config\] llama: .*"),
         ("model.language_model.config.vocab_size=100", r"less than the tokenizer's 264; the placeholders of vision"),
         ("parallel.vision.pp=3", r"tiny.toml: \[parallel\]: .*3 stages but only 2 layers"),
-        ("parallel.vision.shard='some'", r"tiny.toml: \[parallel.vision\]: .*shard = 'none'"),
+        ("parallel.vision.shard='some'", r"tiny.toml: \[parallel.vision\]: .*unknown shard 'some'"),
         ("parallel.language_model.shard_ranks=2", r"tiny.toml: \[parallel.language_model\]: .*shard_ranks = None"),
     ],
 )

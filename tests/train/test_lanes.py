@@ -31,6 +31,16 @@ LAYOUTS = {
     "one": {},
     "tp2 pp2": {"placement": "shared", "vision": {"tp": 2, "dp": 2}, "language_model": {"tp": 2, "pp": 2}},
     "tp4": {"placement": "shared", "vision": {"pp": 2, "dp": 2}, "language_model": {"tp": 4}},
+    "sharded": {
+        "placement": "shared",
+        "vision": {"tp": 2, "dp": 2, "shard": "full"},
+        "language_model": {"pp": 2, "dp": 2, "shard": "optimizer"},
+    },
+    "sets": {
+        "placement": "shared",
+        "vision": {"dp": 4, "shard": "optimizer", "shard_ranks": 2},
+        "language_model": {"dp": 4, "shard": "full", "shard_ranks": 2},
+    },
     "tp2 pp2 dp2": {
         "placement": "shared",
         "vision": {"tp": 2, "pp": 2, "dp": 2},
@@ -135,11 +145,14 @@ def of_lanes(rank: int, folder: str, layout: str) -> dict[str, Any]:
     return {"same": same, "pieces": len(whole.regions), "steps": from_one.step}
 
 
-def test_four_ranks_train_and_resume_as_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", ["tp2 pp2", pytest.param("sharded", marks=pytest.mark.slow), pytest.param("sets", marks=pytest.mark.slow)]
+)
+def test_four_ranks_train_and_resume_as_one_process(tmp_path: Path, layout: str) -> None:
     alone = train(config_of("one"), tmp_path / "alone")
     train(config_of("one"), tmp_path / "one", stop=3)
     expected = curve(tmp_path / "alone")
-    results = run_ranks(4, of_lanes, str(tmp_path), "tp2 pp2", timeout=240)
+    results = run_ranks(4, of_lanes, str(tmp_path), layout, timeout=240)
     for kind, value in results:
         assert kind == "returned", value
         assert value["same"] and value["pieces"] > 5 and value["steps"] == STEPS
@@ -151,6 +164,8 @@ def test_four_ranks_train_and_resume_as_one_process(tmp_path: Path) -> None:
     saved, here = contents(newest(tmp_path / "whole")), contents(newest(tmp_path / "alone"))
     assert saved.keys() == here.keys()
     for key, tensor in here.items():
+        if key.endswith("k_proj.bias"):  # softmax forgets it: its gradient is rounding, of which AdamW makes steps
+            continue
         assert torch.allclose(saved[key], tensor, rtol=1e-3, atol=1e-5), key
     # And one process goes on from what four have saved.
     train(config_of("one"), tmp_path / "parts two", stop=1)
