@@ -46,8 +46,8 @@ void check_length(const std::vector<int32_t> &values, const std::string &name, s
 
 // GraphArrays (python/interlace/schedule/graph.py) in the order of its fields.
 StageArrays read_graph(const py::sequence &fields) {
-    constexpr size_t FIELDS = 16;
-    if (fields.size() != FIELDS) throw py::value_error("give the 16 arrays of StageGraph.arrays");
+    constexpr size_t FIELDS = 22;
+    if (fields.size() != FIELDS) throw py::value_error("give the 22 arrays of StageGraph.arrays");
     size_t next = 0;
     const auto array = [&] {
         const py::object field = fields[next++];
@@ -98,6 +98,21 @@ StageArrays read_graph(const py::sequence &fields) {
     graph.reduction_members.first =
         read_first(member_first, "reduction_member_first", graph.reduction_members.items.size());
     check_length(graph.reduction_members.first, "reduction_member_first", tied.size() + 1);
+    const py::array shard_first = array();
+    graph.shard_ranks.items = read_numbers(array(), "shard_rank", 0, graph.ranks - 1);
+    graph.shard_ranks.first = read_first(shard_first, "shard_first", graph.shard_ranks.items.size());
+    for (int64_t shard = 0; shard < graph.shard_ranks.size(); ++shard)
+        if (!std::is_sorted(graph.shard_ranks.begin(shard), graph.shard_ranks.end(shard)))
+            throw py::value_error("shard_rank must rise within shard " + std::to_string(shard));
+    graph.shard_node = read_numbers(array(), "shard_node", 0, static_cast<int64_t>(nodes) - 1);
+    check_length(graph.shard_node, "shard_node", graph.shard_ranks.items.size());
+    const std::vector<int32_t> full = read_numbers(array(), "shard_full", 0, 1);
+    graph.shard_full.assign(full.begin(), full.end());
+    check_length(full, "shard_full", graph.shard_ranks.first.size() - 1);
+    const py::array shard_member_first = array();
+    graph.shard_members.items = read_numbers(array(), "shard_member", 0, static_cast<int64_t>(nodes) - 1);
+    graph.shard_members.first = read_first(shard_member_first, "shard_member_first", graph.shard_members.items.size());
+    check_length(graph.shard_members.first, "shard_member_first", full.size() + 1);
     return graph;
 }
 
@@ -181,6 +196,8 @@ const char *name_of(FaultKind kind) {
         case FaultKind::NO_INPUT_HALF: return "no_input_half";
         case FaultKind::NO_OUTPUT: return "no_output";
         case FaultKind::NO_GRADIENT: return "no_gradient";
+        case FaultKind::NO_UNSHARD: return "no_unshard";
+        case FaultKind::AFTER_RESHARD: return "after_reshard";
         case FaultKind::DEADLOCK: return "deadlock";
         case FaultKind::MEMORY: return "memory";
     }

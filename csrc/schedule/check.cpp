@@ -77,37 +77,82 @@ std::optional<Fault> check_sums(const Lists &lists) {
     return std::nullopt;
 }
 
-// Some order of all reductions holds on every rank: then each is begun by all its ranks before anybody has to wait.
+// Weights are used while they are whole, and given up once.
+std::optional<Fault> check_shards(const Lists &lists) {
+    Poll poll;
+    const StepGraph &graph = lists.graph;
+    std::vector<int32_t> shard_of(graph.stages.shard_ranks.items.size());  // by place there
+    for (int32_t shard = 0; shard < graph.stages.shard_ranks.size(); ++shard)
+        for (int32_t i = graph.stages.shard_ranks.first[shard]; i < graph.stages.shard_ranks.first[shard + 1]; ++i)
+            shard_of[i] = shard;
+    std::vector<char> whole(shard_of.size(), 0), gone = whole;
+    for (int32_t rank = 0; rank < lists.ranks(); ++rank)
+        for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
+            poll();
+            const ActionRow &row = lists.rows[i];
+            const int32_t id = lists.meanings[i].id;
+            std::optional<Fault> fault;
+            const auto use = [&](int32_t place) {
+                const auto other = [&](ActionOp op) { return graph.shard_row(op, shard_of[place], place); };
+                if (gone[place])
+                    fault = Fault{FaultKind::AFTER_RESHARD, rank, row, other(ActionOp::RESHARD)};
+                else if (!whole[place])
+                    fault = Fault{FaultKind::NO_UNSHARD, rank, row, other(ActionOp::UNSHARD)};
+            };
+            if (row.op == ActionOp::UNSHARD) {
+                whole[id] = 1;
+            } else if (row.op == ActionOp::RESHARD) {
+                use(id);
+                gone[id] = 1;
+            } else if (is_compute(row.op)) {
+                graph.each_shard(graph.job_node[id], rank, use);
+            }
+            if (fault) return fault;
+        }
+    return std::nullopt;
+}
+
+// Some order of all reductions and gathers holds on every rank: then each is begun by all its ranks before anybody has
+// to wait for it. Gathers are numbered behind reductions.
 std::optional<Fault> check_reduction_order(const Lists &lists) {
-    const Ragged &taking_part = lists.graph.stages.reduction_ranks;
+    const Ragged &reducing = lists.graph.stages.reduction_ranks, &sharing = lists.graph.stages.shard_ranks;
+    const auto reductions = static_cast<int32_t>(reducing.size());
+    const auto begin = [&](int32_t n) { return n < reductions ? reducing.begin(n) : sharing.begin(n - reductions); };
+    const auto end = [&](int32_t n) { return n < reductions ? reducing.end(n) : sharing.end(n - reductions); };
     std::vector<std::vector<int64_t>> queues(lists.ranks());
     for (int32_t rank = 0; rank < lists.ranks(); ++rank)
         for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i)
-            if (lists.rows[i].op == ActionOp::REDUCE_GRAD) queues[rank].push_back(i);
+            if (lists.rows[i].op == ActionOp::REDUCE_GRAD || lists.rows[i].op == ActionOp::UNSHARD)
+                queues[rank].push_back(i);
+    const auto number_of = [&](int64_t i) {
+        return lists.rows[i].other + (lists.rows[i].op == ActionOp::UNSHARD ? reductions : 0);
+    };
     std::vector<size_t> at(lists.ranks(), 0);
-    std::vector<int32_t> arrived(taking_part.size(), 0), todo;
+    std::vector<int32_t> arrived(reductions + sharing.size(), 0), todo;
     const auto arrive = [&](int32_t rank) {
         if (at[rank] == queues[rank].size()) return;
-        const int32_t reduction = lists.rows[queues[rank][at[rank]]].other;
-        if (++arrived[reduction] == taking_part.count(reduction)) todo.push_back(reduction);
+        const int32_t number = number_of(queues[rank][at[rank]]);
+        if (++arrived[number] == end(number) - begin(number)) todo.push_back(number);
     };
     for (int32_t rank = 0; rank < lists.ranks(); ++rank) arrive(rank);
     Poll poll;
     while (!todo.empty()) {
-        const int32_t reduction = todo.back();
+        const int32_t number = todo.back();
         todo.pop_back();
-        poll(taking_part.count(reduction));
-        for (const int32_t *rank = taking_part.begin(reduction); rank < taking_part.end(reduction); ++rank) {
+        poll(end(number) - begin(number));
+        for (const int32_t *rank = begin(number); rank < end(number); ++rank) {
             ++at[*rank];
             arrive(*rank);
         }
     }
     for (int32_t rank = 0; rank < lists.ranks(); ++rank) {
         if (at[rank] == queues[rank].size()) continue;
-        const ActionRow &row = lists.rows[queues[rank][at[rank]]];
-        for (const int32_t *other = taking_part.begin(row.other); other < taking_part.end(row.other); ++other) {
-            const ActionRow &theirs = lists.rows[queues[*other][at[*other]]];
-            if (theirs.other != row.other) return Fault{FaultKind::REDUCTION_ORDER, *other, theirs, row};
+        const int64_t mine = queues[rank][at[rank]];
+        const int32_t number = number_of(mine);
+        for (const int32_t *other = begin(number); other < end(number); ++other) {
+            const int64_t theirs = queues[*other][at[*other]];
+            if (number_of(theirs) != number)
+                return Fault{FaultKind::REDUCTION_ORDER, *other, lists.rows[theirs], lists.rows[mine]};
         }
     }
     return std::nullopt;
@@ -134,6 +179,7 @@ class Runner {
         got_.assign(slots, 0);
         done_.assign(OPS * static_cast<size_t>(graph_.jobs()), 0);
         arrived_.assign(done_.size(), 0);
+        unsharded_.assign(graph_.stages.shard_ranks.size(), 0);
         at_.assign(lists.first.begin(), lists.first.end() - 1);
         waiting_.assign(lists.ranks(), 0);
     }
@@ -183,9 +229,34 @@ class Runner {
             if (!receive(rank, row, meaning)) return false;
         } else if (row.op == ActionOp::SEND) {
             if (!send(rank, row, meaning)) return false;
+        } else if (row.op == ActionOp::UNSHARD) {
+            unshard(rank, row.other);
+        } else if (row.op == ActionOp::RESHARD) {
+            if (!whole(row.other)) return false;
         }
         ++at_[rank];
         return true;
+    }
+
+    void unshard(int32_t rank, int32_t shard) {
+        ++unsharded_[shard];
+        if (!whole(shard)) return;
+        const Ragged &ranks = graph_.stages.shard_ranks;
+        for (const int32_t *other = ranks.begin(shard); other < ranks.end(shard); ++other)
+            if (*other != rank) todo_.push_back(*other);
+    }
+    bool whole(int32_t shard) const { return unsharded_[shard] == graph_.stages.shard_ranks.count(shard); }
+
+    // A shard that the rank's next row waits for; -1: none.
+    int32_t missing_shard(int32_t rank) const {
+        const ActionRow &row = lists_.rows[at_[rank]];
+        if (row.op == ActionOp::RESHARD) return whole(row.other) ? -1 : row.other;
+        if (!is_compute(row.op)) return -1;
+        const int32_t node = graph_.job_node[lists_.meanings[at_[rank]].id];
+        const Ragged &shards = graph_.node_shards;
+        for (const int32_t *shard = shards.begin(node); shard < shards.end(node); ++shard)
+            if (graph_.shard_place(*shard, rank) >= 0 && !whole(*shard)) return *shard;
+        return -1;
     }
 
     bool send(int32_t rank, const ActionRow &row, const Meaning &meaning) {
@@ -213,7 +284,7 @@ class Runner {
 
     bool compute(int32_t rank, const ActionRow &row, const Meaning &meaning) {
         if (waiting_[rank]) return false;
-        if (!has_what_it_needs(rank, row, meaning)) return false;
+        if (!has_what_it_needs(rank, row, meaning) || missing_shard(rank) >= 0) return false;
         const size_t slot = OPS * static_cast<size_t>(meaning.id) + static_cast<size_t>(row.op);
         const int32_t lane = graph_.lane(meaning.id);
         if (++arrived_[slot] < size(lane)) {
@@ -277,6 +348,18 @@ class Runner {
             while (wire.sent[place].size() > wire.received[meaning.place]) ++place;
             return graph_.stages.lane_ranks.begin(wire.from)[place];
         }
+        if (const int32_t shard = missing_shard(rank); shard >= 0) {
+            // In one order of all gathers: who has not started this one has it still before it.
+            const auto starts = [&](int64_t i) {
+                return lists_.rows[i].op == ActionOp::UNSHARD && lists_.rows[i].other == shard;
+            };
+            const Ragged &sharing = graph_.stages.shard_ranks;
+            return *std::find_if(sharing.begin(shard), sharing.end(shard), [&](int32_t other) {
+                for (int64_t i = at_[other]; i < lists_.first[other + 1]; ++i)
+                    if (starts(i)) return true;
+                return false;
+            });
+        }
         // All ranks of a lane meet its actions in one order: who waits elsewhere has not come to this one.
         const Ragged &ranks = graph_.stages.lane_ranks;
         const int32_t lane = graph_.lane(meaning.id);
@@ -292,7 +375,8 @@ class Runner {
     std::vector<int32_t> wire_;       // message -> wire
     std::vector<int64_t> got_first_;  // message -> its first place in got_, one for each receiving rank
     std::vector<char> got_;
-    std::vector<char> done_;        // OPS * job + op
+    std::vector<int32_t> unsharded_;  // shard -> ranks that have started its gather
+    std::vector<char> done_;          // OPS * job + op
     std::vector<int32_t> arrived_;  // the same: how many ranks of the lane wait there
     std::vector<int64_t> at_;       // rank -> its next row
     std::vector<char> waiting_;     // rank -> for the others of its lane
@@ -346,6 +430,7 @@ CheckResult check_lists(const StepGraph &graph, const std::vector<ActionRow> &ro
     result.fault = read_rows(graph, rows, first, reduce_grad, lists.meanings);
     if (!result.fault) result.fault = check_lanes(lists);
     if (!result.fault) result.fault = check_sums(lists);
+    if (!result.fault) result.fault = check_shards(lists);
     if (!result.fault) result.fault = check_reduction_order(lists);
     if (!result.fault) result.fault = Runner(lists).run();
     if (!result.fault) find_peaks(lists, activation_bytes, memory_limit, result);

@@ -3,7 +3,8 @@
 // The checker knows nothing of how the lists were made. It takes from the StepGraph what has to happen, compares, and
 // replays the lists the way the executor runs them: a compute action waits for all ranks of its lane; sends never
 // block; a receive takes the oldest message from its peer lane, and waits until all of its ranks have sent it; a
-// REDUCE_GRAD starts a sum and goes on.
+// REDUCE_GRAD starts a sum and goes on; an UNSHARD starts a gather and goes on, and what computes with its weights, or
+// gives them up, waits until all of its ranks have started it.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ enum class FaultKind {
     LANE_ORDER,       // `row` stands where rank `other_rank` of the lane has `other`
     AFTER_REDUCTION,  // `row` adds to what `other` has summed
     AFTER_TIED,       // `row` after `other`, which is of a tied weight
-    REDUCTION_ORDER,  // `row` before `other`: no order of all reductions holds on every rank
+    REDUCTION_ORDER,  // `row` before `other`: no order of all reductions and gathers holds on every rank
     MESSAGE_ORDER,    // `row` receives what is not the oldest message, `other`
     SEND_FORWARD,     // `row` before the forward that makes it
     SEND_BACKWARD,    // `row` before the backward `other` that makes it
@@ -31,6 +32,8 @@ enum class FaultKind {
     NO_INPUT_HALF,    // `row` before its BACKWARD_INPUT
     NO_OUTPUT,        // `row` before it has what the forward `other` makes
     NO_GRADIENT,      // `row` before it has what the backward `other` makes
+    NO_UNSHARD,       // `row` before `other`, which makes the weights whole that it uses or gives up
+    AFTER_RESHARD,    // `row` after `other`, which has given up weights that it uses
     DEADLOCK,         // see `stuck`
     MEMORY,           // `row` holds `bytes` of `count` forwards
 };

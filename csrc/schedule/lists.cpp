@@ -97,24 +97,45 @@ RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, boo
     const StageArrays &stages = graph.stages;
     Writer writer(graph);
     std::vector<int64_t> latest(graph.nodes(), -1);
-    // After which row of every rank of its lane a node's last backward is over.
-    std::vector<std::vector<size_t>> behind(graph.nodes());
+    // After which row of every rank of its lane a node's last backward, or all that it computes, is over.
+    std::vector<std::vector<size_t>> behind(graph.nodes()), over(graph.nodes());
     for (size_t i = 0; i < order.size(); ++i) {
         poll();
         writer.write(order[i]);
-        if (!is_backward(order[i])) continue;
         const int32_t node = graph.job_node[job_of(order[i])], lane = stages.node_lane[node];
-        latest[node] = static_cast<int64_t>(i);
-        behind[node].clear();
+        over[node].clear();
         for (const int32_t *rank = stages.lane_ranks.begin(lane); rank < stages.lane_ranks.end(lane); ++rank)
-            behind[node].push_back(writer.lists[*rank].size());
+            over[node].push_back(writer.lists[*rank].size());
+        if (!is_backward(order[i])) continue;
+        latest[node] = static_cast<int64_t>(i);
+        behind[node] = over[node];
     }
+    const auto place_in = [&](int32_t node, int32_t rank) {
+        const Ragged &ranks = stages.lane_ranks;
+        const int32_t lane = stages.node_lane[node];
+        const int32_t *const at = std::find(ranks.begin(lane), ranks.end(lane), rank);
+        return at == ranks.end(lane) ? -1 : at - ranks.begin(lane);
+    };
 
     struct Placed {
         size_t after;  // so many rows of the rank
         ActionRow row;
     };
-    std::vector<std::vector<Placed>> reduces(stages.ranks);
+    std::vector<std::vector<Placed>> shards(stages.ranks), reduces(stages.ranks);
+    const std::vector<char> active = graph.active_shards();
+    for (const ActionOp op : {ActionOp::UNSHARD, ActionOp::RESHARD})
+        for (int32_t shard = 0; shard < stages.shard_ranks.size(); ++shard) {
+            if (!active[shard] || (op == ActionOp::RESHARD && !stages.shard_full[shard])) continue;
+            for (int32_t i = stages.shard_ranks.first[shard]; i < stages.shard_ranks.first[shard + 1]; ++i) {
+                const int32_t rank = stages.shard_ranks.items[i];
+                size_t after = 0;
+                for (const int32_t *node = stages.shard_members.begin(shard);
+                     op == ActionOp::RESHARD && node < stages.shard_members.end(shard); ++node)
+                    if (const auto at = place_in(*node, rank); at >= 0 && !over[*node].empty())
+                        after = std::max(after, over[*node][at]);
+                shards[rank].push_back({after, graph.shard_row(op, shard, i)});
+            }
+        }
     if (reduce_grad) {
         for (const int32_t r : order_reductions(graph, latest)) {
             for (int32_t i = stages.reduction_ranks.first[r]; i < stages.reduction_ranks.first[r + 1]; ++i) {
@@ -124,10 +145,7 @@ RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, boo
                 for (const int32_t *node = stages.reduction_members.begin(r); node < stages.reduction_members.end(r);
                      ++node) {
                     if (behind[*node].empty() || !stages.node_trains[*node]) continue;
-                    const Ragged &ranks = stages.lane_ranks;
-                    const int32_t lane = stages.node_lane[*node];
-                    const int32_t *const at = std::find(ranks.begin(lane), ranks.end(lane), rank);
-                    if (at != ranks.end(lane)) after = std::max(after, behind[*node][at - ranks.begin(lane)]);
+                    if (const auto at = place_in(*node, rank); at >= 0) after = std::max(after, behind[*node][at]);
                 }
                 mine.push_back({after, graph.reduction_row(r, i)});
             }
@@ -139,8 +157,11 @@ RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, boo
     for (int32_t rank = 0; rank < stages.ranks; ++rank) {
         const std::vector<ActionRow> &rows = writer.lists[rank];
         poll(static_cast<int64_t>(rows.size()));
+        std::vector<Placed> &all = shards[rank];
+        all.insert(all.end(), reduces[rank].begin(), reduces[rank].end());
+        std::stable_sort(all.begin(), all.end(), [](const Placed &a, const Placed &b) { return a.after < b.after; });
         size_t done = 0;
-        for (const Placed &placed : reduces[rank]) {
+        for (const Placed &placed : all) {
             made.rows.insert(made.rows.end(), rows.begin() + done, rows.begin() + placed.after);
             made.rows.push_back(placed.row);
             done = placed.after;

@@ -1,4 +1,4 @@
-// From a sequence of steps to the lists of ranks: adds messages and reductions.
+// From a sequence of steps to the lists of ranks: adds messages, reductions and what is sharded.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,10 @@ struct RankLists {
 // REDUCE_GRAD starts a sum that is awaited at the end of the list. All ranks have these in one order, by the last
 // backward of all members, tied weights after all others (they are summed from what the others leave). On a rank each
 // stands as early as that order allows: after the rank's own last backward that adds to it.
+//
+// UNSHARD starts a gather of weights that is awaited by the first forward that uses them. All stand before everything
+// else, in the order of the shards: the gathers travel while modules that come first compute. RESHARD follows the
+// rank's last use of them, or the UNSHARDs where it has none.
 RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad);
 
 }  // namespace interlace

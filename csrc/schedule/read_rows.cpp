@@ -23,6 +23,7 @@ class Reader {
     Reader(const StepGraph &graph, bool reduce_grad)
         : graph_(graph), active_(graph.stages.reduction_members.size(), 0) {
         if (reduce_grad) active_ = graph.active_reductions();
+        active_shards_ = graph.active_shards();
         for (int32_t job = 0; job < graph.jobs(); ++job) {
             job_first_.push_back(job_slots_);
             job_slots_ += lane_size(graph.lane(job));
@@ -39,12 +40,15 @@ class Reader {
         sent_.assign(send_slots_, 0);
         received_.assign(receive_slots_, 0);
         reduced_.assign(graph.stages.reduction_ranks.items.size(), 0);
+        unsharded_.assign(graph.stages.shard_ranks.items.size(), 0);
+        resharded_ = unsharded_;
     }
 
     Meaning meaning(int32_t rank, const ActionRow &row) const {
         if (is_compute(row.op)) return compute(rank, row);
         if (row.op == ActionOp::SEND || row.op == ActionOp::RECV) return message(rank, row);
         if (row.op == ActionOp::REDUCE_GRAD) return reduction(rank, row);
+        if (row.op == ActionOp::UNSHARD || row.op == ActionOp::RESHARD) return shard(rank, row);
         return NONE;
     }
 
@@ -57,6 +61,10 @@ class Reader {
             seen = &sent_[send_first_[found.id] + found.place];
         else if (row.op == ActionOp::RECV)
             seen = &received_[receive_first_[found.id] + found.place];
+        else if (row.op == ActionOp::UNSHARD)
+            seen = &unsharded_[found.id];
+        else if (row.op == ActionOp::RESHARD)
+            seen = &resharded_[found.id];
         else
             seen = &reduced_[found.id];
         return !std::exchange(*seen, 1);
@@ -81,6 +89,12 @@ class Reader {
         for (int32_t r = 0; r < reducing.size(); ++r)
             for (int32_t i = reducing.first[r]; active_[r] && i < reducing.first[r + 1]; ++i)
                 if (!reduced_[i]) return Fault{FaultKind::LACKS, reducing.items[i], graph_.reduction_row(r, i)};
+        const Ragged &sharing = graph_.stages.shard_ranks;
+        for (int32_t s = 0; s < sharing.size(); ++s)
+            for (int32_t i = sharing.first[s]; active_shards_[s] && i < sharing.first[s + 1]; ++i)
+                for (const ActionOp op : {ActionOp::UNSHARD, ActionOp::RESHARD})
+                    if (op == ActionOp::UNSHARD ? !unsharded_[i] : graph_.stages.shard_full[s] && !resharded_[i])
+                        return Fault{FaultKind::LACKS, sharing.items[i], graph_.shard_row(op, s, i)};
         return std::nullopt;
     }
 
@@ -134,6 +148,13 @@ class Reader {
         return NONE;
     }
 
+    Meaning shard(int32_t rank, const ActionRow &row) const {
+        if (row.other < 0 || row.other >= graph_.stages.shard_ranks.size() || !active_shards_[row.other]) return NONE;
+        if (row.op == ActionOp::RESHARD && !graph_.stages.shard_full[row.other]) return NONE;
+        const int32_t i = graph_.shard_place(row.other, rank);
+        return i >= 0 && same(row, graph_.shard_row(row.op, row.other, i)) ? Meaning{i, 0} : NONE;
+    }
+
     std::optional<Fault> missing_of(int32_t job, int32_t place, int32_t rank) const {
         const char *const seen = &computed_[COMPUTE_OPS * (job_first_[job] + place)];
         const auto row = [&](ActionOp op) { return graph_.compute_row(op, job); };
@@ -155,10 +176,11 @@ class Reader {
 
     const StepGraph &graph_;
     std::vector<char> active_;  // reductions
+    std::vector<char> active_shards_;
     // Slots: one for each rank of the lane. Where those of each job and message begin, and how many there are in all.
     std::vector<int64_t> job_first_, send_first_, receive_first_;
     int64_t job_slots_ = 0, send_slots_ = 0, receive_slots_ = 0;
-    std::vector<char> computed_, sent_, received_, reduced_;
+    std::vector<char> computed_, sent_, received_, reduced_, unsharded_, resharded_;
 };
 
 }  // namespace

@@ -58,6 +58,11 @@ StepGraph::StepGraph(StageArrays arrays, std::vector<int32_t> chunk_pipeline_,
         for (const int32_t *rank = stages.lane_ranks.begin(lane); rank < stages.lane_ranks.end(lane); ++rank)
             pairs.emplace_back(*rank, lane);
     rank_lanes = Ragged::of(stages.ranks, pairs);
+    pairs.clear();
+    for (int32_t shard = 0; shard < stages.shard_members.size(); ++shard)
+        for (const int32_t *node = stages.shard_members.begin(shard); node < stages.shard_members.end(shard); ++node)
+            pairs.emplace_back(*node, shard);
+    node_shards = Ragged::of(nodes(), pairs);
 
     Poll poll;
     std::vector<int32_t> following(pipelines, 0);
@@ -181,6 +186,24 @@ ActionRow StepGraph::reduction_row(int32_t reduction, int32_t place) const {
             reduction,
             -1,
             0};
+}
+
+ActionRow StepGraph::shard_row(ActionOp op, int32_t shard, int32_t place) const {
+    const int32_t node = stages.shard_node[place];
+    return {op, stages.pipeline_module[stages.node_pipeline[node]], stages.node_stage[node], -1, shard, -1, 0};
+}
+
+int32_t StepGraph::shard_place(int32_t shard, int32_t rank) const {
+    const Ragged &ranks = stages.shard_ranks;
+    const int32_t *const at = std::lower_bound(ranks.begin(shard), ranks.end(shard), rank);
+    return at != ranks.end(shard) && *at == rank ? static_cast<int32_t>(at - ranks.items.data()) : -1;
+}
+
+std::vector<char> StepGraph::active_shards() const {
+    std::vector<char> active(stages.shard_members.size(), 0);
+    for (const int32_t node : job_node)
+        for (const int32_t *shard = node_shards.begin(node); shard < node_shards.end(node); ++shard) active[*shard] = 1;
+    return active;
 }
 
 std::vector<char> StepGraph::active_reductions() const {

@@ -54,6 +54,10 @@ struct StageArrays {
     std::vector<int32_t> reduction_node;  // beside reduction_ranks.items
     std::vector<char> reduction_tied;
     Ragged reduction_members;
+    Ragged shard_ranks;
+    std::vector<int32_t> shard_node;  // beside shard_ranks.items
+    std::vector<char> shard_full;
+    Ragged shard_members;
     int32_t ranks, modules;
 };
 
@@ -86,6 +90,7 @@ class StepGraph {
     std::vector<int32_t> topological;                   // node -> place; whatever feeds it comes earlier
     std::vector<int32_t> chunk_order;                   // chunks, those that are read before those that read them
     Ragged lane_nodes, rank_lanes;
+    Ragged node_shards;  // those that it computes with, on whichever rank
 
     int32_t jobs() const { return static_cast<int32_t>(job_node.size()); }
     int32_t chunks() const { return static_cast<int32_t>(chunk_pipeline.size()); }
@@ -140,8 +145,21 @@ class StepGraph {
     ActionRow message_row(ActionOp op, int32_t message) const;
     ActionRow reduction_row(int32_t reduction, int32_t place) const;  // place: in reduction_ranks.items
 
+    ActionRow shard_row(ActionOp op, int32_t shard, int32_t place) const;     // place: in shard_ranks.items
+
     // Whether some member of the reduction has a BACKWARD in this step that could add to it.
     std::vector<char> active_reductions() const;
+    // Whether some member of the shard computes in this step.
+    std::vector<char> active_shards() const;
+
+    // The place in shard_ranks.items of a rank that takes part in a shard; -1: it does not.
+    int32_t shard_place(int32_t shard, int32_t rank) const;
+    // use(place in shard_ranks.items) for each shard that a rank needs for what it computes at a node.
+    template <typename Use>
+    void each_shard(int32_t node, int32_t rank, Use use) const {
+        for (const int32_t *shard = node_shards.begin(node); shard < node_shards.end(node); ++shard)
+            if (const int32_t place = shard_place(*shard, rank); place >= 0) use(place);
+    }
 
   private:
     void order_modules();

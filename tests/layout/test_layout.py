@@ -137,7 +137,8 @@ def test_groups_of_a_rank(layout):
         assert tp == tuple(lane.ranks[i] for i in range(len(lane.ranks)) if i // spec.tp == at // spec.tp)
         assert cp == tuple(lane.ranks[i] for i in range(len(lane.ranks)) if i % spec.tp == at % spec.tp)
         same_place = {r for m, layer, _, p, r in held(layout) if (m, layer, p) == (name, mine[0].start, at)}
-        assert dp == tuple(sorted(same_place)) == layout.group(rank, name, "shard")
+        assert dp == tuple(sorted(same_place))
+        assert layout.group(rank, name, "shard") == (rank,)
 
 
 def test_replicas_that_are_cut_differently_sum_piece_by_piece():
@@ -176,6 +177,34 @@ def test_what_a_lane_uses_in_part_is_summed_over_whole_lanes_wherever_replicas_a
         (1, 2, (0, 1, 4, 5)),
         (2, 3, (2, 3, 4, 5)),
     ]
+
+
+def test_who_shares_slices():
+    """By default all that hold the same weights; else sets, of which those of a lane are neighbours."""
+    pipelines = [
+        pipeline("m", 0, (0, 2, (0, 1, 2, 3))),
+        pipeline("m", 1, (0, 2, (8, 9, 10, 11))),
+        pipeline("m", 2, (0, 2, (4, 5, 6, 7))),
+        pipeline("m", 3, (0, 2, (12, 13, 14, 15))),
+    ]
+    every = one_module(*pipelines, world=16, tp=2, cp=2, shard="optimizer")
+    assert [(s.owners, s.full) for s in every.shard_groups()] == [
+        ((0, 2, 8, 10, 4, 6, 12, 14), False),
+        ((1, 3, 9, 11, 5, 7, 13, 15), False),
+    ]
+    assert every.group(5, "m", "shard") == (1, 3, 5, 7, 9, 11, 13, 15)
+    sets = one_module(*pipelines, world=16, tp=2, cp=2, shard="full", shard_ranks=4)
+    first, second, *_ = sets.shard_groups()
+    assert (first.owners, second.owners, first.full) == ((0, 2, 8, 10), (4, 6, 12, 14), True)
+    assert first.sets == second.sets and first.replicas(8) == (8, 12)
+    assert sets.group(12, "m", "shard") == (4, 6, 12, 14)
+    # A stage of a replica has the place of the replica in every set: what is tied across stages lies alike.
+    crossed = one_module(
+        pipeline("m", 0, (0, 1, (0,)), (1, 2, (3,))), pipeline("m", 1, (0, 1, (2,)), (1, 2, (1,))), world=4, pp=2,
+        shard="full",
+    )  # fmt: skip
+    assert [s.owners for s in crossed.shard_groups()] == [(0, 2), (3, 1)]
+    assert [s.ranks for s in crossed.shard_groups()] == [(0, 2), (1, 3)]
 
 
 def test_copies_of_an_encoder_sum_with_it():
@@ -243,8 +272,16 @@ BAD = [
     (lambda: ParallelSpec(cp=0), "cp must be at least 1, got 0"),
     (lambda: ParallelSpec(virtual=2), "one stage of a module per rank: leave virtual = 1 and order = 'loop'"),
     (lambda: ParallelSpec(order="wave"), "leave virtual = 1 and order = 'loop'"),
-    (lambda: ParallelSpec(shard="full"), "this version shards no state: leave shard = 'none' and shard_ranks = None"),
-    (lambda: ParallelSpec(shard_ranks=2), "this version shards no state"),
+    (lambda: ParallelSpec(shard="weights"), "unknown shard 'weights': use one of 'none', 'optimizer', 'full'"),
+    (
+        lambda: ParallelSpec(shard_ranks=2),
+        "shard_ranks = 2 with shard = 'none': give 2 ranks or more and shard = 'opti",
+    ),
+    (lambda: ParallelSpec(dp=2, shard="full", shard_ranks=1), "shard_ranks = 1 with shard = 'full': give 2 ranks or"),
+    (
+        lambda: one_module(*(pipeline("m", r, (0, 1, (r,))) for r in range(3)), world=3, shard="full", shard_ranks=2),
+        "m has shard_ranks = 2, but 3 ranks hold the same weights of it: give a number that divides theirs",
+    ),
 ]
 
 

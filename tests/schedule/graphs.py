@@ -12,6 +12,8 @@ import numpy as np
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.schedule import Chunk, Edge, StageGraph, StepTable
 
+SHARDS = ("none", "none", "optimizer", "full")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -22,7 +24,7 @@ class Case:
 
 
 def random_case(seed: int, max_ranks: int = 5, max_chunks: int = 5) -> Case:
-    """Any acyclic modules on any ranks: merged, folded, interleaved, shared, copied, frozen, tied, in any numbers."""
+    """Any acyclic modules on any ranks: merged, folded, shared, copied, frozen, tied, sharded, in any numbers."""
     rng = random.Random(seed)
     world = rng.randint(1, max_ranks)
     names = [f"m{i}" for i in range(rng.randint(1, 4))]
@@ -49,7 +51,7 @@ def random_case(seed: int, max_ranks: int = 5, max_chunks: int = 5) -> Case:
             parts = [Stage(name, i, cuts[i], cuts[i + 1], lanes[i], tuple(copies)) for i in range(stages)]
             pipelines.append(Pipeline(name, replica, tuple(parts)))
         tp = rng.choice([1, size])
-        modules[name] = (ParallelSpec(tp=tp, cp=size // tp, pp=stages, dp=dp), tuple(pipelines))
+        modules[name] = (ParallelSpec(tp, size // tp, stages, dp, shard=rng.choice(SHARDS)), tuple(pipelines))
         some = rng.choice([0.0, 0.5, 1.0, 1.0])
         trainable[name] = tuple(rng.random() < some for _ in range(layers))
         if layers > 1 and trainable[name][0] and trainable[name][-1] and rng.random() < 0.5:

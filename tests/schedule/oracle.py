@@ -148,6 +148,31 @@ class Demand:
         mine = [n for n in range(len(self.graph.nodes)) if rank in self.ranks(self.lane(n)) and self.adds(n, reduction)]
         return Action(Op.REDUCE_GRAD, reduction.module, self.graph.nodes[mine[0]].stage, other=place)
 
+    def uses(self, node: int, rank: int) -> list[int]:
+        """The shards whose weights a rank computes with at a node, under one of their names."""
+        where = self.graph.nodes[node]
+        stage = self.graph.pipelines[where.pipeline].stages[where.stage]
+        layers = {(stage.module, layer) for layer in range(stage.start, stage.stop)}
+        for group in self.graph.tied:
+            if layers & set(group):
+                layers |= set(group)
+        return [
+            place
+            for place, shard in enumerate(self.graph.shards)
+            if rank in shard.owners
+            and rank in self.ranks(where.lane)
+            and layers & {(shard.module, layer) for layer in range(shard.start, shard.stop)}
+        ]
+
+    @cached_property
+    def shards(self) -> set[int]:
+        """Active ones: some rank computes with their weights."""
+        return {place for n, _ in self.forwards for rank in self.ranks(self.lane(n)) for place in self.uses(n, rank)}
+
+    def shard_row(self, op: Op, place: int, rank: int) -> Action:
+        first = next(n for n in range(len(self.graph.nodes)) if place in self.uses(n, rank))
+        return Action(op, self.graph.shards[place].module, self.graph.nodes[first].stage, other=place)
+
     @cached_property
     def rows(self) -> list[Counter[Action]]:
         """Per rank, what its list must hold (every BACKWARD in one piece)."""
@@ -164,6 +189,11 @@ class Demand:
         for place in self.reductions:
             for rank in self.graph.reductions[place].ranks:
                 found[rank][self.reduce_row(place, rank)] += 1
+        for place in self.shards:
+            for rank in self.graph.shards[place].owners:
+                found[rank][self.shard_row(Op.UNSHARD, place, rank)] += 1
+                if self.graph.shards[place].full:
+                    found[rank][self.shard_row(Op.RESHARD, place, rank)] += 1
         return found
 
     @cached_property
@@ -257,6 +287,16 @@ class Events:
                     needs.append(d.compute(Op.BACKWARD, reader) if same else d.message(Op.RECV, job, reader, True))
                 yield d.compute(Op.BACKWARD, job), needs
                 yield d.compute(Op.BACKWARD_WEIGHT, job), [d.compute(Op.BACKWARD, job)]
+        for place in (p for p in d.shards if rank in d.graph.shards[p].owners):
+            works = [
+                d.compute(op, job)
+                for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT)
+                for job in mine
+                if place in d.uses(job[0], rank)
+            ]
+            for work in works:
+                yield work, [d.shard_row(Op.UNSHARD, place, rank)]
+            yield d.shard_row(Op.RESHARD, place, rank), [d.shard_row(Op.UNSHARD, place, rank), *works]
         tied = [place for place in d.reductions if d.graph.reductions[place].tied >= 0]
         for place, jobs in d.reductions.items():
             if rank not in d.graph.reductions[place].ranks:
@@ -296,14 +336,20 @@ class Events:
         )
 
     def _reductions(self) -> None:
-        queues = [[a.other for a in actions if a.op is Op.REDUCE_GRAD] for actions in self.lists]
+        together = (Op.REDUCE_GRAD, Op.UNSHARD)
+        queues = [[(a.op, a.other) for a in actions if a.op in together] for actions in self.lists]
         left = set().union(*queues)
+        graph = self.schedule.graph
+
+        def ranks(op: Op, place: int) -> tuple[int, ...]:
+            return (graph.reductions if op is Op.REDUCE_GRAD else graph.shards)[place].ranks
+
         while left:
-            free = [p for p in left if all(queues[r][0] == p for r in self.schedule.graph.reductions[p].ranks)]
+            free = [each for each in left if all(queues[r][0] == each for r in ranks(*each))]
             if not free:
-                raise Unsound("no common order of reductions")
+                raise Unsound("no common order of reductions and gathers")
             left.remove(free[0])
-            for rank in self.schedule.graph.reductions[free[0]].ranks:
+            for rank in ranks(*free[0]):
                 queues[rank].pop(0)
 
     def _edges(self) -> dict[object, set[object]]:
@@ -314,6 +360,8 @@ class Events:
         before: dict[object, set[object]] = {}
         self.name: dict[tuple[int, int], object] = {}
         owner = {}
+        started: dict[int, list[object]] = {}  # shard -> its UNSHARDs
+        awaited: list[tuple[object, int]] = []
         for source, job, grad in d.messages:
             for op in (Op.SEND, Op.RECV):
                 node = source[0] if (op is Op.SEND) != grad else job[0]
@@ -328,10 +376,23 @@ class Events:
                 before.setdefault(event, set())
                 if i:
                     before[event].add(self.name[rank, i - 1])
+                if a.op is Op.UNSHARD:
+                    started.setdefault(a.other, []).append(event)
+                elif a.op is Op.RESHARD:
+                    awaited.append((event, a.other))
+                elif a.op is Op.FORWARD:
+                    node = next(
+                        n
+                        for n in d.nodes_of(a.chunk)
+                        if d.graph.nodes[n].stage == a.stage and rank in d.ranks(d.lane(n))
+                    )
+                    awaited += [(event, place) for place in d.uses(node, rank)]
                 if a.op is Op.SEND:
                     sent.setdefault((rank, owner[rank, a], a.peer), []).append((a, event))
                 if a.op is Op.RECV:
                     got.setdefault((rank, a.peer, owner[rank, a]), []).append((a, event))
+        for event, place in awaited:
+            before[event].update(started[place])
         for (_, source_lane, own), receives in got.items():
             for sender in d.ranks(source_lane):
                 arrivals = sent[sender, source_lane, own]

@@ -1,6 +1,7 @@
 """The checker: every kind of damage is found and named, and it agrees with an oracle that shares nothing with it."""
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -131,7 +132,8 @@ def test_actions_out_of_order_are_found(rank: int, text: str, before: str, says:
         (0, "SEND:vision/0@0+1>2", "no stage needs that message"),
         (0, "SEND:vision/0@0+3>1", "no stage needs that message"),
         (0, "REDUCE_GRAD:vision/0+0", "takes part in no such reduction"),
-        (0, "UNSHARD:vision/0@0", "this version runs no UNSHARD"),
+        (0, "UNSHARD:vision/0+0", "keeps no slices of such weights"),
+        (0, "DISPATCH:vision/0@0", "this version runs no DISPATCH"),
     ],
 )
 def test_actions_that_do_not_belong_are_found(rank: int, text: str, says: str) -> None:
@@ -189,9 +191,59 @@ def test_reductions_keep_one_order() -> None:
         for rank in ranks:
             lists[rank].append(lists[rank].pop(-3))
 
-    error = refused(changed(sound, lambda lists: later(lists, 0)), "other ranks do not; all ranks must reduce in one")
+    error = refused(
+        changed(sound, lambda lists: later(lists, 0)), "other ranks do not; all ranks must sum and gather in one"
+    )
     assert error.action is not None and error.action.op is Op.REDUCE_GRAD
     check(changed(sound, lambda lists: later(lists, 0, 2)))  # another order, but one for all
+
+
+def test_weights_are_whole_where_they_are_used() -> None:
+    pipelines = tuple(
+        Pipeline("m", r, tuple(Stage("m", i, i, i + 1, Lane((2 * r + i,))) for i in range(2))) for r in range(2)
+    )
+    layout = Layout({"m": (ParallelSpec(pp=2, dp=2, shard="full"), pipelines)}, 4)
+    graph = StageGraph(layout, (), {"m": (True, True)})
+    sound = one_f_one_b(graph, StepTable.aligned([], [{"m"}] * 3, replicas=2))
+    check(sound)
+    assert sound.to_text().splitlines()[1] == (
+        "UNSHARD:m/1+1,RECV:m/0@0<0,F:m/1@0,B:m/1@0,SEND_GRAD:m/0@0>0,RECV:m/0@1<0,F:m/1@1,B:m/1@1,SEND_GRAD:m/0@1>0,"
+        "RECV:m/0@2<0,F:m/1@2,B:m/1@2,SEND_GRAD:m/0@2>0,RESHARD:m/1+1,REDUCE_GRAD:m/1+1"
+    )
+    for rank, text, before, says in (
+        (2, "UNSHARD:m/0+0", "SEND:m/0@3>3", "rank 2 runs F:m/0@3 before UNSHARD:m/0+0, which makes weights whole"),
+        (1, "RESHARD:m/1+1", "B:m/1@2", "rank 1 runs B:m/1@2 after RESHARD:m/1+1, which gives up weights"),
+        (0, "RESHARD:m/0+0", "UNSHARD:m/0+0", "rank 0 runs RESHARD:m/0+0 before UNSHARD:m/0+0"),
+    ):
+        refused(changed(sound, lambda lists, r=rank, t=text, b=before: move(lists[r], t, b)), re.escape(says))
+    for rank, text in ((3, "RESHARD:m/1+1"), (0, "UNSHARD:m/0+0")):
+        drop = changed(sound, lambda lists, r=rank, t=text: lists[r].remove(Action.parse(t)))
+        refused(drop, rf"rank {rank} lacks {text.replace('+', '.')}")
+    evaluation = one_f_one_b(graph, StepTable.aligned([], [{"m"}], replicas=1), backward=False)
+    check(evaluation)  # the second replica has no chunk, but slices that the first needs
+    assert evaluation.to_text().splitlines()[2] == "UNSHARD:m/0+0,RESHARD:m/0+0"
+
+
+def test_a_gather_that_two_ranks_start_at_odds_is_found() -> None:
+    modules = {
+        name: (
+            ParallelSpec(dp=2, shard="full"),
+            tuple(Pipeline(name, r, (Stage(name, 0, 0, 1, Lane((r,))),)) for r in range(2)),
+        )
+        for name in ("a", "b")
+    }
+    graph = StageGraph(Layout(modules, 2), (), {"a": (True,), "b": (True,)})
+    sound = one_f_one_b(graph, StepTable.aligned([], [{"a", "b"}], replicas=2), backward=False)
+    assert sound.to_text().splitlines()[0] == "UNSHARD:a/0+0,UNSHARD:b/0+1,F:a/0@0,RESHARD:a/0+0,F:b/0@1,RESHARD:b/0+1"
+    swapped = changed(sound, lambda lists: swap(lists[1], "UNSHARD:a/0+0", "UNSHARD:b/0+1"))
+    refused(swapped, "all ranks must sum and gather in one common order")
+
+    def late(lists: list[list[Action]]) -> None:  # one order of gathers, but who computes in between waits for ever
+        for actions, module in zip(lists, "ab", strict=True):
+            for text in (f"UNSHARD:{module}/0", f"F:{module}/0", f"RESHARD:{module}/0"):
+                actions.append(actions.pop(next(i for i, a in enumerate(actions) if str(a).startswith(text))))
+
+    refused(changed(sound, late), "common order")
 
 
 def test_split_backwards_are_understood() -> None:

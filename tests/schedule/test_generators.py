@@ -343,8 +343,30 @@ def test_sums_begin_as_early_as_their_order_allows() -> None:
                     for job in demand.reductions[action.other]
                     if rank in demand.ranks(demand.lane(job[0]))
                 }
-                earlier = [a for a in actions[:i] if a.op is not Op.SEND]
+                earlier = [a for a in actions[:i] if a.op not in (Op.SEND, Op.UNSHARD, Op.RESHARD)]
                 assert not earlier or earlier[-1] in adding or earlier[-1].op is Op.REDUCE_GRAD
+
+
+def test_gathers_begin_first_and_weights_are_given_up_at_once() -> None:
+    for seed in range(COUNT // 5):
+        case = random_case(seed)
+        for backward in (True, False):
+            schedule = gpipe(case.graph, case.table, backward=backward)
+            demand = Demand(case.graph, case.table, backward)
+            for rank, actions in enumerate(schedule.actions):
+                gathers = [a.other for a in actions if a.op is Op.UNSHARD]
+                assert gathers == sorted(gathers)
+                assert all(a.op is Op.UNSHARD for a in actions[: len(gathers)])
+                for i, action in enumerate(actions):
+                    if action.op is Op.RESHARD:
+                        using = {
+                            demand.compute(op, job)
+                            for op, jobs in ((Op.FORWARD, demand.forwards), (Op.BACKWARD, demand.backwards))
+                            for job in jobs
+                            if action.other in demand.uses(job[0], rank)
+                        }
+                        earlier = [a for a in actions[:i] if a.op not in (Op.SEND, Op.RESHARD)]
+                        assert earlier[-1] in using or (not using & set(actions) and earlier[-1].op is Op.UNSHARD)
 
 
 def test_bad_tables_are_refused() -> None:

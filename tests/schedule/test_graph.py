@@ -106,6 +106,14 @@ def test_arrays_say_what_the_graph_says() -> None:
                 assert node == min(n for n in members if rank in lanes[graph.nodes[n].lane].ranks)
             assert list(a.reduction_member[a.reduction_member_first[i] : a.reduction_member_first[i + 1]]) == members
             assert bool(a.reduction_tied[i]) == (reduction.tied >= 0)
+        for i, shard in enumerate(graph.shards):
+            taking_part = slice(a.shard_first[i], a.shard_first[i + 1])
+            assert tuple(a.shard_rank[taking_part]) == tuple(sorted(shard.owners))
+            members = graph.shard_members(shard)
+            for rank, node in zip(shard.ranks, a.shard_node[taking_part], strict=True):
+                assert node == min(n for n in members if rank in lanes[graph.nodes[n].lane].ranks)
+            assert list(a.shard_member[a.shard_member_first[i] : a.shard_member_first[i + 1]]) == members
+            assert bool(a.shard_full[i]) == shard.full
 
 
 def test_jobs_and_backwards_equal_the_definitions() -> None:
@@ -124,7 +132,7 @@ def test_compiled_code_refuses_arrays_that_do_not_fit() -> None:
     a, chunks, links = graph.arrays, np.array([0, 1], np.int32), np.array([[0, 1]], np.int32)
     _core.schedule_jobs(a, chunks, links, True)
     for fields, says in (
-        (a[:-1], "16 arrays"),
+        (a[:-1], "22 arrays"),
         (a._replace(node_lane=np.array([0, 1, 9], np.int32)), "node_lane names a lane that is none"),
         (a._replace(node_stage=np.array([0, 1, 0], np.int32)), "node 1 is out of order"),
         (a._replace(pipeline_first=np.array([0, 2, 1], np.int32)), "pipeline_first must rise"),

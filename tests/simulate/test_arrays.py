@@ -51,6 +51,7 @@ def agree(seed: int) -> None:
         else some[0],
         "overhead": some[1] * (rng.random() < 0.5),
         "reduce_grad": (lambda action: some[action.other]) if rng.random() < 0.5 else 0.3,
+        "unshard": (lambda action: some[action.other]) if rng.random() < 0.5 else 0.2,
     }
     expected = outcome(simulate_in_python, schedule, seconds, **options)
     found = outcome(simulate, schedule, seconds, **options)

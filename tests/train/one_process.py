@@ -95,6 +95,9 @@ class OneProcess:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
 
+    def regions(self) -> dict[str, Any]:
+        return {}
+
     def train(self, mode: bool = True) -> None:
         self.model.train(mode)
 

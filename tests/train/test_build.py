@@ -17,12 +17,11 @@ from interlace.data import ByteTokenizer, find_stamps, load_dataset
 from interlace.layout import Layout
 from interlace.train import config as configs
 from interlace.train import feed
-from interlace.train.build import architecture, build, build_layout, materialize, present
+from interlace.train.build import architecture, build, build_layout, materialize
 from interlace.train.checkpoint.identity import fingerprint
 from interlace.train.config import ConfigError
 from interlace.train.costs import flop_costs
 from interlace.train.feed import datasets, media_specs, prepare, report_left_out
-from interlace.train.trainer import canonical_names
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = VISION | {"num_key_value_heads": 1, "max_position_embeddings": 128}
@@ -52,40 +51,6 @@ def _config(*overrides: str) -> configs.Config:
 
 def _build(*overrides: str) -> Any:
     return build(_config(*overrides), ByteTokenizer(), source="tiny.toml")
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        ["model.language_model.family=qwen2", "model.language_model.config.tie_word_embeddings=true"],
-        ["model.vision.family=clip", "model.vision.projector=linear"],
-    ],
-)
-def test_weights_do_not_depend_on_which_others_are_there(overrides: list[str]) -> None:
-    whole = materialize(_build(*overrides), seed=3)
-    assert not any(tensor.is_meta for tensor in [*whole.parameters(), *whole.buffers()])
-    weights = dict(whole.named_parameters())
-    matrices = [name for name, weight in weights.items() if weight.dim() > 1 and weight.requires_grad]
-    for name in matrices:  # no two layers start alike
-        twin = weights.get(name.replace(".0.", ".1."))
-        assert twin is None or twin is weights[name] or not torch.equal(weights[name], twin), name
-    plans = _config(*overrides, "parallel.language_model.pp=2", "parallel.placement=parallel")
-    seen: set[str] = set()
-    for rank in range(4):
-        model = build(plans, ByteTokenizer())
-        names = present(model, build_layout(plans, model), rank)
-        first = canonical_names(model)
-        materialize(model, names, seed=3)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            assert parameter.is_meta == (first[name] not in {first[n] for n in names}), name
-            if not parameter.is_meta:
-                assert torch.equal(parameter, weights[first[name]]), name
-                assert parameter.requires_grad == weights[first[name]].requires_grad
-                seen.add(first[name])
-    assert seen == set(weights)
-    other = dict(materialize(_build(*overrides), seed=4).named_parameters())
-    assert not any(torch.equal(weights[name], other[name]) for name in matrices)
 
 
 def test_whispers_sinusoids_and_llamas_frequencies_are_the_librarys() -> None:
@@ -136,6 +101,8 @@ def test_an_old_library_is_refused_by_name(monkeypatch) -> None:
         ("model.language_model.config.num_attention_heads=3", r"\[model.language_model.config\] llama: .*"),
         ("model.language_model.config.vocab_size=100", r"less than the tokenizer's 264; the placeholders of vision"),
         ("parallel.vision.pp=3", r"tiny.toml: \[parallel\]: .*3 stages but only 2 layers"),
+        ("parallel.vision.shard='some'", r"tiny.toml: \[parallel.vision\]: .*unknown shard 'some'"),
+        ("parallel.language_model.shard_ranks=2", r"tiny.toml: \[parallel.language_model\]: .*shard_ranks = None"),
     ],
 )
 def test_refusals_name_the_key(override: str, message: str) -> None:
@@ -200,6 +167,9 @@ def test_a_chain_is_cut_as_interlace_plan_cuts_it() -> None:
         ["parallel={placement='shared', dp=2}"],
         ["parallel={placement='replicated', dp=2, language_model={pp=2}}"],
         ["parallel={placement='chain', ranks=2, dp=2}"],
+        ["parallel={placement='parallel', dp=2, vision={tp=2}, audio={pp=2}, language_model={tp=3, pp=2, dp=1}}"],
+        ["parallel={dp=2, vision={tp=2}, audio={tp=2}, language_model={tp=4, cp=2}}"],
+        ["parallel={placement='shared', dp=4, language_model={tp=2, pp=2, dp=1}}"],
     ],
 )
 def test_layouts_have_the_ranks_and_replicas_of_the_config(overrides: list[str]) -> None:
@@ -208,10 +178,6 @@ def test_layouts_have_the_ranks_and_replicas_of_the_config(overrides: list[str])
     layout = build_layout(config, model)
     assert layout.world == config.world_size() and layout.placement == config.parallel.placement
     assert layout.data_parallel == {name: config.parallel.replicas(name) for name in config.modules()}
-    everything = {name for name, _ in model.named_parameters()}
-    for rank in range(layout.world):
-        assert present(model, layout, rank) <= everything
-    assert set().union(*(present(model, layout, rank) for rank in range(layout.world))) == everything
 
 
 def test_samples_beyond_the_context_are_refused_before_the_first_step() -> None:

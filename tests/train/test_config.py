@@ -72,9 +72,26 @@ def test_defaults_and_overrides() -> None:
         ("parallel={placement='chain', ranks=2, vision={dp=2}}", r"ranges of equal cost.*remove parallel.vision.dp$"),
         (
             "parallel={placement='shared', vision={dp=2}}",
-            r"pp \* dp must be one number, not .*'vision': 2, 'langu.*': 1",
+            r"tp \* cp \* pp \* dp must be one number, not .*'vision': 2, 'langu.*': 1",
         ),
-        ("parallel={placement='shared', ranks=1}", r"takes its ranks from pp and dp; remove parallel.ranks"),
+        (
+            "parallel={placement='shared', language_model={tp=2}}",
+            r"tp \* cp \* pp \* dp must be one number, not .*'vision': 1, 'langu.*': 2",
+        ),
+        ("parallel={placement='shared', ranks=1}", r"takes its ranks from the degrees; remove parallel.ranks"),
+        ("parallel.language_model.tp=0", "parallel.language_model.tp should be greater than 0"),
+        (
+            "parallel={placement='chain', ranks=2, vision={tp=2}, language_model={shard='full'}}",
+            r"ranges of equal cost.*remove parallel.vision.tp, parallel.language_model.shard$",
+        ),
+        (
+            "parallel={placement='replicated', language_model={cp=2}}",
+            r"run on every single rank of the language model, so cp must be 1 everywhere, not .*'language_model': 2",
+        ),
+        (
+            "parallel={ranks=1, language_model={tp=2}}",
+            r"needs tp = cp = 1 for all modules, not tp \* cp = .*'language_model': 2.*remove parallel.ranks",
+        ),
         ("run=3", "run must be a section"),
         ("train.steps.more=2", "train.steps is a value, not a section"),
         ("train", "write it as section.key=value"),
@@ -130,6 +147,20 @@ def test_modules_have_replicas_of_their_own() -> None:
     assert _load(shared, model=model).world_size() == 4
     assert _load("parallel={placement='shared', dp=3}", model=model).world_size() == 3
     assert _load("train.batch_size=7", "parallel={dp=3}", "train.microbatches=2").world_size() == 6  # no equal parts
+
+
+def test_ranks_of_lanes_are_counted() -> None:
+    model = BASE["model"] | {"audio": {"family": "whisper"}}
+    specs = "dp=2, vision={tp=2}, language_model={tp=3, pp=2, cp=2}"
+    loaded = _load(f"parallel={{placement='parallel', {specs}}}", model=model)
+    assert loaded.world_size() == 2 * 2 + 2 * 1 + 2 * 12
+    assert loaded.parallel.degrees("language_model") == "tp = 3, cp = 2, pp = 2, dp = 2"
+    assert loaded.parallel.degrees("audio") == "pp = 1, dp = 2"
+    with pytest.raises(ConfigError, match=r"all need the same tp, not \{'vision': 2, 'audio': 1\}"):
+        _load(f"parallel={{{specs}}}", model=model)
+    assert _load(f"parallel={{{specs}, audio={{tp=2}}}}", model=model).world_size() == 2 * 2 + 2 * 12
+    shared = "parallel={placement='shared', dp=4, language_model={tp=2, dp=2}}"
+    assert _load(shared, model=model).world_size() == 4
 
 
 def test_chunks_are_those_that_encoders_name() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from interlace.run import parallelize
-from interlace.train.build import build, build_layout, materialize, present
+from interlace.train.build import build, build_layout, initialize
 from interlace.train.config import from_table
 from interlace.train.feed import Feed, datasets
 from interlace.train.trainer import Trainer, read_metrics
@@ -64,12 +64,12 @@ def curves(rank: int, folder: str) -> tuple[list[dict[str, float]], list[dict[st
         for part, stop in enumerate(stops):
             model = build(config, tokenizer)
             layout = build_layout(config, model)
-            materialize(model, present(model, layout, rank), seed=0)
             for module in model.modules():  # neither family has dropout of its own outside attention
                 if type(module).__name__.endswith("MLP"):
                     module.register_forward_hook(lambda m, _, out: torch.nn.functional.dropout(out, 0.2, m.training))
             torch.manual_seed(100 * part + rank)  # a fresh process does not have what the run had
             parallel = parallelize(model, layout, transport="distributed", timeout=30)
+            initialize(parallel, seed=0)
             train, held_out, _ = datasets(config, model, tokenizer)
             wanted = partial(parallel.wanted, microbatches=2, chunks={})
             feed = Feed(train, held_out, batch_size=8, seed=0, validation_samples=8, wanted=wanted)

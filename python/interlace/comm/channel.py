@@ -101,6 +101,14 @@ class Channel(Protocol):
         `key` says which. Several may be in flight.
         """
 
+    def start_reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
+        """Begin to sum ``tensor`` [len(ranks), n] over ``ranks``; `wait` returns the row of the sum at this rank's
+        place among them, [n]. Otherwise as `start_all_reduce`."""
+
+    def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
+        """Begin to gather every rank's ``tensor`` [n]; `wait` returns [len(ranks), n], in the order of ``ranks``.
+        Otherwise as `start_all_reduce`."""
+
     def start_all_gather(self, numbers: Tensor, what: str, *, compare_sums: bool = False) -> Pending:
         """Begin one collective of all ranks; `wait` returns every rank's ``numbers``, float64 [world, n], on the CPU.
 
@@ -125,7 +133,7 @@ class Channel(Protocol):
         """Ends the transports of `connect`."""
 
     def add_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        """Prepare all_reduce over each of ``groups``. Collective: every rank passes the same."""
+        """Prepare sums and gathers over each of ``groups``. Collective: every rank passes the same."""
 
     def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
         """Lane -> a transport between its ranks, of those lanes that this rank is in.

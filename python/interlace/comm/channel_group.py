@@ -19,7 +19,7 @@ import contextlib
 import math
 import os
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -256,18 +256,49 @@ class GroupChannel:
     def start_all_reduce(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         if len(ranks) == 1:
             return Pending()
+        return self._start(
+            "all_reduce", tensor, ranks, key, None, lambda group: dist.all_reduce(tensor, group=group, async_op=True)
+        )
+
+    def start_reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
+        mine = torch.empty_like(tensor[0])
+        parts = list(tensor.unbind())
+        return self._start(
+            "reduce_scatter", tensor, ranks, key, mine,
+            lambda group: dist.reduce_scatter(mine, parts, group=group, async_op=True),
+        )  # fmt: skip
+
+    def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
+        whole = tensor.new_empty(len(ranks), *tensor.shape)
+        parts = list(whole.unbind())
+        return self._start(
+            "gather", tensor, ranks, key, whole,
+            lambda group: dist.all_gather(parts, tensor, group=group, async_op=True),
+        )  # fmt: skip
+
+    def _start(
+        self,
+        kind: str,
+        tensor: Tensor,
+        ranks: Sequence[int],
+        key: str,
+        result: Tensor | None,
+        begin: Callable[[dist.ProcessGroup], dist.Work | None],
+    ) -> Pending:
+        """A collective of some ranks, which the ranks' digests of these count; `wait` returns `result`."""
         self._reductions.add(ranks, key, tensor)
-        what, token = f"REDUCE {key}", self.recorder.begin("all_reduce", key, tuple(ranks))
+        what = f"{'GATHER' if kind == 'gather' else 'REDUCE'} {key}"
+        token = self.recorder.begin(kind, key, tuple(ranks))
         group = self._groups.get(tuple(ranks))
         if group is None:
             raise CommError(f"rank {self.rank}, {what}: no group of ranks {list(ranks)}: pass it to add_groups first")
         try:
-            work = dist.all_reduce(tensor, group=group, async_op=True)
+            work = begin(group)
         except RuntimeError as error:
             raise self._lost_some(ranks, what, error) from error
         assert work is not None
 
-        def finish() -> None:
+        def finish() -> Tensor | None:
             waiting = self.recorder.begin("wait", key, tuple(ranks))
             try:
                 work.wait(timedelta(seconds=self.timeout))
@@ -275,6 +306,7 @@ class GroupChannel:
                 raise self._lost_some(ranks, what, error) from error
             self.recorder.end(waiting)
             self.recorder.end(token)
+            return result
 
         return Pending(finish)
 

@@ -140,6 +140,16 @@ class LocalChannel:
 
         return Pending(finish)
 
+    def start_reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
+        about = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        wait = self._join("reduce_scatter", f"REDUCE {key}", tuple(ranks), about, tensor.detach(), _sum)
+        return Pending(lambda: wait()[ranks.index(self.rank)].clone())
+
+    def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
+        about = f"{key}, {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        wait = self._join("gather", f"GATHER {key}", tuple(ranks), about, tensor.detach().clone(), torch.stack)
+        return Pending(wait)
+
     def start_all_gather(self, numbers: Tensor, what: str, *, compare_sums: bool = False) -> Pending:
         # Sums of different things cannot come about here: their keys are compared when they are joined.
         check_numbers(numbers)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from interlace.layout.spec import ParallelSpec
 
 if TYPE_CHECKING:
-    from interlace.layout.reductions import Reduction
+    from interlace.layout.reductions import Reduction, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,7 @@ class Layout:
                                 )
         if idle:
             raise ValueError(f"rank {min(idle)} of {self.world} has no stage: every rank needs one")
+        self.shard_groups()
 
     def _check_lane(self, stage: Stage, lane: Lane, spec: ParallelSpec) -> None:
         if len(lane.ranks) != spec.lane_size:
@@ -188,8 +189,9 @@ class Layout:
     def group(self, rank: int, module: str, kind: str) -> tuple[int, ...]:
         """The ranks of the "tp", "cp", "dp" or "shard" group of `rank` for its first stage of `module`.
 
-        "dp": the ranks with the same place in their lane over replicas and copies. Raises ValueError where the rank
-        holds nothing of the module.
+        "dp": the ranks with the same place in their lane over replicas and copies. "shard": those that share one set of
+        slices of what it holds; itself alone where nothing is sharded. Raises ValueError where the rank holds nothing
+        of the module.
         """
         spec = self.spec(module)
         stage = next((stage for stage in self.of_rank(rank) if stage.module == module), None)
@@ -202,7 +204,10 @@ class Layout:
             return lane.ranks[first : first + spec.tp]
         if kind == "cp":
             return lane.ranks[place % spec.tp :: spec.tp]
-        if kind in ("dp", "shard"):
+        if kind == "shard":
+            mine = (g for g in self.shard_groups() if (g.module, g.start) == (module, stage.start) and rank in g.owners)
+            return next((group.ranks for group in mine), (rank,))
+        if kind == "dp":
             return tuple(sorted({other.ranks[place] for other in self.holders(module, stage.start)}))
         raise ValueError(f'kind is {kind!r}: one of "tp", "cp", "dp", "shard"')
 
@@ -211,6 +216,12 @@ class Layout:
         from interlace.layout.reductions import reduce_groups
 
         return reduce_groups(self, in_part)
+
+    def shard_groups(self) -> tuple[Shard, ...]:
+        """Which ranks keep slices of which layers: see `interlace.layout.reductions`."""
+        from interlace.layout.reductions import shard_groups
+
+        return shard_groups(self)
 
     @cached_property
     def data_parallel(self) -> dict[str, int]:

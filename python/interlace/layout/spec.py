@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _ORDERS = ("loop",)
-_SHARDS = ("none",)
+_SHARDS = ("none", "optimizer", "full")
 
 
 @dataclass(frozen=True)
@@ -13,9 +13,15 @@ class ParallelSpec:
     """The degrees of one module: tensor, context, pipeline and data parallel; its replicas have dp of them.
 
     virtual: stages of one pipeline per rank. order: how these follow each other ("loop": rank i has stages i, i + pp,
-    ...). shard: what a rank keeps of gradients and optimizer state ("none": all). shard_ranks: ranks that share it.
+    ...).
 
-    Raises ValueError for a degree below 1, and for what this version does not run: virtual stages, sharded state.
+    shard: of what the ranks that hold the same weights, those of dp and cp, keep a slice each instead of all. "none";
+        "optimizer": summed gradients and optimizer state (ZeRO-1); "full": weights too, which are then whole only from
+        the first use of a step to its last. shard_ranks: so many ranks, at least 2, share one set of slices, and
+        there are as many sets as that gives (default: all share one).
+
+    Raises ValueError for a degree below 1, a `shard` that is none of these, a `shard_ranks` that means nothing, and for
+    what this version does not run: virtual stages.
     """
 
     tp: int = 1
@@ -33,8 +39,13 @@ class ParallelSpec:
                 raise ValueError(f"{degree} must be at least 1, got {getattr(self, degree)}")
         if self.virtual != 1 or self.order not in _ORDERS:
             raise ValueError("this version runs one stage of a module per rank: leave virtual = 1 and order = 'loop'")
-        if self.shard not in _SHARDS or self.shard_ranks is not None:
-            raise ValueError("this version shards no state: leave shard = 'none' and shard_ranks = None")
+        if self.shard not in _SHARDS:
+            raise ValueError(f"unknown shard {self.shard!r}: use one of {', '.join(map(repr, _SHARDS))}")
+        if self.shard_ranks is not None and (self.shard == "none" or self.shard_ranks < 2):
+            raise ValueError(
+                f"shard_ranks = {self.shard_ranks} with shard = {self.shard!r}: give 2 ranks or more and shard = "
+                "'optimizer' or 'full', or leave shard_ranks = None"
+            )
 
     @property
     def lane_size(self) -> int:

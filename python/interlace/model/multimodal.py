@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -181,11 +181,18 @@ class MultimodalModel(nn.Module):
         return [tuple(names) for names in groups.values() if len(names) > 1]
 
     def slice(
-        self, name: str, start: int, stop: int, *, copy: bool = False, checkpointing: bool | None = None
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        *,
+        copy: bool | Literal["modules"] = False,
+        checkpointing: bool | None = None,
     ) -> StageModule:
         """Layers [start, stop) of module `name` as a pipeline stage.
 
-        The stage shares this model's parameters unless copy=True. checkpointing: recompute each layer in backward
+        The stage shares this model's parameters, and modules inside its layers, unless copy=True; with "modules" only
+        the parameters, for who puts others into their places. checkpointing: recompute each layer in backward
         (None: as this model does). Raises ValueError for an unknown module, a range that its layers do not have, and
         a cut where later layers need more of earlier ones than the hidden state.
         """
@@ -204,7 +211,10 @@ class MultimodalModel(nn.Module):
             returned, zeros = self.encoders[name].returned, self.encoders[name].in_one_row
             root, path = self.encoders[name], f"module.{self.encoders[name].layer_path}"
         recompute = self._checkpointing if checkpointing is None else checkpointing
-        part = carve(root, path, start, stop, share=not copy, checkpointing=recompute, returned=returned, zeros=zeros)
+        part = carve(
+            root, path, start, stop, share=not copy, checkpointing=recompute, returned=returned, zeros=zeros,
+            shared=root.parameters() if copy == "modules" else (),
+        )  # fmt: skip
         if isinstance(part, ModalityModule):
             part.start, part.stop = start, stop
         stage = StageModule(name, part, start, stop, total, self.language_settings, self._frozen)

@@ -69,6 +69,11 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Where forwards run under autocast to `dtype`; None: as they are."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
 def clock(device: torch.device) -> Callable[[], Any]:
     """What marks a moment of the work on `device`; `seconds` reads the marks."""
     return _event if device.type == "cuda" else time.monotonic

@@ -1,8 +1,8 @@
 """Executes one rank's list, the very rows that the checker proved and the simulator times. It decides nothing.
 
-A plain loop: each action is done before the next begins. RECV blocks until the message is there, SEND and REDUCE_GRAD
-start what travels by itself; sums are awaited when the list ends, and those of tied weights made of them then. Several
-ranks of one process are a thread each.
+A plain loop: each action is done before the next begins. RECV blocks until the message is there, SEND, REDUCE_GRAD and
+UNSHARD start what travels by itself. Sums are awaited when the list ends, and those of tied weights made of them then;
+weights by the first forward that uses them. Several ranks of one process are a thread each.
 
 A stage's forward starts from detached inputs and its backward ends at them; what crosses a stage boundary, to another
 rank or within one, is an activation and later its gradient. So any layout computes the same numbers.
@@ -24,12 +24,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from interlace.comm.channel import Channel, CommError, Part, Tag
+from interlace.comm.channel import Channel, CommError, Part, Pending, Tag
 from interlace.layout import Reduction
 from interlace.parallel import Ranks
 from interlace.parallel.route import Routes, pairs, parts, put, shares, take
 from interlace.run.errors import PipelineError
 from interlace.run.gradients import Sum
+from interlace.run.sharding import Sharded, ShardedSum
 from interlace.schedule.actions import CODES, OPS, Op, action_of
 
 Key = tuple[str, int]
@@ -38,8 +39,8 @@ Value = tuple[str, int, int]
 Message = tuple[str, int, int, int, int]
 """An activation, the chunk that reads it, and whether it is the gradient."""
 
-FORWARD, BACKWARD, SEND, RECV, REDUCE_GRAD = (
-    CODES[op] for op in (Op.FORWARD, Op.BACKWARD, Op.SEND, Op.RECV, Op.REDUCE_GRAD)
+FORWARD, BACKWARD, SEND, RECV, REDUCE_GRAD, UNSHARD, RESHARD = (
+    CODES[op] for op in (Op.FORWARD, Op.BACKWARD, Op.SEND, Op.RECV, Op.REDUCE_GRAD, Op.UNSHARD, Op.RESHARD)
 )
 
 
@@ -87,7 +88,7 @@ class Executor:
     """Runs lists on one rank.
 
     stages: those of this rank. lanes: the ranks of each lane, by number. reductions: of the graph. parameters: what of
-    this rank a reduction sums.
+    this rank a reduction sums. sharded: by place in the graph's shards, what this rank keeps of each.
     """
 
     def __init__(
@@ -99,8 +100,9 @@ class Executor:
         lanes: Sequence[Sequence[int]],
         reductions: Sequence[Reduction],
         parameters: Callable[[Reduction], Sequence[nn.Parameter]],
+        sharded: Mapping[int, Sharded],
     ) -> None:
-        self.rank, self.stages, self.channel = rank, dict(stages), channel
+        self.rank, self.stages, self.channel, self._sharded = rank, dict(stages), channel, sharded
         self._modules, self._lanes, self._reductions, self._parameters = modules, lanes, reductions, parameters
         self._handlers: dict[int, Callable[..., None]] = {
             FORWARD: self._forward,
@@ -108,6 +110,8 @@ class Executor:
             SEND: self._send,
             RECV: self._receive,
             REDUCE_GRAD: self._reduce,
+            UNSHARD: self._unshard,
+            RESHARD: self._reshard,
         }
 
     def run(self, rows: NDArray[Any], step: Step) -> None:
@@ -171,7 +175,8 @@ class Executor:
         self._kept: dict[Tag, Part] = {}  # sent by this rank in one lane to itself in another
         self._crossing: dict[int, set[Tag]] = {}  # rank -> what it sends here, where ranks are in several lanes
         self._saved: dict[Value, tuple[dict[Any, Tensor], Tensor]] = {}
-        self._sums: dict[int, Sum] = {}
+        self._gathers: dict[int, Pending] = {}
+        self._sums: dict[int, Sum | ShardedSum] = {}
         self._tied: list[int] = []  # sums that begin when those are done
         self._uses: dict[Value, int] = defaultdict(int)
         self._takes_backward: set[Value] = set()
@@ -246,6 +251,8 @@ class Executor:
 
     def _forward(self, module: str, stage: int, chunk: int, *_: int) -> None:
         step, runtime = self._step, self.stages[module, stage]
+        for number in [n for n in self._gathers if (module, stage) in self._sharded[n].stages]:
+            self._gathers.pop(number).wait()
         inputs = step.inputs(module, chunk, stage == 0)
         backward = (module, stage, chunk) in self._takes_backward
         received: dict[Any, Tensor] = {}
@@ -388,16 +395,29 @@ class Executor:
         else:
             self._sums[number] = self._sum(number)
 
-    def _sum(self, number: int) -> Sum:
+    def _unshard(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
+        self._gathers[number] = self._sharded[number].start_gather(self.channel)
+
+    def _reshard(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
+        if number in self._gathers:  # this rank has no use of its own for them
+            self._gathers.pop(number).wait()
+        self._sharded[number].leave()
+
+    def _sum(self, number: int) -> Sum | ShardedSum:
         reduction = self._reductions[number]
         key = f"{reduction.module} layers {reduction.start} to {reduction.stop}"
         key += " tied" * (reduction.tied >= 0) + " in part" * reduction.in_part
+        for sharded in self._sharded.values() if reduction.tied < 0 and not reduction.in_part else ():
+            if (sharded.shard.module, sharded.shard.start) == (reduction.module, reduction.start):
+                return ShardedSum(sharded, self.channel, key)
         return Sum(self._parameters(reduction), reduction.ranks, self.channel, key)
 
     def _finish(self, step: Step, actions: Sequence[Sequence[int]]) -> None:
         """Wait for the sums, make those of tied weights of them, and wait for these and for what was sent."""
         done: dict[int, Any] = {}
         try:
+            for gather in self._gathers.values():
+                gather.wait()
             self._await_sums(done)
             self._sums = {number: self._sum(number) for number in self._tied}
             self._await_sums(done)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.comm.channel import Channel, Pending
-from interlace.run.weights import Cut
+from interlace.run.weights import Cut, Slice
 
 BUCKET_BYTES = 32 << 20
 
@@ -23,7 +23,7 @@ class Sum:
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: Sequence[int], channel: Channel, key: str) -> None:
         self._parts: list[tuple[list[nn.Parameter], Tensor, Pending]] = []
-        for number, bucket in enumerate(_buckets(parameters)):
+        for number, bucket in enumerate(buckets([p for p in parameters if p.requires_grad])):
             gradients = [p.grad for p in bucket]
             pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in zip(bucket, gradients)]
             flags = torch.tensor([float(g is not None) for g in gradients], dtype=bucket[0].dtype)
@@ -44,13 +44,13 @@ class Sum:
         self._parts = []
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """What is trained of `parameters`, by dtype, in buckets."""
+def buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters, by dtype, in buckets."""
     found: list[list[nn.Parameter]] = []
-    for dtype in sorted({p.dtype for p in parameters if p.requires_grad}, key=str):
+    for dtype in sorted({p.dtype for p in parameters}, key=str):
         size = BUCKET_BYTES
         for p in parameters:
-            if p.requires_grad and p.dtype is dtype:
+            if p.dtype is dtype:
                 if size + p.nbytes > BUCKET_BYTES:
                     found.append([])
                     size = 0
@@ -68,10 +68,10 @@ def squares(gradients: Sequence[Tensor]) -> float:
 
 
 def whole_gradients(
-    mllm: nn.Module, counted: Mapping[int, tuple[nn.Parameter, Cut | None]], channel: Channel
+    mllm: nn.Module, counted: Mapping[int, tuple[nn.Parameter, Cut | Slice | None]], channel: Channel
 ) -> dict[str, Tensor | None]:
     """Name -> gradient of every parameter of `mllm`, on every rank: each from the one that counts it, or from those
-    that count its pieces.
+    that count its pieces or slices.
 
     counted: id of a parameter of `mllm` -> what this rank counts of it. A sum of all, so for models that are small.
     """

@@ -56,6 +56,14 @@ def edges(graph: StageGraph) -> list[tuple[int, int]]:
     return sorted((a, b) for a, b in found if a != b)
 
 
+def groups(graph: StageGraph) -> list[tuple[int, ...]]:
+    """The ranks of all sums and gathers that a step may make."""
+    found = [reduction.ranks for reduction in graph.reductions]
+    for shard in graph.shards:
+        found += [shard.ranks, *(shard.replicas(owner) for owner in shard.owners)]
+    return found
+
+
 def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
     """The trained weights that live in layers of several stages. Raises ValueError for what no rank could hold."""
     parameters = dict(mllm.named_parameters(remove_duplicate=False))

@@ -24,17 +24,19 @@ from interlace.comm.channel_group import GroupChannel
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Layout
 from interlace.model import Media, MultimodalModel
+from interlace.parallel.region import Region
 from interlace.parallel.route import Routes
 from interlace.run import comparison
 from interlace.run.batch import GlobalBatch, collator
+from interlace.run.device import autocast as autocast_to
 from interlace.run.device import clock, current, device_of, drawing, seconds
 from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
-from interlace.run.graph import check_read, edges, stage_graph
+from interlace.run.graph import check_read, edges, groups, stage_graph
 from interlace.run.lanes import with_lanes
 from interlace.run.ranks import make_ranks
-from interlace.run.result import StepResult, times_of
+from interlace.run.result import StepResult, measured, times_of
 from interlace.run.threads import run_threads
 from interlace.run.weights import Pieces, Trained, Views
 from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
@@ -50,6 +52,7 @@ def parallelize(
     *,
     schedule: str = "1f1b",
     transport: str | None = None,
+    device: torch.device | str | None = None,
     checkpointing: bool = False,
     sequence_parallel: bool = True,
     autocast: torch.dtype | None = None,
@@ -65,12 +68,17 @@ def parallelize(
         under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
     crash_folder: where a process whose step fails leaves what its rank did last, for `interlace doctor --crash`.
 
+    device: where weights on the meta device get memory, by default where the others lie. Only what this process holds
+        gets any, and no values yet (NaN): fill `named_parameters` and the stages' buffers next.
+
     It computes where the weights of ``mllm`` lie, one device per process; on GPUs the ranks' messages go over NCCL, and
     what must be known on the host over gloo.
 
     A module with tp > 1 is cut inside its blocks, and a language model's vocabulary too, among the ranks of each lane.
     Between processes a rank's parameters are then its pieces (see `named_parameters`), copied from the weights of
-    ``mllm``.
+    ``mllm``, and of what is sharded its rows. Weights that stages compute with are whole from the first action of a
+    step; outside of steps they are out of date with shard = "optimizer" and NaN with "full", in ``mllm`` too where they
+    are its own.
     sequence_parallel: cut the rows there too, between the products. By default so: norms and residuals then take 1 / tp
         of the memory and work, and the same bytes travel, under the products. Rows may be of any number; modules that
         mix tokens outside attention (``mllm.packing`` is not "packed") keep them whole.
@@ -83,6 +91,7 @@ def parallelize(
     if transport is None:
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         transport = "distributed" if grouped else "local"
+    place = device_of(mllm) if device is None else torch.device(device)
     if transport == "local":
         ranks = list(range(layout.world))
         channel = None
@@ -95,11 +104,11 @@ def parallelize(
                 "the specs"
             )
         ranks = [dist.get_rank()]
-        channel = GroupChannel(mllm.modules_order(), timeout, device_of(mllm))
+        channel = GroupChannel(mllm.modules_order(), timeout, place)
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
     return ParallelModel(
-        mllm, layout, schedule, ranks, channel, checkpointing, sequence_parallel, autocast, timeout, crash_folder
+        mllm, layout, schedule, ranks, channel, place, checkpointing, sequence_parallel, autocast, timeout, crash_folder
     )
 
 
@@ -116,6 +125,7 @@ class ParallelModel:
         schedule: str,
         ranks: Sequence[int],
         channel: Channel | None,
+        device: torch.device,
         checkpointing: bool,
         sequence_parallel: bool,
         autocast: torch.dtype | None,
@@ -132,17 +142,17 @@ class ParallelModel:
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
         self._times: dict[int, list[tuple[Any, Any]]] = {}
-        self._trained = Trained(mllm)
         self._failed, self._drew_in_lane = "", False
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
         self.graph, rows = with_lanes(self.graph, mllm, sequence_parallel=sequence_parallel)
         self._views, self._pieces = Views(), Pieces()
-        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, rows, self._views, self._pieces)
+        self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, rows, self._views, self._pieces, device)
+        self._trained = Trained(mllm)
         self._lanes = [lane.ranks for lane in layout.lanes() if len(lane.ranks) > 1]
         if channel is not None:
             (number,) = self.ranks
             with as_pipeline_errors():
-                channel.add_groups([reduction.ranks for reduction in self.graph.reductions])
+                channel.add_groups(groups(self.graph))
                 channel.add_edges(edges(self.graph))
                 self._ranks[number].connect(channel.connect(self._lanes))
 
@@ -157,12 +167,17 @@ class ParallelModel:
         """The parameters of the model that live in this process, by their names in it; each once.
 
         With transport "local" the model's own. Between processes this rank's: of a weight that its lane has cut, its
-        piece, which is what an optimizer is to train.
+        piece, of what is sharded, its rows, if it has any: which is what an optimizer is to train.
         """
         if self.channel is None:
             yield from self.mllm.named_parameters()
         else:
             yield from self._ranks[self.ranks[0]].own.items()
+
+    def regions(self) -> dict[str, Region]:
+        """Of those of `named_parameters` that are pieces: where they lie in the whole weights."""
+        cuts = {} if self.channel is None else self._ranks[self.ranks[0]].cut
+        return {name: cut.region for name, cut in cuts.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's weights by their names in the whole model."""
@@ -316,7 +331,7 @@ class ParallelModel:
                 inputs=collator(self.mllm, table, batch.samples, self._ranks[number].stages, device),
                 scale=1.0 / tokens,
                 start=compare,
-                autocast=self._autocast_context,
+                autocast=lambda: autocast_to(device, self._autocast),
                 mark=clock(device),
             )
             for number in self.ranks
@@ -345,6 +360,8 @@ class ParallelModel:
         if self.channel is None:
             self._pieces.refresh()
             self._pieces.drop_gradients()
+        for rank in self._ranks.values():
+            rank.follow()
 
     def _collect_gradients(self) -> None:
         """All gradients of the step are in this process's parameters."""
@@ -420,12 +437,6 @@ class ParallelModel:
                         parameter.grad = None
         return kept
 
-    def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        # A parameter that lives here: those of other ranks may be on the meta device.
-        return torch.autocast(next(self.named_parameters())[1].device.type, dtype=self._autocast)
-
     # -- gradients -------------------------------------------------------------------------------------------
 
     def _counted(self) -> Iterator[Tensor]:
@@ -493,9 +504,4 @@ class ParallelModel:
             with as_pipeline_errors():
                 said = self.channel.exchange(text, "timeline")
             times = [times_of(text, rank, len(self._last.of_rank(rank))) for rank, text in enumerate(said)]
-        return Timeline(
-            self._last.actions,
-            [[start for start, _ in mine] for mine in times],
-            [[finish for _, finish in mine] for mine in times],
-            table=self._last.table,
-        )
+        return measured(self._last, times)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from interlace.comm.channel import Channel
@@ -19,7 +20,9 @@ from interlace.parallel import Ranks
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
 from interlace.run.lanes import cut
-from interlace.run.weights import Pieces, Views, cut_weights
+from interlace.run.memory import allocate, allocate_buffers, without_values
+from interlace.run.sharding import Sharded
+from interlace.run.weights import Cut, Pieces, Slice, Views, cut_weights
 from interlace.schedule import StageGraph
 
 
@@ -27,8 +30,9 @@ class Rank:
     """One rank of this process.
 
     stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
-    first name. cut: of those of which it holds a piece, where that belongs. counts: the names of those that no lower
-    rank holds (of a piece: none of its place in a lane): who sums over the model takes these of each rank.
+    first name; of what is sharded, its rows. cut: of those of which it holds a piece, or rows, where that belongs.
+    counts: the names of those that no lower rank holds (of a piece: none of its place in a lane): who sums over the
+    model takes these of each rank. sharded: place in `StageGraph.shards` -> what it keeps of that.
     lanes: (module, stage) -> this rank's place among those that compute it. in_part: the names of those that it holds
     whole, but uses in part, as its whole lane does.
     """
@@ -41,9 +45,11 @@ class Rank:
         in_part: set[str],
         graph: StageGraph,
         mllm: Any,
+        pieces: Pieces | None,
     ) -> None:
+        """pieces: where one process plays all ranks, what follows the model's own parameters."""
         self.number, self.stages, self.lanes, self._in_part = number, stages, lanes, in_part
-        self.cut = {name: held for stage in stages.values() for name, held in cut_weights(stage).items()}
+        self.cut: dict[str, Cut | Slice] = {n: c for stage in stages.values() for n, c in cut_weights(stage).items()}
         self._graph = graph
         self._layers = parameter_layers(mllm)
         place = {name: i for i, (name, _) in enumerate(mllm.named_parameters(remove_duplicate=False))}
@@ -54,16 +60,55 @@ class Rank:
                 if place[name] < place[first[0]]:
                     held[id(parameter)] = (name, parameter)
         self.own = dict(sorted(held.values(), key=lambda item: place[item[0]]))
-        aliases = {name: names for names in mllm.tied_parameters() for name in names}
-        self.counts = {
-            name
-            for name in self.own
-            if number == min(r for alias in aliases.get(name, (name,)) for r in self._holders(name, alias))
-        }
         self._tied = {
             number: [name for names in mllm.tied_parameters() if self._places(names) == group for name in names]
             for number, group in enumerate(graph.tied)
         }
+        aliases = {name: names for names in mllm.tied_parameters() for name in names}
+        holders = {
+            name: {rank for alias in aliases.get(name, (name,)) for rank in self._holders(name, alias)}
+            for name in self.own
+        }
+        self.sharded = self._shard(pieces)
+        for sharded in self.sharded.values():
+            owners = {
+                shard.owners[sharded.place] for shard in graph.shards if shard.module == sharded.shard.module
+            }  # of the same rows: a weight that is tied across stages has them at one place in each
+            for name, weight in sharded.weights.items():
+                if weight.part is None or weight.lies is None:
+                    del self.own[name]
+                else:
+                    self.own[name], self.cut[name] = weight.part, weight.lies
+                    holders[name] &= owners
+        self.counts = {name for name in self.own if number == min(holders[name])}
+
+    def _shard(self, pieces: Pieces | None) -> dict[int, Sharded]:
+        """Place in the graph's shards -> what this rank keeps of it."""
+        graph, lanes = self._graph, self._graph.layout.lanes()
+        tied = {name for names in self._tied.values() for name in names}
+        found = {}
+        for place, shard in enumerate(graph.shards):
+            if self.number not in shard.owners:
+                continue
+            nodes = [graph.nodes[n] for n in graph.shard_members(shard)]
+            stages = {(shard.module, node.stage) for node in nodes if self.number in lanes[node.lane].ranks}
+            weights = {
+                name: parameter
+                for name, parameter in self._of_layers(shard.module, shard.start, shard.stop).items()
+                if (shard.full or parameter.requires_grad)
+                and parameter.is_floating_point()
+                and parameter.numel()
+                and name not in self._in_part  # their gradients are sums over whole lanes
+            }
+            found[place] = Sharded(shard, self.number, stages, weights, self.cut, tied)
+        for sharded in found.values():
+            sharded.keep_parts(pieces)
+        return found
+
+    def _of_layers(self, module: str, start: int, stop: int) -> dict[str, nn.Parameter]:
+        """What this rank has of some layers."""
+        at = self._layers
+        return {n: p for n, p in self.own.items() if at[n][0] == module and start <= at[n][1] < stop}
 
     def _holders(self, name: str, alias: str) -> list[int]:
         """The ranks that hold, where the weight has the name `alias`, what this one holds of it under `name`."""
@@ -83,10 +128,14 @@ class Rank:
         """What `reduction` sums of this rank, in the order of the model."""
         if reduction.tied >= 0:
             return [p for name, p in self.own.items() if name in self._tied[reduction.tied]]
-        layers = range(reduction.start, reduction.stop)
-        at = self._layers
-        due = [name for name in self.own if (name in self._in_part) == reduction.in_part]
-        return [self.own[n] for n in due if at[n][0] == reduction.module and at[n][1] in layers]
+        due = self._of_layers(reduction.module, reduction.start, reduction.stop)
+        return [parameter for name, parameter in due.items() if (name in self._in_part) == reduction.in_part]
+
+    def follow(self) -> None:
+        """Before a step: what is sharded follows weights that were moved or replaced since."""
+        for sharded in self.sharded.values():
+            for weight in sharded.weights.values():
+                weight.follow()
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Have the ranks of each lane speak over its transport."""
@@ -107,7 +156,9 @@ class Rank:
             sink = last and module not in feeding
             runtimes[module, index] = StageRuntime(stage, last, sink, self.lanes[module, index], ranks)
         lanes = [lane.ranks for lane in graph.layout.lanes()]
-        return Executor(self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters)
+        return Executor(
+            self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded
+        )
 
 
 def lane_of(layout: Layout, number: int, key: Key) -> Lane:
@@ -124,9 +175,16 @@ def make_ranks(
     rows: Collection[str],
     views: Views,
     pieces: Pieces,
+    device: torch.device,
 ) -> dict[int, Rank]:
-    """The ranks `numbers` of this process. rows: the modules whose rows lanes cut too."""
+    """The ranks `numbers` of this process. What they hold of weights on meta gets memory on `device`.
+
+    rows: the modules whose rows lanes cut too.
+    """
     several = len(numbers) > 1
+    for stage in (stage for number in numbers for stage in graph.layout.of_rank(number)):
+        mllm.slice(stage.module, stage.start, stage.stop)  # tries cuts out, which buffers without values would spoil
+    allocate_buffers(mllm, device)
     own = dict(mllm.named_parameters(remove_duplicate=False))
     taken: set[int] = set()
     found = {}
@@ -139,17 +197,23 @@ def make_ranks(
             key = stage.module, stage.index
             lane = lane_of(graph.layout, number, key).ranks
             ranks = lanes[key] = Ranks.at(lane.index(number), len(lane))
-            part = mllm.slice(
-                stage.module, stage.start, stage.stop, copy=several or len(lane) > 1, checkpointing=checkpointing
-            )
+            copied = "modules" if several or len(lane) > 1 else False  # the weights are linked below
+            part = mllm.slice(stage.module, stage.start, stage.stop, copy=copied, checkpointing=checkpointing)
+            stages[key] = part
             if len(lane) > 1:
                 in_part |= cut(part, ranks, rows=stage.module in rows)
-                _link_pieces(part, own, mine, ranks.rank, pieces)
-            elif several:
+            # Where one process plays all ranks, they take their pieces from weights that it has whole.
+            away = {} if several else cut_weights(part)
+            held = {name for name, _ in part.named_parameters()}
+            if allocate(mllm, held - away.keys(), device):
+                own = dict(mllm.named_parameters(remove_duplicate=False))
+            sharded = several and graph.layout.spec(stage.module).shard != "none"
+            if len(lane) > 1 or sharded:
+                _link_pieces(part, own, mine, ranks.rank, pieces, device)
+            else:
                 _link(part, own, mine, taken, views)
-            stages[key] = part
         taken.update(mine)
-        found[number] = Rank(number, stages, lanes, in_part, graph, mllm)
+        found[number] = Rank(number, stages, lanes, in_part, graph, mllm, pieces if several else None)
     return found
 
 
@@ -168,9 +232,17 @@ def _link(
 
 
 def _link_pieces(
-    stage: nn.Module, own: Mapping[str, nn.Parameter], mine: dict[int, nn.Parameter], place: int, pieces: Pieces
+    stage: nn.Module,
+    own: Mapping[str, nn.Parameter],
+    mine: dict[int, nn.Parameter],
+    place: int,
+    pieces: Pieces,
+    device: torch.device,
 ) -> None:
-    """Give a stage that is cut Parameters over the model's own where it has these whole; note all of them."""
+    """Give a stage that is cut Parameters over the model's own where it has these whole; note all of them.
+
+    Pieces on meta get memory on `device`.
+    """
     cut = cut_weights(stage)
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
@@ -179,8 +251,9 @@ def _link_pieces(
             if parameter is None or model is None:
                 continue
             if id(model) not in mine:  # else another stage of this rank has the weight too, and in the same lane
-                mine[id(model)] = parameter
                 if name not in cut:
                     mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
+                else:
+                    mine[id(model)] = without_values(parameter, device) if parameter.is_meta else parameter
                 pieces.add(model, place, mine[id(model)], cut.get(name))
             module._parameters[key] = mine[id(model)]

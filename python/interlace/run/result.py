@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.run.errors import PipelineError
+from interlace.schedule import Schedule
+from interlace.simulate import Timeline
 
 
 class StepResult(float):
@@ -42,3 +44,10 @@ def times_of(text: str, rank: int, count: int) -> list[tuple[float, float]]:
     except ValueError as error:
         raise PipelineError(f"rank {rank} says what is no timeline: {error}") from error
     return found
+
+
+def measured(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
+    """The timeline of a step of `schedule`. times: (start, finish) of the actions of each rank, in seconds."""
+    starts = [[start for start, _ in mine] for mine in times]
+    finishes = [[finish for _, finish in mine] for mine in times]
+    return Timeline(schedule.actions, starts, finishes, table=schedule.table)

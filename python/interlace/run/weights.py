@@ -3,7 +3,7 @@
 Where one process plays several ranks, these add to gradients at the same time, and each needs a `.grad` of its own: the
 first rank that holds a weight has the model's own Parameter, the others have views over the same storage (`Views`). The
 ranks of a lane of several have pieces of weights (`Pieces`), and views of those that they hold whole, whose gradients
-may be parts of sums as long as a step runs.
+may be parts of sums as long as a step runs. What is sharded is a piece too: the rows that a rank keeps.
 """
 
 from __future__ import annotations
@@ -63,11 +63,25 @@ class Cut(NamedTuple):
         self.layer.put(self.key, whole, piece)
 
 
+class Slice(NamedTuple):
+    """Rows of a weight, or of a piece of it, that a rank keeps of what is sharded: where they are in the whole."""
+
+    region: Region
+
+    def piece(self, whole: Tensor) -> Tensor:
+        """The rows of the weight, or of what has its shape."""
+        return self.region.piece(whole)
+
+    def put(self, whole: Tensor, piece: Tensor) -> None:
+        """Write the rows into the whole."""
+        self.region.put(whole, piece)
+
+
 class _Held(NamedTuple):
     own: nn.Parameter
-    place: int
+    place: tuple[int, ...]  # in the lane, and among the owners of slices
     parameter: nn.Parameter
-    cut: Cut | None
+    cut: Cut | Slice | None
 
 
 class Pieces:
@@ -79,13 +93,21 @@ class Pieces:
 
     def __init__(self) -> None:
         self._held: list[_Held] = []
-        self._first: dict[int, dict[int, _Held]] = {}  # id of the model's own -> place in a lane -> the first there
 
     def add(self, own: nn.Parameter, place: int, parameter: nn.Parameter, cut: Cut | None) -> None:
         """The rank at `place` in its lane has `parameter` of `own`. cut: None where that is the whole."""
-        held = _Held(own, place, parameter, cut)
-        self._held.append(held)
-        self._first.setdefault(id(own), {}).setdefault(place, held)
+        self._held.append(_Held(own, (place,), parameter, cut))
+
+    def spread(self, whole: nn.Parameter, part: nn.Parameter | None, place: int, lies: Slice | None) -> nn.Parameter:
+        """A rank keeps no more of what was added as `whole` than `part`, at `place` among the owners; None: nothing.
+
+        Returns the model's own.
+        """
+        at = next(i for i in reversed(range(len(self._held))) if self._held[i].parameter is whole)
+        held = self._held.pop(at)
+        if part is not None:
+            self._held.append(_Held(held.own, (*held.place, place), part, lies))
+        return held.own
 
     def refresh(self) -> None:
         """Take the pieces anew: as views where they can be, as copies where a piece is not contiguous."""
@@ -103,7 +125,10 @@ class Pieces:
 
         Lanes that hold the same pieces have the same sums by now, so the first one's are taken.
         """
-        for places in self._first.values():
+        found: dict[int, dict[tuple[int, ...], _Held]] = {}  # id of the model's own -> place -> the first there
+        for held in self._held:
+            found.setdefault(id(held.own), {}).setdefault(held.place, held)
+        for places in found.values():
             first = next(iter(places.values()))
             if first.parameter.grad is None:
                 continue

@@ -121,7 +121,7 @@ def _error(
         case "after_tied":
             text = f"{runs} after {other}: tied weights are summed after all others"
         case "reduction_order":
-            text = f"{runs} before {other}, other ranks do not; all ranks must reduce in one common order"
+            text = f"{runs} before {other}, other ranks do not; all ranks must sum and gather in one common order"
         case "message_order":
             text = (
                 f"rank {rank} expects {action} but the next message from lane {action.peer} is {other}: receives must "
@@ -139,6 +139,10 @@ def _error(
             text = f"{runs} before it has the output of {source}"
         case "no_gradient":
             text = f"{runs} before it has the gradient from {source}"
+        case "no_unshard":
+            text = f"{runs} before {other}, which makes weights whole that it needs"
+        case "after_reshard":
+            text = f"{runs} after {other}, which gives up weights that it needs"
         case "deadlock":
             lines = "\n".join(f"  {_explain(schedule, fault['at'], *stuck)}" for stuck in fault["stuck"])
             text = f"deadlock: these ranks wait for ever\n{lines}"
@@ -156,6 +160,8 @@ def _why_not(schedule: Schedule, rank: int, action: Action) -> str:
     graph, chunks = schedule.graph, schedule.table.chunks
     if action.op is Op.REDUCE_GRAD:
         return "that rank takes part in no such reduction in this step"
+    if action.op in (Op.UNSHARD, Op.RESHARD):
+        return "that rank keeps no slices of such weights in this step"
     if action.op not in COMPUTE | {Op.SEND, Op.RECV}:
         return f"this version runs no {action.op.name}"
     if not 0 <= action.stage < len(graph.layout.pipelines(action.module)[0].stages):

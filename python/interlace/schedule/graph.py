@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Reduction, Stage
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Reduction, Shard, Stage
 from interlace.schedule.actions import valid_module_name
 
 Ints = NDArray[np.int32]
@@ -43,6 +43,9 @@ class GraphArrays(NamedTuple):
     reduction_first [reductions + 1], reduction_rank, reduction_node: who takes part in each reduction, by rank, with
         the first node of that rank that holds some of its weights. reduction_tied [reductions]: whether it is of a
         tied weight. reduction_member_first [reductions + 1], reduction_member: all nodes whose backward adds to it.
+    shard_first [shards + 1], shard_rank, shard_node: who takes part in each shard, likewise. shard_full [shards]:
+        whether its weights are whole only between UNSHARD and RESHARD. shard_member_first [shards + 1], shard_member:
+        all nodes that compute with its weights on one of its ranks.
     """
 
     node_pipeline: Ints
@@ -61,6 +64,12 @@ class GraphArrays(NamedTuple):
     reduction_tied: Ints
     reduction_member_first: Ints
     reduction_member: Ints
+    shard_first: Ints
+    shard_rank: Ints
+    shard_node: Ints
+    shard_full: Ints
+    shard_member_first: Ints
+    shard_member: Ints
 
 
 @dataclass(frozen=True)
@@ -190,15 +199,44 @@ class StageGraph:
         return found
 
     @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """What is sharded and may have to be made whole in a step: weights, or what of them is trained."""
+        return tuple(
+            group
+            for group in self.layout.shard_groups()
+            if group.full or any(self.trainable[group.module][group.start : group.stop])
+        )
+
+    def shard_members(self, shard: Shard) -> list[int]:
+        """The nodes that compute with weights of `shard` on one of its ranks, under whatever name: also those of other
+        stages of a rank that hold what is tied to them."""
+        layers = set(range(shard.start, shard.stop))
+        for group in self.tied:
+            if group[0][0] == shard.module and layers.intersection(layer for _, layer in group):
+                layers.update(layer for _, layer in group)
+        found = []
+        for number, node in enumerate(self.nodes):
+            stage = self.pipelines[node.pipeline].stages[node.stage]
+            held = stage.module == shard.module and not layers.isdisjoint(range(stage.start, stage.stop))
+            if held and not set(self.layout.lanes()[node.lane].ranks).isdisjoint(shard.owners):
+                found.append(number)
+        return found
+
+    def _first_nodes(self, groups: Iterable[Reduction | Shard], members: Sequence[Sequence[int]]) -> list[int]:
+        """Of the ranks of each group in turn, the first of its members that each is in."""
+        nodes, lanes = self.nodes, self.layout.lanes()
+        return [
+            next(n for n in found if rank in lanes[nodes[n].lane].ranks)
+            for group, found in zip(groups, members, strict=True)
+            for rank in group.ranks
+        ]
+
+    @cached_property
     def arrays(self) -> GraphArrays:
         """What compiled code takes."""
         nodes, lanes = self.nodes, self.layout.lanes()
         members = [self.members(reduction) for reduction in self.reductions]
-        first_node = [
-            next(n for n in found if rank in lanes[nodes[n].lane].ranks)
-            for reduction, found in zip(self.reductions, members, strict=True)
-            for rank in reduction.ranks
-        ]
+        users = [self.shard_members(shard) for shard in self.shards]
         counts = [sum(len(stage.lanes) for stage in p.stages) for p in self.pipelines]
         return GraphArrays(
             _ints([n.pipeline for n in nodes]),
@@ -213,10 +251,16 @@ class StageGraph:
             _ints([[self._number[a], self._number[b]] for a, b in self.links]).reshape(-1, 2),
             _starts([len(reduction.ranks) for reduction in self.reductions]),
             _ints([rank for reduction in self.reductions for rank in reduction.ranks]),
-            _ints(first_node),
+            _ints(self._first_nodes(self.reductions, members)),
             _ints([reduction.tied >= 0 for reduction in self.reductions]),
             _starts([len(found) for found in members]),
             _ints([node for found in members for node in found]),
+            _starts([len(shard.ranks) for shard in self.shards]),
+            _ints([rank for shard in self.shards for rank in shard.ranks]),
+            _ints(self._first_nodes(self.shards, users)),
+            _ints([shard.full for shard in self.shards]),
+            _starts([len(found) for found in users]),
+            _ints([node for found in users for node in found]),
         )
 
     @classmethod

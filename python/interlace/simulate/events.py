@@ -6,7 +6,8 @@ seconds, and what one rank sends from one lane to another follows each other (on
 pairs). A RECV lasts until its message has arrived, from a lane of several ranks from all of them. A REDUCE_GRAD leaves
 the rank free at once, too: it goes on beside the computing, and ends when its ranks have all reached it and its seconds
 have passed. It follows earlier reductions of the same ranks (they share links); that of a tied weight follows all
-others of its ranks. The step ends when everything has ended.
+others of its ranks. An UNSHARD takes its seconds before anything else, as if nothing computed beside the gather; a
+RESHARD takes none. The step ends when everything has ended.
 
 The rows are played in C++ (`arrays`); `reference` is the same in Python, kept as its oracle. Cost: about a microsecond
 per action, nearly all of it for making objects that people can read; 0.06 by `simulate_arrays`.
@@ -42,6 +43,7 @@ def simulate(
     transfer: Transfer = 0.0,
     overhead: float = 0.0,
     reduce_grad: float | Callable[[Action], float] = 0.0,
+    unshard: float | Callable[[Action], float] = 0.0,
 ) -> Timeline:
     """When each action of a sound schedule (see `check`) starts and finishes, in seconds from the step's start.
 
@@ -50,7 +52,7 @@ def simulate(
         a function of (op, module, stage, chunk).
     transfer: seconds that a message travels; a number or a function of (its SEND action, source rank, target lane).
     overhead: seconds that a rank itself spends on each SEND and each RECV, beside waiting.
-    reduce_grad: seconds of each REDUCE_GRAD; a number or a function of the action.
+    reduce_grad, unshard: seconds of each REDUCE_GRAD, each UNSHARD; a number or a function of the action.
 
     Raises ValueError for an action without a cost and ScheduleError for a schedule that never finishes.
     """
@@ -67,8 +69,9 @@ def simulate(
     seconds[np.isin(op, _MESSAGES)] = _non_negative("overhead", overhead)
     work = np.flatnonzero(np.isin(op, _WORK))
     seconds[work] = _compute_seconds(schedule, work, durations)
-    for i in np.flatnonzero(op == CODES[Op.REDUCE_GRAD]).tolist():
-        seconds[i] = _non_negative("reduce_grad", reduce_grad(action(i)) if callable(reduce_grad) else reduce_grad)
+    for name, kind, cost in (("reduce_grad", Op.REDUCE_GRAD, reduce_grad), ("unshard", Op.UNSHARD, unshard)):
+        for i in np.flatnonzero(op == CODES[kind]).tolist():
+            seconds[i] = _non_negative(name, cost(action(i)) if callable(cost) else cost)
     if callable(transfer):
         for i in np.flatnonzero(op == CODES[Op.SEND]).tolist():
             travel[i] = _non_negative("transfer", transfer(action(i), int(ranks[i]), action(i).peer))

@@ -24,6 +24,7 @@ def simulate_in_python(
     transfer: float | Callable[[Action, int, int], float] = 0.0,
     overhead: float = 0.0,
     reduce_grad: float | Callable[[Action], float] = 0.0,
+    unshard: float | Callable[[Action], float] = 0.0,
 ) -> Timeline:
     """`events.simulate`, which see, without compiled code."""
     lists = schedule.actions
@@ -59,6 +60,8 @@ def simulate_in_python(
                     seconds = transfer(action, rank, action.peer) if callable(transfer) else transfer
                     sent = arrivals.setdefault((own_lane(rank, action), lanes[action.peer], rank), [])
                     sent.append(max(end, sent[-1] if sent else 0.0) + _non_negative("transfer", seconds))
+                elif action.op is Op.UNSHARD:
+                    end = begin + _non_negative("unshard", unshard(action) if callable(unshard) else unshard)
                 elif action.op in COMPUTE:
                     together = own_lane(rank, action).ranks
                     if len(together) > 1:

@@ -100,6 +100,9 @@ def _arrows(timeline: Timeline) -> dict[tuple[int, int], list[int]]:
     return found
 
 
+_NUMBERED = {Op.REDUCE_GRAD: "reduction", Op.UNSHARD: "shard", Op.RESHARD: "shard"}
+
+
 def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
 
@@ -112,7 +115,7 @@ def _slice(timeline: Timeline, rank: int, thread: int, action: Action, begin: fl
             args |= {"microbatch": timeline.number(action.chunk)}
             args |= {"samples": timeline.table.chunks[action.chunk].samples.tolist()}
     if action.other >= 0 and action.other != action.chunk:
-        args["reduction" if action.op is Op.REDUCE_GRAD else "other"] = action.other
+        args[_NUMBERED.get(action.op, "other")] = action.other
     if action.peer >= 0:
         args["lane"] = action.peer
     return {

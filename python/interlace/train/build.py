@@ -1,27 +1,23 @@
 """Config -> MultimodalModel, with random weights that depend on the seed and the parameter's name alone.
 
-The model is built on the meta device (no memory), then `materialize` gives real weights to the parameters that this
-rank holds. Each module is initialised by its own library's rule (HuggingFace's ``_init_weights``, torch's
-``reset_parameters``) under a generator seeded by (seed, module name): every layout starts from the same weights, on any
-device, and no rank ever allocates a layer that it does not run.
+The model is built on the meta device (no memory), `parallelize` gives memory to what this rank holds of it, and
+`initialize` fills that. Each module is initialised by its own library's rule (HuggingFace's ``_init_weights``, torch's
+``reset_parameters``) under a generator seeded by (seed, module name), whole and then cut: every layout starts from the
+same weights, on any device, and no rank ever allocates a layer that it does not run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import importlib
 import importlib.metadata
 import math
-from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch import Tensor
 
+from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError, nearest
 from interlace.train.costs import flop_costs
 from interlace.train.schema import MOST, Config, Encoder, LanguageModel
@@ -81,10 +77,13 @@ def build_layout(
     from interlace.layout import Layout, ParallelSpec
 
     parallel, recompute = config.parallel, config.train.activation_checkpointing
-    specs = {
-        name: ParallelSpec(pp=parallel.stages(name), dp=replicas or parallel.replicas(name))
-        for name in model.modules_order()
-    }
+    specs, keys = {}, {field.name for field in dataclasses.fields(ParallelSpec)}
+    for name in model.modules_order():
+        degrees = parallel.module(name).model_dump(include=keys)
+        try:
+            specs[name] = ParallelSpec(**{**degrees, "dp": replicas or parallel.replicas(name)})
+        except ValueError as error:
+            raise ConfigError(f"{source}: [parallel.{name}]: {error}") from None
     try:
         costs = flop_costs(config, model)  # those of `interlace plan`, hence its cut
         if parallel.placement == "chain" and parallel.ranks is not None:
@@ -97,102 +96,49 @@ def build_layout(
         raise ConfigError(f"{source}: [parallel]: {error}") from None
 
 
-def present(model: MultimodalModel, layout: Layout, rank: int) -> set[str]:
-    """Names of the parameters that the stages of `rank` hold."""
-    return {
-        name
-        for stage in layout.of_rank(rank)
-        for name, _ in model.slice(stage.module, stage.start, stage.stop).named_parameters()
-    }
-
-
 @torch.no_grad()
-def materialize(
-    model: nn.Module, names: Collection[str] | None = None, *, seed: int, device: torch.device | str = "cpu"
-) -> nn.Module:
-    """Replaces the meta parameters in `names` (default: all), and all buffers, by real ones on `device`, with random
-    values.
+def materialize(model: MultimodalModel, *, seed: int, device: torch.device | str = "cpu") -> MultimodalModel:
+    """Gives memory on `device` and random values (see `initialize`) to all of a model on meta; returns it.
 
-    Values depend on `seed` and names only, not on which others are in `names`, nor on the device: they are drawn on the
-    CPU, a module at a time, so that the host never holds the model. Tied parameters stay tied. Raises ConfigError under
-    transformers 4.
+    Tied parameters stay tied. Raises ConfigError under transformers 4.
     """
     _check_library()
-    from transformers import PreTrainedModel
+    from interlace.run.memory import allocate, allocate_buffers
+    from interlace.train.weights import random_values
 
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    wanted = {name for group in aliases.values() if names is None or set(group) & set(names) for name in group}
-    replaced: dict[int, nn.Parameter] = {}
-    modules = dict(model.named_modules())
-    for prefix, module in modules.items():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.is_meta and _join(prefix, key) in wanted:
-                if id(parameter) not in replaced:
-                    # The meta parameter is kept beside its replacement: a freed id could be given to another.
-                    real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                    real._was = parameter  # type: ignore[attr-defined]
-                    replaced[id(parameter)] = real
-                module._parameters[key] = replaced[id(parameter)]
-        for key, buffer in list(module._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.zeros_like(buffer, device=device)
-    for parameter in replaced.values():
-        del parameter._was  # type: ignore[attr-defined]
-
-    families = {prefix: module for prefix, module in modules.items() if isinstance(module, PreTrainedModel)}
-    later = {name for group in aliases.values() for name in group[1:]}  # a tied weight is its first name's to fill
-    for prefix, module in reversed(modules.items()):  # children first, as the library's own rule expects
-        own = [_join(prefix, name) for name, _ in module.named_parameters(remove_duplicate=False)]
-        if any(name not in wanted for name in own) or (own and all(name in later for name in own)):
-            continue
-        owner = max(
-            (p for p in families if p == "" or prefix == p or prefix.startswith(p + ".")), key=len, default=None
-        )
-        away = [tensor for tensor in (*module.parameters(), *module.buffers()) if not _is_on_the_host(tensor)]
-        with torch.random.fork_rng(devices=[]), _OnTheHost(away) if away else contextlib.nullcontext():
-            torch.default_generator.manual_seed(_seed_of(seed, prefix))  # and not those of the GPUs
-            if owner is not None:
-                families[owner]._init_weights(module)
-            elif hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+    parameters = [name for name, _ in model.named_parameters()]
+    allocate(model, parameters, device)
+    allocate_buffers(model, device)
+    held = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, values in random_values(model, held, seed):
+        (held[name] if name in held else model.get_buffer(name)).copy_(values)
     return model
 
 
-class _OnTheHost(TorchFunctionMode):
-    """Inside, what is done to `tensors` is done to copies of them on the CPU, and brought back at the end.
+@torch.no_grad()
+def initialize(parallel: Any, *, seed: int) -> None:
+    """Gives random values to what this process holds of a model: `parallel` is what `parallelize` made of it.
 
-    A copy is made when its tensor is first used: who looks into children without changing them costs nothing.
+    Values depend on `seed` and names only: not on the layout, nor on the device. They are drawn on the CPU for a whole
+    layer at a time, of which this process keeps what it holds; the next comes when the one before is gone. Raises
+    ConfigError under transformers 4.
     """
+    _check_library()
+    from interlace.train.weights import random_values
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self._away = {id(tensor): tensor for tensor in tensors}
-        self._copies: dict[int, Tensor] = {}
-        self._origin: dict[int, Tensor] = {}  # id of a copy -> what it is a copy of
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Tensor, self._here, (args, kwargs or {}))
-        result = func(*args, **kwargs)
-        return self._origin.get(id(result), result)
-
-    def _here(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._away:
-            return tensor
-        if id(tensor) not in self._copies:
-            copy = self._copies[id(tensor)] = nn.Parameter(tensor.detach().to("cpu", copy=True), tensor.requires_grad)
-            self._origin[id(copy)] = tensor
-        return self._copies[id(tensor)]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for key, copy in self._copies.items():
-            self._away[key].detach().copy_(copy.detach())
-
-
-def _is_on_the_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    model, regions, first = parallel.mllm, parallel.regions(), canonical_names(parallel.mllm)
+    held = {first[name]: (parameter, regions.get(name)) for name, parameter in parallel.named_parameters()}
+    buffers: dict[str, list[Tensor]] = {}
+    for part in (model, *(stage for stages in parallel.stages.values() for stage in stages.values())):
+        for name, buffer in part.named_buffers():
+            buffers.setdefault(name, []).append(buffer)
+    for name, values in random_values(model, held, seed):
+        if name in held:
+            parameter, region = held[name]
+            parameter.copy_(values if region is None else region.piece(values))
+        for buffer in buffers.get(name, ()):
+            if not buffer.is_meta:
+                buffer.copy_(values)
 
 
 def architecture(config: Config) -> dict[str, Any]:
@@ -322,11 +268,3 @@ def _check_vocabulary(vocab_size: int, tokenizer: Any, source: str) -> None:
             f"{source}: [model.language_model.config] vocab_size = {vocab_size} is less than the tokenizer's "
             f"{tokenizer.vocab_size}{lost}; leave it out or raise it to {tokenizer.vocab_size}"
         )
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "little")

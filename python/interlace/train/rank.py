@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from interlace.train import device as devices
 from interlace.train import report, runfolder
-from interlace.train.build import architecture, build, build_layout, materialize, present
+from interlace.train.build import architecture, build, build_layout, initialize, materialize
 from interlace.train.checkpoint import checkpoints
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.checkpoint.identity import fingerprint
@@ -89,7 +89,6 @@ def _train(
     tokenizer = ByteTokenizer()
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
-    materialize(model, present(model, layout, rank), seed=config.run.seed, device=device)
     prepared = folder is not None
     if folder is None:
         folder, at, held = agree_on_folder(config, resume, startup, take_over)
@@ -103,12 +102,14 @@ def _train(
             layout,
             schedule=config.parallel.schedule,
             transport="distributed" if world > 1 else "local",
+            device=device,
             checkpointing=config.train.activation_checkpointing,
             sequence_parallel=config.parallel.sequence_parallel,
             autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
             timeout=config.parallel.timeout,
             crash_folder=folder / "crash",
         )
+    initialize(parallel, seed=config.run.seed)
     gather = startup.gather if world > 1 else None
     train, held_out, note = datasets(config, model, tokenizer, gather=gather, source=source)
     if note and train.name != config.data.dataset:
@@ -196,10 +197,7 @@ def check_world(config: Config, world: int, source: str) -> None:
     """Raises ConfigError when the number of started ranks is not the config's."""
     wanted = config.world_size()
     if world != wanted:
-        degrees = ", ".join(
-            f"{name}: pp = {config.parallel.stages(name)}, dp = {config.parallel.replicas(name)}"
-            for name in config.modules()
-        )
+        degrees = "; ".join(f"{name}: {config.parallel.degrees(name)}" for name in config.modules())
         raise ConfigError(
             f"{source}: [parallel] asks for {wanted} ranks (placement {config.parallel.placement!r}; {degrees}), but "
             f"{world} were started; run torchrun with {wanted} processes in all, or change the degrees"

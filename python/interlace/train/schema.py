@@ -199,12 +199,20 @@ class Train(Section):
 
 
 class ModuleParallel(Section):
-    """How one module is spread over ranks."""
+    """How one module is spread over ranks: tp * cp for each of the pp stages of each of its dp replicas."""
 
+    tp: Positive = 1
+    """Ranks among which the weights of each layer are cut (tensor parallelism)."""
+    cp: Positive = 1
+    """Ranks among which the tokens of a sequence are cut (context parallelism)."""
     pp: Positive = 1
     """Pipeline stages of the module."""
     dp: Positive | None = None
     """Replicas of the module, by default ``parallel.dp``; each module spreads the samples of a step over its own."""
+    shard: str = "none"
+    """What ranks with the same weights share out among them instead of each keeping all of it. none: nothing."""
+    shard_ranks: Positive | None = None
+    """Among how many ranks each share is; by default all that have the same weights."""
 
 
 class EncoderParallel(ModuleParallel):
@@ -220,7 +228,7 @@ class Parallel(Section):
 
     placement: Literal["parallel", "colocated", "shared", "replicated", "chain"] = "colocated"
     """parallel: each encoder has ranks of its own; colocated: all encoders share the same ranks, stage by stage;
-    shared: all modules run on the same ranks, one after the other, each with its own pp and dp; replicated: every rank
+    shared: all modules run on the same ranks, one after the other, each with its own degrees; replicated: every rank
     of the language model runs all encoders; chain: the chain of all layers, encoders first, is cut into ``ranks``
     ranges of equal cost, the cut that ``interlace plan`` calls frozen-aware."""
     vision: EncoderParallel | None = None
@@ -245,15 +253,30 @@ class Parallel(Section):
     threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Threads per rank; by default the machine's cores divided by the ranks on it."""
 
+    def module(self, name: str) -> ModuleParallel:
+        """How the module `name` is spread."""
+        spec: ModuleParallel | None = getattr(self, name)
+        return ModuleParallel() if spec is None else spec
+
     def stages(self, name: str) -> int:
         """Pipeline stages of the module `name`."""
-        spec: ModuleParallel | None = getattr(self, name)
-        return spec.pp if spec is not None else 1
+        return self.module(name).pp
 
     def replicas(self, name: str) -> int:
         """Replicas of the module `name`."""
-        spec: ModuleParallel | None = getattr(self, name)
-        return self.dp if spec is None or spec.dp is None else spec.dp
+        dp = self.module(name).dp
+        return self.dp if dp is None else dp
+
+    def ranks_of(self, name: str) -> int:
+        """Ranks of all stages of all replicas of the module `name`, each on ranks of its own."""
+        spec = self.module(name)
+        return spec.tp * spec.cp * spec.pp * self.replicas(name)
+
+    def degrees(self, name: str) -> str:
+        """The degrees of the module `name` in words."""
+        spec = self.module(name)
+        lane = "".join(f"{key} = {value}, " for key, value in (("tp", spec.tp), ("cp", spec.cp)) if value > 1)
+        return f"{lane}pp = {spec.pp}, dp = {self.replicas(name)}"
 
 
 class Checkpoint(Section):
@@ -318,12 +341,12 @@ class Config(Section):
     def world_size(self) -> int:
         """Processes of the whole run: the ranks of all replicas of all modules."""
         parallel = self.parallel
-        ranks = {name: parallel.stages(name) * parallel.replicas(name) for name in self.modules()}
-        if parallel.placement == "shared":
-            return ranks["language_model"]
-        if self.uniform():
-            return (parallel.ranks or self._stage_groups()) * parallel.replicas("language_model")
+        ranks = {name: parallel.ranks_of(name) for name in self.modules()}
+        if parallel.ranks is not None and self.uniform():
+            return parallel.ranks * parallel.replicas("language_model")
         encoders = [ranks[name] for name in self.model.encoders()]
+        if parallel.placement in ("shared", "replicated") or not encoders:
+            return ranks["language_model"]
         return ranks["language_model"] + (max(encoders) if parallel.placement == "colocated" else sum(encoders))
 
     def _stage_groups(self) -> int:
@@ -343,42 +366,51 @@ class Config(Section):
                 raise ValueError(f"[parallel.{name}] speaks of an encoder that [model] does not have")
         stages = {name: parallel.stages(name) for name in self.modules()}
         replicas = {name: parallel.replicas(name) for name in self.modules()}
+        lanes = {degree: {n: getattr(parallel.module(n), degree) for n in self.modules()} for degree in ("tp", "cp")}
         if parallel.placement == "chain":
             if parallel.ranks is None:
                 raise ValueError("placement 'chain' needs parallel.ranks, the number of ranges to cut the layers into")
-            cut = [f"parallel.{name}.pp" for name, pp in stages.items() if pp != 1]
+            keys = {"tp", "cp", "pp", "shard", "shard_ranks"}
+            given = {n: parallel.module(n).model_dump(include=keys, exclude_defaults=True) for n in self.modules()}
+            cut = [f"parallel.{name}.{key}" for name, own in given.items() for key in own]
             cut += [f"parallel.{name}.dp" for name, dp in replicas.items() if dp != parallel.dp]
             if cut:
                 raise ValueError(
                     f"placement 'chain' cuts all layers into parallel.ranks = {parallel.ranks} ranges of equal cost, "
-                    f"so no module has a pp or dp of its own; remove {', '.join(cut)}"
+                    f"one to a rank, so no module has degrees or shards of its own; remove {', '.join(cut)}"
                 )
         if parallel.placement == "colocated":
-            for degree, values in (("pp", stages), ("dp", replicas)):
-                own = {name: values[name] for name in encoders}
-                if len(set(own.values())) > 1:
+            for degree, values in (("pp", stages), ("dp", replicas), *lanes.items()):
+                theirs = {name: values[name] for name in encoders}
+                if len(set(theirs.values())) > 1:
                     raise ValueError(
                         f"colocated encoders share their ranks stage by stage, so all need the same {degree}, not "
-                        f"{own}; make them equal or set parallel.placement = 'parallel'"
+                        f"{theirs}; make them equal or set parallel.placement = 'parallel'"
                     )
         if parallel.placement == "replicated":
+            for degree, values in lanes.items():
+                if any(value != 1 for value in values.values()):
+                    raise ValueError(
+                        f"replicated encoders run on every single rank of the language model, so {degree} must be 1 "
+                        f"everywhere, not {values}; set parallel.placement = 'parallel'"
+                    )
             if any(stages[name] != 1 for name in encoders):
-                own = {name: stages[name] for name in encoders}
-                raise ValueError(f"replicated encoders run whole on every rank, so their pp must be 1, not {own}")
+                theirs = {name: stages[name] for name in encoders}
+                raise ValueError(f"replicated encoders run whole on every rank, so their pp must be 1, not {theirs}")
             if not self.uniform():
                 raise ValueError(
                     f"replicated encoders run wherever the language model does, so all need the same dp, not "
                     f"{replicas}; set parallel.dp alone"
                 )
         if parallel.placement == "shared":
-            ranks = {name: stages[name] * replicas[name] for name in self.modules()}
+            ranks = {name: parallel.ranks_of(name) for name in self.modules()}
             if len(set(ranks.values())) > 1:
                 raise ValueError(
-                    f"placement 'shared' runs all modules on the same ranks, so pp * dp must be one number, not {ranks}"
-                    "; raise the dp of the smaller ones or set parallel.placement = 'parallel'"
+                    "placement 'shared' runs all modules on the same ranks, so tp * cp * pp * dp must be one number, "
+                    f"not {ranks}; raise a degree of the smaller ones or set parallel.placement = 'parallel'"
                 )
             if parallel.ranks is not None:
-                raise ValueError("placement 'shared' takes its ranks from pp and dp; remove parallel.ranks")
+                raise ValueError("placement 'shared' takes its ranks from the degrees; remove parallel.ranks")
         return self
 
     @model_validator(mode="after")
@@ -390,6 +422,12 @@ class Config(Section):
             raise ValueError(
                 f"parallel.ranks = {parallel.ranks} counts the ranks of a replica of the whole model, which needs one "
                 f"dp for all modules, not {replicas}; remove parallel.ranks"
+            )
+        lanes = {name: parallel.module(name).tp * parallel.module(name).cp for name in self.modules()}
+        if parallel.ranks is not None and any(size > 1 for size in lanes.values()):
+            raise ValueError(
+                f"parallel.ranks = {parallel.ranks} lets stages of a replica share ranks, which needs tp = cp = 1 for "
+                f"all modules, not tp * cp = {lanes}; remove parallel.ranks"
             )
         most = self._stage_groups()
         if parallel.ranks is not None and parallel.placement != "chain" and parallel.ranks > most:

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from interlace.train import runfolder
 from interlace.train.build import architecture
 from interlace.train.checkpoint.checkpoints import Checkpoints, seconds_to_write
-from interlace.train.checkpoint.identity import fingerprint
+from interlace.train.checkpoint.identity import canonical_names, fingerprint
+from interlace.train.checkpoint.pieces import Piece, pieces_of
 from interlace.train.checkpoint.storage import CheckpointError
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
@@ -35,7 +36,7 @@ from interlace.train.launch.launcher import StopSignals
 from interlace.train.launch.lock import RunLock
 from interlace.train.launch.peers import Peers
 from interlace.train.metrics import HELD_OUT, LOSS, Clock, Metrics, Screen, Window, memory_gib, pipeline_metrics
-from interlace.train.optim import Optimizer, lr_factor, schedule_length
+from interlace.train.optim import MOMENTS, Optimizer, lr_factor, schedule_length
 from interlace.train.schema import Config
 
 READY = 1 << 10  # more than any signal's number
@@ -110,6 +111,7 @@ class Trainer:
         self.quiet = quiet or self.rank != 0
         canonical = canonical_names(model)
         self.parameters = {canonical[name]: parameter for name, parameter in parallel.named_parameters()}
+        self.regions = {canonical[name]: region for name, region in parallel.regions().items()}
         self.optimizer = Optimizer(self.parameters.items(), config)
         self.checkpoints = Checkpoints(
             runfolder.checkpoints_of(folder),
@@ -135,7 +137,7 @@ class Trainer:
         path = self.checkpoints.newest(at)
         if path is None:
             raise TrainingError(f"no checkpoint in {self.checkpoints.folder} is whole; start the run without --resume")
-        table = self.checkpoints.load(path, self.parameters, self.optimizer.state())
+        table = self.checkpoints.load(path, *self._state())
         try:
             progress = Progress.model_validate(table)
             if set(progress.window) != set(self.window.__dict__) or set(progress.totals) != set(self.totals):
@@ -286,8 +288,13 @@ class Trainer:
             last=self.last,
         )
         write = self.checkpoints.begin if self.config.checkpoint.asynchronous else self.checkpoints.save
-        write(self.step, self.parameters, self.optimizer.state(), progress.model_dump())
+        write(self.step, *self._state(), progress.model_dump())
         self.saved_step = self.step
+
+    def _state(self) -> tuple[dict[str, Tensor | Piece], dict[str, Tensor | Piece]]:
+        """What this rank holds of the weights and of the optimizer's state, in place."""
+        moments = {f"{key}.{name}": region for name, region in self.regions.items() for key in MOMENTS}
+        return pieces_of(self.parameters, self.regions), pieces_of(self.optimizer.state(), moments)
 
     def _timeline(self) -> Any:
         with self.peers.waiting(f"gathering the timeline of step {self.step}"):
@@ -301,18 +308,9 @@ class Trainer:
             timeline.plot(self.folder / "timeline.png")
 
 
-def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter -> its first one, so that tied weights are saved once under any layout."""
-    first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-
-
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-__all__ = ["HELD_OUT", "LOSS", "StopRequest", "Trainer", "TrainingError", "canonical_names", "read_metrics"]
+__all__ = ["HELD_OUT", "LOSS", "StopRequest", "Trainer", "TrainingError", "read_metrics"]

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, cast
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -64,6 +64,7 @@ from interlace.train.checkpoint.folder import (
     verify,
 )
 from interlace.train.checkpoint.identity import differences
+from interlace.train.checkpoint.pieces import LoadPlanner, Piece, SavePlanner, detached
 from interlace.train.checkpoint.saveplan import items_of, plan_of
 from interlace.train.checkpoint.storage import (
     DTYPES,
@@ -142,11 +143,13 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        parameters: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor | Piece],
+        optimizer: Mapping[str, Tensor | Piece],
         progress: Mapping[str, Any],
     ) -> Path:
         """Writes this rank's `parameters` (by FQN) and `optimizer` tensors (``exp_avg.<FQN>`` ...) with the rest.
+
+        What a rank holds only a part of is a `Piece`; all ranks that hold one have the same pieces, or others.
 
         Returns the finished folder. Raises TrainingError on every rank when anything fails on any (a full disk leaves
         only a draft).
@@ -158,8 +161,8 @@ class Checkpoints:
     def begin(
         self,
         step: int,
-        parameters: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor | Piece],
+        optimizer: Mapping[str, Tensor | Piece],
         progress: Mapping[str, Any],
         *,
         copy: bool = True,
@@ -172,11 +175,11 @@ class Checkpoints:
         self.finish()
         final = name_of(step)
         draft = self.folder / self.peers.on_first(f"beginning checkpoint {final}", lambda: self._begin(final))
-        state: dict[str, Any] = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
-        state |= {f"optimizer.{name}": tensor.detach() for name, tensor in optimizer.items()}
+        state: dict[str, Any] = {f"model.{name}": detached(tensor) for name, tensor in parameters.items()}
+        state |= {f"optimizer.{name}": detached(tensor) for name, tensor in optimizer.items()}
         state[f"rng.{self.rank}"] = _pack(rng_state())
         state["progress"] = _pack({**progress, "step": step})
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = SavePlanner()
         planner.set_up_planner(state, is_coordinator=self.rank == 0)
         plans = self.peers.together(f"planning checkpoint {final}", lambda: items_of(planner.create_local_plan()))
         shares = self.peers.on_first(
@@ -219,8 +222,12 @@ class Checkpoints:
         while self.writing:
             self.advance()
 
-    def load(self, path: Path, parameters: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(
+        self, path: Path, parameters: Mapping[str, Tensor | Piece], optimizer: Mapping[str, Tensor | Piece]
+    ) -> dict[str, Any]:
         """Fills the given tensors in place from the checkpoint at `path`, sets the generators, returns ``progress``.
+
+        Of the files only what this rank holds is read, however the ranks that wrote them had cut the model.
 
         `optimizer` tensors that the checkpoint lacks (their parameters were frozen then) are left as they are; a
         missing parameter is an error. Raises CheckpointError when the checkpoint is of another model.
@@ -229,12 +236,12 @@ class Checkpoints:
 
         def read() -> str:
             manifest = check_model(path, self.identity)
-            wanted = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
+            wanted = {f"model.{name}": detached(tensor) for name, tensor in parameters.items()}
             missing = [name for name in wanted if name not in manifest.tensors]
             if missing:
                 raise CheckpointError(f"{path}: holds no {missing[0]} ({len(missing)} parameters missing)")
             wanted |= {
-                f"optimizer.{n}": t.detach() for n, t in optimizer.items() if f"optimizer.{n}" in manifest.tensors
+                f"optimizer.{n}": detached(t) for n, t in optimizer.items() if f"optimizer.{n}" in manifest.tensors
             }
             _read_into(path, manifest, wanted)
             progress.update(_read_json(path, manifest, "progress"))
@@ -400,7 +407,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))
 
 
-def _read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor]) -> None:
+def _read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor | Piece]) -> None:
     """Fills `wanted` in place with what the checkpoint holds under these keys, all of which it has."""
     deadline = time.monotonic() + LATE_SECONDS
     metadata = Metadata(
@@ -414,7 +421,7 @@ def _read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor]) -> 
             if key in wanted
         }
     )
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = LoadPlanner()
     planner.set_up_planner(dict(wanted), metadata, is_coordinator=True)
     try:
         plan = planner.create_local_plan()
@@ -425,9 +432,7 @@ def _read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor]) -> 
         offsets = list(item.storage_index.offset or ())
         chunk = next(chunk for chunk in stored.chunks if chunk.offsets == offsets)
         settled(path / chunk.file, manifest.files[chunk.file].size, deadline)
-        tensor = read_chunk(path, stored, chunk)
-        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            tensor = tensor.narrow(dimension, start, length)
+        tensor = read_chunk(path, stored, chunk, (item.storage_offsets, item.lengths))
         target = planner.resolve_tensor(item).detach()
         target.copy_(tensor)
         planner.commit_tensor(item, target)

@@ -21,6 +21,15 @@ def fingerprint(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, 
     return {"sha256": digest, **identity}
 
 
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter -> its first one, so that tied weights are saved once under any layout."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], limit: int = 4) -> list[str]:
     """How two fingerprints differ, in words, the most telling first; at most `limit` lines and a count of the rest."""
     lines = [

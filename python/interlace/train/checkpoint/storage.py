@@ -11,11 +11,12 @@ reads, not through a memory map: a file that is cut short meanwhile is an error 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+MOST_DIMENSIONS = 8  # of a tensor in several chunks
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -90,9 +92,28 @@ class Stored(_Entry):
                 if offset + size > whole:
                     raise ValueError("a chunk outside its tensor")
             volume += math.prod(chunk.sizes)
-        if volume != math.prod(self.shape):
+        if volume != math.prod(self.shape) or not _tiled(self.shape, self.chunks):
             raise ValueError("chunks that do not make up their tensor")
         return self
+
+
+def _tiled(shape: Sequence[int], chunks: Sequence[StoredChunk]) -> bool:
+    """Whether chunks inside a tensor, together of its volume, are all of it: none empty, no place twice, no hole.
+
+    By their corners: where chunks meet, these come in pairs. What is left are those of the places that an odd number
+    of chunks cover; if these are the whole's corners, every place is covered, and the volume says that it is once.
+    """
+    if len(chunks) == 1:
+        return True
+    if len(shape) > MOST_DIMENSIONS or not all(math.prod(chunk.sizes) for chunk in chunks):
+        return False
+    odd: set[tuple[int, ...]] = set()
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks]
+    for offsets, sizes in [*boxes, ([0] * len(shape), shape)]:
+        sides = [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+        for corner in itertools.product(*sides):
+            odd ^= {corner}
+    return not odd
 
 
 class Manifest(_Entry):
@@ -168,15 +189,23 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[File, dict
     return File(size=len(head) + end, sha256=state.hexdigest()), begins
 
 
-def read_chunk(folder: Path, stored: Stored, chunk: StoredChunk) -> Tensor:
-    """One chunk of a tensor, on the CPU. Raises TornCheckpoint when the file is not as long as the manifest says."""
-    length = length_of(stored, chunk)
+def read_chunk(
+    folder: Path, stored: Stored, chunk: StoredChunk, part: tuple[Sequence[int], Sequence[int]] | None = None
+) -> Tensor:
+    """One chunk of a tensor, on the CPU, or the `part` of it with these (offsets, sizes).
+
+    Of the file only the rows of the part are read. Raises TornCheckpoint when it is not as long as the manifest says.
+    """
+    offsets, sizes = part if part is not None else ([0] * len(chunk.sizes), chunk.sizes)
+    row = math.prod(chunk.sizes[1:]) * DTYPES[stored.dtype].itemsize
+    first, rows = (offsets[0], sizes[0]) if sizes else (0, 1)
+    begin, length = chunk.begin + first * row, rows * row
     path = folder / chunk.file
     try:
         with path.open("rb") as file:
-            left = os.fstat(file.fileno()).st_size - chunk.begin
+            left = os.fstat(file.fileno()).st_size - begin
             buffer = bytearray(length if left >= length else 0)  # never more than there is to read
-            file.seek(chunk.begin)
+            file.seek(begin)
             left = min(left, file.readinto(buffer))
     except FileNotFoundError:
         raise TornCheckpoint(f"checkpoint {folder} is torn: {path} is missing") from None
@@ -184,7 +213,10 @@ def read_chunk(folder: Path, stored: Stored, chunk: StoredChunk) -> Tensor:
         raise TornCheckpoint(f"checkpoint {folder} is torn: {path} is too short for what the manifest says")
     dtype = DTYPES[stored.dtype]
     flat = torch.frombuffer(buffer, dtype=dtype) if length else torch.empty(0, dtype=dtype)
-    return flat.reshape(chunk.sizes)
+    tensor = flat.reshape(rows, *chunk.sizes[1:]) if sizes else flat.reshape(())
+    for dimension in range(1, len(sizes)):
+        tensor = tensor.narrow(dimension, offsets[dimension], sizes[dimension])
+    return tensor
 
 
 def code_of(name: str, dtype: torch.dtype) -> str:

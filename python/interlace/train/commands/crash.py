@@ -23,7 +23,7 @@ MOST_RANKS = 1 << 20
 LAST = 5  # events of a rank that are shown
 _NAME = re.compile(r"rank-(\d{1,7})\.json")
 _BLOCKING = ("receive", "exchange", "wait", "finish", "compute")  # until these are over a rank does nothing else
-_UNDER_WAY = ("send", "all_reduce", "all_gather")  # begun, while the rank goes on
+_UNDER_WAY = ("send", "all_reduce", "reduce_scatter", "gather", "all_gather")  # begun, while the rank goes on
 _SHOWN = 20  # ranks of a list
 _Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 

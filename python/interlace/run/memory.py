@@ -1,0 +1,50 @@
+"""Memory for weights of a model that was built on the meta device: for those that a process holds, and no others.
+
+What gets memory here has no values yet. It is made of NaN (of indices that do not exist, in buffers of integers), so
+that what is left out when weights are loaded is seen in the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+
+def allocate(model: nn.Module, names: Collection[str], device: torch.device | str) -> bool:
+    """Replace the parameters `names` of `model` that are on meta by ones on `device`, under all their names.
+
+    Returns whether there were any.
+    """
+    found, every = set(names), model.named_parameters(remove_duplicate=False)
+    wanted = {id(parameter) for name, parameter in every if parameter.is_meta and name in found}
+    if not wanted:
+        return False
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # id -> on meta (kept, or its id would be another's), new
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in wanted:
+                pair = made.setdefault(id(parameter), (parameter, without_values(parameter, device)))
+                module._parameters[key] = pair[1]
+    return True
+
+
+def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Replace all buffers of `model` that are on meta by ones on `device`: they are small, and code reads them."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = _unknown(buffer, device)
+
+
+def without_values(parameter: nn.Parameter, device: torch.device | str) -> nn.Parameter:
+    """A Parameter like `parameter` on `device`."""
+    return nn.Parameter(_unknown(parameter.detach(), device), parameter.requires_grad)
+
+
+def _unknown(like: Tensor, device: torch.device | str) -> Tensor:
+    if like.dtype is torch.bool:
+        return torch.ones_like(like, device=device)
+    value = float("nan") if like.is_floating_point() or like.is_complex() else torch.iinfo(like.dtype).max
+    return torch.full_like(like, value, device=device)

@@ -1,0 +1,213 @@
+"""UNSHARD, RESHARD and the REDUCE_GRAD of what is sharded: a rank keeps rows of weights that several ranks hold.
+
+`Layout.shard_groups` says which ranks share the weights of which layers. Each of them owns some rows of every weight,
+or of its piece of one where tensor parallelism has cut it, as a Parameter (`Weight.part`): what an optimizer trains,
+and what is saved. Stages compute with the whole weight, which is gathered from the parts once per step, and once per
+step gradients are summed to where their rows are owned. So ranks may run different numbers of chunks, which gathering
+layer by layer (ZeRO-3 as PyTorch's FSDP runs it) forbids; in return a rank needs room for its stage's weights for as
+long as it computes with them.
+
+shard = "optimizer": whole weights stay, parts are views of their rows; a gather brings the rows that other ranks have
+trained. shard = "full": whole weights are there from UNSHARD to RESHARD. Before and after they read as NaN, and nothing
+can be copied into them: who computes with them then gets no plausible number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from interlace.comm.channel import Channel, Pending
+from interlace.layout import Shard
+from interlace.parallel.region import Region
+from interlace.run.gradients import buckets
+from interlace.run.weights import Cut, Pieces, Slice
+
+
+class Weight:
+    """A weight of one rank that is spread over the owners of a shard.
+
+    whole: what stages compute with, Parameter of the shape of the weight or of the rank's piece of it. rows: owner i
+    has rows rows[i] to rows[i + 1] of its dimension 0. part: those at `place`; None if there are none. lies: where in
+    the model's weight. source: the model's own, which is trained in place of the parts, where one process plays all.
+    """
+
+    def __init__(self, whole: nn.Parameter, rows: Sequence[int], place: int, cut: Cut | Slice | None) -> None:
+        self.whole, self.rows = whole, rows
+        self.part: nn.Parameter | None = None
+        self.lies: Slice | None = None
+        self.source: nn.Parameter | None = None
+        start, stop = rows[place], rows[place + 1]
+        if start < stop:
+            region = Region.whole(whole.shape) if cut is None else cut.region
+            self.lies = Slice(region.rows(start, stop) if whole.dim() else region)
+            self.part = nn.Parameter(self.owned(whole.data, place), requires_grad=whole.requires_grad)
+        self._place = place
+
+    def owned(self, whole: Tensor, place: int) -> Tensor:
+        """What the owner at `place` has of the weight, or of what has its shape: a view."""
+        return whole.narrow(0, self.rows[place], self.count(place)) if whole.dim() else whole
+
+    def count(self, place: int) -> int:
+        """Rows of the owner at `place`."""
+        return self.rows[place + 1] - self.rows[place]
+
+    def numel(self, place: int) -> int:
+        """Elements of the owner at `place`."""
+        return self.count(place) * (self.whole[0].numel() if self.whole.dim() else 1)
+
+    def leave(self) -> None:
+        """Give up the whole."""
+        self.whole.data = self.whole.new_full((), torch.nan).expand(self.whole.shape)
+
+    @property
+    def absent(self) -> bool:
+        """Whether the whole is given up."""
+        return self.whole.numel() > 1 and not any(self.whole.stride())
+
+    def follow(self) -> None:
+        """Before a step: no gradient of one that failed, and what was moved or replaced since is followed."""
+        self.whole.grad = None
+        source = self.source
+        if source is None:
+            if self.part is not None and not self.absent:
+                rows = self.owned(self.whole.data, self._place)
+                if rows.data_ptr() != self.part.data_ptr() or rows.dtype is not self.part.dtype:
+                    self.part.data = rows
+        elif (source.device, source.dtype) != (self.whole.device, self.whole.dtype):
+            self.whole.data = self.whole.data.to(source.device, source.dtype)
+
+
+class Sharded:
+    """What one rank keeps of a shard.
+
+    stages: (module, stage) of those of the rank that compute with its weights. weights: by their names in the model.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        rank: int,
+        stages: Collection[tuple[str, int]],
+        weights: Mapping[str, nn.Parameter],
+        cut: Mapping[str, Cut | Slice],
+        tied: Collection[str],
+    ) -> None:
+        """tied: names of weights that other stages have too, whose slices must be the same there."""
+        self.shard, self.stages = shard, set(stages)
+        self.place = shard.owners.index(rank)
+        self._places = [shard.owners.index(owner) for owner in shard.ranks]
+        self._replicas = shard.replicas(rank)
+        self.weights: dict[str, Weight] = {}
+        held = [0] * len(shard.owners)  # bytes
+        for name, whole in weights.items():
+            rows = whole.shape[0] if whole.dim() else 1
+            each, more = divmod(rows, len(held))
+            last = range(len(held)) if name in tied else sorted(range(len(held)), key=held.__getitem__)
+            counts = [each + (i in last[:more]) for i in range(len(held))]
+            held = [size + count * (whole.nbytes // rows) for size, count in zip(held, counts, strict=True)]
+            self.weights[name] = Weight(whole, [0, *accumulate(counts)], self.place, cut.get(name))
+        by_whole = {id(weight.whole): weight for weight in self.weights.values()}
+        self._buckets = [[by_whole[id(p)] for p in bucket] for bucket in buckets([*weights.values()])]
+
+    def keep_parts(self, pieces: Pieces | None) -> None:
+        """From now on the rank has its parts. pieces: in what follows the model's own, where one process plays all."""
+        for weight in self.weights.values():
+            if pieces is not None:
+                weight.source = pieces.spread(weight.whole, weight.part, self.place, weight.lies)
+                weight.leave()  # the model's own lie in one place for all ranks, each of which gathers into its own
+            elif self.shard.full:
+                if weight.part is not None:
+                    weight.part.data = weight.part.data.clone()
+                weight.leave()
+
+    def _widths(self, bucket: Sequence[Weight]) -> int:
+        """Elements of the owner that has most of a bucket."""
+        return max(sum(weight.numel(place) for weight in bucket) for place in self._places)
+
+    @torch.no_grad()
+    def start_gather(self, channel: Channel) -> Pending:
+        """UNSHARD: begin to make the weights whole; they are when `wait` returns."""
+        key = f"{self.shard.module} layers {self.shard.start} to {self.shard.stop}"
+        pending = []
+        for number, bucket in enumerate(self._buckets):
+            mine = bucket[0].whole.new_zeros(self._widths(bucket))
+            _fill(mine, [weight.part.reshape(-1) for weight in bucket if weight.part is not None])
+            pending.append(channel.start_gather(mine, self.shard.ranks, f"{key} weights {number}"))
+        return Pending(lambda: self._spread_out(pending))
+
+    @torch.no_grad()
+    def _spread_out(self, pending: Sequence[Pending]) -> None:
+        for bucket, each in zip(self._buckets, pending, strict=True):
+            for weight in bucket:
+                if weight.absent:
+                    weight.whole.data = torch.empty(
+                        weight.whole.shape, dtype=weight.whole.dtype, device=weight.whole.device
+                    )
+            for place, section in zip(self._places, each.wait(), strict=True):
+                for weight, rows in _parts(bucket, place, section):
+                    weight.owned(weight.whole.data, place).copy_(rows)
+
+    def leave(self) -> None:
+        """RESHARD: give up the whole weights."""
+        for weight in self.weights.values():
+            weight.leave()
+
+
+class ShardedSum:
+    """REDUCE_GRAD: the sums of gradients, of each row where it is owned; starts when it is made.
+
+    First over the owners of one set of slices, then over the sets. Flags travel as in `interlace.run.gradients.Sum`.
+    """
+
+    def __init__(self, sharded: Sharded, channel: Channel, key: str) -> None:
+        self._sharded, self._channel, self._key = sharded, channel, key
+        self._started: list[tuple[list[Weight], Pending]] = []
+        for number, every in enumerate(sharded._buckets):
+            bucket = [weight for weight in every if weight.whole.requires_grad]
+            if not bucket:
+                continue
+            width, ranks = sharded._widths(bucket), sharded.shard.ranks
+            flat = bucket[0].whole.new_zeros(len(ranks), width + len(bucket))
+            for place, section in zip(sharded._places, flat, strict=True):
+                for weight, rows in _parts(bucket, place, section):
+                    if weight.whole.grad is not None:
+                        rows.copy_(weight.owned(weight.whole.grad, place))
+            flags = torch.tensor([float(weight.whole.grad is not None) for weight in bucket], dtype=flat.dtype)
+            flat[:, width:] = flags.to(flat.device)
+            for weight in bucket:
+                weight.whole.grad = None
+            self._started.append((bucket, channel.start_reduce_scatter(flat, ranks, f"{key} {number}")))
+
+    def wait(self) -> None:
+        """The sums are in `.grad` of the parts."""
+        sharded, channel, ranks = self._sharded, self._channel, self._sharded._replicas
+        sums = [(bucket, pending.wait()) for bucket, pending in self._started]
+        over_sets = [channel.start_all_reduce(mine, ranks, f"{self._key} sets {i}") for i, (_, mine) in enumerate(sums)]
+        for pending in over_sets:
+            pending.wait()
+        for bucket, mine in sums:
+            present = dict(zip(bucket, mine[-len(bucket) :].tolist(), strict=True))
+            for weight, rows in _parts(bucket, sharded.place, mine):
+                assert weight.part is not None
+                weight.part.grad = rows if present[weight] else None
+        self._started = []
+
+
+def _parts(bucket: Sequence[Weight], place: int, section: Tensor) -> list[tuple[Weight, Tensor]]:
+    """The weights of which the owner at `place` has rows, with what of its section is theirs: views."""
+    having = [weight for weight in bucket if weight.count(place)]
+    starts = [0, *accumulate(weight.numel(place) for weight in having)]
+    return [
+        (weight, section[start:stop].view(weight.owned(weight.whole, place).shape))
+        for weight, (start, stop) in zip(having, pairwise(starts), strict=True)
+    ]
+
+
+def _fill(section: Tensor, parts: list[Tensor]) -> None:
+    if parts:
+        flat = torch.cat(parts)
+        section[: len(flat)] = flat

@@ -1,0 +1,299 @@
+"""Sharded optimizer state and weights: loss, gradients, norm and training are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from interlace.layout import Layout, ParallelSpec, Shard
+from interlace.model import MultimodalModel
+from interlace.run import ParallelModel, PipelineError, parallelize
+from interlace.run.sharding import Sharded
+from interlace.schedule import Op
+from tests.distributed.workers import run_ranks
+from tests.run.random_cases import random_samples
+from tests.run.test_parity import FREEZING, oracle
+from tests.run.test_tensor_parallel import (
+    LLM,
+    PLACEMENTS,
+    assert_gradient,
+    compare_holders,
+    model,
+    no_memory,
+    norm_of,
+    random_layout,
+)
+from tests.tiny import random_microbatches
+
+SEEDS = 8
+STEPS = 3
+
+
+def sharded(rng: random.Random, layout: Layout) -> Layout:
+    """The same with state or weights of every module sharded, or not, in sets of a size that fits."""
+    modules = {}
+    for name, (spec, pipelines) in layout.modules.items():
+        shard = rng.choice(["optimizer", "full", "full", "none"])
+        holders = {sum(len(lane.ranks) for lane in layout.holders(name, s.start)) for p in pipelines for s in p.stages}
+        sizes = [n for n in (2, 3, 4) if all(count // spec.tp % n == 0 for count in holders)]
+        size = rng.choice([None, *sizes]) if shard != "none" else None
+        modules[name] = replace(spec, shard=shard, shard_ranks=size), pipelines
+    return Layout(modules, layout.world, layout.placement)
+
+
+def adamw(named: Any) -> torch.optim.AdamW:
+    """Vectors are not decayed, as by the trainer: slices have the dimensions of their weights."""
+    named = [p for _, p in named if p.requires_grad]
+    groups = [{"params": [p for p in named if (p.dim() > 1) == more], "weight_decay": 0.1 * more} for more in (0, 1)]
+    return torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+
+
+def check_training(
+    parallel: ParallelModel, alone: MultimodalModel, samples: list[Any], where: str, **step: Any
+) -> None:
+    """Steps of AdamW, against one process: the loss, gradients and norm of each, then the weights.
+
+    The first gradient is held against the oracle's to 1e-5; later ones of weights that have drifted by rounding.
+    """
+    ours = adamw(parallel.named_parameters()) if list(parallel.named_parameters()) else None
+    theirs = adamw(alone.named_parameters())
+    for number in range(STEPS):
+        loss, gradients = oracle(alone, [samples])
+        norm = norm_of(gradients, alone)
+        result = parallel.step(samples, **step)
+        assert abs(result.loss - loss) <= 1e-5 * abs(loss), f"{where}step {number}: loss {result.loss}, not {loss}"
+        found = parallel.full_gradients()
+        for name, expected in gradients.items():
+            if name in found and number == 0:
+                try:
+                    assert_gradient(name, found[name], expected, norm)
+                except AssertionError as error:
+                    raise AssertionError(f"{where}step {number}: {error}") from None
+            elif name in found:
+                assert (found[name] is None) == (expected is None), f"{where}step {number}: {name}"
+        told = parallel.clip_grad_norm_(1e9)
+        bound = 1e-6 if number == 0 else 1e-4
+        assert abs(told - norm) <= bound * norm + 1e-9, f"{where}step {number}: norm {told}, not {norm}"
+        if ours is not None:
+            ours.step()
+        theirs.step()
+        parallel.zero_grad()
+    weights = dict(alone.named_parameters(remove_duplicate=False))
+    here = parallel._ranks[parallel.ranks[0]]
+    for name, parameter in parallel.named_parameters():
+        cut = None if parallel.channel is None else here.cut.get(name)
+        due = weights[name] if cut is None else cut.piece(weights[name])
+        assert torch.allclose(parameter, due, atol=1e-5), f"{where}{name} is {float((parameter - due).abs().max())} off"
+    loss, _ = oracle(alone, [samples])
+    assert parallel.evaluate(samples).loss == pytest.approx(loss, rel=1e-5), where
+
+
+def check_case(seed: int, transport: str = "local", worlds: range = range(2, 13)) -> int:
+    """One layout, one model, steps of training; returns the number of ranks."""
+    rng = random.Random(seed)
+    placement = PLACEMENTS[seed % (len(PLACEMENTS) - 1)]  # "custom" ones have one replica
+    encoders = rng.choice([("vision", "audio"), ("vision",)])
+    tied = rng.random() < 0.5
+    mllm = model(tied=tied, encoders=encoders)
+    freezing = rng.choice(["nothing", "nothing", *FREEZING])
+    for path in FREEZING[freezing]:
+        if path.split(".")[0] in (*encoders, LLM):
+            mllm.freeze(path)
+    mllm.train()
+    alone = copy.deepcopy(mllm)
+    samples = random_samples(rng, mllm, rng.randint(2, 6))
+    options = {"checkpointing": rng.random() < 0.3, "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
+    while True:
+        layout = sharded(rng, random_layout(rng, mllm, placement))
+        if layout.world not in worlds or not layout.shard_groups():
+            continue
+        try:
+            parallel = parallelize(mllm, layout, transport=transport, timeout=30, **options)
+            break
+        except ValueError as error:
+            if "place all alike" not in str(error) and "share some of their ranks" not in str(error):
+                raise
+    specs = {name: (spec.shard, spec.shard_ranks) for name, (spec, _) in layout.modules.items()}
+    where = f"seed {seed}: {placement}, {specs}, tied={tied}, {freezing} frozen, {options}\n{layout.describe()}\n"
+    if transport == "local":
+        compare_holders(parallel)
+    check_training(parallel, alone, samples, where, microbatches=rng.choice([1, 2, 3]))
+    return layout.world
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_layouts_train_as_one_process_does(seed: int) -> None:
+    check_case(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(SEEDS, 60, 10))
+def test_many_random_layouts_train_as_one_process_does(first: int) -> None:
+    for seed in range(first, first + 10):
+        check_case(seed)
+
+
+def two_replicas(mllm: MultimodalModel, shard: str, **more: Any) -> Layout:
+    specs = {name: ParallelSpec(dp=2, shard=shard, **more) for name in mllm.modules_order()}
+    return Layout.from_specs(mllm, specs, placement="shared")
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "full"])
+def test_absent_modules_keep_no_gradient_and_gradients_add_up(shard: str) -> None:
+    mllm = model(encoders=("vision",))
+    alone = copy.deepcopy(mllm)
+    text, images = random_microbatches(mllm, "text"), random_microbatches(mllm, "all")
+    parallel = parallelize(mllm, two_replicas(mllm, shard), timeout=30)
+    total: dict[str, torch.Tensor] = {}
+    for batch in (text, images, text):
+        loss, gradients = oracle(alone, batch)
+        total = {n: total.get(n, 0) + g for n, g in gradients.items() if g is not None} | {
+            n: g for n, g in total.items() if gradients[n] is None
+        }
+        assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
+        for name, parameter in mllm.named_parameters():
+            assert_gradient(name, parameter.grad, total.get(name), norm_of(gradients, alone))
+        ops = {action.op for actions in parallel.timeline().actions for action in actions if action.module == "vision"}
+        assert (Op.UNSHARD in ops) == (batch is images)
+        assert (Op.RESHARD in ops) == (batch is images and shard == "full")
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "full"])
+def test_weights_that_were_replaced_are_followed(shard: str) -> None:
+    mllm = model(encoders=())
+    batch = random_microbatches(mllm, "text")
+    parallel = parallelize(mllm, two_replicas(mllm, shard), timeout=30)
+    parallel.step(batch)
+    for parameter in mllm.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.1
+    loss, _ = oracle(mllm, batch)
+    assert parallel.evaluate(batch).loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_slices_are_even_in_bytes() -> None:
+    """Also of weights that have fewer rows than there are ranks: what is left over goes to who has least."""
+    weights = {f"w{i}": nn.Parameter(torch.zeros(rows, 4)) for i, rows in enumerate([1, 1, 2, 5, 7, 1, 1, 3])}
+    owners = (4, 2, 9, 7)
+    kept = [Sharded(Shard("m", 0, 1, owners, (owners,), True), rank, {("m", 0)}, weights, {}, ()) for rank in owners]
+    sizes = [sum(w.part.numel() for w in each.weights.values() if w.part is not None) for each in kept]
+    assert sum(sizes) == 4 * 21 and max(sizes) - min(sizes) <= 4
+    for name, whole in weights.items():
+        rows = kept[0].weights[name].rows
+        assert rows[0] == 0 and rows[-1] == len(whole) and all(each.weights[name].rows == rows for each in kept)
+    scalar = Sharded(Shard("m", 0, 1, (0, 1), ((0, 1),), True), 0, set(), {"s": nn.Parameter(torch.ones(()))}, {}, ())
+    assert scalar.weights["s"].part is not None and scalar.weights["s"].part.shape == ()
+
+
+# ---------------------------------------------------------------------- between processes
+
+
+def shared(vision: ParallelSpec, language: ParallelSpec) -> dict[str, ParallelSpec]:
+    return {"vision": vision, LLM: language}
+
+
+LAYOUTS = {
+    "full, dp 2 x tp 2": shared(ParallelSpec(tp=2, dp=2, shard="full"), ParallelSpec(tp=2, dp=2, shard="full")),
+    "optimizer, dp 4": shared(ParallelSpec(dp=4, shard="optimizer"), ParallelSpec(dp=4, shard="optimizer")),
+    "sets of 2": shared(
+        ParallelSpec(dp=4, shard="full", shard_ranks=2), ParallelSpec(dp=4, shard="optimizer", shard_ranks=2)
+    ),
+    "unequal, full": shared(ParallelSpec(dp=4, shard="full"), ParallelSpec(pp=2, dp=2, shard="full")),
+}
+
+
+def train(rank: int) -> dict[str, dict[str, list[int]]]:
+    """Trains with each layout; returns the shapes of what the rank keeps."""
+    kept = {}
+    for layout, specs in LAYOUTS.items():
+        mllm = model(tied=True, encoders=("vision",))
+        mllm.freeze("vision")
+        alone = copy.deepcopy(mllm)
+        parallel = parallelize(
+            mllm, Layout.from_specs(mllm, specs, placement="shared"), transport="distributed", timeout=30
+        )
+        samples = [sample for group in random_microbatches(mllm, "all") for sample in group]
+        # An encoder with dp = 4 has other numbers of chunks than the language model.
+        options = {"microbatches": 1, "chunks": {"vision": 2}} if layout == "unequal, full" else {}
+        check_training(parallel, alone, samples, f"{layout}\n", **options)
+        norms = [parallel.step(samples, **options) and parallel.clip_grad_norm_(1e9) for _ in range(2)]
+        assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5), layout
+        for stage in parallel._ranks[rank].stages.values():
+            for name, parameter in stage.named_parameters():
+                if specs[LLM if name.startswith(LLM) else "vision"].shard == "full":
+                    assert parameter.untyped_storage().nbytes() <= 4 and parameter.isnan().all(), name
+                    try:
+                        parameter.data.copy_(torch.ones_like(parameter.data))
+                    except RuntimeError as error:
+                        assert "single memory location" in str(error)
+                    else:
+                        raise AssertionError(f"{name} was written to, which the next step would have forgotten")
+        held = parallel._ranks[rank]
+        for name, tensor in parallel.state_dict().items():
+            assert tensor.is_contiguous() or specs[LLM].shard == "optimizer"
+            if name in held.cut:
+                assert held.cut[name].region.sizes == tuple(tensor.shape), name
+        kept[layout] = {name: list(tensor.shape) for name, tensor in parallel.state_dict().items()}
+    return kept
+
+
+def test_four_processes_train_as_one_does_and_keep_their_share() -> None:
+    results = run_ranks(4, train)
+    assert [kind for kind, _ in results] == ["returned"] * 4, results
+    mllm = model(tied=True, encoders=("vision",))
+    mllm.freeze("vision")
+    for layout, specs in LAYOUTS.items():
+        for module, spec in specs.items():
+            own = LLM if module == LLM else "encoders"
+            kept = [
+                sum(torch.Size(shape).numel() for name, shape in shapes[layout].items() if name.startswith(own))
+                for _, shapes in results
+            ]
+            sizes = [
+                (p.numel(), p.requires_grad or spec.shard == "full")
+                for name, p in mllm.named_parameters()
+                if name.startswith(own)
+            ]
+            if spec.pp == spec.tp == 1:
+                sets = 4 // (spec.shard_ranks or 4)
+                spread, whole = (sum(n for n, each in sizes if each is way) for way in (True, False))
+                assert sum(kept) == spread * sets + 4 * whole, (layout, module)
+                assert max(kept) - min(kept) <= 0.02 * max(kept), (layout, module)
+            else:
+                assert max(kept) <= 0.6 * sum(n for n, _ in sizes), (layout, module)
+
+
+def distributed(rank: int, seeds: list[int]) -> int:
+    return sum(check_case(seed, "distributed", range(4, 5)) for seed in seeds)
+
+
+@pytest.mark.slow
+def test_random_layouts_of_four_processes_train_as_one_does() -> None:
+    seeds = list(range(100, 108))
+    results = run_ranks(4, distributed, seeds)
+    assert results == [("returned", 4 * len(seeds))] * 4, results
+
+
+def shares_other_ranks(rank: int) -> str:
+    mllm = model(encoders=())
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), transport="distributed", timeout=20)
+    if rank == 1:
+        parallel.stages[1][LLM, 0].register_forward_pre_hook(no_memory)
+    try:
+        parallel.step(random_microbatches(mllm, "text"))
+    except PipelineError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_fails_is_named_by_those_that_share_its_slices() -> None:
+    (_, other), (_, failed) = run_ranks(2, shares_other_ranks)
+    assert re.fullmatch(r"rank 1, FORWARD language_model\[0\] chunk \d+: OSError: no memory", failed)
+    assert "lost rank 1" in other

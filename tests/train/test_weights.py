@@ -1,0 +1,98 @@
+"""Random weights: they depend on the seed and the name alone, whatever a rank holds of them, in whatever layout."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.data import ByteTokenizer
+from interlace.run import memory
+from interlace.run.graph import stage_graph
+from interlace.run.ranks import make_ranks
+from interlace.run.weights import Pieces, Views
+from interlace.train.build import build, build_layout, initialize, materialize
+from interlace.train.checkpoint.identity import canonical_names
+from tests.train.test_build import _build, _config
+
+HEADS = [f"model.language_model.config.num_{kind}_heads=4" for kind in ("attention", "key_value")]
+MODELS = [
+    HEADS,
+    [*HEADS, "model.language_model.family=qwen2", "model.language_model.config.tie_word_embeddings=true"],
+    [*HEADS, "model.vision.family=clip", "model.vision.projector=linear", "model.vision.freeze=true"],
+]
+
+
+class OfOneRank:
+    """What `initialize` asks of a `ParallelModel`, of one rank of a layout, without the others."""
+
+    def __init__(self, model: Any, layout: Any, rank: int) -> None:
+        ranks = make_ranks(model, stage_graph(model, layout), [rank], False, Views(), Pieces(), torch.device("cpu"))
+        self.mllm, self.rank = model, ranks[rank]
+        self.stages: dict[int, Any] = {rank: self.rank.stages}
+
+    def named_parameters(self) -> Any:
+        return self.rank.own.items()
+
+    def regions(self) -> Any:
+        return {name: cut.region for name, cut in self.rank.cut.items()}
+
+
+def random_parallel(rng: random.Random) -> str:
+    def spec(*tp: int) -> str:
+        return f"{{tp={rng.choice(tp)}, pp={rng.randint(1, 2)}, dp={rng.randint(1, 2)}}}"
+
+    specs = f"vision={spec(1, 2)}, audio={spec(1, 2)}, language_model={spec(1, 2, 4)}"
+    return f"parallel={{placement='parallel', {specs}}}"
+
+
+@pytest.mark.parametrize("overrides", MODELS)
+def test_what_each_rank_holds_is_its_part_of_the_same_weights(overrides: list[str]) -> None:
+    whole = materialize(_build(*overrides), seed=3)
+    assert not any(tensor.is_meta for tensor in [*whole.parameters(), *whole.buffers()])
+    weights, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
+    matrices = [name for name, weight in weights.items() if weight.dim() > 1 and weight.requires_grad]
+    for name in matrices:  # no two layers start alike
+        twin = weights.get(name.replace(".0.", ".1."))
+        assert twin is None or twin is weights[name] or not torch.equal(weights[name], twin), name
+    other = dict(materialize(_build(*overrides), seed=4).named_parameters())
+    assert not any(torch.equal(weights[name], other[name]) for name in matrices)
+
+    rng = random.Random(len(overrides))
+    for parallel in ("parallel={ranks=1}", *(random_parallel(rng) for _ in range(3))):
+        plans = _config(*overrides, parallel, "train.batch_size=64")
+        first = canonical_names(_build(*overrides))
+        seen: dict[str, torch.Tensor] = {}
+        world = build_layout(plans, _build(*overrides)).world
+        for rank in range(world):
+            model = build(plans, ByteTokenizer())
+            held = OfOneRank(model, build_layout(plans, model), rank)
+            assert all(bool(parameter.isnan().all()) for _, parameter in held.named_parameters())
+            initialize(held, seed=3)
+            regions, mine = held.regions(), dict(held.named_parameters())
+            for name, parameter in mine.items():
+                expected = weights[first[name]]
+                assert parameter.requires_grad == expected.requires_grad
+                expected = regions[name].piece(expected) if name in regions else expected
+                assert torch.equal(parameter, expected), (parallel, rank, name)
+                times = seen.setdefault(first[name], torch.zeros(weights[first[name]].shape))
+                for part in [box.of(times) for box in regions[name].boxes] if name in regions else [times]:
+                    part += 1
+            for stage in held.rank.stages.values():
+                for name, buffer in stage.named_buffers():
+                    assert torch.equal(buffer, buffers[name]), name
+            # Memory has what the rank holds, whole or in pieces, and nothing besides.
+            here = {first[name] for name in mine if name not in regions}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                assert parameter.is_meta == (first[name] not in here), (rank, name)
+        assert seen.keys() == weights.keys() and all(bool((times >= 1).all()) for times in seen.values())
+
+
+def test_what_is_not_filled_is_seen() -> None:
+    model = _build()
+    memory.allocate(model, [name for name, _ in model.named_parameters()], "cpu")
+    memory.allocate_buffers(model, "cpu")
+    assert all(bool(parameter.isnan().all()) for parameter in model.parameters())
+    assert all(bool((~b.isfinite() | (b == torch.iinfo(torch.int64).max)).all()) for b in model.buffers())
