@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_the_pieces_of_all_ranks_and_their_rows_make_up_the_whole(
         if dim is None and rank:
             continue  # whole on every rank
         cuts = sorted({0, len(piece), *data.draw(st.lists(st.integers(0, len(piece)), max_size=3))})
-        for start, stop in pairwise(cuts):
+        for start, stop in itertools.pairwise(cuts):
             rows = region.rows(start, stop)
             assert torch.equal(rows.piece(whole), piece[start:stop]) and rows.sizes == tuple(piece[start:stop].shape)
             for box, part in zip(rows.boxes, rows.parts(piece[start:stop]), strict=True):
