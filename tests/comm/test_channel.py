@@ -28,7 +28,7 @@ from tests.comm.test_channel_local import ARRIVED, out_of_order
 
 DUE = Tag("a", 0, 0, 0, False)
 GRADIENT = Tag("a", 0, 0, 0, True)
-KINDS = "all_gather all_reduce exchange send receive wait finish"
+KINDS = "all_gather all_reduce reduce_scatter gather exchange send receive wait finish"
 DIGEST = 0xABCDEF012345
 DAMAGED = "rank 0: the header from rank 1 where a[0] chunk 0 was due is damaged"
 NO_MESSAGE = "rank 0, loss: what rank 1 sent is no message: its program differs"
@@ -224,6 +224,9 @@ def step(rank: int) -> list[Any]:
         gathered = here.start_all_gather(torch.tensor([rank, number], dtype=torch.float64), "times")
         sums = [torch.full((50 + i,), float(rank + i)) for i in range(6)]
         pending = [here.start_all_reduce(total, [0, 1, 2], f"sum {i}") for i, total in enumerate(sums)]
+        rows = torch.arange(6.0).view(3, 2) * (rank + 1)
+        scattered = here.start_reduce_scatter(rows, [0, 1, 2], "rows")
+        brought = here.start_gather(torch.tensor([rank, 7 + number]), [0, 1, 2], "brought")
         alone = torch.tensor([float(rank)])
         here.start_all_reduce(alone, [rank], "alone").wait()
         if rank != 1:
@@ -243,6 +246,8 @@ def step(rank: int) -> list[Any]:
         for work in pending:
             work.wait()
             work.wait()  # a second call does nothing
+        assert brought.wait().tolist() == [[i, 7 + number] for i in range(3)]
+        assert scattered.wait().tolist() == [12.0 * rank, 12.0 * rank + 6.0] and scattered.wait() is scattered.wait()
         assert [total.unique().tolist() for total in sums] == [[3.0 + 3 * i] for i in range(6)]
         nothing = here.start_all_gather(torch.zeros(0, dtype=torch.float64), "end", compare_sums=True).wait()
         found.append([gathered.wait().tolist(), list(nothing.shape), here.exchange({"rank": rank}, "values")])

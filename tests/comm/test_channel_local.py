@@ -87,6 +87,21 @@ def test_a_step_gives_what_plain_code_gives(world: int, sums: list[tuple[bool, i
         assert values == [[other, "x"] for other in range(world)] and collectives == 2
 
 
+def test_sums_are_scattered_and_parts_gathered_in_the_order_of_the_ranks() -> None:
+    def step(here: LocalChannel) -> Any:
+        if here.rank == 1:
+            return None
+        rows = torch.arange(4.0).view(2, 2) + here.rank
+        mine = torch.tensor([float(here.rank)])
+        scattered, brought = here.start_reduce_scatter(rows, [0, 2], "a"), here.start_gather(mine, [0, 2], "b")
+        mine.zero_()  # a copy travels
+        found = scattered.wait().tolist(), brought.wait().tolist()
+        scattered.wait().zero_()  # of this rank alone
+        return found
+
+    assert play(3, step) == [([2.0, 4.0], [[0.0], [2.0]]), None, ([6.0, 8.0], [[0.0], [2.0]])]
+
+
 def test_what_is_sent_is_a_copy() -> None:
     def step(here: LocalChannel) -> Any:
         if here.rank == 0:

@@ -32,7 +32,7 @@ from tests.run.test_tensor_parallel import (
 )
 from tests.tiny import random_microbatches
 
-SEEDS = 8
+SEEDS = 5
 STEPS = 3
 
 
@@ -135,9 +135,9 @@ def test_random_layouts_train_as_one_process_does(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(SEEDS, 60, 10))
+@pytest.mark.parametrize("first", range(SEEDS, 40, 7))
 def test_many_random_layouts_train_as_one_process_does(first: int) -> None:
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 7):
         check_case(seed)
 
 
@@ -276,8 +276,8 @@ def distributed(rank: int, seeds: list[int]) -> int:
 
 @pytest.mark.slow
 def test_random_layouts_of_four_processes_train_as_one_does() -> None:
-    seeds = list(range(100, 108))
-    results = run_ranks(4, distributed, seeds)
+    seeds = [102, 103, 106, 107, 110, 111]  # shared and replicated modules: others seldom have replicas on four ranks
+    results = run_ranks(4, distributed, seeds, timeout=240)
     assert results == [("returned", 4 * len(seeds))] * 4, results
 
 

@@ -14,7 +14,7 @@ can be copied into them: who computes with them then gets no plausible number.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -37,6 +37,7 @@ class Weight:
 
     def __init__(self, whole: nn.Parameter, rows: Sequence[int], place: int, cut: Cut | Slice | None) -> None:
         self.whole, self.rows = whole, rows
+        self._row = whole.numel() // max(rows[-1], 1)  # elements
         self.part: nn.Parameter | None = None
         self.lies: Slice | None = None
         self.source: nn.Parameter | None = None
@@ -57,7 +58,7 @@ class Weight:
 
     def numel(self, place: int) -> int:
         """Elements of the owner at `place`."""
-        return self.count(place) * (self.whole[0].numel() if self.whole.dim() else 1)
+        return self.count(place) * self._row
 
     def leave(self) -> None:
         """Give up the whole."""
@@ -85,6 +86,8 @@ class Sharded:
     """What one rank keeps of a shard.
 
     stages: (module, stage) of those of the rank that compute with its weights. weights: by their names in the model.
+    place: among the owners; places: of the ranks, in ascending order. replicas: the ranks that keep the same. summed:
+    what is trained, in buckets, each with the most elements that one owner has of it.
     """
 
     def __init__(
@@ -99,8 +102,8 @@ class Sharded:
         """tied: names of weights that other stages have too, whose slices must be the same there."""
         self.shard, self.stages = shard, set(stages)
         self.place = shard.owners.index(rank)
-        self._places = [shard.owners.index(owner) for owner in shard.ranks]
-        self._replicas = shard.replicas(rank)
+        self.places = [shard.owners.index(owner) for owner in shard.ranks]
+        self.replicas = shard.replicas(rank)
         self.weights: dict[str, Weight] = {}
         held = [0] * len(shard.owners)  # bytes
         for name, whole in weights.items():
@@ -110,8 +113,14 @@ class Sharded:
             counts = [each + (i in last[:more]) for i in range(len(held))]
             held = [size + count * (whole.nbytes // rows) for size, count in zip(held, counts, strict=True)]
             self.weights[name] = Weight(whole, [0, *accumulate(counts)], self.place, cut.get(name))
-        by_whole = {id(weight.whole): weight for weight in self.weights.values()}
-        self._buckets = [[by_whole[id(p)] for p in bucket] for bucket in buckets([*weights.values()])]
+        self._gathered = self._in_buckets(list(self.weights.values()))
+        self.summed = self._in_buckets([weight for weight in self.weights.values() if weight.whole.requires_grad])
+
+    def _in_buckets(self, weights: Sequence[Weight]) -> list[tuple[list[Weight], int]]:
+        """The weights in buckets, each with the elements of the owner that has most of it."""
+        by_whole = {id(weight.whole): weight for weight in weights}
+        found = [[by_whole[id(p)] for p in bucket] for bucket in buckets([weight.whole for weight in weights])]
+        return [(bucket, max(sum(weight.numel(i) for weight in bucket) for i in self.places)) for bucket in found]
 
     def keep_parts(self, pieces: Pieces | None) -> None:
         """From now on the rank has its parts. pieces: in what follows the model's own, where one process plays all."""
@@ -124,32 +133,33 @@ class Sharded:
                     weight.part.data = weight.part.data.clone()
                 weight.leave()
 
-    def _widths(self, bucket: Sequence[Weight]) -> int:
-        """Elements of the owner that has most of a bucket."""
-        return max(sum(weight.numel(place) for weight in bucket) for place in self._places)
-
     @torch.no_grad()
     def start_gather(self, channel: Channel) -> Pending:
         """UNSHARD: begin to make the weights whole; they are when `wait` returns."""
         key = f"{self.shard.module} layers {self.shard.start} to {self.shard.stop}"
         pending = []
-        for number, bucket in enumerate(self._buckets):
-            mine = bucket[0].whole.new_zeros(self._widths(bucket))
-            _fill(mine, [weight.part.reshape(-1) for weight in bucket if weight.part is not None])
+        for number, (bucket, width) in enumerate(self._gathered):
+            mine = bucket[0].whole.new_zeros(width)
+            if parts := [weight.part.reshape(-1) for weight in bucket if weight.part is not None]:
+                flat = torch.cat(parts)
+                mine[: len(flat)] = flat
             pending.append(channel.start_gather(mine, self.shard.ranks, f"{key} weights {number}"))
         return Pending(lambda: self._spread_out(pending))
 
     @torch.no_grad()
-    def _spread_out(self, pending: Sequence[Pending]) -> None:
-        for bucket, each in zip(self._buckets, pending, strict=True):
+    def _spread_out(self, pending: list[Pending]) -> None:
+        for bucket, _ in self._gathered:
             for weight in bucket:
                 if weight.absent:
                     weight.whole.data = torch.empty(
                         weight.whole.shape, dtype=weight.whole.dtype, device=weight.whole.device
                     )
-            for place, section in zip(self._places, each.wait(), strict=True):
-                for weight, rows in _parts(bucket, place, section):
-                    weight.owned(weight.whole.data, place).copy_(rows)
+            sections = pending.pop(0).wait()  # and gone with the next: never much more than the weights twice
+            _copy(
+                (weight.owned(weight.whole.data, place), rows)
+                for place, section in zip(self.places, sections, strict=True)
+                for weight, rows in _parts(bucket, place, section)
+            )
 
     def leave(self) -> None:
         """RESHARD: give up the whole weights."""
@@ -166,16 +176,15 @@ class ShardedSum:
     def __init__(self, sharded: Sharded, channel: Channel, key: str) -> None:
         self._sharded, self._channel, self._key = sharded, channel, key
         self._started: list[tuple[list[Weight], Pending]] = []
-        for number, every in enumerate(sharded._buckets):
-            bucket = [weight for weight in every if weight.whole.requires_grad]
-            if not bucket:
-                continue
-            width, ranks = sharded._widths(bucket), sharded.shard.ranks
+        for number, (bucket, width) in enumerate(sharded.summed):
+            ranks = sharded.shard.ranks
             flat = bucket[0].whole.new_zeros(len(ranks), width + len(bucket))
-            for place, section in zip(sharded._places, flat, strict=True):
-                for weight, rows in _parts(bucket, place, section):
-                    if weight.whole.grad is not None:
-                        rows.copy_(weight.owned(weight.whole.grad, place))
+            _copy(
+                (rows, weight.owned(weight.whole.grad, place))
+                for place, section in zip(sharded.places, flat, strict=True)
+                for weight, rows in _parts(bucket, place, section)
+                if weight.whole.grad is not None
+            )
             flags = torch.tensor([float(weight.whole.grad is not None) for weight in bucket], dtype=flat.dtype)
             flat[:, width:] = flags.to(flat.device)
             for weight in bucket:
@@ -184,7 +193,7 @@ class ShardedSum:
 
     def wait(self) -> None:
         """The sums are in `.grad` of the parts."""
-        sharded, channel, ranks = self._sharded, self._channel, self._sharded._replicas
+        sharded, channel, ranks = self._sharded, self._channel, self._sharded.replicas
         sums = [(bucket, pending.wait()) for bucket, pending in self._started]
         over_sets = [channel.start_all_reduce(mine, ranks, f"{self._key} sets {i}") for i, (_, mine) in enumerate(sums)]
         for pending in over_sets:
@@ -207,7 +216,8 @@ def _parts(bucket: Sequence[Weight], place: int, section: Tensor) -> list[tuple[
     ]
 
 
-def _fill(section: Tensor, parts: list[Tensor]) -> None:
-    if parts:
-        flat = torch.cat(parts)
-        section[: len(flat)] = flat
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy to each first tensor its second."""
+    if pairs := list(pairs):
+        to, given = zip(*pairs, strict=True)
+        torch._foreach_copy_(to, given)

@@ -210,7 +210,8 @@ class ModuleParallel(Section):
     dp: Positive | None = None
     """Replicas of the module, by default ``parallel.dp``; each module spreads the samples of a step over its own."""
     shard: str = "none"
-    """What ranks with the same weights share out among them instead of each keeping all of it. none: nothing."""
+    """What ranks with the same weights share out among them instead of each keeping all of it. none: nothing;
+    optimizer: summed gradients and the optimizer's state; full: weights too, whole only while a step uses them."""
     shard_ranks: Positive | None = None
     """Among how many ranks each share is; by default all that have the same weights."""
 
