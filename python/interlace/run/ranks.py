@@ -98,7 +98,7 @@ class Rank:
                 if (shard.full or parameter.requires_grad)
                 and parameter.is_floating_point()
                 and parameter.numel()
-                and name not in self._in_part  # their gradients are sums over whole lanes
+                and not (parameter.requires_grad and name in self._in_part)  # summed over whole lanes, and small
             }
             found[place] = Sharded(shard, self.number, stages, weights, self.cut, tied)
         for sharded in found.values():
