@@ -23,7 +23,7 @@ from interlace.comm.channel import Channel
 from interlace.comm.channel_group import GroupChannel
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Layout
-from interlace.model import Media, MultimodalModel
+from interlace.model import Checkpointing, Media, MultimodalModel
 from interlace.parallel.route import Routes
 from interlace.run import comparison
 from interlace.run.batch import GlobalBatch, collator
@@ -50,7 +50,7 @@ def parallelize(
     *,
     schedule: str = "1f1b",
     transport: str | None = None,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = "none",
     autocast: torch.dtype | None = None,
     timeout: float = 300.0,
     crash_folder: Path | str | None = None,
@@ -60,8 +60,10 @@ def parallelize(
     transport: "local" plays all ranks in this process, a thread each, on ``mllm``'s own weights. "distributed" is one
         rank of the default process group, on those weights of ``mllm`` that it holds; the default where such a group of
         more than one rank exists.
-    schedule: "1f1b" or "gpipe". checkpointing: recompute each layer's activations in backward. autocast: run forwards
-        under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
+    schedule: "1f1b" or "gpipe". checkpointing: what layers keep for their backward: "none" (all of it is kept),
+        "full" (their input) or "selective" (also what is costly to compute again), see `interlace.model.checkpointing`.
+        autocast: run forwards under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait
+        for a peer.
     crash_folder: where a process whose step fails leaves what its rank did last, for `interlace doctor --crash`.
 
     It computes where the weights of ``mllm`` lie, one device per process; on GPUs the ranks' messages go over NCCL, and
@@ -109,7 +111,7 @@ class ParallelModel:
         schedule: str,
         ranks: Sequence[int],
         channel: Channel | None,
-        checkpointing: bool,
+        checkpointing: Checkpointing,
         autocast: torch.dtype | None,
         timeout: float,
         crash_folder: Path | str | None,

@@ -15,6 +15,7 @@ from torch import nn
 from interlace.comm.channel import Channel
 from interlace.comm.transports import Transport
 from interlace.layout import Lane, Layout, Reduction
+from interlace.model import Checkpointing
 from interlace.parallel import Ranks
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
@@ -106,7 +107,7 @@ def lane_of(layout: Layout, number: int, key: Key) -> Lane:
 
 
 def make_ranks(
-    mllm: Any, graph: StageGraph, numbers: Sequence[int], checkpointing: bool, views: Views, pieces: Pieces
+    mllm: Any, graph: StageGraph, numbers: Sequence[int], checkpointing: Checkpointing, views: Views, pieces: Pieces
 ) -> dict[int, Rank]:
     """The ranks `numbers` of this process."""
     several = len(numbers) > 1

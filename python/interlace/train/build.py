@@ -80,7 +80,7 @@ def build_layout(
     """
     from interlace.layout import Layout, ParallelSpec
 
-    parallel, recompute = config.parallel, config.train.activation_checkpointing
+    parallel, recompute = config.parallel, config.train.recompute
     specs = {
         name: ParallelSpec(pp=parallel.stages(name), dp=replicas or parallel.replicas(name))
         for name in model.modules_order()

@@ -178,12 +178,19 @@ class Train(Section):
     """Gradients are scaled down to this global norm; ``inf`` leaves them as they are."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs matrix products under autocast; weights, gradients and optimizer state stay fp32."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """What backward computes again instead of keeping it. none: nothing; full: each layer, of which its input is kept;
+    selective: only what is cheap, as the results of matrix products and of attention are kept, too."""
     validate_every: NotNegative = 100
     """Steps between two measurements of the held-out loss; 0 measures it only at the end."""
     validation_samples: Positive = 64
     """How many held-out samples a measurement takes."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether layers with a backward take another forward. What "selective" repeats (norms, activations, additions)
+        is counted as nothing: its matrix products are kept."""
+        return self.activation_checkpointing == "full"
 
     @model_validator(mode="after")
     def _fits(self) -> Train:
