@@ -176,6 +176,9 @@ class Train(Section):
     """AdamW's denominator offset."""
     clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradients are scaled down to this global norm; ``inf`` leaves them as they are."""
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in host memory and compute the update there: GPUs then hold weights and gradients alone. For
+    ranks on GPUs."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs matrix products under autocast; weights, gradients and optimizer state stay fp32."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
