@@ -237,6 +237,7 @@ def test_a_result_that_is_changed_in_place_is_an_error_not_silence() -> None:
         layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
 
 
+@pytest.mark.slow
 def test_compiled_layers() -> None:
     model = llama(attn_implementation="sdpa", num_hidden_layers=1)
     wanted = gradients(model)

@@ -417,8 +417,10 @@ class ParallelModel:
     def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
             return contextlib.nullcontext()
-        # A parameter that lives here: those of other ranks may be on the meta device.
-        return torch.autocast(next(self.named_parameters())[1].device.type, dtype=self._autocast)
+        # A parameter that lives here: those of other ranks may be on the meta device. No cache of casts: gradients of a
+        # weight that is used several times would add up in bf16, or not, as threads share the cache and empty it.
+        kind = next(self.named_parameters())[1].device.type
+        return torch.autocast(kind, dtype=self._autocast, cache_enabled=False)
 
     # -- gradients -------------------------------------------------------------------------------------------
 

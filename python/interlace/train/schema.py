@@ -180,7 +180,8 @@ class Train(Section):
     """Keep AdamW's moments in host memory and compute the update there: GPUs then hold weights and gradients alone. For
     ranks on GPUs."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 runs matrix products under autocast; weights, gradients and optimizer state stay fp32."""
+    """bf16 runs matrix products under autocast; weights, gradients and their sums, the loss and optimizer state stay
+    fp32."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """What backward computes again instead of keeping it. none: nothing; full: each layer, of which its input is kept;
     selective: only what is cheap, as the results of matrix products and of attention are kept, too."""
