@@ -105,7 +105,8 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
     for name, aware in CUTS.items():
         recompute = options.checkpointing
         layout = Layout.balanced(mllm, 2, costs=costs, frozen_aware=aware, recompute=recompute)
-        parallel[name] = parallelize(mllm, layout, transport="distributed", checkpointing=recompute, timeout=120)
+        kept = "full" if recompute else "none"
+        parallel[name] = parallelize(mllm, layout, transport="distributed", checkpointing=kept, timeout=120)
         graph = stage_graph(mllm, layout)
         schedule = one_f_one_b(graph, StepTable.aligned(graph.links, [graph.modules] * options.microbatches))
         predicted[name] = simulate(schedule, stage_durations(mllm, layout, costs, recompute=recompute)).makespan
@@ -167,7 +168,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "frozen": ["vision", "language_model"],
             "trainable": ["vision.projector"],
             "microbatches": options.microbatches,
-            "activation_checkpointing": options.checkpointing,
+            "activation_checkpointing": "full" if options.checkpointing else "none",
         },
         **report,
         "median_seconds": median,

@@ -63,6 +63,7 @@ OPERATIONS = {
     "unshard": lambda x, group: unshard(x[None], SHARDS, group),
     "copy_to_ranks": lambda x, group: mappings.copy_to_ranks(x, mappings.Ranks(group)),
     "sum_over_ranks": lambda x, group: mappings.sum_over_ranks(x, mappings.Ranks(group)),
+    "sum_of_products": lambda x, group: mappings.sum_of_products(x, WEIGHT, mappings.Ranks(group)),
     "split": lambda x, group: mappings.split(x, mappings.Ranks(group), 0),
     "gather": lambda x, group: mappings.gather(x, mappings.Ranks(group), 0),
 }

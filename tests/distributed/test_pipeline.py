@@ -18,14 +18,14 @@ from tests.tiny import random_microbatches, tiny_mllm
 
 # placement, freezing, batch, checkpointing, tied
 REPRESENTATIVE = [
-    ("parallel", "nothing", "all", False, True),
-    ("parallel", "encoders but projectors", "no_image", True, False),
-    ("colocated", "nothing", "no_image", True, True),
-    ("colocated", "encoders and language model", "all", False, False),
-    ("replicated", "nothing", "all", False, True),
-    ("replicated", "all but one encoder", "no_image", False, False),
-    ("parallel", "language model", "text", False, False),
-    ("colocated", "encoders", "text", False, True),
+    ("parallel", "nothing", "all", "none", True),
+    ("parallel", "encoders but projectors", "no_image", "full", False),
+    ("colocated", "nothing", "no_image", "full", True),
+    ("colocated", "encoders and language model", "all", "none", False),
+    ("replicated", "nothing", "all", "selective", True),
+    ("replicated", "all but one encoder", "no_image", "none", False),
+    ("parallel", "language model", "text", "none", False),
+    ("colocated", "encoders", "text", "none", True),
 ]
 
 

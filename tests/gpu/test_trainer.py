@@ -22,6 +22,7 @@ from tests.gpu.dense import DEVICE, ON_GPU
 pytest.importorskip("transformers")
 
 from interlace.layout import Layout, ParallelSpec
+from interlace.model import Checkpointing
 from interlace.run import parallelize
 from tests.tiny import random_microbatches, tiny_mllm
 
@@ -93,12 +94,14 @@ def agrees(parallel: Any, microbatches: list[list[Any]], loss: float, gradients:
         assert error <= CLOSE * expected.norm() + 1e-6, (name, error, expected.norm())
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("kind", ["all", "no_image"])
 @pytest.mark.parametrize(
     ("placement", "ranks"), [("parallel", 3), ("colocated", 2), ("replicated", 2), ("colocated", 1)]
 )
-def test_ranks_of_one_process_equal_one_process(placement: str, ranks: int, kind: str, checkpointing: bool) -> None:
+def test_ranks_of_one_process_equal_one_process(
+    placement: str, ranks: int, kind: str, checkpointing: Checkpointing
+) -> None:
     assert DEVICE is not None
     pp = {"vision": 1, "audio": 1, "language_model": ranks if placement == "replicated" else 1}
     mllm = tiny_mllm(layers=3)

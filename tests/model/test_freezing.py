@@ -139,9 +139,9 @@ def test_checkpointing_changes_no_number(vision):
     output = mllm(**batch)
     output.loss.backward()
     expected = {name: None if g is None else g.clone() for name, g in gradients(mllm).items()}
-    for enabled in (True, False, True):
+    for mode in ("full", "none", "selective", "full"):
         mllm.zero_grad()
-        mllm.set_checkpointing(enabled)
+        mllm.set_checkpointing(mode)
         again = mllm(**batch)
         assert torch.equal(again.loss, output.loss)
         again.loss.backward()
@@ -155,13 +155,13 @@ def test_checkpointing_recomputes_each_layer_and_survives_copies():
         calls = []
         for layer in model.layer_list("language_model"):
             layer.input_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        for checkpointing, count in ((False, 3), (True, 6)):
+        for checkpointing, count in (("none", 3), ("full", 6), ("selective", 6)):
             calls.clear()
             stage = model.slice("language_model", 0, 3, copy=True, checkpointing=checkpointing)
             stage(batch).backward()
             assert len(calls) == count
             assert all(p.grad is None for p in model.parameters())
-        mllm.set_checkpointing()
+        mllm.set_checkpointing("full")
     assert model.slice("language_model", 0, 1)  # as the model: made while checkpointing is on
 
 
@@ -171,9 +171,10 @@ def test_checkpointing_with_dropout_repeats_the_same_mask():
     mllm = build(None, lambda: whisper(dropout=0.3)).train()
     batch = mllm.collate_module("audio", samples_of_audio(mllm))
     found = []
-    for checkpointing in (False, True):
+    for checkpointing in ("none", "full", "selective"):
         torch.manual_seed(0)
         stage = mllm.slice("audio", 0, 3, copy=True, checkpointing=checkpointing)
         stage(batch).square().sum().backward()
         found.append({name: p.grad for name, p in stage.named_parameters()})
     assert_same_gradients(found[1], found[0], 1e-6)
+    assert_same_gradients(found[2], found[0], 1e-6)

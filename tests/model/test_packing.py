@@ -271,7 +271,7 @@ def test_media_loss_gradients_stages_and_generation(language):
     assert generate(mllm, batch, max_new_tokens=3) == answers
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full", "selective"])
 def test_a_pipeline_of_rows(checkpointing):
     """Every layer on a stage of its own; microbatches of several widths, one without media."""
     mllm = build(language=lfm2, backend="cpu")

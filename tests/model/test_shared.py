@@ -49,7 +49,7 @@ def texts(seed=0):
     return [Sample.from_unshifted(row) for row in rows]
 
 
-@pytest.mark.parametrize("checkpointing", (False, True))
+@pytest.mark.parametrize("checkpointing", ("none", "full", "selective"))
 @pytest.mark.parametrize("family", MODELS)
 def test_packed_texts_are_what_they_are_alone(family, checkpointing):
     """Windows shorter than the texts, and ids that the model looks up once more for every layer."""

@@ -129,7 +129,7 @@ def test_slices_of_a_model_without_memory():
 def test_slicing_leaves_the_model_as_it_was():
     mllm = build()
     before = {name: type(module) for name, module in mllm.named_modules()}
-    stage = mllm.slice("vision", 1, 2, checkpointing=True)
+    stage = mllm.slice("vision", 1, 2, checkpointing="full")
     stage.train()
     assert before == {name: type(module) for name, module in mllm.named_modules()}
     assert not any("forward" in module.__dict__ for module in mllm.modules())

@@ -137,7 +137,12 @@ def family(name, **changes):
 
 
 def checkpointed(model):
-    set_checkpointing(model.model.layers, True)
+    set_checkpointing(model.model.layers, "full")
+    return model
+
+
+def checkpointed_in_part(model):
+    set_checkpointing(model.model.layers, "selective")
     return model
 
 
@@ -146,7 +151,12 @@ def checkpointed_by_transformers(model):
     return model
 
 
-PREPARATIONS = {"checkpointing": checkpointed, "transformers": checkpointed_by_transformers, "deepcopy": copy.deepcopy}
+PREPARATIONS = {
+    "checkpointing": checkpointed,
+    "selective": checkpointed_in_part,
+    "transformers": checkpointed_by_transformers,
+    "deepcopy": copy.deepcopy,
+}
 
 
 @SEQUENCE

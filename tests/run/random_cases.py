@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
-from interlace.model import MultimodalModel, Sample
+from interlace.model import Checkpointing, MultimodalModel, Sample
 from interlace.run import ParallelModel, parallelize
 from interlace.schedule import Chunk, Edge, Schedule, StepTable
 from tests.run.test_parity import oracle
@@ -89,6 +89,11 @@ def _custom(rng: random.Random, layers: dict[str, int]) -> Layout:
     return Layout(modules, len(used))
 
 
+def random_checkpointing(rng: random.Random) -> Checkpointing:
+    number = rng.random()
+    return "full" if number < 0.15 else "selective" if number < 0.3 else "none"
+
+
 def random_case(rng: random.Random) -> Case:
     """A model, some of it frozen, and a layout that runs it."""
     encoders = rng.choice([("vision", "audio"), ("vision", "audio"), ("vision",), ("audio",), ()])
@@ -99,7 +104,7 @@ def random_case(rng: random.Random) -> Case:
     for path in frozen:
         mllm.freeze(path)
     mllm.train()
-    schedule, checkpointing = rng.choice(["1f1b", "1f1b", "gpipe"]), rng.random() < 0.25
+    schedule, checkpointing = rng.choice(["1f1b", "1f1b", "gpipe"]), random_checkpointing(rng)
     while True:
         layout = random_layout(rng, mllm)
         try:

@@ -60,7 +60,7 @@ def make_layout(mllm, placement, ranks):
 
 
 # batch, activation checkpointing, tied embeddings, ranks
-VARIANTS = list(itertools.product(("all", "no_image", "text"), (False, True), (False, True), (1, 2, 3)))
+VARIANTS = list(itertools.product(("all", "no_image", "text"), ("none", "full", "selective"), (False, True), (1, 2, 3)))
 LAYOUTS = list(itertools.product(("colocated", "parallel", "replicated"), FREEZING))
 
 
@@ -89,8 +89,8 @@ def check_variant(placement, freezing, kind, checkpointing, tied, ranks):
 
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[f"{p}, {f} frozen" for p, f in LAYOUTS])
 def test_layouts_equal_one_process(layout):
-    """Each layout with every seventh variant, starting elsewhere each time: all values of all factors occur."""
-    for variant in VARIANTS[layout % 7 :: 7]:
+    """Each layout with every eleventh variant, starting elsewhere each time: all values of all factors occur."""
+    for variant in VARIANTS[layout % 11 :: 11]:
         check_variant(*LAYOUTS[layout], *variant)
 
 
@@ -152,7 +152,7 @@ def test_autocast_runs_in_bf16_and_keeps_fp32_gradients():
     microbatches = random_microbatches(mllm, "all")
     loss, gradients = oracle(mllm, microbatches)
     mllm.zero_grad()
-    parallel = parallelize(mllm, make_layout(mllm, "parallel", 3), autocast=torch.bfloat16, checkpointing=True)
+    parallel = parallelize(mllm, make_layout(mllm, "parallel", 3), autocast=torch.bfloat16, checkpointing="full")
     result = parallel.step(microbatches)
     assert result != loss and abs(result - loss) <= 2e-2 * loss  # bf16 has 8 bits of mantissa
     for name, parameter in parallel.named_parameters():

@@ -14,7 +14,7 @@ from interlace.model import MultimodalModel
 from interlace.run import ParallelModel, PipelineError, parallelize
 from tests.distributed.workers import run_ranks
 from tests.model import zoo
-from tests.run.random_cases import random_samples
+from tests.run.random_cases import random_checkpointing, random_samples
 from tests.run.test_parity import FREEZING, assert_same_gradient, oracle
 from tests.tiny import random_microbatches, random_sample, tiny_mllm
 
@@ -147,7 +147,7 @@ def check_case(
             mllm.freeze(path)
     mllm.train()
     samples = random_samples(rng, mllm, rng.randint(2, 6))
-    options = {"checkpointing": rng.random() < 0.3, "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
+    options = {"checkpointing": random_checkpointing(rng), "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
     options["sequence_parallel"] = sequence_parallel
     while True:
         layout = random_layout(rng, mllm, placement)
@@ -300,7 +300,7 @@ def test_autocast_inside_lanes() -> None:
     loss, gradients = oracle(mllm, batch)
     mllm.zero_grad()
     layout = encoder_and_model(mllm, 3, 2)
-    parallel = parallelize(mllm, layout, autocast=torch.bfloat16, checkpointing=True, timeout=30)
+    parallel = parallelize(mllm, layout, autocast=torch.bfloat16, checkpointing="full", timeout=30)
     result = parallel.step(batch)
     assert result != loss and abs(result - loss) <= 2e-2 * loss  # bf16 has 8 bits of mantissa
     for name, parameter in mllm.named_parameters():

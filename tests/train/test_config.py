@@ -46,6 +46,11 @@ def test_defaults_and_overrides() -> None:
         ("train.steps=1.5", r"train.steps should be a valid integer, not the float 1.5"),
         ("train.steps=0", r"train.steps should be greater than 0"),
         ("train.lr=true", r"train.lr should be a valid number, not the boolean True"),
+        (
+            "train.activation_checkpointing=true",
+            "activation_checkpointing should be 'none', 'full' or 'selective', not the boolean True",
+        ),
+        ("train.activation_checkpointing=selectiv", r"or 'selective', not .*; did you mean 'selective'\?"),
         ("train.betas=[0.5,2.0]", r"train.betas.1 should be less than 1"),
         ("model.vision.family=siglp", r"'siglp'; did you mean 'siglip'\?"),
         ("model.vision.family=whisper", "which hears; use 'siglip' or 'clip'"),

@@ -179,9 +179,9 @@ def _check_recomputed(module: nn.Module, plan: AttentionPlan | None) -> None:
         raise ValueError(
             f"{type(module).__name__} is recomputed in the backward pass outside interlace.attention.hf.use_plan whose "
             "plan its forward followed: it would see other tokens. Call backward inside use_plan too; or checkpoint "
-            "with interlace.model.set_checkpointing(layers, True), or with model.gradient_checkpointing_enable() after "
-            "importing interlace.attention.hf, which both remember the plan. If this layer's forward had none, only "
-            "others before it, run it inside use_plan(None)"
+            'with interlace.model.set_checkpointing(layers, "full"), or with model.gradient_checkpointing_enable() '
+            "after importing interlace.attention.hf, which both remember the plan. If this layer's forward had none, "
+            "only others before it, run it inside use_plan(None)"
         )
 
 

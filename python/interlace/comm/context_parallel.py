@@ -52,6 +52,7 @@ from interlace.balance import TokenShards
 from interlace.comm.agreement import Fingerprint, arguments_of, fingerprint_of_mask, fingerprint_of_shards
 from interlace.comm.collectives import reduce_in_order
 from interlace.comm.group import Group, resolve
+from interlace.comm.one_operation import as_one_operation
 from interlace.comm.reverse_mode import check_reverse_mode
 from interlace.comm.shards import check_rank, check_ranks, shard_mask
 from interlace.comm.trace import computing
@@ -243,6 +244,14 @@ class _Job:
 class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
+        out, lse = as_one_operation(lambda: _ContextParallel._forward(job, q, k, v), q)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def _forward(job: _Job, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
         with torch.autocast(q.device.type, enabled=False):
@@ -253,10 +262,7 @@ class _ContextParallel(torch.autograd.Function):
                     out[:, rows], lse[:, rows] = run_forward(
                         q[:, rows], k_all, v_all, job.plan, job.scale, job.softcap, job.backend
                     )
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.job = job
-        ctx.set_materialize_grads(False)
-        return out, lse
+        return [out, lse]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

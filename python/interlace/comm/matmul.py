@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from interlace.comm.agreement import arguments_of
 from interlace.comm.group import Group, resolve
+from interlace.comm.one_operation import as_one_operation
 from interlace.comm.overlap import Chunking, gather_products, scatter_products
 from interlace.comm.reverse_mode import check_reverse_mode
 from interlace.comm.trace import computing
@@ -78,7 +79,7 @@ def all_gather_matmul(
         raise ValueError("all_gather_matmul: weights must be a list of tensors: pass [weight]")
     for weight in weights:
         _check("all_gather_matmul", x, weight)
-    x, *weights = _autocast(x, *weights)
+    x, *weights = cast_operands(x, *weights)
     transport = resolve(group, x.device)
     if transport.world == 1:
         return x, [nn.functional.linear(x, weight) for weight in weights]
@@ -121,7 +122,7 @@ def matmul_reduce_scatter(
     if x.dim() < 2:
         raise ValueError(f"matmul_reduce_scatter: x must be [..., rows, K], got {list(x.shape)}")
     _check("matmul_reduce_scatter", x, weight)
-    x, weight = _autocast(x, weight)
+    x, weight = cast_operands(x, weight)
     transport = resolve(group, x.device)
     leading, (total, width), world = x.shape[:-2], x.shape[-2:], transport.world
     if world == 1:
@@ -177,16 +178,21 @@ class _AllGatherMatmul(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """x [B, m, K] -> gathered [B, W, m, K], products [B, W, m, N]."""
         x = x.contiguous()
-        done = gather_products(transport, x, [weight.t() for weight in weights], chunking)
-        done.wait_rows()
-        done.wait()
+
+        def compute() -> list[Tensor]:
+            done = gather_products(transport, x, [weight.t() for weight in weights], chunking)
+            done.wait_rows()
+            done.wait()
+            return [done.rows, *done.products]
+
+        gathered, *products = as_one_operation(compute, x)
         ctx.transport, ctx.chunking, ctx.regather = transport, chunking, regather
-        kept = () if not any(ctx.needs_input_grad[4:]) else (x if regather else done.rows,)
+        kept = () if not any(ctx.needs_input_grad[4:]) else (x if regather else gathered,)
         ctx.save_for_backward(*weights, *kept)
         ctx.set_materialize_grads(False)
         if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(done.rows)
-        return done.rows, *done.products
+            ctx.mark_non_differentiable(gathered)
+        return gathered, *products
 
     @staticmethod
     @once_differentiable
@@ -234,8 +240,13 @@ class _MatmulReduceScatter(torch.autograd.Function):
         """x [B, W, m, K], weight [N, K] -> [B, m, N]."""
         batch, _, rows, _ = x.shape
         x = x.contiguous()
-        y = x.new_empty(batch, rows, weight.shape[0])
-        scatter_products(transport, [(x, weight.t())], None, y, chunking)
+
+        def compute() -> list[Tensor]:
+            y = x.new_empty(batch, rows, weight.shape[0])
+            scatter_products(transport, [(x, weight.t())], None, y, chunking)
+            return [y]
+
+        (y,) = as_one_operation(compute, x)
         ctx.transport, ctx.chunking = transport, chunking
         ctx.save_for_backward(weight, x if ctx.needs_input_grad[3] else None)
         return y
@@ -287,7 +298,8 @@ def _backward_of(chunking: Chunking) -> Chunking:
     return chunking._replace(label=f"backward of {chunking.label}")
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
+def cast_operands(*tensors: Tensor) -> list[Tensor]:
+    """The operands of a matrix product as torch.matmul would take them here: in an autocast region's dtype."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)

@@ -4,7 +4,7 @@ sample.py and collate.py (data in) · modality.py and projector.py (an encoder) 
 multimodal.py (the whole) · slice.py and stage.py (slicing) · describe.py (costs) · checkpointing.py · generate.py
 """
 
-from interlace.model.checkpointing import set_checkpointing
+from interlace.model.checkpointing import Checkpointing, set_checkpointing
 from interlace.model.describe import LayerInfo, LayerPart
 from interlace.model.generate import generate
 from interlace.model.language import merge_tokens
@@ -17,6 +17,7 @@ from interlace.model.stage import StageModule
 
 __all__ = [
     "IGNORE",
+    "Checkpointing",
     "LayerInfo",
     "LayerPart",
     "LinearProjector",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from interlace.masks import BitfieldMask
-from interlace.model.checkpointing import set_checkpointing
+from interlace.model.checkpointing import Checkpointing, check_checkpointing, set_checkpointing
 from interlace.model.collate import collate_language, collate_media
 from interlace.model.describe import LayerInfo, describe_layers
 from interlace.model.generate import generate
@@ -187,14 +187,14 @@ class MultimodalModel(nn.Module):
         stop: int,
         *,
         copy: bool | Literal["modules"] = False,
-        checkpointing: bool | None = None,
+        checkpointing: Checkpointing | None = None,
     ) -> StageModule:
         """Layers [start, stop) of module `name` as a pipeline stage.
 
         The stage shares this model's parameters, and modules inside its layers, unless copy=True; with "modules" only
-        the parameters, for who puts others into their places. checkpointing: recompute each layer in backward
-        (None: as this model does). Raises ValueError for an unknown module, a range that its layers do not have, and
-        a cut where later layers need more of earlier ones than the hidden state.
+        the parameters, for who puts others into their places. checkpointing: what its layers keep for backward, as in
+        `set_checkpointing` (None: as this model's). Raises ValueError for an unknown module, a range that its layers do
+        not have, and a cut where later layers need more of earlier ones than the hidden state.
         """
         total = len(self.layer_list(name))
         if not 0 <= start < stop <= total:
@@ -255,13 +255,17 @@ class MultimodalModel(nn.Module):
         keep_frozen(self, self._frozen)
         return self
 
-    def set_checkpointing(self, enabled: bool = True) -> None:
-        """Recompute each layer's activations in backward instead of keeping them."""
-        self._checkpointing = enabled
-        for name in self.modules_order():
-            set_checkpointing(self.layer_list(name), enabled)
+    def set_checkpointing(self, mode: Checkpointing) -> None:
+        """What each layer keeps for backward: "none" of it is computed again, "full": all, "selective": what is cheap.
 
-    _checkpointing = False
+        See `interlace.model.checkpointing`. Raises ValueError for another mode.
+        """
+        check_checkpointing(mode)
+        self._checkpointing = mode
+        for name in self.modules_order():
+            set_checkpointing(self.layer_list(name), mode)
+
+    _checkpointing: Checkpointing = "none"
 
     def _resolve(self, path: str) -> str:
         valid = {LANGUAGE_MODEL: LANGUAGE_MODEL}

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from interlace.model.checkpointing import check_entry, set_checkpointing
+from interlace.model.checkpointing import Checkpointing, check_entry, set_checkpointing
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -112,7 +112,7 @@ def carve(
     stop: int,
     *,
     share: bool = True,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = "none",
     returned: Sequence[int | None] = (),
     zeros: bool = False,
     shared: Iterable[Tensor] = (),

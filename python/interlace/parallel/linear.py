@@ -22,7 +22,7 @@ from torch.nn.functional import linear, pad
 from interlace.comm import all_gather_matmul, matmul_reduce_scatter
 from interlace.comm.group import Group
 from interlace.parallel.layer import ParallelLayer
-from interlace.parallel.mappings import Ranks, copy_to_ranks, gather, sum_gradient, sum_over_ranks
+from interlace.parallel.mappings import Ranks, copy_to_ranks, gather, sum_gradient, sum_of_products
 
 P = TypeVar("P", bound="ParallelLinear")
 
@@ -179,5 +179,5 @@ class RowParallelLinear(ParallelLinear):
             if self.bias is not None and self.sum_gradients:
                 sum_gradient(self.bias, self.ranks)
         else:
-            y = sum_over_ranks(linear(x, self.weight), self.ranks)
+            y = sum_of_products(x, self.weight, self.ranks)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -2,7 +2,8 @@
 
     forward                       backward                      where
     copy_to_ranks    identity     sum over ranks                whole rows enter products cut by columns
-    sum_over_ranks   sum          identity                      products cut by rows leave whole rows
+    sum_over_ranks   sum          identity                      partial results leave whole rows
+    sum_of_products  x @ w.T, sum that of the product           the same, of products cut by rows
     split            own piece    gather                        a replicated tensor becomes pieces
     gather           gather       own piece                     pieces become a tensor that every rank uses alike
 
@@ -12,14 +13,18 @@ unlike the collectives of `interlace.comm`, whose every rank has a loss of its o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
 from interlace.comm import Transport, all_gather_into_tensor, all_reduce, resolve
 from interlace.comm.group import Group, here, members
+from interlace.comm.matmul import cast_operands
+from interlace.comm.one_operation import as_one_operation
 from interlace.comm.reverse_mode import check_reverse_mode
 from interlace.comm.transports.base import Arguments, Copy, peers_of
 
@@ -116,6 +121,18 @@ def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
     return _mapped("sum_over_ranks", _Sum, x, ranks)
 
 
+def sum_of_products(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over ranks of their x [..., K] @ weight [N, K].T, the same bits everywhere: [..., N].
+
+    One function, so that selective activation checkpointing keeps the sum and not the product, too. Under autocast x
+    and weight are cast as for torch.matmul.
+    """
+    if ranks.world == 1:
+        return linear(x, weight)
+    check_reverse_mode("sum_of_products", x, weight)
+    return _SumOfProducts.apply(*cast_operands(x, weight), ranks)  # type: ignore[no-any-return]
+
+
 def split(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """This rank's piece of a replicated x, cut along `dim`. Raises ValueError if it does not divide."""
     if x.shape[dim] % ranks.world:
@@ -163,11 +180,29 @@ class _WholeOnEach(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        return _reduced(x, ranks)
+        return _as_one(lambda: _reduced(x, ranks), x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None
+
+
+class _SumOfProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return _as_one(lambda: _reduced(linear(x, weight), ranks), x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            d_x = None if weight is None else grad @ weight
+            d_weight = None if x is None else grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return d_x, d_weight, None
 
 
 class _Split(torch.autograd.Function):
@@ -185,11 +220,15 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int, total: int | None) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
-        return ranks.gather(x, dim, total)
+        return _as_one(lambda: ranks.gather(x, dim, total), x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.ranks.piece(grads[0], ctx.dim).contiguous(), None, None, None
+
+
+def _as_one(transfer: Callable[[], Tensor], x: Tensor) -> Tensor:
+    return as_one_operation(lambda: [transfer()], x)[0]
 
 
 def _reduced(x: Tensor, ranks: Ranks) -> Tensor:

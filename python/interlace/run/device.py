@@ -71,7 +71,9 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Where forwards run under autocast to `dtype`; None: as they are."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    # No cache of casts: gradients of a weight that is used several times would add up in `dtype`, or not, as threads
+    # share the cache and empty it.
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 def clock(device: torch.device) -> Callable[[], Any]:

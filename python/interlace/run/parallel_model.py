@@ -23,7 +23,7 @@ from interlace.comm.channel import Channel
 from interlace.comm.channel_group import GroupChannel
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Layout
-from interlace.model import Media, MultimodalModel
+from interlace.model import Checkpointing, Media, MultimodalModel
 from interlace.parallel.region import Region
 from interlace.parallel.route import Routes
 from interlace.run import comparison
@@ -53,7 +53,7 @@ def parallelize(
     schedule: str = "1f1b",
     transport: str | None = None,
     device: torch.device | str | None = None,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = "none",
     sequence_parallel: bool = True,
     autocast: torch.dtype | None = None,
     timeout: float = 300.0,
@@ -64,8 +64,10 @@ def parallelize(
     transport: "local" plays all ranks in this process, a thread each, on ``mllm``'s own weights. "distributed" is one
         rank of the default process group, on those weights of ``mllm`` that it holds; the default where such a group of
         more than one rank exists.
-    schedule: "1f1b" or "gpipe". checkpointing: recompute each layer's activations in backward. autocast: run forwards
-        under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait for a peer.
+    schedule: "1f1b" or "gpipe". checkpointing: what layers keep for their backward: "none" (all of it is kept),
+        "full" (their input) or "selective" (also what is costly to compute again), see `interlace.model.checkpointing`.
+        autocast: run forwards under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait
+        for a peer.
     crash_folder: where a process whose step fails leaves what its rank did last, for `interlace doctor --crash`.
 
     device: where weights on the meta device get memory, by default where the others lie. Only what this process holds
@@ -126,7 +128,7 @@ class ParallelModel:
         ranks: Sequence[int],
         channel: Channel | None,
         device: torch.device,
-        checkpointing: bool,
+        checkpointing: Checkpointing,
         sequence_parallel: bool,
         autocast: torch.dtype | None,
         timeout: float,

@@ -16,6 +16,7 @@ from torch import nn
 from interlace.comm.channel import Channel
 from interlace.comm.transports import Transport
 from interlace.layout import Lane, Layout, Reduction
+from interlace.model import Checkpointing
 from interlace.parallel import Ranks
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
@@ -171,7 +172,7 @@ def make_ranks(
     mllm: Any,
     graph: StageGraph,
     numbers: Sequence[int],
-    checkpointing: bool,
+    checkpointing: Checkpointing,
     rows: Collection[str],
     views: Views,
     pieces: Pieces,

@@ -76,7 +76,7 @@ def build_layout(
     """
     from interlace.layout import Layout, ParallelSpec
 
-    parallel, recompute = config.parallel, config.train.activation_checkpointing
+    parallel, recompute = config.parallel, config.train.recompute
     specs, keys = {}, {field.name for field in dataclasses.fields(ParallelSpec)}
     for name in model.modules_order():
         degrees = parallel.module(name).model_dump(include=keys)

@@ -12,9 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from interlace.train.offload import MOMENTS, OffloadedAdamW
 from interlace.train.schema import Config, Train
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def schedule_length(train: Train) -> int:
@@ -66,12 +65,12 @@ class Optimizer:
         self.peaks = [lr for lr, _ in groups]
         self.adamw: torch.optim.AdamW | None = None
         if groups:  # a rank that holds only frozen stages has nothing to optimise
-            self.adamw = torch.optim.AdamW(
-                [{"params": members, "lr": lr, "weight_decay": decay} for (lr, decay), members in groups.items()],
-                betas=(config.train.betas[0], config.train.betas[1]),
-                eps=config.train.eps,
-                fused=True,
-            )
+            given = [{"params": members, "lr": lr, "weight_decay": decay} for (lr, decay), members in groups.items()]
+            betas, eps = (config.train.betas[0], config.train.betas[1]), config.train.eps
+            if config.train.offload_optimizer:
+                self.adamw = OffloadedAdamW(given, betas=betas, eps=eps)
+            else:
+                self.adamw = torch.optim.AdamW(given, betas=betas, eps=eps, fused=True)
 
     def step(self, step: int) -> float:
         """One update with the learning rates of `step` (1-based); drops the gradients; returns ``train.lr``'s rate."""
@@ -97,6 +96,8 @@ class Optimizer:
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         assert self.adamw is not None
+        if isinstance(self.adamw, OffloadedAdamW):
+            return self.adamw.state_of(parameter)
         state: dict[str, Tensor] = self.adamw.state[parameter]
         if not state:  # exactly what AdamW makes at the first update
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.train import device as devices
-from interlace.train import report, runfolder
+from interlace.train import offload, report, runfolder
 from interlace.train.build import architecture, build, build_layout, initialize, materialize
 from interlace.train.checkpoint import checkpoints
 from interlace.train.checkpoint import folder as checkpointfolder
@@ -76,6 +76,8 @@ def _train(
     launcher.follow_launcher(config.parallel.timeout)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     kind = devices.choose(config.run.device, local_world, source=source)
+    if config.train.offload_optimizer:
+        offload.check_device(kind, source=source)
     device = devices.take(kind, int(os.environ.get("LOCAL_RANK", rank)), deterministic=config.run.deterministic)
     startup = Startup(rank, world, config.parallel.timeout, devices.BACKENDS[kind])
     cleanup.callback(startup.close)

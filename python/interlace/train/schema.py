@@ -176,14 +176,25 @@ class Train(Section):
     """AdamW's denominator offset."""
     clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradients are scaled down to this global norm; ``inf`` leaves them as they are."""
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in host memory and compute the update there: GPUs then hold weights and gradients alone. For
+    ranks on GPUs."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 runs matrix products under autocast; weights, gradients and optimizer state stay fp32."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    """bf16 runs matrix products under autocast; weights, gradients and their sums, the loss and optimizer state stay
+    fp32."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """What backward computes again instead of keeping it. none: nothing; full: each layer, of which its input is kept;
+    selective: only what is cheap, as the results of matrix products and of attention are kept, too."""
     validate_every: NotNegative = 100
     """Steps between two measurements of the held-out loss; 0 measures it only at the end."""
     validation_samples: Positive = 64
     """How many held-out samples a measurement takes."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether layers with a backward take another forward. What "selective" repeats (norms, activations, additions)
+        is counted as nothing: its matrix products are kept."""
+        return self.activation_checkpointing == "full"
 
     @model_validator(mode="after")
     def _fits(self) -> Train:

@@ -94,7 +94,7 @@ def _chains(config: Config, model: Any, costs: Costs, ranks: int, source: str, *
     """
     from interlace.layout import Layout
 
-    recompute = config.train.activation_checkpointing
+    recompute = config.train.recompute
     try:
         return {
             name: Layout.balanced(model, ranks, costs=costs.modules, frozen_aware=aware, recompute=recompute)
@@ -178,7 +178,7 @@ def _simulated(config: Config, model: Any, layout: Any, costs: Costs, microbatch
         table = nominal_table(graph.layout, rounds, chunks)
     sizes = {name: rounds * replicas["language_model"] / (count * replicas[name]) for name, count in chunks.items()}
     generator = {"1f1b": one_f_one_b, "gpipe": gpipe}[config.parallel.schedule]
-    recompute = config.train.activation_checkpointing
+    recompute = config.train.recompute
     scaled = {name: _times(cost, sizes.get(name, 1.0)) for name, cost in costs.modules.items()}
     return play(generator(graph, table), stage_durations(model, layout, scaled, recompute=recompute))
 

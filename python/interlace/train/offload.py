@@ -1,0 +1,174 @@
+"""AdamW whose state is in host memory and whose update is computed there (``train.offload_optimizer``).
+
+A GPU then holds weights and gradients, 8 bytes per parameter instead of 16. Each step moves 8 bytes per parameter to
+the host and 4 back, through two pinned buffers; while the processor updates one bucket of parameters, the next one
+travels. The weights themselves stay where they are, and are the only copy: whatever changes them in between (a
+checkpoint that is loaded) needs to tell nobody. As weights are fp32 under both precisions, there are no master weights
+beside them.
+
+The update is torch's own fused AdamW for CPUs, so its bits are those of a run on the CPU with the same gradients, and
+differ from a GPU's in the last place. **No GPU has run this yet**: its copies were tested from host memory to host
+memory, and how much of them hides under the update is not measured.
+
+torchao's CPUOffloadOptimizer is not used: it copies gradients in hooks of the backward pass, before ranks have summed
+and clipped them, and so would update with other ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from interlace.train.config import ConfigError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BUCKET_BYTES = 1 << 26
+_ALIGNED = 64  # bytes: a cache line
+
+
+def check_device(kind: str, *, source: str = "config") -> None:
+    """Raises ConfigError for ranks that compute on the CPU, where there is nothing to offload."""
+    if kind == "cpu":
+        raise ConfigError(
+            f"{source}: train.offload_optimizer = true moves the optimizer's state from a GPU to host memory, but the "
+            "ranks compute on the CPU, where it is in host memory already: leave the key out, or set "
+            "run.device = 'cuda'"
+        )
+
+
+class _Staged(NamedTuple):
+    """A bucket of one parameter group on its way to the host. arrived: None where a copy has ended when it returns."""
+
+    group: dict[str, Any]
+    parameters: list[nn.Parameter]
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    arrived: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW over parameters on one device, any, with its state on the CPU; a step gives what torch's AdamW (fused) with
+    the same options gives on the CPU, bit for bit.
+
+    Args:
+        parameters: as for torch's optimizers; groups have their own ``lr`` and ``weight_decay``. Parameters without a
+            gradient in a step keep weight and state.
+        betas, eps: of AdamW.
+        bucket_bytes: of weights that travel at once; a larger parameter travels alone. Twice four times as much, or
+            four times the largest parameter, is pinned where the device is a GPU.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Any], *, betas: tuple[float, float], eps: float, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        super().__init__(parameters, betas=betas, eps=eps)
+        self._bucket_bytes = bucket_bytes
+        self._buffers: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One update. The last new weights may still be on their way to a GPU, in the order of its current stream."""
+        buckets = list(self._buckets())
+        staged = self._fetch(*buckets[0], 0) if buckets else None
+        for place in range(len(buckets)):
+            assert staged is not None
+            here, staged = staged, None
+            if place + 1 < len(buckets):
+                staged = self._fetch(*buckets[place + 1], place + 1)
+            here.wait()
+            self._update(here)
+            for parameter, weight in zip(here.parameters, here.weights, strict=True):
+                parameter.copy_(weight, non_blocking=True)
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """step, exp_avg and exp_avg_sq of a parameter: on the host, zeros before its first update."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for key in MOMENTS:  # not pinned: these do not travel
+                state[key] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        return state
+
+    def _buckets(self) -> Iterable[tuple[dict[str, Any], list[nn.Parameter]]]:
+        """What has a gradient, in the order of the groups, cut where a bucket is full."""
+        for group in self.param_groups:
+            bucket: list[nn.Parameter] = []
+            size = 0
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if bucket and size + parameter.nbytes > self._bucket_bytes:
+                    yield group, bucket
+                    bucket, size = [], 0
+                bucket.append(parameter)
+                size += parameter.nbytes
+            if bucket:
+                yield group, bucket
+
+    def _fetch(self, group: dict[str, Any], parameters: list[nn.Parameter], place: int) -> _Staged:
+        """Start to copy a bucket's weights and gradients into the buffer of its place, the even or the odd one.
+
+        The weights that went to the device from there went before, in the same stream.
+        """
+        buffer = self._buffer(place % 2, parameters)
+        weights: list[Tensor] = []
+        gradients: list[Tensor] = []
+        at = 0
+        for parameter in parameters:
+            assert parameter.grad is not None
+            for tensor, to in ((parameter, weights), (parameter.grad, gradients)):
+                there = buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                there.copy_(tensor, non_blocking=True)
+                to.append(there)
+                at += _aligned(tensor.nbytes)
+        return _Staged(group, parameters, weights, gradients, _moment(parameters[0].device))
+
+    def _buffer(self, number: int, parameters: list[nn.Parameter]) -> Tensor:
+        if not self._buffers:
+            sizes = [p.nbytes for group in self.param_groups for p in group["params"]]
+            most = max(min(self._bucket_bytes, sum(sizes)), max(sizes))
+            room = 2 * (most + _ALIGNED * len(sizes))
+            pinned = parameters[0].device.type == "cuda"
+            self._buffers = [torch.empty(room, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        return self._buffers[number]
+
+    def _update(self, staged: _Staged) -> None:
+        group, states = staged.group, [self.state_of(parameter) for parameter in staged.parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            staged.weights,
+            staged.gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _moment(device: torch.device) -> torch.cuda.Event | None:
+    """After all that a GPU has been told so far."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
