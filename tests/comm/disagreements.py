@@ -180,6 +180,8 @@ DIFFERENT: list[tuple[Callable[..., None], dict[str, Any], str]] = [
     (module, {"norm": "replicate"}, "tensor_parallel: plan is fingerprint"),
     (module, {"hidden": 24}, "tensor_parallel: parameters is fingerprint"),
     (module, {"sequence_parallel": False}, "tensor_parallel: sequence_parallel is (True|False) here but"),
+    (module, {"sum_gradients": False}, "tensor_parallel: sum_gradients is (True|False) here but"),
+    (module, {"length": lambda: 4}, "tensor_parallel: any_length is (True|False) here but"),
     (module, {"num_chunks": 2}, "tensor_parallel: num_chunks is (auto|2) here but"),
     (layer, {"features": 24}, "ColumnParallelLinear: out_features is (12|24) here but"),
 ]

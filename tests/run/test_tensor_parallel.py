@@ -294,13 +294,15 @@ def test_norms_within_heads_are_summed_over_the_lane_and_only_there() -> None:
     assert oracle(mllm, batch)[0] == pytest.approx(loss, rel=1e-6)
 
 
-def test_autocast_inside_lanes() -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "whole rows"])
+def test_autocast_inside_lanes(sequence_parallel: bool) -> None:
     mllm = model(encoders=("vision",))
     batch = random_microbatches(mllm, "all")
     loss, gradients = oracle(mllm, batch)
     mllm.zero_grad()
     layout = encoder_and_model(mllm, 3, 2)
-    parallel = parallelize(mllm, layout, autocast=torch.bfloat16, checkpointing="full", timeout=30)
+    options = {"checkpointing": "full", "sequence_parallel": sequence_parallel}
+    parallel = parallelize(mllm, layout, autocast=torch.bfloat16, timeout=30, **options)
     result = parallel.step(batch)
     assert result != loss and abs(result - loss) <= 2e-2 * loss  # bf16 has 8 bits of mantissa
     for name, parameter in mllm.named_parameters():
