@@ -31,6 +31,7 @@ CURVE = ("loss_metrics", "lr", "grad_norm", "step")
 LAYOUTS = {
     "one": {},
     "tp2 pp2": {"placement": "shared", "vision": {"tp": 2, "dp": 2}, "language_model": {"tp": 2, "pp": 2}},
+    "tp2": {"placement": "shared", "vision": {"tp": 2}, "language_model": {"tp": 2}},
     "tp4": {"placement": "shared", "vision": {"pp": 2, "dp": 2}, "language_model": {"tp": 4}},
     "tp2 pp2 dp2": {
         "placement": "shared",
