@@ -6,8 +6,11 @@ Between real processes, each with its pieces of the weights and of the optimizer
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from interlace.run import parallelize
 from interlace.train.build import build, build_layout, initialize
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
-from interlace.train.config import from_table
+from interlace.train.config import dumps, from_table
 from interlace.train.feed import Feed, datasets
 from interlace.train.schema import Config
 from interlace.train.trainer import Trainer, read_metrics
@@ -221,3 +224,31 @@ def test_a_kill_in_a_lane_while_writing_loses_nothing_older(tmp_path: Path) -> N
         assert (kind, value) == ("returned", STEPS), value
     train(config_of("one"), tmp_path / "alone")
     same_curve(curve(tmp_path / "killed"), curve(tmp_path / "alone"))
+
+
+def interlace(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "interlace", "train", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_trains_goes_on_and_answers(tmp_path: Path) -> None:
+    """Four ranks as the launcher starts them; then the page and the accuracy, which take the whole model."""
+    log = {"every": 1, "tensorboard": False, "trace_step": 2, "samples": 2, "accuracy_samples": 4, "max_new_tokens": 4}
+    run = {"name": "lanes", "folder": str(tmp_path), "device": "cpu"}
+    config = config_of("tp2 pp2", "train.steps=3", "train.validate_every=0", log=log, run=run)
+    path = tmp_path / "lanes.toml"
+    path.write_text(dumps(config))
+    refused = interlace(str(path), "--set", "parallel={placement='parallel', language_model={tp=3}}")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused
+    assert "[parallel]: language_model cannot be cut among tp = 3 ranks" in refused.stderr
+    done = interlace(str(path))
+    assert done.returncode == 0 and not done.stderr, done
+    folder = tmp_path / "lanes" / "latest"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 3 and 0 <= summary["held_out_accuracy"] <= 1
+    assert (folder / "samples.html").exists() and (folder / "timeline.png").exists()
+    more = interlace(str(path), "--resume", "--set", "train.steps=4", "--set", "train.schedule_steps=3")
+    assert more.returncode == 0 and [line["step"] for line in read_metrics(folder)] == [1, 2, 3, 4], more
