@@ -6,19 +6,23 @@ Between real processes, each with its pieces of the weights and of the optimizer
 from __future__ import annotations
 
 import copy
+import json
+import os
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from interlace.run import parallelize
 from interlace.train.build import build, build_layout, initialize
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
-from interlace.train.config import from_table
+from interlace.train.config import dumps, from_table
 from interlace.train.feed import Feed, datasets
 from interlace.train.schema import Config
 from interlace.train.trainer import Trainer, read_metrics
@@ -30,6 +34,7 @@ CURVE = ("loss_metrics", "lr", "grad_norm", "step")
 LAYOUTS = {
     "one": {},
     "tp2 pp2": {"placement": "shared", "vision": {"tp": 2, "dp": 2}, "language_model": {"tp": 2, "pp": 2}},
+    "tp2": {"placement": "shared", "vision": {"tp": 2}, "language_model": {"tp": 2}},
     "tp4": {"placement": "shared", "vision": {"pp": 2, "dp": 2}, "language_model": {"tp": 4}},
     "sharded": {
         "placement": "shared",
@@ -119,17 +124,22 @@ def newest(folder: Path) -> Path:
     return path
 
 
-def save_again(rank: int, layout: str, folder: str) -> tuple[float, bool]:
-    """Load the newest checkpoint of `folder` under `layout`, and save what was loaded into another folder."""
-    trainer = trainer_of(config_of(layout), Path(folder))
-    path = trainer.resume()
+def load_and_save(rank: int, layout: str, source: str, target: str) -> float:
+    """Go on from the newest checkpoint of `source` under `layout`, save in `target`; the share of weights held here."""
+    trainer = trainer_of(config_of(layout), Path(target))
+    trainer.resume(newest(Path(source)))
     trainer.feed.close()
-    trainer.checkpoints.folder = Path(folder) / f"again {layout}"
     trainer.saved_step = -1
     trainer.save()
     trainer.checkpoints.finish()
-    held, whole = sum(p.numel() for p in trainer.parameters.values()), trainer.checkpoints.identity["parameters"]
-    return held / sum(torch.Size(shape).numel() for shape, _ in whole.values()), path.name == "step-00000003"
+    sizes = [torch.Size(shape).numel() for shape, _ in trainer.checkpoints.identity["parameters"].values()]
+    return sum(parameter.numel() for parameter in trainer.parameters.values()) / sum(sizes)
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    saved, again = contents(newest(one)), contents(newest(other))
+    assert saved.keys() == again.keys()
+    assert [key for key, tensor in saved.items() if not torch.equal(tensor, again[key])] == []
 
 
 def of_lanes(rank: int, folder: str, layout: str) -> dict[str, Any]:
@@ -149,7 +159,7 @@ def of_lanes(rank: int, folder: str, layout: str) -> dict[str, Any]:
     "layout", ["tp2 pp2", pytest.param("sharded", marks=pytest.mark.slow), pytest.param("sets", marks=pytest.mark.slow)]
 )
 def test_four_ranks_train_and_resume_as_one_process(tmp_path: Path, layout: str) -> None:
-    alone = train(config_of("one"), tmp_path / "alone")
+    train(config_of("one"), tmp_path / "alone")
     train(config_of("one"), tmp_path / "one", stop=3)
     expected = curve(tmp_path / "alone")
     results = run_ranks(4, of_lanes, str(tmp_path), layout, timeout=240)
@@ -160,14 +170,100 @@ def test_four_ranks_train_and_resume_as_one_process(tmp_path: Path, layout: str)
     same_curve(curve(tmp_path / "whole"), expected)
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")  # to the last bit
     same_curve(curve(tmp_path / "one"), expected)
-    # Every weight is there once, and is that of one process to rounding.
+    # Every weight is there once, and is that of one process to rounding; one process loads and saves the same bits.
     saved, here = contents(newest(tmp_path / "whole")), contents(newest(tmp_path / "alone"))
     assert saved.keys() == here.keys()
     for key, tensor in here.items():
         if key.endswith("k_proj.bias"):  # softmax forgets it: its gradient is rounding, of which AdamW makes steps
             continue
         assert torch.allclose(saved[key], tensor, rtol=1e-3, atol=1e-5), key
-    # And one process goes on from what four have saved.
-    train(config_of("one"), tmp_path / "parts two", stop=1)
-    del alone
-    assert not dist.is_initialized()
+    assert load_and_save(0, "one", str(tmp_path / "whole"), str(tmp_path / "again")) == 1
+    assert_same_bits(tmp_path / "whole", tmp_path / "again")
+
+
+def first_steps(rank: int, layout: str, folder: str) -> int:
+    return train(config_of(layout), Path(folder), stop=3).step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eight_ranks_one_process_and_back(tmp_path: Path) -> None:
+    """tp2 pp2 dp2 -> one process -> tp4 with a pipelined encoder -> tp2 pp2 dp2: the bits stay what they are."""
+    places = [str(tmp_path / name) for name in ("eight", "one", "four", "eight again")]
+    for kind, value in run_ranks(8, first_steps, "tp2 pp2 dp2", places[0], timeout=240):
+        assert (kind, value) == ("returned", 3), value
+    assert load_and_save(0, "one", places[0], places[1]) == 1
+    for world, layout, source, target in ((4, "tp4", 1, 2), (8, "tp2 pp2 dp2", 2, 3)):
+        for kind, value in run_ranks(world, load_and_save, layout, places[source], places[target], timeout=240):
+            assert kind == "returned" and value < 0.6, value
+    for place in places[1:]:
+        assert_same_bits(Path(places[0]), Path(place))
+    # Replicas share out what they hold alike: no rank writes all that it holds.
+    manifest = ck.read_manifest(newest(Path(places[0])))
+    written = [manifest.files[name].size for name in sorted(manifest.files)]
+    assert len(written) == 8 and max(written) < 0.5 * sum(written)
+
+
+def killed_while_writing(rank: int, folder: str) -> str:
+    """Rank 1 dies in the middle of writing its part of the second checkpoint, while all train on."""
+    trainer = trainer_of(config_of("tp2 pp2", checkpoint={"every": 2, "asynchronous": True}), Path(folder))
+    real = ck.write_tensors
+
+    def write(path: Path, tensors: Any) -> Any:
+        if rank == 1 and trainer.step >= 4:
+            path.write_bytes(b"0" * 1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(path, tensors)
+
+    ck.write_tensors = write
+    try:
+        trainer.run()
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def go_on(rank: int, folder: str) -> int:
+    return train(config_of("tp2 pp2"), Path(folder), resume=True).step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_kill_in_a_lane_while_writing_loses_nothing_older(tmp_path: Path) -> None:
+    results = run_ranks(4, killed_while_writing, str(tmp_path / "killed"), timeout=240)
+    assert results[1] == ("died", -signal.SIGKILL)
+    assert all(kind == "returned" and "lost rank" in value for kind, value in results[:1] + results[2:]), results
+    left = checkpointfolder.complete(tmp_path / "killed" / "checkpoints")
+    assert [path.name for path in left] == ["step-00000002"] and newest(tmp_path / "killed") == left[0]
+    for kind, value in run_ranks(4, go_on, str(tmp_path / "killed"), timeout=240):
+        assert (kind, value) == ("returned", STEPS), value
+    train(config_of("one"), tmp_path / "alone")
+    same_curve(curve(tmp_path / "killed"), curve(tmp_path / "alone"))
+
+
+def interlace(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "interlace", "train", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_trains_goes_on_and_answers(tmp_path: Path) -> None:
+    """Four ranks as the launcher starts them; then the page and the accuracy, which take the whole model."""
+    log = {"every": 1, "tensorboard": False, "trace_step": 2, "samples": 2, "accuracy_samples": 4, "max_new_tokens": 4}
+    run = {"name": "lanes", "folder": str(tmp_path), "device": "cpu"}
+    config = config_of("tp2 pp2", "train.steps=3", "train.validate_every=0", log=log, run=run)
+    path = tmp_path / "lanes.toml"
+    path.write_text(dumps(config))
+    refused = interlace(str(path), "--set", "parallel={placement='parallel', language_model={tp=3}}")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused
+    assert "[parallel]: language_model cannot be cut among tp = 3 ranks" in refused.stderr
+    done = interlace(str(path))
+    assert done.returncode == 0 and not done.stderr, done
+    folder = tmp_path / "lanes" / "latest"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 3 and 0 <= summary["held_out_accuracy"] <= 1
+    assert (folder / "samples.html").exists() and (folder / "timeline.png").exists()
+    more = interlace(str(path), "--resume", "--set", "train.steps=4", "--set", "train.schedule_steps=3")
+    assert more.returncode == 0 and [line["step"] for line in read_metrics(folder)] == [1, 2, 3, 4], more

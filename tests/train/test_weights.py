@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from interlace.data import ByteTokenizer
-from interlace.run import memory
+from interlace.run import memory, parallelize
 from interlace.run.graph import stage_graph
 from interlace.run.ranks import make_ranks
 from interlace.run.weights import Pieces, Views
 from interlace.train.build import build, build_layout, initialize, materialize
 from interlace.train.checkpoint.identity import canonical_names
+from interlace.train.config import ConfigError
+from interlace.train.feed import datasets
+from interlace.train.weights import random_values
 from tests.train.test_build import _build, _config
 
 HEADS = [f"model.language_model.config.num_{kind}_heads=4" for kind in ("attention", "key_value")]
@@ -61,7 +64,7 @@ def test_what_each_rank_holds_is_its_part_of_the_same_weights(overrides: list[st
     assert not any(torch.equal(weights[name], other[name]) for name in matrices)
 
     rng = random.Random(len(overrides))
-    for parallel in ("parallel={ranks=1}", *(random_parallel(rng) for _ in range(3))):
+    for parallel in ("parallel={ranks=1}", *(random_parallel(rng) for _ in range(2))):
         plans = _config(*overrides, parallel, "train.batch_size=64")
         first = canonical_names(_build(*overrides))
         seen: dict[str, torch.Tensor] = {}
@@ -96,3 +99,22 @@ def test_what_is_not_filled_is_seen() -> None:
     memory.allocate_buffers(model, "cpu")
     assert all(bool(parameter.isnan().all()) for parameter in model.parameters())
     assert all(bool((~b.isfinite() | (b == torch.iinfo(torch.int64).max)).all()) for b in model.buffers())
+
+
+def test_a_model_on_meta_is_given_memory_and_then_computes_as_the_whole() -> None:
+    """By all ranks of a process, whose stages have buffers of their own."""
+    whole = materialize(_build(*HEADS), seed=5)
+    samples = [datasets(_config(*HEADS), whole, ByteTokenizer())[0].sample(i, 0) for i in range(3)]
+    expected = whole(**whole.collate(samples)).loss.item()
+    config = _config(
+        *HEADS, "parallel={placement='parallel', vision={tp=2}, audio={pp=2}, language_model={tp=2, pp=2}}"
+    )
+    model = _build(*HEADS)
+    parallel = parallelize(model, build_layout(config, model), transport="local", device="cpu", timeout=60)
+    initialize(parallel, seed=5)
+    assert parallel.evaluate(samples).loss == pytest.approx(expected, rel=1e-5)
+    assert parallel.step(samples).loss == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="weights on cpu, but device is meta: move it with"):
+        parallelize(model, build_layout(config, model), transport="local", device="meta")
+    with pytest.raises(ConfigError, match=r"no rule is known for the first values of language_model\.other"):
+        next(random_values(model, ["language_model.other"], 0))

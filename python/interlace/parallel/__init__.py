@@ -1,8 +1,8 @@
 """One module on several ranks.
 
 `tensor` cuts a module by a plan of its paths, for which `families` has ready ones; `linear` has the two cut linear
-layers, `vocabulary` embeddings and heads cut by words, `layer` what these share, `mappings` what happens where whole
-and cut tensors meet, `state` the parameters of the whole.
+layers, `vocabulary` embeddings and heads cut by words, `layer` what these share, `region` where a piece lies in its
+whole, `mappings` what happens where whole and cut tensors meet, `state` the parameters of the whole.
 """
 
 from interlace.parallel.families import plan_for

@@ -38,6 +38,20 @@ def device_of(model: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
+def place_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where a process computes with `model`: on `device` if it is given, else where the weights are.
+
+    Raises ValueError where weights that are in memory are not on `device`.
+    """
+    here = device_of(model)
+    place = here if device is None else torch.device(device)
+    if place != here and not all(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"the model has weights on {here}, but device is {place}: move it with .to(device), or leave device out"
+        )
+    return place
+
+
 def moved(value: Any, device: torch.device) -> Any:
     """Collated inputs with all tensors on `device`: in mappings, lists, tuples, masks, plans and media.
 

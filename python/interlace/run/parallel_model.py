@@ -29,7 +29,7 @@ from interlace.parallel.route import Routes
 from interlace.run import comparison
 from interlace.run.batch import GlobalBatch, collator
 from interlace.run.device import autocast as autocast_to
-from interlace.run.device import clock, current, device_of, drawing, seconds
+from interlace.run.device import clock, current, device_of, drawing, place_of, seconds
 from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
@@ -93,7 +93,7 @@ def parallelize(
     if transport is None:
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         transport = "distributed" if grouped else "local"
-    place = device_of(mllm) if device is None else torch.device(device)
+    place = place_of(mllm, device)
     if transport == "local":
         ranks = list(range(layout.world))
         channel = None

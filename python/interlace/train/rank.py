@@ -98,19 +98,22 @@ def _train(
             cleanup.callback(held.release)
     runfolder.check_shared(folder, startup)
     startup.gather("building the model", None)
-    with startup.bounded("making the process groups of the pipeline"):
-        parallel = parallelize(
-            model,
-            layout,
-            schedule=config.parallel.schedule,
-            transport="distributed" if world > 1 else "local",
-            device=device,
-            checkpointing=config.train.activation_checkpointing,
-            sequence_parallel=config.parallel.sequence_parallel,
-            autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
-            timeout=config.parallel.timeout,
-            crash_folder=folder / "crash",
-        )
+    try:
+        with startup.bounded("making the process groups of the pipeline"):
+            parallel = parallelize(
+                model,
+                layout,
+                schedule=config.parallel.schedule,
+                transport="distributed" if world > 1 else "local",
+                device=device,
+                checkpointing=config.train.activation_checkpointing,
+                sequence_parallel=config.parallel.sequence_parallel,
+                autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+                timeout=config.parallel.timeout,
+                crash_folder=folder / "crash",
+            )
+    except ValueError as error:  # of the layout: every rank has it, before any has met another
+        raise ConfigError(f"{source}: [parallel]: {error}") from None
     initialize(parallel, seed=config.run.seed)
     gather = startup.gather if world > 1 else None
     train, held_out, note = datasets(config, model, tokenizer, gather=gather, source=source)

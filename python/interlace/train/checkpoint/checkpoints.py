@@ -10,7 +10,7 @@ and why nothing in them can run. Its keys:
 
 Nothing in it knows about stages or ranks (but the generators), so a run may go on under another placement or another
 number of ranks; on the same one it goes on bit for bit. torch.distributed.checkpoint's planners decide which rank
-writes what several hold, and what a rank that holds a part has to read.
+writes what several hold, and what a rank that holds a part (`pieces.Piece`) has to read.
 
 Writing: all ranks write into a draft, ``.step-00000100.<nonce>.tmp``, which no other job can have, and tell rank 0 the
 size and SHA-256 of what they wrote. Rank 0 reads all of it back, so that what it does not see (a folder that is not
