@@ -233,7 +233,7 @@ def rank_memory(
                 optimizer=total.optimizer,
                 activations=math.ceil(kept),
                 in_flight=in_flight,
-                messages=math.ceil(sum(_messages(layout, rank, shares))),
+                messages=math.ceil(sum(_messages(layout, shares))),
                 sums=max(buckets, default=0),
                 workspace=math.ceil(max(what.workspace(stage.start, stage.stop, load) for stage, what, load in shares)),
                 weights_once=total.weights_once,
@@ -259,7 +259,7 @@ def _state(own: Sequence[Weight], layers: Iterable[int], shard: str, sharers: in
         MOMENTS * (weight.nbytes if shard == "none" else _part(weight, sharers)) + STEP_BYTES for weight in trained
     )
     whole, gradients = (sum(weight.nbytes for weight in some) for some in (own, trained))
-    if shard != "full":
+    if shard != "full" or sharers == 1:
         return _State(count, whole, gradients, optimizer, whole, gradients)
     parts, gradient_parts = (sum(_part(weight, sharers) for weight in some) for some in (own, trained))
     gathered, unreduced = (
@@ -283,22 +283,26 @@ def _share_of(layout: Layout, stage: Stage, loads: Mapping[str, Load]) -> Load:
     return _share(layout.spec(stage.module), loads.get(stage.module, Load(0)))
 
 
-def _messages(layout: Layout, rank: int, shares: Sequence[tuple[Stage, Activations, Load]]) -> Iterator[float]:
+def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]]) -> Iterator[float]:
     """The largest message that arrives at a rank, and the largest that leaves it, in bytes."""
     *encoders, last = layout.modules
     arriving, leaving = [0.0], [0.0]
     here = {(stage.module, stage.index) for stage, _, _ in shares}
+
+    def apart(encoder: str) -> bool:
+        """Whether what the encoder makes for this rank, or this rank's encoder for others, travels."""
+        spec = layout.spec(encoder)
+        return spec.dp != layout.spec(last).dp or not {(encoder, spec.pp - 1), (last, 0)} <= here
+
     for stage, what, load in shares:
-        replica = layout.replica(rank, stage.module)
-        assert replica is not None
-        final = stage.index == len(layout.pipelines(stage.module)[replica].stages) - 1
+        final = stage.index == layout.spec(stage.module).pp - 1
         if stage.index and (stage.module, stage.index - 1) not in here:
             arriving.append(what.edges[stage.start] * load.rows)
-        elif not stage.index and encoders and stage.module == last and len({m for m, _ in here}) <= len(encoders):
+        if not stage.index and stage.module == last and any(map(apart, encoders)):
             arriving.append(what.feature * load.features)
         if not final and (stage.module, stage.index + 1) not in here:
             leaving.append(what.edges[stage.stop] * load.rows)
-        elif final and stage.module != last and (last, 0) not in here:
+        if final and stage.module != last and apart(stage.module):
             leaving.append(what.edges[stage.stop] * load.rows)
     yield max(arriving)
     yield max(leaving)

@@ -31,9 +31,10 @@ from interlace.model.loss import LOGITS_BYTES, head_of
 from interlace.model.slice import hidden_argument
 from interlace.model.stage import StageModule
 from interlace.parallel import Ranks
+from interlace.parallel.families import Unknown
 from interlace.plan.memory import Activations, Kept, Weight
 from interlace.run.graph import parameter_layers
-from interlace.run.lanes import check_lanes, cut
+from interlace.run.lanes import cut
 
 _LENGTH = 8  # tokens of a sample of the language model
 _ITEMS = (1, 2)  # of an encoder
@@ -45,7 +46,6 @@ def weights_of(mllm: Any, layout: Layout) -> list[Weight]:
 
     Raises ValueError for a module that its tp cannot cut.
     """
-    check_lanes(mllm, layout)
     layers = parameter_layers(mllm)
     held: dict[str, int] = {}
     for name in layout.modules:
@@ -79,7 +79,6 @@ def activations_of(
 
     Raises ValueError for a module that its tp cannot cut.
     """
-    check_lanes(mllm, layout)
     *encoders, language_model = layout.modules
     found, features = {}, {}
     for name in encoders:
@@ -198,7 +197,12 @@ def _stage(mllm: Any, name: str, tp: int, checkpointing: Any) -> StageModule:
     stage: StageModule = mllm.slice(name, 0, len(mllm.layer_list(name)), copy=True, checkpointing=checkpointing)
     if tp > 1:
         ranks = Ranks.at(0, tp)
-        cut(stage, ranks)
+        try:
+            cut(stage, ranks)
+        except (Unknown, ValueError) as error:
+            raise ValueError(
+                f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or dp"
+            ) from error
         ranks.connect(_Silent(tp))
     return stage
 
