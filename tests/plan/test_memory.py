@@ -198,7 +198,7 @@ def estimated(name: str) -> tuple[RankMemory, ...]:
     return rank_memory(layout, weights_of(mllm, layout), activations, largest, held, bucket_bytes=BUCKET_BYTES)
 
 
-SLOW = ("stages", "replicas", "shared", "frozen alone", "checkpointing")
+SLOW = ("stages", "replicas", "shared", "frozen alone", "checkpointing", "autocast")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
