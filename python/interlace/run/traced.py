@@ -107,7 +107,10 @@ def _encoder(
 
     runs = [run(count, checkpointing) for count in _ITEMS]
     kept, edges = _fitted(runs)
-    inner = _recomputed(kept, _fitted([run(count, False) for count in _ITEMS])[0], edges) if checkpointing else ()
+    last = any(part.trainable for part in mllm.layers(name)[-1].parts if part.kind == "layer")
+    inner: tuple[float, ...] = ()
+    if checkpointing and (last or any(runs[0].backward[:-1])):  # else no layer is recomputed
+        inner = _recomputed(kept, _fitted([run(count, False) for count in _ITEMS])[0], edges)
     return Activations(kept, edges, tuple(runs[0].backward), inner=inner), runs[0].made
 
 
