@@ -114,8 +114,15 @@ def parser() -> argparse.ArgumentParser:
     mask.add_argument("--out", type=Path, default=Path("mask.png"), help="picture to write (default: mask.png)")
 
     plan = commands.add_parser(
-        "plan", parents=[config], help="cut a config's model over N ranks, with and without frozen awareness"
+        "plan",
+        parents=[config],
+        help="show a config's layout and the memory of its ranks, and cut its model over N ranks",
+        description="Show which rank runs what of a config, how long it takes and how many bytes each rank would hold; "
+        "and cut the model over N ranks, with and without frozen awareness. Nothing is allocated or started. The keys "
+        "of --json are explained in docs/what-ranks-hold.md.",
     )
+    plan.add_argument("--json", action="store_true", help="print the layout and the memory as JSON, and nothing else")
+    plan.add_argument("--picture", type=Path, metavar="FILE", help="draw the layout and the memory (PNG or SVG)")
     plan.add_argument("--ranks", type=int, help="ranks of a replica (default: the config's)")
     plan.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
     _add_costs(plan)

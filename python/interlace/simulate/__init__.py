@@ -6,6 +6,7 @@
 - `timeline`: those times, simulated or measured, and what follows from them (makespan, bubble, busy, memory)
 - `trace`: the timeline as a Chrome/Perfetto trace; `picture`: as a PNG
 - `loads`, `templates`: who computes what, as PNGs: `plot_loads`, `plot_deferral`, `plot_templates`
+- `layouts`: which rank has what, and what it holds: `plot_layout`
 
     timeline = simulate(schedule, {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})
     timeline.write_trace("step.json")
@@ -14,6 +15,7 @@
 
 from interlace.simulate.arrays import Simulated, memory_and_scratch, simulate_arrays
 from interlace.simulate.events import simulate
+from interlace.simulate.layouts import plot_layout
 from interlace.simulate.loads import plot_deferral, plot_loads
 from interlace.simulate.templates import plot_templates
 from interlace.simulate.timeline import Record, Timeline
@@ -24,6 +26,7 @@ __all__ = [
     "Timeline",
     "memory_and_scratch",
     "plot_deferral",
+    "plot_layout",
     "plot_loads",
     "plot_templates",
     "simulate",

@@ -1,5 +1,7 @@
 """``interlace plan`` and ``interlace simulate``: where a config's model is cut, and how long a step would take.
 
+``plan`` shows the config's own layout and the memory of its ranks first: see layout.py.
+
 Layer costs are counted (FLOPs over a rank's speed, for a microbatch of the config's mixture of samples whose images,
 clips and captions fill their budgets) or, with ``--profile``, timed on this machine with a batch of the config's data.
 The model is never allocated unless it is timed, so a config for a thousand GPUs can be planned on a laptop. Where all
@@ -30,9 +32,11 @@ class Costs:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Prints the cuts with and without frozen awareness, and the config's own placement, with predicted times."""
+    """Prints the config's layout with the memory of its ranks, and the cuts with and without frozen awareness."""
     from rich.console import Console
     from rich.table import Table
+
+    from interlace.train.commands import layout as layouts
 
     config, model, costs = _load(options)
     microbatches = options.microbatches or config.train.microbatches
@@ -43,9 +47,19 @@ def plan(options: argparse.Namespace) -> int:
         candidates["frozen-aware"] = own  # the same but for how ties are cut
     elif own.world == ranks:
         candidates[f"config ({config.parallel.placement})"] = own
+    found = layouts.of_config(config, model, costs, microbatches, str(options.config))
+    if options.picture is not None:
+        layouts.draw(found, options.picture)
+    if options.json:
+        print(found.to_json())
+        return 0
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 140
+    layouts.show(found, console)
+    if options.picture is not None:
+        console.print(f"wrote {options.picture}")
+    console.print()
     table = Table(
         title=f"{config.run.name}: {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch')}", title_justify="left"
     )
@@ -163,10 +177,21 @@ def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
 
 def _simulated(config: Config, model: Any, layout: Any, costs: Costs, microbatches: int) -> Any:
     """The timeline of a step with `microbatches` on each replica of the language model that the config has."""
-    from interlace.run import stage_durations, stage_graph
+    from interlace.run import stage_durations
+    from interlace.simulate import simulate as play
+
+    recompute = config.train.recompute
+    scaled = chunk_costs(config, layout, costs, microbatches)
+    return play(
+        step_schedule(config, model, layout, microbatches), stage_durations(model, layout, scaled, recompute=recompute)
+    )
+
+
+def step_schedule(config: Config, model: Any, layout: Any, microbatches: int) -> Any:
+    """The schedule of a step of alike samples."""
+    from interlace.run import stage_graph
     from interlace.run.table import nominal_table
     from interlace.schedule import StepTable, gpipe, one_f_one_b
-    from interlace.simulate import simulate as play
 
     graph = stage_graph(model, layout)
     chunks, replicas = _chunks(config, layout, microbatches), layout.data_parallel
@@ -176,11 +201,20 @@ def _simulated(config: Config, model: Any, layout: Any, costs: Costs, microbatch
         table = StepTable.aligned(graph.links, presence, replicas=replicas["language_model"])
     else:
         table = nominal_table(graph.layout, rounds, chunks)
-    sizes = {name: rounds * replicas["language_model"] / (count * replicas[name]) for name, count in chunks.items()}
-    generator = {"1f1b": one_f_one_b, "gpipe": gpipe}[config.parallel.schedule]
-    recompute = config.train.recompute
-    scaled = {name: _times(cost, sizes.get(name, 1.0)) for name, cost in costs.modules.items()}
-    return play(generator(graph, table), stage_durations(model, layout, scaled, recompute=recompute))
+    return {"1f1b": one_f_one_b, "gpipe": gpipe}[config.parallel.schedule](graph, table)
+
+
+def chunk_sizes(config: Config, layout: Any, microbatches: int) -> dict[str, float]:
+    """Samples of a chunk of each module, in microbatches of the language model."""
+    chunks, replicas = _chunks(config, layout, microbatches), layout.data_parallel
+    samples = chunks["language_model"] * replicas["language_model"]
+    return {name: samples / (count * replicas[name]) for name, count in chunks.items()}
+
+
+def chunk_costs(config: Config, layout: Any, costs: Costs, microbatches: int) -> dict[str, Any]:
+    """The costs of a chunk of each module, which the ranks of a lane share."""
+    sizes = chunk_sizes(config, layout, microbatches)
+    return {name: _times(cost, sizes[name] / layout.spec(name).lane_size) for name, cost in costs.modules.items()}
 
 
 def _chunks(config: Config, layout: Any, microbatches: int) -> dict[str, int]:

@@ -1,0 +1,376 @@
+"""What a model weighs on a rank, and what its forwards keep: measured on tensors that have shapes and no memory.
+
+A module is run once, whole, on fake tensors: its stages' own code, cut for tensor parallelism where it is so in the
+layout, under the autocast and the checkpointing of the run. Noted is every storage that autograd saves, with the layers
+that save it, and every other one that is alive at the end. So a stage's share follows for any cut. Runs at several
+lengths tell what a chunk, a row and a row with a target add.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from interlace.comm.transports import Capabilities, Transport
+from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Copy, Ticket
+from interlace.layout import Layout
+from interlace.model import IGNORE, Media, Sample
+from interlace.model.loss import LOGITS_BYTES, head_of
+from interlace.model.slice import hidden_argument
+from interlace.model.stage import StageModule
+from interlace.parallel import Ranks
+from interlace.parallel.families import Unknown
+from interlace.plan.memory import Activations, Kept, Weight
+from interlace.run.graph import parameter_layers
+from interlace.run.lanes import cut
+
+_LENGTH = 8  # tokens of a sample of the language model
+_ITEMS = (1, 2)  # of an encoder
+_SAMPLES = ((4, 2), (8, 1), (4, 4))  # of the language model: how many, and targets of each
+
+
+def weights_of(mllm: Any, layout: Layout) -> list[Weight]:
+    """The parameters of a model on the meta device, as the ranks of the layout's lanes hold them; a tied one once.
+
+    Raises ValueError for a module that its tp cannot cut.
+    """
+    layers = parameter_layers(mllm)
+    held: dict[str, int] = {}
+    for name in layout.modules:
+        stage = _stage(mllm, name, layout.spec(name).tp, False)
+        held.update((key, parameter.numel()) for key, parameter in stage.named_parameters(remove_duplicate=False))
+    aliases: dict[int, list[str]] = {}
+    whole = dict(mllm.named_parameters(remove_duplicate=False))
+    for name, parameter in whole.items():
+        aliases.setdefault(id(parameter), []).append(name)
+    found = []
+    for names in aliases.values():
+        parameter, (module, _) = whole[names[0]], layers[names[0]]
+        places = tuple(sorted({layers[name][1] for name in names}))
+        size = parameter.element_size()
+        found.append(Weight(names[0], module, places, parameter.numel(), held[names[0]], size, parameter.requires_grad))
+    return found
+
+
+def activations_of(
+    mllm: Any,
+    layout: Layout,
+    *,
+    checkpointing: Any = False,
+    autocast: torch.dtype | None = None,
+    items: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, Activations]:
+    """Module -> what its forwards keep.
+
+    mllm: on the meta device. checkpointing: as `MultimodalModel.slice` takes it. items: encoder -> shape of an item of
+    the data (default: the one that the encoder was configured for).
+
+    Raises ValueError for a module that its tp cannot cut.
+    """
+    *encoders, language_model = layout.modules
+    found, features = {}, {}
+    for name in encoders:
+        encoder = mllm.encoders[name]
+        shape = (items or {}).get(name, encoder.default_shape)
+        found[name], made = _encoder(mllm, name, shape, layout.spec(name).tp, checkpointing, autocast)
+        features[name] = made
+    found[language_model] = _language(
+        mllm, language_model, features, layout.spec(language_model).tp, checkpointing, autocast
+    )
+    return found
+
+
+# ---------------------------------------------------------------------- one module
+
+
+def _encoder(
+    mllm: Any, name: str, shape: tuple[int, ...], tp: int, checkpointing: Any, autocast: torch.dtype | None
+) -> tuple[Activations, Tensor]:
+    """What an encoder keeps, and features as it gives them."""
+    encoder = mllm.encoders[name]
+    item = Media(shape, encoder.tokens(shape), torch.zeros(shape))
+
+    def run(count: int, recompute: Any) -> _Run:
+        return _run(mllm, name, lambda _: encoder.collate([item] * count), tp, recompute, autocast)
+
+    runs = [run(count, checkpointing) for count in _ITEMS]
+    kept, edges = _fitted(runs)
+    last = any(part.trainable for part in mllm.layers(name)[-1].parts if part.kind == "layer")
+    inner: tuple[float, ...] = ()
+    if checkpointing and (last or any(runs[0].backward[:-1])):  # else no layer is recomputed
+        inner = _recomputed(kept, _fitted([run(count, False) for count in _ITEMS])[0], edges)
+    return Activations(kept, edges, tuple(runs[0].backward), inner=inner), runs[0].made
+
+
+def _language(
+    mllm: Any, name: str, features: Mapping[str, Tensor], tp: int, checkpointing: Any, autocast: torch.dtype | None
+) -> Activations:
+    """What the language model keeps. features: of each encoder, as it gives them."""
+    settings = mllm.language_settings
+    ordinary = next(i for i in range(len(settings.placeholders) + 1) if i not in settings.placeholders.values())
+
+    def inputs(count: int, targets: int, mode: FakeTensorMode) -> dict[str, Any]:
+        length = min(_LENGTH, mllm.max_length or _LENGTH)
+        labels = torch.full((length,), IGNORE)
+        labels[:targets] = (ordinary + 1) % mllm.vocab_size  # no copy of the ids
+        samples = [Sample(torch.full((length,), ordinary), labels.clone()) for _ in range(count)]
+        made: dict[str, Any] = mllm.collate_module(name, samples)
+        for place, encoder in enumerate(features, start=1):  # one row of each, so that their gradients are wanted
+            made["input_ids"][0, length - place] = settings.placeholders[encoder]
+        with mode:
+            rows = {n: torch.empty((1, given.shape[1]), dtype=given.dtype) for n, given in features.items()}
+        made["features"] = {n: row.requires_grad_(features[n].requires_grad) for n, row in rows.items()}
+        return made
+
+    def run(each: tuple[int, int], recompute: Any) -> _Run:
+        found = _run(mllm, name, lambda mode: inputs(*each, mode), tp, recompute, autocast)
+        return found._replace(targets=each[0] * each[1])
+
+    runs = [run(each, checkpointing) for each in _SAMPLES]
+    kept, edges = _fitted(runs)
+    inner = _recomputed(kept, _fitted([run(each, False) for each in _SAMPLES])[0], edges) if checkpointing else ()
+    part = _stage(mllm, name, tp, False).language_model
+    head = head_of(part) if settings.ends_with_head and settings.postprocess is None else None
+    feature = max((float(given.shape[1] * given.element_size()) for given in features.values()), default=0.0)
+    words = 0 if head is None else head.weight.shape[0]
+    return Activations(kept, edges, tuple(runs[0].backward), feature, inner, words, LOGITS_BYTES)
+
+
+def _fitted(runs: Sequence[_Run]) -> tuple[tuple[Kept, ...], tuple[float, ...]]:
+    """What a chunk, a row and a row with a target add, of each kind of storage; and bytes per row at the edges."""
+    columns = [[1.0, run.rows, run.targets][: len(runs)] for run in runs]
+    sums: dict[tuple[tuple[int, ...], int], NDArray[np.float64]] = {}
+    for place, run in enumerate(runs):
+        for storage in run.storages:
+            key = tuple(sorted(storage.layers)), storage.edge
+            sums.setdefault(key, np.zeros(len(runs)))[place] += storage.bytes
+    kept = []
+    for (layers, edge), sizes in sorted(sums.items()):
+        fixed, per_row, *per_target = np.linalg.solve(np.array(columns), sizes).round(6).tolist()
+        kept.append(Kept(layers, edge, fixed, per_row, *(per_target or [0.0])))
+    return tuple(kept), tuple(size / runs[0].rows for size in runs[0].edges)
+
+
+def _recomputed(kept: Sequence[Kept], whole: Sequence[Kept], edges: Sequence[float]) -> tuple[float, ...]:
+    """Bytes per row that each layer keeps without checkpointing and not with it. whole: without."""
+
+    def per_row(found: Sequence[Kept], layer: int) -> float:
+        return sum(each.per_row for each in found if layer in each.layers)
+
+    return tuple(max(per_row(whole, i) - per_row(kept, i), 0.0) for i in range(len(edges) - 1))
+
+
+# ---------------------------------------------------------------------- one forward
+
+
+class _Storage:
+    """One that is alive after a forward: its layers are those that save it."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = size
+        self.layers: set[int] = set()
+        self.edge = -1
+
+
+class _Run(NamedTuple):
+    """What one forward left. edges: bytes that entered each layer, and of the output; made: the output."""
+
+    storages: list[_Storage]
+    edges: list[int]
+    backward: list[bool]
+    rows: int
+    targets: int
+    made: Tensor
+
+
+def _stage(mllm: Any, name: str, tp: int, checkpointing: Any) -> StageModule:
+    """The whole module, as the first rank of a lane has it."""
+    stage: StageModule = mllm.slice(name, 0, len(mllm.layer_list(name)), copy=True, checkpointing=checkpointing)
+    if tp > 1:
+        ranks = Ranks.at(0, tp)
+        try:
+            cut(stage, ranks)
+        except (Unknown, ValueError) as error:
+            raise ValueError(
+                f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or dp"
+            ) from error
+        ranks.connect(_Silent(tp))
+    return stage
+
+
+def _run(
+    mllm: Any,
+    name: str,
+    inputs: Callable[[FakeTensorMode], dict[str, Any]],
+    tp: int,
+    checkpointing: Any,
+    autocast: torch.dtype | None,
+) -> _Run:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    stage = _stage(mllm, name, tp, checkpointing)
+    weights = _give_shapes(stage, mode)
+    notes = _Notes(weights)
+    layers = [stage.get_submodule(layer.name) for layer in mllm.layers(name)]
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(partial(notes.enter, index))
+        layer.register_forward_hook(partial(notes.entered, index), with_kwargs=True)
+    given = inputs(mode)
+    context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+    with _swept(), torch.autograd.graph.saved_tensors_hooks(notes.save, lambda saved: saved), notes, context:
+        made = stage(given)
+    storages = notes.alive(made, len(layers))
+    edges = [*notes.edges.values(), made.numel() * made.element_size()]
+    backward = [*list(notes.wanted.values())[1:], made.requires_grad]
+    return _Run(storages, edges, backward, notes.rows, 0, made)
+
+
+class _Notes(TorchDispatchMode):
+    """Notes what a forward makes, which layer saves it, and what enters the layers.
+
+    weights: the storages of parameters and buffers, which are not counted.
+    """
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()
+        self._weights = weights
+        self._layer = 0
+        self._before = True  # no layer has begun
+        self._made: dict[int, tuple[StorageWeakRef, int, int, bool]] = {}
+        self._saved: dict[int, _Storage] = {}
+        self.edges: dict[int, int] = {}
+        self.wanted: dict[int, bool] = {}
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                # The reference keeps the key from being given to another storage.
+                made = StorageWeakRef(storage), storage.nbytes(), self._layer, self._before
+                self._made.setdefault(storage._cdata, made)
+        return result
+
+    def enter(self, layer: int, *_: Any) -> None:
+        self._layer = layer
+
+    def entered(self, layer: int, _: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
+        self._before = False
+        hidden = hidden_argument(args, kwargs)
+        if layer and (storage := self._of(hidden)) is not None:  # the first stage is handed none
+            storage.edge = layer
+        # Samples that are run alone enter one by one.
+        self.edges[layer] = self.edges.get(layer, 0) + hidden.numel() * hidden.element_size()
+        self.wanted[layer] = self.wanted.get(layer, False) or hidden.requires_grad
+        if layer == 0:
+            self.rows += hidden.numel() // hidden.shape[-1]
+
+    def save(self, tensor: Tensor) -> Tensor:
+        storage = self._of(tensor)
+        if storage is not None:
+            storage.layers.add(self._layer)
+        return tensor
+
+    def alive(self, output: Tensor, layers: int) -> list[_Storage]:
+        """All that waits for the backward of `output`."""
+        if not output.requires_grad:
+            return []
+        if output.dim() and (last := self._of(output)) is not None:
+            last.edge = layers
+        for key, (reference, size, layer, before) in self._made.items():
+            if key not in self._saved and key not in self._weights and not reference.expired():
+                # Not saved by autograd: what checkpointing keeps of a layer, or hands to each of them.
+                self._saved[key] = storage = _Storage(size)
+                storage.layers.update(range(layers) if before else (layer,))
+        return [storage for storage in self._saved.values() if storage.layers or storage.edge >= 0]
+
+    def _of(self, tensor: Tensor) -> _Storage | None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._weights:
+            return None
+        return self._saved.setdefault(storage._cdata, _Storage(storage.nbytes()))
+
+
+@contextmanager
+def _swept() -> Iterator[None]:
+    """At its end, what only cycles hold of what was made inside is gone; older objects are not searched for it."""
+    was = gc.isenabled()
+    gc.collect(0)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if was:
+            gc.enable()
+
+
+def _give_shapes(stage: nn.Module, mode: FakeTensorMode) -> set[int]:
+    """Replace what is on the meta device by fake tensors of a CPU, where autocast works; returns their storages."""
+    made: dict[int, Tensor] = {}
+    for module in stage.modules():
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for table in tables:
+            for key, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    with mode:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    trained = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
+                    made[id(tensor)]._was = tensor  # type: ignore[attr-defined]  # a freed id could be another's
+                table[key] = made[id(tensor)]
+    return {tensor.untyped_storage()._cdata for tensor in made.values()}
+
+
+class _Silent(Transport):
+    """The transport of a rank that computes with what it has: nobody answers, and shapes need no answer."""
+
+    name = "silent"
+
+    def __init__(self, world: int) -> None:
+        self.rank, self.world, self.timeout, self.device = 0, world, 0.0, torch.device("cpu")
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(cls.name, "cpu")
+
+    def copy_batch(
+        self,
+        outgoing: Sequence[Copy],
+        incoming: Sequence[Copy],
+        label: str,
+        then: Callable[[], None] | None = None,
+        arguments: Arguments = NO_ARGUMENTS,
+    ) -> Ticket:
+        return _Done()
+
+    def signal(self, peer: int) -> None:
+        """Nobody sees it."""
+
+    def wait(self, peer: int) -> None:
+        """For nobody."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Done:
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def done(self) -> bool:
+        return True

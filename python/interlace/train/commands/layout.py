@@ -1,0 +1,304 @@
+"""What ``interlace plan`` shows of a config's own layout: modules, ranks, and the memory of each rank.
+
+The same figures as a table, as text blocks (ranks x modules), as a picture and as JSON. What they mean and what the
+estimate leaves out: docs/what-ranks-hold.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from interlace.train.config import ConfigError
+from interlace.train.costs import budget_loads
+from interlace.train.schema import Config
+
+if TYPE_CHECKING:
+    from interlace.layout import Layout
+    from interlace.plan.memory import RankMemory
+    from interlace.train.commands.planning import Costs
+
+VERSION = 1  # of the keys of the JSON
+_MOST_SHOWN = 64  # ranks
+_BAR = 40  # letters of the largest peak
+_KINDS = {"weights": "w", "gradients": "g", "optimizer": "o", "activations": "a", "buffers": "b"}
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """A stage of one replica. parameters: that each of its ranks holds. seconds: of a chunk, forward and backward."""
+
+    module: str
+    replica: int
+    stage: int
+    start: int
+    stop: int
+    lanes: tuple[tuple[int, ...], ...]
+    parameters: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LayoutFacts:
+    """A config's layout with all that is shown of it. shown: how many of the ranks, all others being alike."""
+
+    name: str
+    placement: str
+    schedule: str
+    microbatches: int
+    layout: Layout
+    stages: tuple[StageFacts, ...]
+    memory: tuple[RankMemory, ...]
+    shown: int
+    origin: str
+
+    def to_json(self) -> str:
+        """Sorted keys, no NaN: see docs/what-ranks-hold.md."""
+        found = {
+            "version": VERSION,
+            "run": self.name,
+            "placement": self.placement,
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "world": self.layout.world,
+            "costs": self.origin,
+            "modules": [self._module(name) for name in self.layout.modules],
+            "ranks": [self._rank(memory) for memory in self.memory],
+        }
+        return json.dumps(found, allow_nan=False, indent=1, sort_keys=True)
+
+    def _module(self, name: str) -> dict[str, Any]:
+        spec = self.layout.spec(name)
+        stages = [
+            {
+                "replica": stage.replica,
+                "stage": stage.stage,
+                "layers": [stage.start, stage.stop],
+                "lanes": [list(lane) for lane in stage.lanes],
+                "parameters": stage.parameters,
+                "seconds": stage.seconds,
+            }
+            for stage in self.stages
+            if stage.module == name
+        ]
+        degrees = {degree: getattr(spec, degree) for degree in ("tp", "cp", "pp", "dp", "shard", "shard_ranks")}
+        return {"module": name, **degrees, "stages": stages}
+
+    def _rank(self, memory: RankMemory) -> dict[str, Any]:
+        return {
+            "rank": memory.rank,
+            "stages": [
+                {
+                    "module": stage.module,
+                    "stage": stage.index,
+                    "replica": self.layout.replica(memory.rank, stage.module),
+                }
+                for stage in self.layout.of_rank(memory.rank)
+            ],
+            "parameters": memory.parameters,
+            "in_flight": memory.in_flight,
+            "bytes": {
+                "weights": memory.weights,
+                "gradients": memory.gradients,
+                "optimizer": memory.optimizer,
+                "activations": memory.activations,
+                "messages": memory.messages,
+                "gradient_sums": memory.sums,
+                "workspace": memory.workspace,
+                "peak": memory.peak,
+            },
+            "bytes_gathered_once": {
+                "weights": memory.weights_once,
+                "gradients": memory.gradients_once,
+                "peak": memory.peak_once,
+            },
+        }
+
+
+def of_config(config: Config, model: Any, costs: Costs, microbatches: int, source: str) -> LayoutFacts:
+    """The facts of the config's own layout, all replicas of it. Raises ConfigError where a rank could not hold it."""
+    import torch
+
+    from interlace.plan.memory import activation_bytes, rank_memory
+    from interlace.run import stage_durations
+    from interlace.run.gradients import BUCKET_BYTES
+    from interlace.run.traced import activations_of, weights_of
+    from interlace.schedule import Op
+    from interlace.schedule.memory import peak
+    from interlace.train.build import build_layout
+    from interlace.train.commands import planning
+
+    layout = build_layout(config, model, source=source)
+    recompute = config.train.activation_checkpointing
+    autocast = torch.bfloat16 if config.train.precision == "bf16" else None
+    try:
+        weights = weights_of(model, layout)
+        activations = activations_of(
+            model, layout, checkpointing=recompute, autocast=autocast, items=_items(config, model)
+        )
+        loads = _loads(config, model, activations, planning.chunk_sizes(config, layout, microbatches))
+        schedule = planning.step_schedule(config, model, layout, microbatches)
+        sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
+        peaks = [peak(actions, sizes) for actions in schedule.actions]
+        held = [(found.in_flight, found.bytes) for found in peaks]
+        memory = rank_memory(layout, weights, activations, loads, held, bucket_bytes=BUCKET_BYTES)
+    except ValueError as error:
+        raise ConfigError(f"{source}: [parallel]: {error}") from None
+    scaled = planning.chunk_costs(config, layout, costs, microbatches)
+    durations = stage_durations(model, layout, scaled, recompute=recompute)
+    stages = tuple(
+        StageFacts(
+            module=stage.module,
+            replica=pipeline.replica,
+            stage=stage.index,
+            start=stage.start,
+            stop=stage.stop,
+            lanes=tuple(lane.ranks for lane in stage.lanes),
+            parameters=sum(
+                weight.held
+                for weight in weights
+                if weight.module == stage.module and any(stage.start <= layer < stage.stop for layer in weight.layers)
+            ),
+            seconds=sum(durations[op, stage.module, stage.index] for op in (Op.FORWARD, Op.BACKWARD)),
+        )
+        for pipeline in layout.pipelines()
+        for stage in pipeline.stages
+    )
+    shown = layout.world // config.parallel.replicas("language_model") if config.uniform() else layout.world
+    return LayoutFacts(
+        config.run.name, layout.placement, config.parallel.schedule, microbatches, layout, stages, memory, shown,
+        costs.origin,
+    )  # fmt: skip
+
+
+def _items(config: Config, model: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of a clip that fills its budget: shorter ones are padded to the encoder's length in part."""
+    if config.model.audio is None:
+        return {}
+    encoder = model.encoders["audio"]
+    mels, frames = encoder.default_shape
+    return {"audio": (mels, min(frames, round(config.data.max_audio_seconds * 100)))}
+
+
+def _loads(config: Config, model: Any, activations: Mapping[str, Any], sizes: Mapping[str, float]) -> dict[str, Any]:
+    """What passes through a chunk of each module; all text counts as targets."""
+    from interlace.plan.memory import Load
+
+    tokens = {name: load.tokens for name, load in budget_loads(config, model).items()}
+    language = activations["language_model"]
+    features = sum(tokens[name] * activations[name].edges[-1] for name in tokens if name != "language_model")
+    features = features / language.feature if language.feature else 0.0
+    rows = tokens["language_model"]
+    found = {name: Load(tokens[name] * sizes[name]) for name in tokens}
+    size = sizes["language_model"]
+    found["language_model"] = Load(rows * size, max(rows - features, 0.0) * size, features * size)
+    return found
+
+
+# ---------------------------------------------------------------------- for people
+
+
+def show(facts: LayoutFacts, console: Any) -> None:
+    """Prints one line per module and stage, one per rank, and the ranks as blocks."""
+    from rich.table import Table
+
+    layout, shown = facts.layout, min(facts.shown, _MOST_SHOWN)
+    table = Table(title=f"{facts.name}: layout of {layout.world} rank{'s' * (layout.world != 1)}", title_justify="left")
+    for column in ("module", "stage", "layers", "ranks", "tp", "cp", "pp", "dp", "shard", "parameters", "1F+1B ms"):
+        table.add_column(column, justify="left" if column in ("module", "ranks", "shard") else "right", overflow="fold")
+    for stage in facts.stages:
+        if stage.replica:
+            continue
+        spec = layout.spec(stage.module)
+        lanes = ", ".join("+".join(map(str, lane)) for lane in stage.lanes)
+        shard = spec.shard if spec.shard_ranks is None else f"{spec.shard} / {spec.shard_ranks}"
+        table.add_row(
+            stage.module if stage.stage == 0 else "",
+            str(stage.stage),
+            f"{stage.start}:{stage.stop}",
+            lanes,
+            *(str(degree) for degree in (spec.tp, spec.cp, spec.pp, spec.dp)),
+            shard,
+            f"{stage.parameters / 1e6:,.2f} M",
+            f"{1e3 * stage.seconds:,.2f}",
+        )
+    console.print(table)
+    if any(spec.dp > 1 for spec, _ in layout.modules.values()):
+        console.print("stages of the first replica of each module; seconds are those of a chunk on one rank")
+    once = any(spec.shard == "full" for spec, _ in layout.modules.values())
+    table = Table(title="bytes per rank, estimated", title_justify="left")
+    columns = ["rank", "stages", "parameters", "in flight", *_KINDS, "peak", *(["peak, gathered once"] * once)]
+    for column in columns:
+        table.add_column(column, justify="left" if column == "stages" else "right", overflow="fold")
+    for memory in facts.memory[:shown]:
+        held = _held(memory)
+        table.add_row(
+            str(memory.rank),
+            ", ".join(f"{s.module}[{s.start}:{s.stop}]" for s in layout.of_rank(memory.rank)),
+            f"{memory.parameters / 1e6:,.2f} M",
+            str(memory.in_flight),
+            *(size(held[kind]) for kind in _KINDS),
+            size(memory.peak),
+            *([size(memory.peak_once)] * once),
+        )
+    console.print(table)
+    if shown < layout.world:
+        rest = "hold the same, replica by replica" if facts.shown < layout.world else "are in --json"
+        console.print(f"ranks {shown} to {layout.world - 1} {rest}")
+    for line in blocks(facts):
+        console.print(line, markup=False, no_wrap=True, overflow="crop")
+
+
+def blocks(facts: LayoutFacts) -> list[str]:
+    """The ranks as lines of text: the layers that each has of each module, and its bytes by kind."""
+    names, shown = list(facts.layout.modules), min(facts.shown, _MOST_SHOWN)
+    cells = {
+        (rank, name): " ".join(f"{s.start}:{s.stop}" for s in facts.layout.of_rank(rank) if s.module == name)
+        for rank in range(shown)
+        for name in names
+    }
+    widths = {name: max(len(name), *(len(cells[rank, name]) + 2 for rank in range(shown))) for name in names}
+    most = max(memory.peak for memory in facts.memory[:shown]) or 1
+    lines = ["rank  " + "  ".join(name.ljust(widths[name]) for name in names)]
+    for rank in range(shown):
+        boxes = [f"[{cells[rank, n]}]" if cells[rank, n] else "." for n in names]
+        bar, done, total = "", 0, 0
+        for kind, each in _held(facts.memory[rank]).items():
+            total += each
+            end = round(_BAR * total / most)
+            bar, done = bar + _KINDS[kind] * (end - done), end
+        line = "  ".join(box.ljust(widths[name]) for box, name in zip(boxes, names, strict=True))
+        lines.append(f"{rank:4}  {line}  {bar} {size(facts.memory[rank].peak)}")
+    return [*lines, "      " + ", ".join(f"{letter} = {kind}" for kind, letter in _KINDS.items())]
+
+
+def draw(facts: LayoutFacts, path: Path) -> None:
+    """Writes the picture. Raises ConfigError for a file that cannot be written."""
+    from interlace.simulate import plot_layout
+
+    shown = min(facts.shown, _MOST_SHOWN)
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--picture {path}: name a file that ends in .png or .svg")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plot_layout(facts.layout, [_held(memory) for memory in facts.memory[:shown]], path, title=facts.name)
+    except OSError as error:
+        raise ConfigError(f"--picture {path}: cannot write there: {error.strerror}") from None
+
+
+def _held(memory: RankMemory) -> dict[str, int]:
+    """Bytes by kind; they add up to the peak."""
+    found = {kind: getattr(memory, kind) for kind in ("weights", "gradients", "optimizer", "activations")}
+    return {**found, "buffers": memory.peak - sum(found.values())}
+
+
+def size(count: float) -> str:
+    """Bytes, for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"

@@ -1,0 +1,313 @@
+"""The memory of a rank, against what ranks really hold: their tensors, counted in processes that train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
+from interlace.model import IGNORE, Media, MultimodalModel, Sample, loss
+from interlace.plan.memory import Activations, Load, RankMemory, Weight, activation_bytes, rank_memory, sharers
+from interlace.run import parallelize
+from interlace.run.executor import Executor
+from interlace.run.gradients import BUCKET_BYTES, _buckets
+from interlace.run.traced import activations_of, weights_of
+from interlace.schedule import Chunk
+from interlace.schedule.memory import peak
+from tests.comm.pool import Pool
+from tests.tiny import MELS, PLACEHOLDERS, random_sample, tiny_mllm
+
+LLM = "language_model"
+
+
+@dataclass
+class Case:
+    specs: dict[str, ParallelSpec]
+    placement: str = "parallel"
+    freeze: tuple[str, ...] = ()
+    tied: bool = False
+    checkpointing: bool = False
+    autocast: torch.dtype | None = None
+    items: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    samples: int = 8
+    microbatches: int = 4
+
+    def model(self, device: str) -> MultimodalModel:
+        with torch.device(device):
+            encoders = tuple(name for name in self.specs if name != LLM)
+            mllm = tiny_mllm(tied=self.tied, layers=3, hidden=64, heads=4, kv_heads=2, encoders=encoders)
+        for path in self.freeze:
+            mllm.freeze(path)
+        return mllm.train()
+
+    def layout(self, mllm: MultimodalModel) -> Layout:
+        return Layout.from_specs(mllm, self.specs, placement=self.placement)
+
+    def batch(self, mllm: MultimodalModel) -> list[Any]:
+        generator = torch.Generator().manual_seed(1)
+        samples = [random_sample(mllm, generator, images="vision" in self.specs, text=40) for _ in range(self.samples)]
+        if "audio" not in self.specs:
+            return samples
+        clip = self.items["audio"]
+        count = mllm.encoders["audio"].tokens(clip)
+        ids = torch.full((count,), PLACEHOLDERS["audio"])
+        return [
+            Sample(
+                torch.cat([ids, sample.input_ids]),
+                torch.cat([torch.full((count,), IGNORE), sample.labels]),
+                {**sample.media, "audio": [Media(clip, count, torch.zeros(clip))]},
+            )
+            for sample in samples
+        ]
+
+
+CASES = {
+    "stages": Case({"vision": ParallelSpec(), LLM: ParallelSpec(pp=3)}, tied=True),
+    "tensor parallel": Case({"vision": ParallelSpec(tp=2), LLM: ParallelSpec(tp=2)}),
+    "replicas": Case({"audio": ParallelSpec(dp=2), LLM: ParallelSpec(tp=2)}, tied=True, items={"audio": (MELS, 20)}),
+    "shared": Case({"vision": ParallelSpec(dp=4), LLM: ParallelSpec(tp=2, pp=2)}, placement="shared"),
+    "frozen": Case(
+        {"vision": ParallelSpec(), "audio": ParallelSpec(), LLM: ParallelSpec(pp=2)},
+        freeze=("vision", LLM),
+        items={"audio": (MELS, 32)},
+    ),
+    "frozen alone": Case({"vision": ParallelSpec(pp=2), LLM: ParallelSpec(tp=2)}, freeze=("vision", LLM)),
+    "checkpointing": Case({"vision": ParallelSpec(tp=2), LLM: ParallelSpec(pp=2)}, checkpointing=True),
+    "autocast": Case({"vision": ParallelSpec(pp=2), LLM: ParallelSpec(pp=2)}, autocast=torch.bfloat16),
+}
+
+
+# ---------------------------------------------------------------------- what ranks hold
+
+
+class Alive(TorchDispatchMode):
+    """The storages that were made inside, as far as they are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.weights: set[int] = set()  # of which views are made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor)
+        return result
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+
+    def bytes(self) -> int:
+        self.made = {key: each for key, each in self.made.items() if not each[0].expired()}
+        return sum(size for key, (_, size) in self.made.items() if key not in self.weights)
+
+
+@dataclass
+class Held:
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    in_flight: int = 0
+
+
+@contextmanager
+def activations_counted(held: Held) -> Iterator[None]:
+    """Notes the most that was alive after a forward of those that wait for their backward."""
+    alive, forward, backward = Alive(), Executor._forward, Executor._backward
+
+    def noted(self: Executor, *action: Any) -> None:
+        with Alive():  # a recomputation is to be as the forward, where a mode is active: not what it makes is counted
+            backward(self, *action)
+
+    def counted(self: Executor, module: str, stage: int, chunk: int, *rest: int) -> None:
+        part = self.stages[module, stage].module
+        alive.weights.update(x.untyped_storage()._cdata for x in (*part.parameters(), *part.buffers()))
+        with alive:
+            forward(self, module, stage, chunk, *rest)
+        for received, output in self._saved.values():
+            for tensor in (*received.values(), output):
+                alive.add(tensor)
+        if (module, stage, chunk) in self._saved:
+            held.activations = max(held.activations, alive.bytes())
+            held.in_flight = max(held.in_flight, len(self._saved))
+
+    with mock.patch.object(Executor, "_forward", counted), mock.patch.object(Executor, "_backward", noted):
+        yield
+
+
+def train(rank: int, name: str) -> Held:
+    case, held = CASES[name], Held()
+    mllm = case.model("cpu")
+    options: dict[str, Any] = {"checkpointing": case.checkpointing, "autocast": case.autocast}
+    parallel = parallelize(mllm, case.layout(mllm), transport="distributed", timeout=20, **options)
+    with activations_counted(held):
+        parallel.step(case.batch(mllm), microbatches=case.microbatches)
+    parameters = [parameter for _, parameter in parallel.named_parameters()]
+    held.weights = sum(parameter.nbytes for parameter in parameters)
+    held.gradients = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+    if trained := [parameter for parameter in parameters if parameter.requires_grad]:
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        optimizer.step()
+        held.optimizer = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    return held
+
+
+def estimated(name: str) -> tuple[RankMemory, ...]:
+    """The estimate, from a model without memory and the lengths of the batch."""
+    case = CASES[name]
+    mllm = case.model("meta")
+    layout, samples = case.layout(mllm), case.batch(mllm)
+    activations = activations_of(
+        mllm, layout, checkpointing=case.checkpointing, autocast=case.autocast, items=case.items
+    )
+    schedule = (parallel := parallelize(mllm, layout, transport="local")).schedule(
+        parallel.table(samples, case.microbatches)
+    )
+    loads: dict[Any, Load] = {}
+    for place, chunk in enumerate(schedule.table.chunks):
+        mine = [samples[i] for i in chunk.samples]
+        if chunk.module == LLM:
+            features = sum(item.tokens for sample in mine for items in sample.media.values() for item in items)
+            rows, targets = sum(map(len, mine)), sum(int((sample.labels != IGNORE).sum()) for sample in mine)
+            loads[place] = Load(rows, targets, features)
+        else:
+            encoder = mllm.encoders[chunk.module]
+            loads[place] = Load(
+                sum(encoder.encoder_length(item.shape) for sample in mine for item in sample.media[chunk.module])
+            )
+    largest = {n: max(loads[i] for i, c in enumerate(schedule.table.chunks) if c.module == n) for n in layout.modules}
+    sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
+    held = [(found.in_flight, found.bytes) for found in (peak(actions, sizes) for actions in schedule.actions)]
+    return rank_memory(layout, weights_of(mllm, layout), activations, largest, held, bucket_bytes=BUCKET_BYTES)
+
+
+SLOW = ("stages", "replicas", "shared", "frozen alone", "checkpointing", "autocast")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
+def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
+    """State to the byte, activations within 10 %."""
+    estimate = estimated(name)
+    outcomes = pool.run(len(estimate), train, name)
+    assert (raised := [o.value for o in outcomes if o.kind == "raised"]) == [], "\n".join(raised)
+    for found, outcome in zip(estimate, outcomes, strict=True):
+        real = outcome.value
+        where = f"rank {found.rank}: {found}, not {real}"
+        assert (found.weights, found.gradients, found.optimizer) == (real.weights, real.gradients, real.optimizer), (
+            where
+        )
+        assert found.in_flight == real.in_flight, where
+        assert found.activations == pytest.approx(real.activations, rel=0.1), where
+
+
+# ---------------------------------------------------------------------- without processes
+
+
+def small(**specs: ParallelSpec) -> tuple[MultimodalModel, Layout]:
+    case = Case({"vision": ParallelSpec(), LLM: ParallelSpec(), **specs})
+    return (mllm := case.model("meta")), case.layout(mllm)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_logits_in_parts_are_not_kept(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case({LLM: ParallelSpec()})
+    mllm = case.model("meta")
+    found = activations_of(mllm, case.layout(mllm))[LLM]
+    limit = 4 * found.words * 10 if in_parts else loss.LOGITS_BYTES
+    monkeypatch.setattr(loss, "LOGITS_BYTES", limit)
+    real, samples = case.model("cpu"), case.batch(mllm)[:2]
+    stage, inputs = real.slice(LLM, 0, 3), real.collate_module(LLM, samples)
+    alive = Alive()
+    alive.weights.update(x.untyped_storage()._cdata for x in (*stage.parameters(), *stage.buffers()))
+    with alive:
+        total = stage(inputs)
+    assert total.requires_grad
+    load = Load(sum(map(len, samples)), sum(int((sample.labels != IGNORE).sum()) for sample in samples))
+    assert load.targets > 10
+    assert replace(found, logits_bytes=limit).of_stage(0, 3, load) == pytest.approx(alive.bytes(), rel=0.02)
+    whole, parts = (
+        replace(found, logits_bytes=each).workspace(0, 3, load) for each in (math.inf, 4 * found.words * 10)
+    )
+    assert (whole, parts) == (2 * 4 * load.targets * found.words, 2 * 4 * 10 * found.words)
+
+
+@given(
+    layers=st.lists(st.tuples(st.integers(1, 500), st.booleans()), min_size=1, max_size=6),
+    dp=st.sampled_from([1, 2, 4, 6]),
+    data=st.data(),
+)
+def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int, data: st.DataObject) -> None:
+    """Against the parts of every weight, written out."""
+    group = data.draw(st.sampled_from([None, *(n for n in range(1, dp + 1) if dp % n == 0)]))
+    shard = data.draw(st.sampled_from(["none", "optimizer", "full"]))
+    sharing = 1 if shard == "none" else group or dp
+    stages = tuple(Pipeline("only", i, (Stage("only", 0, 0, len(layers), Lane((i,))),)) for i in range(dp))
+    layout = Layout({"only": (sharded(ParallelSpec(dp=dp), shard, group), stages)}, dp)
+    weights = [Weight(str(i), "only", (i,), n, n, 4, trained) for i, (n, trained) in enumerate(layers)]
+    idle = Activations((), (0.0,) * (len(layers) + 1), (False,) * len(layers))
+    found = rank_memory(layout, weights, {"only": idle}, {}, [(0, 0.0)] * dp, bucket_bytes=1000)
+    part = [4 * max(len(range(i, n, sharing)) for i in range(sharing)) for n, _ in layers]
+    trained = [i for i, (_, is_trained) in enumerate(layers) if is_trained]
+    whole = [4 * n for n, _ in layers]
+    for memory in found:
+        moments = part if shard != "none" else whole
+        assert memory.optimizer == sum(2 * moments[i] + 4 for i in trained)
+        if shard == "full" and sharing > 1:
+            assert memory.weights == sum(part) + max(whole)
+            assert memory.weights_once == sum(part) + sum(whole)
+            assert memory.gradients == sum(part[i] for i in trained) + max((whole[i] for i in trained), default=0)
+            assert memory.gradients_once == sum(whole[i] for i in trained)
+        else:
+            assert memory.weights == memory.weights_once == sum(whole)
+            assert memory.gradients == memory.gradients_once == sum(whole[i] for i in trained)
+        assert memory.peak >= memory.weights + memory.gradients + memory.optimizer
+        assert memory.sums == (largest_bucket([whole[i] for i in trained], 1000) if dp > 1 else 0)
+
+
+def sharded(spec: ParallelSpec, shard: str, ranks: int | None) -> ParallelSpec:
+    """With sharded state, whether or not the runtime has it."""
+    object.__setattr__(spec, "shard", shard)
+    object.__setattr__(spec, "shard_ranks", ranks)
+    return spec
+
+
+def largest_bucket(sizes: list[int], most: int) -> int:
+    """Of those that `interlace.run.gradients` makes."""
+    parameters = [nn.Parameter(torch.empty(size // 4)) for size in sizes]
+    with mock.patch("interlace.run.gradients.BUCKET_BYTES", most):
+        return max((sum(p.nbytes for p in bucket) for bucket in _buckets(parameters)), default=0)
+
+
+def test_context_parallel_ranks_have_their_rows_alone() -> None:
+    mllm, whole = small()
+    cut = Layout.from_specs(mllm, {"vision": ParallelSpec(), LLM: ParallelSpec(cp=2)})
+    activations = activations_of(mllm, cut)
+    chunk, load = Chunk(LLM, 0, 0, np.zeros(1, np.int32)), Load(100, 20, 8)
+    sizes = [activation_bytes(layout, activations, [chunk], {LLM: load})[LLM, 0, 0] for layout in (whole, cut)]
+    assert sizes[1] == activations[LLM].of_stage(0, 3, Load(50, 10, 4))
+    assert sizes[0] / 2 < sizes[1] < 0.6 * sizes[0]
+
+
+def test_what_cannot_be_is_refused_with_the_way_out() -> None:
+    mllm, _ = small()
+    with pytest.raises(ValueError, match=r"language_model cannot be cut among tp = 3 ranks: .*give it pp or dp"):
+        weights_of(mllm, Layout.from_specs(mllm, {"vision": ParallelSpec(), LLM: ParallelSpec(tp=3)}))
+    with pytest.raises(ValueError, match=r"shard_ranks = 4, which does not divide its dp = 6: .*use 1, 2, 3, 6"):
+        sharers("vision", sharded(ParallelSpec(dp=6), "full", 4))
