@@ -16,7 +16,7 @@ def test_every_row_arrives_once_and_in_order(rows: int, senders: int, receivers:
     assert [row for part in found for row in range(part.start, part.stop)] == list(range(rows))
     assert [part.receiver for part in found] == sorted(part.receiver for part in found)
     assert tuple((part.sender, part.receiver) for part in found) == pairs(senders, receivers)
-    counts = shares(rows, senders, receivers)
+    counts = shares(found, receivers)
     assert len(counts) == receivers and sum(counts) == rows
     for place, count in enumerate(counts):
         assert count == sum(part.stop - part.start for part in found if part.receiver == place)

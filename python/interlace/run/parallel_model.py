@@ -24,15 +24,16 @@ from interlace.comm.channel_group import GroupChannel
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Layout
 from interlace.model import Media, MultimodalModel
-from interlace.parallel.route import Routes
+from interlace.parallel.context import ORDERS
 from interlace.run import comparison
-from interlace.run.batch import GlobalBatch, collator
+from interlace.run.batch import GlobalBatch, collator, read_media
+from interlace.run.deals import Deals
 from interlace.run.device import clock, current, device_of, drawing, seconds
 from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import check_read, edges, stage_graph
-from interlace.run.lanes import check_lanes
+from interlace.run.lanes import check_lanes, groups_of
 from interlace.run.ranks import make_ranks
 from interlace.run.result import StepResult, times_of
 from interlace.run.threads import run_threads
@@ -50,6 +51,7 @@ def parallelize(
     *,
     schedule: str = "1f1b",
     transport: str | None = None,
+    context_order: str = "lpt",
     checkpointing: bool = False,
     autocast: torch.dtype | None = None,
     timeout: float = 300.0,
@@ -70,11 +72,15 @@ def parallelize(
     A module with tp > 1 is cut inside its blocks, among the ranks of each of its lanes. Between processes a rank's
     parameters are then its pieces (see `named_parameters`), copied from the weights of ``mllm``.
 
+    Of a module with cp > 1 each rank has some of the rows of a chunk inside its layers. context_order: which: "lpt"
+    balances attention under the chunk's own mask, "zigzag" under a causal one, "ring" gives each rank neighbours.
+
     Raises ValueError when the world's size is not the layout's, for weights on several devices, for a module whose
-    blocks cannot be cut among its tp ranks, and for cp > 1, which this version plans but does not run.
+    blocks cannot be cut among its tp ranks, and for one whose layers do more between rows than attention, with cp > 1.
     """
-    if schedule not in _GENERATORS:
-        raise ValueError(f"unknown schedule {schedule!r}: use one of {', '.join(map(repr, sorted(_GENERATORS)))}")
+    for what, given, known in (("schedule", schedule, sorted(_GENERATORS)), ("context_order", context_order, ORDERS)):
+        if given not in known:
+            raise ValueError(f"unknown {what} {given!r}: use one of {', '.join(map(repr, known))}")
     if transport is None:
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         transport = "distributed" if grouped else "local"
@@ -93,7 +99,9 @@ def parallelize(
         channel = GroupChannel(mllm.modules_order(), timeout, device_of(mllm))
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
-    return ParallelModel(mllm, layout, schedule, ranks, channel, checkpointing, autocast, timeout, crash_folder)
+    return ParallelModel(
+        mllm, layout, schedule, context_order, ranks, channel, checkpointing, autocast, timeout, crash_folder
+    )
 
 
 class ParallelModel:
@@ -107,6 +115,7 @@ class ParallelModel:
         mllm: MultimodalModel,
         layout: Layout,
         schedule: str,
+        context_order: str,
         ranks: Sequence[int],
         channel: Channel | None,
         checkpointing: bool,
@@ -117,8 +126,9 @@ class ParallelModel:
         self.layout, self.mllm, self.ranks = layout, mllm, list(ranks)
         self.graph = stage_graph(mllm, layout)
         self._generator = _GENERATORS[schedule]
-        self._agreed = comparison.of_model(mllm, layout, schedule=schedule, autocast=autocast)
-        self._autocast, self._timeout, self._crash_folder = autocast, timeout, crash_folder
+        self._agreed = comparison.of_model(mllm, layout, schedule=schedule, order=context_order, autocast=autocast)
+        self._context_order, self._autocast = context_order, autocast
+        self._timeout, self._crash_folder = timeout, crash_folder
         self.channel = channel
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
@@ -130,7 +140,7 @@ class ParallelModel:
         check_lanes(mllm, layout)
         self._views, self._pieces = Views(), Pieces()
         self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, self._views, self._pieces)
-        self._lanes = [lane.ranks for lane in layout.lanes() if len(lane.ranks) > 1]
+        self._lanes = groups_of(layout)
         if channel is not None:
             (number,) = self.ranks
             with as_pipeline_errors():
@@ -208,19 +218,7 @@ class ParallelModel:
     ) -> list[Media]:
         """The media of `samples` that this process reads in a step with these arguments."""
         batch = GlobalBatch.of(samples, microbatches, chunks)
-        firsts = {
-            (stage.module, self.layout.replica(rank, stage.module))
-            for rank in self.ranks
-            for stage in self.layout.of_rank(rank)
-            if stage.index == 0
-        }
-        return [
-            item
-            for chunk in self._table(batch).chunks
-            if (chunk.module, chunk.replica) in firsts
-            for i in chunk.samples
-            for item in batch.samples[i].media.get(chunk.module, ())
-        ]
+        return read_media(self.layout, self.ranks, self._table(batch), batch.samples)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -277,7 +275,8 @@ class ParallelModel:
                 self._trained.check(self.mllm)
             batch, device = given(), device_of(self.mllm)
             table = self._table(batch)
-            schedule, routes = self.schedule(table, train=train), Routes(table, device)
+            deals = Deals(self.mllm, self.layout, table, batch.samples, self._context_order)
+            schedule, routes = self.schedule(table, train=train), deals.routes(device)
             text = comparison.of_samples(batch.lists()).text
             digest = comparison.number(table.digest, self._agreed.text, train, text)
         except ValueError as error:
@@ -306,6 +305,7 @@ class ParallelModel:
                 routes=routes,
                 ends=ends,
                 inputs=collator(self.mllm, table, batch.samples, self._ranks[number].stages, device),
+                dealt=deals.inputs,
                 scale=1.0 / tokens,
                 start=compare,
                 autocast=self._autocast_context,
@@ -395,7 +395,7 @@ class ParallelModel:
         if drew := everyone[:, 3].nonzero().flatten().tolist():
             raise PipelineError(
                 f"rank {', '.join(map(str, drew))} drew random numbers (dropout?) in a lane of several ranks, which "
-                "must compute the same of the rows that each holds: set the dropout of modules with tp > 1 to 0"
+                "must compute the same of what each holds: set the dropout of modules with tp > 1 or cp > 1 to 0"
             )
         total, squares, *_ = everyone.sum(0).tolist()
         return total, squares**0.5, tuple(everyone[:, 2].tolist())

@@ -1,6 +1,6 @@
 """The ranks that a process plays: their stages, with weights that are the model's own.
 
-Between processes a rank's stages hold the parameters of its model, or pieces of them in a lane of several ranks. Where
+Between processes a rank's stages hold the parameters of its model, or pieces of them with tensor parallelism. Where
 one process plays several ranks, each has its own modules and its own `.grad` (see `interlace.run.weights`); the model
 itself is trained, in place, whatever the layout, and an optimizer over ``mllm.parameters()`` is the right one.
 """
@@ -15,10 +15,9 @@ from torch import nn
 from interlace.comm.channel import Channel
 from interlace.comm.transports import Transport
 from interlace.layout import Lane, Layout, Reduction
-from interlace.parallel import Ranks
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
-from interlace.run.lanes import cut
+from interlace.run.lanes import Place, cut
 from interlace.run.weights import Pieces, Views, cut_weights
 from interlace.schedule import StageGraph
 
@@ -28,14 +27,14 @@ class Rank:
 
     stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
     first name. cut: of those of which it holds a piece, where that belongs. counts: the names of those that no lower
-    rank holds (of a piece: none of its place in a lane): who sums over the model takes these of each rank.
-    lanes: (module, stage) -> this rank's place among those that compute it.
+    rank holds (of a piece: none that holds the same piece): who sums over the model takes these of each rank.
+    places: (module, stage) -> this rank's place among those that compute it.
     """
 
     def __init__(
-        self, number: int, stages: dict[Key, nn.Module], lanes: Mapping[Key, Ranks], graph: StageGraph, mllm: Any
+        self, number: int, stages: dict[Key, nn.Module], places: Mapping[Key, Place], graph: StageGraph, mllm: Any
     ) -> None:
-        self.number, self.stages, self.lanes = number, stages, lanes
+        self.number, self.stages, self.places = number, stages, places
         self.cut = {name: held for stage in stages.values() for name, held in cut_weights(stage).items()}
         self._graph = graph
         self._layers = parameter_layers(mllm)
@@ -60,11 +59,12 @@ class Rank:
 
     def _holders(self, name: str) -> list[int]:
         """The ranks that hold what this one holds of a weight."""
-        lanes = self._graph.layout.holders(*self._layers[name])
+        module, layer = self._layers[name]
+        lanes, tp = self._graph.layout.holders(module, layer), self._graph.layout.spec(module).tp
         if name not in self.cut:
             return [rank for lane in lanes for rank in lane.ranks]
         place = next(lane.ranks.index(self.number) for lane in lanes if self.number in lane.ranks)
-        return [lane.ranks[place] for lane in lanes]
+        return [rank for lane in lanes for rank in lane.ranks[place % tp :: tp]]
 
     def _places(self, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
         return tuple(sorted({self._layers[name] for name in names}))
@@ -78,10 +78,9 @@ class Rank:
         return [p for n, p in self.own.items() if at[n][0] == reduction.module and at[n][1] in layers]
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
-        """Have the ranks of each lane speak over its transport."""
-        for key, ranks in self.lanes.items():
-            if ranks.world > 1:
-                ranks.connect(transports[lane_of(self._graph.layout, self.number, key).ranks])
+        """Have the groups of ranks in its lanes (`groups_of`) speak over their transports."""
+        for place in self.places.values():
+            place.connect(transports)
 
     def executor(self, channel: Channel) -> Executor:
         """What runs this rank's lists over `channel`."""
@@ -92,9 +91,8 @@ class Rank:
             replica = graph.layout.replica(self.number, module)
             assert replica is not None
             last = index == len(graph.layout.pipelines(module)[replica].stages) - 1
-            ranks = lane_of(graph.layout, self.number, (module, index)).ranks
             sink = last and module not in feeding
-            runtimes[module, index] = StageRuntime(stage, last, sink, self.lanes[module, index], ranks)
+            runtimes[module, index] = StageRuntime(stage, last, sink, self.places[module, index])
         lanes = [lane.ranks for lane in graph.layout.lanes()]
         return Executor(self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters)
 
@@ -115,24 +113,24 @@ def make_ranks(
     found = {}
     for number in numbers:
         stages: dict[Key, nn.Module] = {}
-        lanes: dict[Key, Ranks] = {}
+        places: dict[Key, Place] = {}
         mine: dict[int, nn.Parameter] = {}  # id of the model's own -> this rank's
         for stage in graph.layout.of_rank(number):
             key = stage.module, stage.index
-            lane = lane_of(graph.layout, number, key).ranks
-            ranks = lanes[key] = Ranks.at(lane.index(number), len(lane))
+            tp = graph.layout.spec(stage.module).tp
+            place = places[key] = Place.of(number, lane_of(graph.layout, number, key).ranks, tp)
             part = mllm.slice(
-                stage.module, stage.start, stage.stop, copy=several or len(lane) > 1, checkpointing=checkpointing
+                stage.module, stage.start, stage.stop, copy=several or tp > 1, checkpointing=checkpointing
             )
-            if len(lane) > 1:
-                stages[key] = cut(part, ranks)
-                _link_pieces(part, own, mine, ranks.rank, pieces)
+            if tp > 1:
+                stages[key] = cut(part, place.tp)
+                _link_pieces(part, own, mine, place.tp.rank, pieces)
             else:
                 stages[key] = part
                 if several:
                     _link(part, own, mine, taken, views)
         taken.update(mine)
-        found[number] = Rank(number, stages, lanes, graph, mllm)
+        found[number] = Rank(number, stages, places, graph, mllm)
     return found
 
 
