@@ -345,8 +345,8 @@ class ModalityModule(nn.Module):
         `hidden` is the previous stage's output; on stages after the first only the shapes of `inputs` matter. With
         "context" in `inputs` the layers, and the hidden states between stages, have this rank's share of the rows.
         """
-        if self.preprocess is not None:
-            inputs = self.preprocess(dict(inputs))
+        if self.preprocess is not None:  # which may leave out what it does not know
+            inputs = {"context": inputs.get("context"), **self.preprocess(dict(inputs))}
         shapes = self._shapes(inputs)
         lengths = [self.encoder_length(shape) for shape in shapes]
         like = next(self.layers.parameters())

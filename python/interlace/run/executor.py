@@ -73,8 +73,8 @@ class Step:
 
     inputs: (module, chunk, first stage) -> collated inputs. dealt: what of these a rank at some place is given. scale:
     multiplies the summed loss: 1 / valid targets of the whole batch. start: called once, before the first backward,
-    message or sum. ends: chunk -> the module and the last stage, whose output its rows are. mark: marks a moment of the
-    work, of which `times` is made.
+    message or sum, and before the first forward that several ranks do together. ends: chunk -> the module and the last
+    stage, whose output its rows are. mark: marks a moment of the work, of which `times` is made.
     """
 
     routes: Routes
@@ -126,7 +126,7 @@ class Executor:
         started = False
         for row in actions:
             op, module, *rest = row
-            if not started and op != FORWARD:
+            if not started and (op != FORWARD or self._together(row)):
                 started = True
                 step.start()
             begin = mark()
