@@ -14,14 +14,14 @@ from interlace.comm.channel_local import LocalChannel
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import MultimodalModel
 from interlace.parallel.context import ORDERS
-from interlace.run import ParallelModel, parallelize
+from interlace.run import ParallelModel, PipelineError, parallelize
 from tests.distributed.workers import run_ranks
 from tests.model import zoo
 from tests.model.test_encoders import pixtral, yolos
 from tests.model.test_packing import lfm2
 from tests.run.random_cases import _compare_views, random_samples
 from tests.run.test_parity import FREEZING, oracle
-from tests.run.test_tensor_parallel import LLM, PLACEMENTS, assert_gradient, compare_holders, model, norm_of
+from tests.run.test_tensor_parallel import LLM, PLACEMENTS, assert_gradient, compare_holders, model, no_memory, norm_of
 from tests.tiny import random_microbatches, random_sample
 
 SEEDS = 10
@@ -237,6 +237,19 @@ def test_autocast_and_checkpointing() -> None:
             assert (parameter.grad - gradients[name]).norm() <= 0.15 * gradients[name].norm(), name
 
 
+def test_a_failed_step_leaves_the_next_one_whole() -> None:
+    mllm = model(encoders=("vision",))
+    batch = random_microbatches(mllm, "all")
+    layout = of_specs(mllm, vision={"cp": 2}, language_model={"tp": 2, "cp": 2})
+    parallel = parallelize(mllm, layout, timeout=30)
+    broken = parallel.stages[4][LLM, 0].register_forward_pre_hook(no_memory)
+    with pytest.raises(PipelineError, match=r"rank 4, FORWARD language_model\[0\] chunk \d+: OSError: no memory"):
+        parallel.step(batch)
+    broken.remove()
+    parallel.zero_grad()
+    compare(parallel, batch)
+
+
 def test_each_rank_is_sent_the_rows_of_its_own_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
     mllm = model(encoders=("vision",))
     batch = random_microbatches(mllm, "all")
@@ -290,7 +303,7 @@ LAYOUTS = [
 
 
 def fixed(rank: int) -> int:
-    """Each of LAYOUTS with each order in turn, and ranks that were told different ones."""
+    """Each of LAYOUTS with each order in turn; ranks that were told different ones; dropout, which is refused."""
     for number, specs in enumerate(LAYOUTS):
         mllm = model(tied=number % 2 == 0, encoders=("vision",) if "vision" in specs else ())
         layout = of_specs(mllm, **specs)
@@ -299,6 +312,11 @@ def fixed(rank: int) -> int:
     different = parallelize(mllm, layout, transport="distributed", context_order=ORDERS[rank > 0], timeout=30)
     with pytest.raises(ValueError, match="order"):
         different.step(random_microbatches(mllm, "all", count=2))
+    for layer in mllm.language_model.model.layers:
+        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(0.5))
+    noisy = parallelize(mllm.train(), layout, transport="distributed", timeout=30)
+    with pytest.raises(PipelineError, match=r"rank 0, 1, 2, 3 drew random numbers .*with tp > 1 or cp > 1 to 0"):
+        noisy.step(random_microbatches(mllm, "all", count=2))
     return len(LAYOUTS)
 
 

@@ -2,6 +2,7 @@
 
 table.py (what: lengths -> StepTable) · graph.py (layout and model -> stage graph) · executor.py (one rank's list) ·
 gradients.py (sums over ranks) · ranks.py (a rank's stages) · lanes.py (how lanes of several ranks are cut) ·
+deals.py (how chunks are dealt among context-parallel ranks) ·
 weights.py (weights that are not the model's own Parameters) · threads.py (ranks of one process) ·
 agreement.py (what ranks must be given alike) · batch.py, result.py (what a step takes and says) · device.py (GPUs) ·
 parallel_model.py (the public face).
