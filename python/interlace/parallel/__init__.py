@@ -1,8 +1,8 @@
 """One module on several ranks.
 
 `tensor` cuts a module by a plan of its paths, for which `families` has ready ones; `linear` has the two cut linear
-layers, `mappings` what happens where whole and cut tensors meet, `state` the parameters of the whole. `context` deals the
-rows of a chunk among ranks, `route` says which rows one chunk sends another.
+layers, `mappings` what happens where whole and cut tensors meet, `state` the parameters of the whole. `context` deals
+the rows of a chunk among ranks, `route` says which rows one chunk sends another.
 """
 
 from interlace.parallel.families import plan_for

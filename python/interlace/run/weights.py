@@ -1,9 +1,9 @@
-"""The weights of in-process ranks and of lanes of several ranks, which are not the model's own Parameters.
+"""The weights of in-process ranks and of tensor-parallel ones, which are not the model's own Parameters.
 
 Where one process plays several ranks, these add to gradients at the same time, and each needs a `.grad` of its own: the
-first rank that holds a weight has the model's own Parameter, the others have views over the same storage (`Views`). The
-ranks of a lane of several have pieces of weights (`Pieces`), and views of those that they hold whole: hooks there may
-sum gradients over the lane, which who uses the model otherwise must not meet.
+first rank that holds a weight has the model's own Parameter, the others have views over the same storage (`Views`).
+Tensor-parallel ranks have pieces of weights (`Pieces`), and views of those that they hold whole: hooks there may sum
+gradients over these ranks, which who uses the model otherwise must not meet.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Held(NamedTuple):
 
 
 class Pieces:
-    """What the lanes of several ranks hold of a model whose ranks are all in this process.
+    """What tensor-parallel ranks hold of a model whose ranks are all in this process.
 
     The model's own parameters are the ones that are trained: a step takes the pieces from them, and puts the pieces'
     gradients together in their `.grad`.
@@ -76,7 +76,7 @@ class Pieces:
         self._first: dict[int, dict[int, _Held]] = {}  # id of the model's own -> place in a lane -> the first there
 
     def add(self, own: nn.Parameter, place: int, parameter: nn.Parameter, cut: Cut | None) -> None:
-        """The rank at `place` in its lane has `parameter` of `own`. cut: None where that is the whole."""
+        """The rank at tensor-parallel `place` has `parameter` of `own`. cut: None where that is the whole."""
         held = _Held(own, place, parameter, cut)
         self._held.append(held)
         self._first.setdefault(id(own), {}).setdefault(place, held)
