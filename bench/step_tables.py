@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from bench.measure import command, machine, versions, write_json
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
-from interlace.parallel import Ranks
 from interlace.parallel.route import Routes
 from interlace.run.executor import Executor, StageRuntime, Step
+from interlace.run.lanes import Place
 from interlace.run.table import Lengths, step_table
 from interlace.run.threads import run_threads
 from interlace.schedule import Schedule, StageGraph, StepTable, check, one_f_one_b
@@ -116,8 +116,7 @@ def executor(ranks: int, repeats: int) -> dict[str, Any]:
                 Nothing(stage.module != "vision" and stage.index == last),
                 stage.module == "vision" or stage.index == last,
                 stage.module != "vision" and stage.index == last,
-                Ranks.at(0, 1),
-                (rank,),
+                Place.of(rank, (rank,), 1),
             )
             for stage in graph.layout.of_rank(rank)
         }
@@ -141,7 +140,7 @@ def play(schedule: Schedule, table: StepTable, stages: Any, rows: Tensor) -> Non
 
     def run(rank: int) -> None:
         channel = LocalChannel(rank, network)
-        step = Step(routes, ends, lambda *_: {"rows": rows}, 1.0)
+        step = Step(routes, ends, lambda *_: {"rows": rows}, lambda *given: given[-1], 1.0)
         executor = Executor(rank, stages[rank], channel, graph.modules, lanes, graph.reductions, lambda _: [])
         executor.run(schedule.of_rank(rank), step)
 

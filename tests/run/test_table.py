@@ -86,11 +86,12 @@ def test_every_sample_and_row_is_there_once_and_comes_where_it_is_read(step: Any
                 assert i in routes.readers[source]
                 made = [(s, k) for s in table.chunks[source].samples for k in range(lengths.rows[name][s])]
                 route = routes.between(source, i)
-                assert len(row_of(route.rows)) == len(row_of(route.places)) == route.length
-                for a, b in zip(row_of(route.rows), row_of(route.places), strict=True):
+                [places] = route.places
+                assert len(row_of(route.rows)) == len(row_of(places)) == route.length
+                for a, b in zip(row_of(route.rows), row_of(places), strict=True):
                     got[b] = made[a]
             assert got == rows
-            assert routes.total.get((name, i), 0) == len(rows)
+            assert routes.total(name, i) == len(rows)
 
 
 @given(steps())

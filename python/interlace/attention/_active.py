@@ -20,17 +20,21 @@ from torch import Tensor
 
 from interlace.attention.plan import AttentionPlan
 
-Active = tuple[AttentionPlan | None, str | None]
+Backend = str | Callable[..., Tensor] | None
+"""The name of an attention backend, None for the fastest; or what attends in place of `bitfield_attention`, called as
+attend(q, k, v, plan, scale=, softcap=) with what that takes, and returning out alone."""
+Active = tuple[AttentionPlan | None, Backend]
 NOTHING: Active = (None, None)  # by identity: nobody has called use_plan, not even with None
 
 _active: ContextVar[Active] = ContextVar("interlace_plan", default=NOTHING)
 
 
 @contextmanager
-def use_plan(plan: AttentionPlan | None, *, backend: str | None = None) -> Iterator[None]:
+def use_plan(plan: AttentionPlan | None, *, backend: Backend = None) -> Iterator[None]:
     """Attention layers called inside follow `plan` wherever their model passes them no mask.
 
-    `backend` names the attention backend for these calls (None = the fastest). None as plan switches back to the
+    `backend` names the attention backend for these calls (None = the fastest), or attends itself (see Backend): to
+    queries that are a part of a longer sequence, say, whose keys other ranks have. None as plan switches back to the
     model's own masks. Nests; each thread has its own.
     """
     entered: Active = (plan, backend)
@@ -78,7 +82,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.plan: AttentionPlan | None = None
-        self.backend: str | None = None
+        self.backend: Backend = None
         self.several = False
         self._entered: dict[int, list[Active]] = {}
         self._lock = threading.Lock()

@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from interlace.attention import _hf_masks
-from interlace.attention._active import current_plan, current_plan_is_unset, under_current_plan, use_plan
+from interlace.attention._active import Backend, current_plan, current_plan_is_unset, under_current_plan, use_plan
 from interlace.attention._carrier import DTYPE as CARRIER_DTYPE
 from interlace.attention._carrier import Carrier
 from interlace.attention._hf_limits import Limits, limits_of
@@ -48,7 +48,7 @@ from interlace.attention.backend import accumulate_dtype
 from interlace.attention.op import bitfield_attention
 from interlace.attention.plan import AttentionPlan
 
-__all__ = ["attention", "carrier", "current_plan", "make_mask", "register", "under_current_plan", "use_plan"]
+__all__ = ["Backend", "attention", "carrier", "current_plan", "make_mask", "register", "under_current_plan", "use_plan"]
 
 NAME = "interlace"
 FLASH_NAME = "interlace_flash"
@@ -77,7 +77,7 @@ def carrier(plan: AttentionPlan, *, backend: str | None = None) -> Tensor:
     return _carry(plan, backend, narrow=True)
 
 
-def _carry(plan: AttentionPlan, backend: str | None, *, narrow: bool) -> Tensor:
+def _carry(plan: AttentionPlan, backend: Backend, *, narrow: bool) -> Tensor:
     return Carrier.of(plan, backend, narrow)
 
 
@@ -144,7 +144,8 @@ def attention(
         raise ValueError(f"attention dropout is {dropout}; bitfield attention has none: set attention_dropout to 0")
     if sliding_window is not None and narrow:
         plan = narrowed(plan, Limits(back=sliding_window))
-    out = bitfield_attention(query, key, value, plan, scale=scaling, softcap=softcap, backend=backend)
+    attend = backend if callable(backend) else partial(bitfield_attention, backend=backend)
+    out = attend(query, key, value, plan, scale=scaling, softcap=softcap)
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
 

@@ -65,7 +65,7 @@ def collate_language(
         streams.append(stream)
     words = torch.tensor([word(number, causal=True) for number in range(len(encoders) + 1)], dtype=torch.int64)
     lengths = torch.tensor([len(sample) for sample in samples])
-    blank = next(token for token in range(len(placeholders) + 1) if token not in placeholders.values())
+    blank = blank_id(placeholders)
     document = torch.zeros(len(samples), dtype=torch.int32) if rows else torch.arange(len(samples), dtype=torch.int32)
 
     def lay_out(flat: torch.Tensor, fill: int) -> torch.Tensor:
@@ -88,6 +88,11 @@ def collate_language(
         "mask": mask,
         "plan": AttentionPlan.build(mask),
     }
+
+
+def blank_id(placeholders: Mapping[str, int]) -> int:
+    """The token id of padding: the first that is no placeholder."""
+    return next(token for token in range(len(placeholders) + 1) if token not in placeholders.values())
 
 
 def collate_media(

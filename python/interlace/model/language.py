@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from interlace.attention import AttentionPlan
-from interlace.attention.hf import use_plan
+from interlace.attention.hf import Backend, use_plan
 from interlace.model.rows import ALONE, PACKED, ROWS, Segment, check_rows, longest, segments
 from interlace.model.shared import per_layer_inputs
 from interlace.model.slice import ending_at, run
@@ -40,7 +40,7 @@ def merge_tokens(features: Mapping[str, Tensor], inputs: Inputs) -> Inputs:
                 f"{name}: input_ids hold {len(rows)} placeholders (id {token}) but the encoder gave {count} features: "
                 f"check that every item has encoder.tokens(shape) placeholders and that its media is in the batch"
             )
-        if given is not None and count:
+        if given is not None:  # though none of them is here: gradients go back through the layers all the same
             if given.shape[1] != flat.shape[1]:
                 raise ValueError(
                     f"{name}: the projector gives features of size {given.shape[1]}, the language model's embeddings "
@@ -77,7 +77,8 @@ def run_language(
 ) -> Any:
     """One stage of the language model: the module's output, or the hidden state [B, T, D] where a cut ends it.
 
-    inputs: as collated, with "features" on the first stage. hidden: the previous stage's output, None on the first.
+    inputs: as collated, with "features" on the first stage; of a rank that has some of the tokens also "attend", which
+    attends for it (see interlace.attention.hf.Backend). hidden: the previous stage's output, None on the first.
     wanted: bool [B, T], where logits are wanted: then they are [1, n, V], in order. head: the layer that makes logits;
     the forward ends before it, and what it would be given [n, K] for the wanted positions is returned.
     """
@@ -93,7 +94,7 @@ def run_language(
         inputs = embedded
     given, per_layer = (inputs["inputs_embeds"], inputs["per_layer_inputs"]) if hidden is None else (hidden, None)
     positions = inputs["position_ids"].to(device)
-    call = partial(_call, module, settings, first_layer, head)
+    call = partial(_call, module, inputs.get("attend") or settings.backend, first_layer, head)
     if not parts:
         output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted)
     else:
@@ -118,7 +119,7 @@ def _parts(settings: LanguageSettings, plan: AttentionPlan) -> list[Segment]:
 
 def _call(
     module: nn.Module,
-    settings: LanguageSettings,
+    backend: Backend,
     first_layer: nn.Module,
     head: nn.Module | None,
     plan: AttentionPlan,
@@ -139,7 +140,7 @@ def _call(
     if wanted is not None and "logits_to_keep" in accepted:
         columns = wanted.any(0).nonzero().squeeze(1)
         kwargs["logits_to_keep"] = columns.to(given.device)
-    with use_plan(plan, backend=settings.backend), nullcontext() if head is None else ending_at(head):
+    with use_plan(plan, backend=backend), nullcontext() if head is None else ending_at(head):
         output, left = run(module, first_layer, kwargs, hidden=hidden)
     chosen = wanted if columns is None or wanted is None else wanted[:, columns]
     if head is not None:

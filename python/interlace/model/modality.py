@@ -17,25 +17,31 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import FLASH_NAME, NAME, use_plan
-from interlace.masks import BitfieldMask, word
+from interlace.masks import BitfieldMask
 from interlace.model.images import ImageInputs, Size, stack_images
 from interlace.model.projector import PROJECTORS, stack_tokens
-from interlace.model.rows import ALONE, PACKED
+from interlace.model.rows import ALONE, PACKED, mask_of, packed_plan
 from interlace.model.sample import Media
-from interlace.model.slice import epilogue, find_layers, leave, prologue, run
+from interlace.model.slice import changing_output, epilogue, find_layers, leave, prologue, run
+from interlace.model.switch import use_bitfield_attention
 from interlace.model.trial_encoder import encoder_packing
 
+if TYPE_CHECKING:
+    from interlace.parallel.context import Context
+
 Inputs = dict[str, Any]
+Rows = Callable[[Tensor], Tensor]
 KINDS = {"pixel_values": "image", "input_features": "audio", "input_ids": "text"}
 
 
@@ -336,10 +342,11 @@ class ModalityModule(nn.Module):
     def run(self, inputs: Inputs, hidden: Tensor | None = None) -> Tensor:
         """This stage's part: hidden state [1, N, D] for the next stage, or on the last one features [n, D_llm].
 
-        `hidden` is the previous stage's output; on stages after the first only the shapes of `inputs` matter.
+        `hidden` is the previous stage's output; on stages after the first only the shapes of `inputs` matter. With
+        "context" in `inputs` the layers, and the hidden states between stages, have this rank's share of the rows.
         """
-        if self.preprocess is not None:
-            inputs = self.preprocess(dict(inputs))
+        if self.preprocess is not None:  # which may leave out what it does not know
+            inputs = {"context": inputs.get("context"), **self.preprocess(dict(inputs))}
         shapes = self._shapes(inputs)
         lengths = [self.encoder_length(shape) for shape in shapes]
         like = next(self.layers.parameters())
@@ -363,10 +370,22 @@ class ModalityModule(nn.Module):
         plan = inputs.get("plan")
         if plan is None or plan.q_len != sum(lengths):
             plan = packed_plan(lengths)
-        with use_plan(plan.to(like.device), backend=self.backend):
+        with self._sharing(inputs.get("context"), plan, like.device) as take:
             if self.is_first:
-                return self._run_first(inputs, shapes, lengths, like)
+                return self._run_first(inputs, shapes, lengths, like, take)
             return self._run_later(hidden, like, shapes)
+
+    @contextmanager
+    def _sharing(self, context: Context | None, plan: AttentionPlan, device: torch.device) -> Iterator[Rows]:
+        """Inside, attention follows `plan`; with a context the layers are to have what is yielded of the rows."""
+        if context is None:
+            with use_plan(plan.to(device), backend=self.backend):
+                yield _all
+            return
+        share = context.share(mask_of(plan.queries(), plan.sinks), plan, self.backend)
+        joined = changing_output(self.layers[self.stop - 1], share.whole) if self.is_last else nullcontext()
+        with use_plan(share.plan.to(device), backend=share.attend), joined:
+            yield share.take
 
     def _run_later(self, hidden: Tensor | None, like: Tensor, shapes: list[tuple[int, ...]]) -> Any:
         if hidden is None:
@@ -387,8 +406,10 @@ class ModalityModule(nn.Module):
             shape = self.default_shape  # audio of any length is padded to it
         return self.kwargs_of(torch.empty((1, *shape), device="meta", dtype=like.dtype))
 
-    def _run_first(self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor) -> Any:
-        """All groups but the last stop at the first layer; the last one goes on with everything packed."""
+    def _run_first(
+        self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor, take: Rows
+    ) -> Any:
+        """All groups but the last stop at the first layer; the last goes on with what `take` takes of all, packed."""
         if self.in_one_row:
             [group] = self._groups(inputs, shapes, like)
             return run(self.module, self._first_layer, group.kwargs)[0]
@@ -404,7 +425,7 @@ class ModalityModule(nn.Module):
 
         def enter(hidden: Tensor) -> Tensor:
             keep(last, hidden)
-            return torch.cat([pieces[i] for i in range(len(lengths))]).unsqueeze(0)
+            return take(torch.cat([pieces[i] for i in range(len(lengths))]).unsqueeze(0))
 
         output, _ = run(self.module, self._first_layer, last.kwargs, enter=enter)
         return output
@@ -459,37 +480,8 @@ class ModalityModule(nn.Module):
         )
 
 
-def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
-    """Plan of items side by side in one row, each seeing all of itself and nothing else."""
-    counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-    doc = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device="cpu"), counts).unsqueeze(0)
-    bits = torch.full(doc.shape, word(0), dtype=torch.int64, device="cpu")
-    return AttentionPlan.build(BitfieldMask(bits, doc=doc))
-
-
-def use_bitfield_attention(module: nn.Module, implementation: str = NAME) -> None:
-    """Switch a HuggingFace model to `attn_implementation="interlace"`, or the other name of it.
-
-    Raises ValueError where that cannot be done, and for layer drop: a dropped layer may be the one that a stage's
-    hidden state enters or leaves at.
-    """
-    drop = getattr(module, "layerdrop", 0.0)
-    if drop:
-        raise ValueError(
-            f"{type(module).__name__} has layer drop {drop}, which cannot be cut into stages: set layerdrop "
-            "(encoder_layerdrop in Whisper's config) to 0"
-        )
-    setter = getattr(module, "set_attn_implementation", None)
-    if setter is None:
-        raise ValueError(f"{type(module).__name__} is no HuggingFace model: its attention cannot be switched")
-    config: Any = module.config
-    if config._attn_implementation != implementation:
-        setter(implementation)
-    if config._attn_implementation != implementation:
-        raise ValueError(
-            f"{type(module).__name__} does not take attn_implementation={implementation!r}: its attention does not go "
-            "through HuggingFace's attention interface"
-        )
+def _all(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def _first_tokens(hidden: Tensor, length: int) -> Tensor:

@@ -16,12 +16,13 @@ from interlace.model.describe import LayerInfo, describe_layers
 from interlace.model.generate import generate
 from interlace.model.language import LanguageSettings, merge_tokens, run_language
 from interlace.model.loss import cross_entropy_sum
-from interlace.model.modality import ModalityModule, use_bitfield_attention
+from interlace.model.modality import ModalityModule
 from interlace.model.rows import ROWS
 from interlace.model.sample import IGNORE, Sample, refuse_copies
 from interlace.model.shared import check_cut
 from interlace.model.slice import carve, find_layers
 from interlace.model.stage import StageModule, keep_frozen
+from interlace.model.switch import use_bitfield_attention
 from interlace.model.trial_encoder import encoder_cuts
 from interlace.model.trial_language import allowed_cuts, caches_right, language_packing
 

@@ -10,13 +10,14 @@ Which of them a module takes is found out by trying (trial.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from interlace.attention import AttentionPlan
-from interlace.masks import BitfieldMask, Tokens
+from interlace.masks import BitfieldMask, Tokens, word
 
 PACKED, ROWS, ALONE = "packed", "rows", "alone"
 
@@ -85,6 +86,14 @@ def check_rows(plan: AttentionPlan) -> None:
 def longest(plan: AttentionPlan) -> int:
     """Tokens of the longest document, as far as its positions say."""
     return 1 + int(torch.where(plan.q_doc >= 0, plan.q_pos, -1).max()) if plan.q_pos.numel() else 0
+
+
+def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
+    """Plan of items side by side in one row, each seeing all of itself and nothing else."""
+    counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    doc = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device="cpu"), counts).unsqueeze(0)
+    bits = torch.full(doc.shape, word(0), dtype=torch.int64, device="cpu")
+    return AttentionPlan.build(BitfieldMask(bits, doc=doc))
 
 
 def mask_of(tokens: Tokens, sinks: int) -> BitfieldMask:

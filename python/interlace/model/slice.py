@@ -300,6 +300,20 @@ def ending_at(layer: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
+@contextlib.contextmanager
+def changing_output(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, `layer` gives change(hidden state) where it would give the hidden state, alone or first of a tuple."""
+
+    def replace(_: nn.Module, _args: Any, output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    hook = layer.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def clone(module: M) -> M:
     """The same module as a new object: parameters, buffers and children are shared, its tables of them are not.
 

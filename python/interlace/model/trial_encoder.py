@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from interlace.attention import AttentionPlan
+from interlace.masks import BitfieldMask
 from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import Media
 from interlace.model.slice import carve, clone
@@ -128,6 +130,43 @@ def _shapes(encoder: ModalityModule) -> list[list[tuple[int, ...]]]:
         return sets
     frames = [min(default[1], encoder.stride * tokens) for tokens in (36, 21, 36)]
     return [[(default[0], n) for n in frames], [default] * 3]
+
+
+class _Shuffled:
+    """A context (see interlace.parallel.context) of one rank, which has all rows, in an order of their own."""
+
+    attend = None
+
+    def share(self, mask: BitfieldMask, plan: AttentionPlan, backend: str | None) -> _Shuffled:
+        self.order = torch.randperm(mask.length, generator=torch.Generator().manual_seed(0))
+        self.plan = AttentionPlan.build(mask.select(self.order[None]))
+        return self
+
+    def take(self, rows: Tensor) -> Tensor:
+        return rows[:, self.order]
+
+    def whole(self, mine: Tensor) -> Tensor:
+        return mine[:, self.order.argsort()]
+
+
+def encoder_takes_any_order(encoder: ModalityModule) -> bool:
+    """Whether the layers of an encoder do with tokens what they do in order wherever these lie in a packed row; as
+    language_takes_any_order of trial_language.py."""
+    return remembered("order", encoder.module, encoder.layer_path, lambda: _order(encoder))
+
+
+def _order(encoder: ModalityModule) -> bool:
+    with cheaply():
+        try:
+            trial = _Trial(encoder)
+            trial.choose(_shapes(encoder)[0])
+            whole = trial.encoder
+            whole.packing = PACKED
+            inputs = whole.collate(trial.items)
+            wanted, found = whole.run(inputs), whole.run({**inputs, "context": _Shuffled()})
+        except Exception:  # whatever a model may raise
+            return False
+    return far([found], [wanted]) <= TOLERANCE
 
 
 def encoder_cuts(encoder: ModalityModule) -> list[bool]:

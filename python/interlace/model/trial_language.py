@@ -180,6 +180,33 @@ class _Trial:
         return list(logits[inputs["mask"].doc >= 0].split([len(row) for row in ids]))
 
 
+def language_takes_any_order(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
+    """Whether tokens get the logits that they get in order wherever they lie in a row, with the positions they have.
+
+    So they do where layers bring tokens together by attention alone: then a rank may have any of them. False where a
+    trial cannot be made.
+    """
+    return remembered("order", module, (settings.layer_path, max_length), lambda: _order(module, settings, max_length))
+
+
+def _order(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
+    with cheaply():
+        try:
+            model = stand_in(module, settings.layer_path)
+            model.set_attn_implementation(NAME)  # type: ignore[operator]
+            plain = _plain(settings, PACKED)
+            first: Any = model.get_submodule(settings.layer_path)[0]  # type: ignore[index]
+            batch = _batch(_ids(module, [min(n, max_length or n) for n in LENGTHS[0]]), PACKED)
+            ids, positions = batch["input_ids"], batch["position_ids"]
+            order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))
+            plan = AttentionPlan.build(batch["mask"].select(order[None]))
+            other = {"input_ids": ids[:, order], "position_ids": positions[:, order], "plan": plan}
+            wanted, found = (run_language(model, plain, first, given, None).logits[0] for given in (batch, other))
+        except Exception:  # whatever a model may raise
+            return False
+    return far([found], [wanted[order]]) <= TOLERANCE
+
+
 def allowed_cuts(
     module: nn.Module, settings: LanguageSettings, max_length: int | None, returned: Sequence[int | None]
 ) -> list[bool]:

@@ -6,11 +6,15 @@ gradient takes the same rows the other way.
 The ranks of a lane all hold all rows of a message. So that none is sent twice, it travels between lanes in parts: as
 many as the larger lane has ranks, and the receiving ranks join theirs. Neither the sizes of the lanes need divide each
 other, nor the rows.
+
+Where tokens are dealt among context-parallel ranks, a rank reads the rows of its own placeholders alone. A message then
+has those of the first rank, of the second, ...: regions, each of which travels in parts between the ranks that have it,
+several with tensor parallelism, and the other lane.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -27,14 +31,15 @@ Index = slice | Tensor
 
 
 class Route(NamedTuple):
-    """rows: of the chunk that is read. places: of the one that reads, among its placeholders of that encoder.
-
-    length: how many they are.
+    """rows: of the chunk that is read, region by region. regions: rows of each context-parallel rank that reads (one
+    region without context parallelism). places: for each of them, where its rows go among its placeholders of that
+    encoder. length: rows in all.
     """
 
     rows: Index
-    places: Index
+    places: tuple[Index, ...]
     length: int
+    regions: tuple[int, ...]
 
 
 class Part(NamedTuple):
@@ -60,18 +65,33 @@ def pairs(senders: int, receivers: int) -> tuple[tuple[int, int], ...]:
 @lru_cache(1024)
 def parts(rows: int, senders: int, receivers: int) -> tuple[Part, ...]:
     """The parts of a message of so many rows. A part may be empty."""
-    met = pairs(senders, receivers)
-    return tuple(
-        Part(sender, receiver, part * rows // len(met), (part + 1) * rows // len(met))
-        for part, (sender, receiver) in enumerate(met)
-    )
+    return parts_of_regions((rows,), senders, receivers, receives=True)
 
 
 @lru_cache(1024)
-def shares(rows: int, senders: int, receivers: int) -> tuple[int, ...]:
+def parts_of_regions(regions: tuple[int, ...], senders: int, receivers: int, *, receives: bool) -> tuple[Part, ...]:
+    """The same of a message of regions of so many rows, dealt among the ranks of the lane that receives or that sends.
+
+    Equally many neighbours of that lane have a region together.
+    """
+    met = pairs(senders, receivers)
+    size = receivers if receives else senders
+    regional: list[list[tuple[int, int]]] = [[] for _ in regions]
+    for sender, receiver in met:
+        regional[(receiver if receives else sender) * len(regions) // size].append((sender, receiver))
+    found = []
+    first = 0
+    for rows, mine in zip(regions, regional, strict=True):
+        cuts = [first + part * rows // len(mine) for part in range(len(mine) + 1)]
+        found += [Part(*pair, *cut) for pair, cut in zip(mine, pairwise(cuts), strict=True)]
+        first += rows
+    return tuple(found)
+
+
+def shares(parts: Sequence[Part], receivers: int) -> tuple[int, ...]:
     """How many rows each receiver is sent."""
     found = [0] * receivers
-    for part in parts(rows, senders, receivers):
+    for part in parts:
         found[part.receiver] += part.stop - part.start
     return tuple(found)
 
@@ -79,13 +99,22 @@ def shares(rows: int, senders: int, receivers: int) -> tuple[int, ...]:
 class Routes:
     """The routes of a step's table, for rows on `device`.
 
-    Raises ValueError for a chunk some of whose placeholders nothing fills, or two things.
+    ranks: context-parallel ranks of what reads. owners: (chunk that reads, encoder) -> int [n], the rank that has each
+    of its placeholders of that encoder; asked once for each, when first needed. Raises ValueError for a chunk some of
+    whose placeholders nothing fills, or two things.
     """
 
-    def __init__(self, table: StepTable, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
-        self.total: dict[tuple[str, int], int] = {}
-        """(encoder, chunk that reads) -> rows that it reads of that encoder in all."""
+    def __init__(
+        self,
+        table: StepTable,
+        device: torch.device | str = "cpu",
+        *,
+        ranks: int = 1,
+        owners: Callable[[int, str], NDArray[np.int64]] | None = None,
+    ) -> None:
+        self._table, self._device, self._ranks, self._owners = table, torch.device(device), ranks, owners
+        self._total: dict[tuple[str, int], int] = {}  # (encoder, chunk that reads) -> rows that it reads in all
+        self._dealt: dict[tuple[str, int], _Dealt] = {}
         self.sources: dict[int, list[int]] = {}
         """Chunk -> the chunks whose rows it reads."""
         self.readers: dict[int, list[int]] = {}
@@ -105,24 +134,60 @@ class Routes:
                     self.readers.setdefault(source, []).append(reader)
                 found.append(piece)
                 key = (edge.producer, reader)
-                self.total[key] = self.total.get(key, 0) + count
+                self._total[key] = self._total.get(key, 0) + count
 
     def between(self, source: int, reader: int) -> Route:
         """The route of what chunk `reader` reads of chunk `source`."""
         route = self._made.get((source, reader))
         if route is None:
-            pieces = self._pieces[source, reader]
-            length = sum(piece[4] for piece in pieces)
-            route = Route(_index(pieces, 1, self._device), _index(pieces, 3, self._device), length)
+            rows, places = (_rows(self._pieces[source, reader], column) for column in (1, 3))
+            regions = np.array([len(rows)])
+            if self._owners is not None:
+                dealt = self._dealt_of(self._table.chunks[source].module, reader)
+                owner = dealt.owner[places]
+                order = np.argsort(owner, kind="stable")
+                rows, places = rows[order], dealt.place[places[order]]
+                regions = np.bincount(owner, minlength=self._ranks)
+            own = np.split(places, np.cumsum(regions)[:-1])
+            route = Route(self._index(rows), tuple(map(self._index, own)), len(rows), tuple(regions.tolist()))
             self._made[source, reader] = route
         return route
 
+    def total(self, producer: str, reader: int, rank: int = 0) -> int:
+        """Rows that a context-parallel rank of chunk `reader` reads of encoder `producer` in all."""
+        if self._owners is None:
+            return self._total.get((producer, reader), 0)
+        return int(np.count_nonzero(self._dealt_of(producer, reader).owner == rank))
 
-def _index(pieces: Sequence[Sequence[int]], column: int, device: torch.device) -> Index:
+    def _dealt_of(self, producer: str, reader: int) -> _Dealt:
+        found = self._dealt.get((producer, reader))
+        if found is None:
+            assert self._owners is not None
+            owner = self._owners(reader, producer)
+            place = np.zeros(len(owner), np.int64)
+            for rank in range(self._ranks):
+                mine = owner == rank
+                place[mine] = np.arange(np.count_nonzero(mine))
+            found = self._dealt[producer, reader] = _Dealt(owner, place)
+        return found
+
+    def _index(self, rows: NDArray[np.int64]) -> Index:
+        if (np.diff(rows) == 1).all():
+            first = int(rows[0]) if len(rows) else 0
+            return slice(first, first + len(rows))
+        return torch.from_numpy(rows).to(self._device)
+
+
+class _Dealt(NamedTuple):
+    """Of each placeholder of an encoder in a chunk: the rank that has it, and its place among those of that rank."""
+
+    owner: NDArray[np.int64]
+    place: NDArray[np.int64]
+
+
+def _rows(pieces: Sequence[Sequence[int]], column: int) -> NDArray[np.int64]:
     """The rows of the pieces on the side that starts at `column`."""
-    if all(a[column] + a[4] == b[column] for a, b in pairwise(pieces)):
-        return slice(pieces[0][column], pieces[-1][column] + pieces[-1][4])
-    return torch.cat([torch.arange(piece[column], piece[column] + piece[4]) for piece in pieces]).to(device)
+    return np.concatenate([np.arange(piece[column], piece[column] + piece[4], dtype=np.int64) for piece in pieces])
 
 
 def _check_filled(table: StepTable, producer: str, pieces: NDArray[np.int32]) -> None:

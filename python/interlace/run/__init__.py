@@ -2,14 +2,16 @@
 
 table.py (what: lengths -> StepTable) · graph.py (layout and model -> stage graph) · executor.py (one rank's list) ·
 gradients.py (sums over ranks) · ranks.py (a rank's stages) · lanes.py (how lanes of several ranks are cut) ·
+deals.py (how chunks are dealt among context-parallel ranks) ·
 weights.py (weights that are not the model's own Parameters) · threads.py (ranks of one process) ·
-agreement.py (what ranks must be given alike) · batch.py, result.py (what a step takes and says) · device.py (GPUs) ·
-traced.py (what forwards keep, for the memory of a rank) · parallel_model.py (the public face).
+comparison.py (what ranks must be given alike) · batch.py, result.py (what a step takes and says) · device.py (GPUs) ·
+traced.py (what forwards keep, for the memory of a rank) · placing.py, parallel_model.py (the public face).
 """
 
 from interlace.run.errors import PipelineError
 from interlace.run.graph import stage_durations, stage_graph
-from interlace.run.parallel_model import ParallelModel, parallelize
+from interlace.run.parallel_model import ParallelModel
+from interlace.run.placing import parallelize
 from interlace.run.result import StepResult
 from interlace.run.table import Lengths, nominal_table, step_table
 

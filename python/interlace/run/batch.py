@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from interlace.layout import Layout
-from interlace.model import MultimodalModel
+from interlace.model import Media, MultimodalModel
 from interlace.run.device import moved
 from interlace.run.table import Lengths, step_table
 from interlace.schedule import StepTable
@@ -66,6 +66,23 @@ class GlobalBatch:
     def lists(self) -> list[list[Any]]:
         """The samples in their groups, or all in one."""
         return [self.samples] if self.groups is None else [[self.samples[i] for i in group] for group in self.groups]
+
+
+def read_media(layout: Layout, ranks: Collection[int], table: StepTable, samples: Sequence[Any]) -> list[Media]:
+    """The media of `samples` that `ranks` read in a step with this table: of chunks whose first stage they have."""
+    firsts = {
+        (stage.module, layout.replica(rank, stage.module))
+        for rank in ranks
+        for stage in layout.of_rank(rank)
+        if stage.index == 0
+    }
+    return [
+        item
+        for chunk in table.chunks
+        if (chunk.module, chunk.replica) in firsts
+        for i in chunk.samples
+        for item in samples[i].media.get(chunk.module, ())
+    ]
 
 
 def collator(

@@ -9,6 +9,10 @@ rank or within one, is an activation and later its gradient. So any layout compu
 
 Ranks of one lane compute together. What they are sent comes to each of them in part, and the forward or backward that
 uses it joins the parts: there, as the checker has proved, all of the lane meet, which they need not do at a RECV.
+
+With context parallelism a rank has a share of the rows between the stages of a module, which goes to the rank at its
+place in the next lane. What an encoder gives is whole on all of its ranks: each rank that reads is sent its own rows,
+and their gradients are joined again, of which a context-parallel rank of the encoder takes a part backward.
 """
 
 from __future__ import annotations
@@ -27,9 +31,10 @@ from torch import Tensor, nn
 from interlace.comm.channel import Channel, CommError, Part, Pending, Tag
 from interlace.layout import Reduction
 from interlace.parallel import Ranks
-from interlace.parallel.route import Routes, pairs, parts, put, shares, take
+from interlace.parallel.route import Routes, pairs, parts_of_regions, put, shares, take
 from interlace.run.errors import PipelineError
 from interlace.run.gradients import Sum
+from interlace.run.lanes import Place
 from interlace.run.sharding import Sharded, ShardedSum
 from interlace.schedule.actions import CODES, OPS, Op, action_of
 
@@ -46,36 +51,37 @@ FORWARD, BACKWARD, SEND, RECV, REDUCE_GRAD, UNSHARD, RESHARD = (
 
 @dataclass
 class StageRuntime:
-    """A stage of this rank. last: the last of its pipeline. sink: its output is a loss. lane: this rank's place among
-    those that compute it, which are `ranks`."""
+    """A stage of this rank. last: the last of its pipeline. sink: its output is a loss. place: this rank's place among
+    those that compute it."""
 
     module: nn.Module
     last: bool
     sink: bool
-    lane: Ranks
-    ranks: Sequence[int]
+    place: Place
 
 
 class Arrived(NamedTuple):
-    """What this rank received of a message of so many rows, from a lane of so many ranks."""
+    """What this rank received of a message, and which ranks join how many rows each."""
 
     mine: Tensor
-    rows: int
-    senders: int
+    among: Ranks
+    counts: Sequence[int]
 
 
 @dataclass
 class Step:
     """What one step works on, and what it leaves.
 
-    inputs: (module, chunk, first stage) -> collated inputs. scale: multiplies the summed loss: 1 / valid targets of the
-    whole batch. start: called once, before the first backward, message or sum. ends: chunk -> the module and the last
+    inputs: (module, chunk, first stage) -> collated inputs. dealt: what of these a rank at some place is given. scale:
+    multiplies the summed loss: 1 / valid targets of the whole batch. start: called once, before the first backward,
+    message or sum, and before the first forward that several ranks do together. ends: chunk -> the module and the last
     stage, whose output its rows are. mark: marks a moment of the work, of which `times` is made.
     """
 
     routes: Routes
     ends: Mapping[int, Key]
     inputs: Callable[[str, int, bool], dict[str, Any]]
+    dealt: Callable[[str, int, Place, dict[str, Any]], dict[str, Any]]
     scale: float
     start: Callable[[], None] = lambda: None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -124,7 +130,7 @@ class Executor:
         started = False
         for row in actions:
             op, module, *rest = row
-            if not started and op != FORWARD:
+            if not started and (op != FORWARD or self._together(row)):
                 started = True
                 step.start()
             begin = mark()
@@ -154,14 +160,17 @@ class Executor:
     def _together(self, row: Sequence[int]) -> Sequence[int]:
         """The ranks that do an action together; none where this one does it alone."""
         op, module, stage, *_ = row
-        ranks = self.stages[self._modules[module], stage].ranks if op < SEND else ()
+        ranks = self.stages[self._modules[module], stage].place.ranks if op < SEND else ()
         return ranks if len(ranks) > 1 else ()
 
     def _where(self, row: Sequence[int]) -> str:
         """In which action and lane of several ranks an operation failed, which itself counts ranks within the lane."""
         if not (ranks := self._together(row)):
             return ""
+        tp = self.stages[self._modules[row[1]], row[2]].place.tp.world
         lane = ", ".join(f"rank {rank} as {place}" for place, rank in enumerate(ranks))
+        if 1 < tp < len(ranks):
+            lane += f" (its {tp} tensor-parallel ranks, and the context-parallel ones, count among themselves)"
         return f"rank {self.rank}, {_describe(row, self._modules)}, in a lane of {lane}: "
 
     # -- values ----------------------------------------------------------------------------------------------
@@ -211,7 +220,7 @@ class Executor:
         for op, number, stage, chunk, other, peer, grad in actions:
             if op == RECV:
                 tag = Tag(self._modules[number], stage, chunk, other, bool(grad))
-                lane = self._lane(tag, receives=True)
+                lane = self._place(tag, receives=True).lane
                 for sender in self._senders(lane, self._lanes[peer]):
                     due.setdefault(sender, {}).setdefault((peer, lane), set()).add(tag)
         self._crossing = {rank: set().union(*found.values()) for rank, found in due.items() if len(found) > 1}
@@ -234,14 +243,28 @@ class Executor:
             return tag.module, tag.stage + 1
         return self._step.ends[tag.other][0], 0
 
-    def _lane(self, tag: Tag, *, receives: bool) -> Ranks:
-        """The lane in which this rank sends or receives what `tag` names."""
-        return self.stages[self._reader(tag) if receives != tag.grad else tag[:2]].lane
+    def _place(self, tag: Tag, *, receives: bool) -> Place:
+        """The place at which this rank sends or receives what `tag` names."""
+        return self.stages[self._reader(tag) if receives != tag.grad else tag[:2]].place
 
-    def _joined(self, message: Message, lane: Ranks) -> Tensor:
-        """A message that has arrived, whole on every rank of the lane, all of which are here."""
-        mine, rows, senders = self._arrived.pop(message)
-        return lane.gather_rows(mine, shares(rows, senders, lane.world)) if lane.world > 1 else mine
+    def _regions(self, tag: Tag, rows: int, cp: int) -> tuple[int, ...]:
+        """The rows that each context-parallel rank has of a message of `rows`; cp: ranks between stages of a module."""
+        if tag.other != tag.chunk:
+            return self._step.routes.between(tag.chunk, tag.other).regions
+        return (rows // cp,) * cp
+
+    def _joined(self, message: Message) -> Tensor:
+        """A message that has arrived, joined by the ranks that share it, all of which are here."""
+        mine, among, counts = self._arrived.pop(message)
+        return among.gather_rows(mine, counts) if among.world > 1 else mine
+
+    def _arrive(self, tag: Tag, mine: Tensor, place: Place, counts: Sequence[int]) -> None:
+        """Keep what came of a message until it is used; counts: rows that each rank of the lane has of it."""
+        among = place.lane
+        if tag.other == tag.chunk or not tag.grad:  # each context-parallel rank wants its own region alone
+            among, first = place.tp, place.cp.rank * place.tp.world
+            counts = counts[first : first + place.tp.world]
+        self._arrived[(*tag[:4], int(tag.grad))] = Arrived(mine, among, counts)
 
     def _senders(self, lane: Ranks, others: Sequence[int]) -> list[int]:
         """Those of the ranks `others` that send to this place in `lane`, in the order of the rows that they send."""
@@ -253,24 +276,24 @@ class Executor:
         step, runtime = self._step, self.stages[module, stage]
         for number in [n for n in self._gathers if (module, stage) in self._sharded[n].stages]:
             self._gathers.pop(number).wait()
-        inputs = step.inputs(module, chunk, stage == 0)
+        inputs = step.dealt(module, chunk, runtime.place, step.inputs(module, chunk, stage == 0))
         backward = (module, stage, chunk) in self._takes_backward
         received: dict[Any, Tensor] = {}
         hidden = None
         if stage:
             source = (module, stage - 1, chunk)
             key = (*source, chunk)
-            value = self._joined((*key, 0), runtime.lane) if key in self._received else self._output(source)
+            value = self._joined((*key, 0)) if key in self._received else self._output(source)
             hidden = received[source] = value.requires_grad_(backward and self._has_backward(source, chunk))
         else:
-            features = self._features(chunk, runtime.lane, backward)
+            features = self._features(chunk, runtime.place.cp.rank, backward)
             if features:
                 inputs = {**inputs, "features": features}
                 received = dict(features)
         with torch.set_grad_enabled(backward), step.autocast():
             output = runtime.module(inputs, hidden)
         if runtime.sink:
-            if runtime.lane.rank == 0:  # the loss of all ranks of the lane, which each of them has
+            if runtime.place.tp.rank == 0:  # the loss of this rank's tokens, which tensor-parallel ranks all have
                 loss = output.detach().double()
                 step.loss = loss if step.loss is None else step.loss + loss
         elif self._uses[module, stage, chunk]:
@@ -278,8 +301,8 @@ class Executor:
         if backward:
             self._saved[module, stage, chunk] = (received, output)
 
-    def _features(self, chunk: int, lane: Ranks, backward: bool) -> dict[str, Tensor]:
-        """Encoder -> the rows that a chunk reads of it, in the order of its placeholders."""
+    def _features(self, chunk: int, cp_rank: int, backward: bool) -> dict[str, Tensor]:
+        """Encoder -> the rows that this rank's share of a chunk reads of it, in the order of its placeholders."""
         parts: dict[str, list[tuple[int, Tensor]]] = {}
         wanted: dict[str, bool] = {}
         for source in self._origins(chunk):
@@ -287,19 +310,18 @@ class Executor:
             route = self._step.routes.between(producer, chunk)
             key = (*source, chunk)
             if key in self._received:
-                rows = self._joined((*key, 0), lane)
+                rows = self._joined((*key, 0))
             else:
-                rows = take(self._output(source), route.rows)
+                rows = take(self._output(source), route.rows).split(route.regions)[cp_rank]
             parts.setdefault(name, []).append((producer, rows))
             wanted[name] = wanted.get(name, False) or self._has_backward(source, chunk)
         features = {}
         for name, found in parts.items():
-            total = self._step.routes.total[name, chunk]
             _, rows = found[0]
-            if len(found) > 1 or not isinstance(self._step.routes.between(found[0][0], chunk).places, slice):
-                whole = rows.new_empty(total, *rows.shape[1:])
+            if len(found) > 1 or not isinstance(self._step.routes.between(found[0][0], chunk).places[cp_rank], slice):
+                whole = rows.new_empty(self._step.routes.total(name, chunk, cp_rank), *rows.shape[1:])
                 for producer, part in found:
-                    put(whole, self._step.routes.between(producer, chunk).places, part)
+                    put(whole, self._step.routes.between(producer, chunk).places[cp_rank], part)
                 rows = whole
             features[name] = rows.detach().requires_grad_(backward and wanted[name])
         return features
@@ -307,8 +329,8 @@ class Executor:
     def _backward(self, module: str, stage: int, chunk: int, *_: int) -> None:
         value = (module, stage, chunk)
         received, output = self._saved.pop(value)
-        sink = self.stages[module, stage].sink
-        gradient = torch.full_like(output, self._step.scale) if sink else self._gradient(value, output)
+        runtime = self.stages[module, stage]
+        gradient = torch.full_like(output, self._step.scale) if runtime.sink else self._gradient(value, output)
         # Without grad: everything trainable lies in encoders that this chunk does not use.
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
@@ -321,7 +343,7 @@ class Executor:
                 continue
             for origin in self._origins(chunk):
                 if origin[0] == source and self._has_backward(origin, chunk):
-                    places = self._step.routes.between(origin[2], chunk).places
+                    places = self._step.routes.between(origin[2], chunk).places[runtime.place.cp.rank]
                     self._hand_back(origin, chunk, take(grad, places), whole=False)
 
     def _hand_back(self, source: Value, reader: int, gradient: Tensor, *, whole: bool) -> None:
@@ -330,6 +352,13 @@ class Executor:
             self._leaving[(*source, reader)] = gradient
         elif whole:
             self._gradients[source] = gradient
+        elif len(regions := self._step.routes.between(source[2], reader).regions) > 1:
+            # On this very lane, whose ranks join what each of them has.
+            tag, place = Tag(*source, reader, True), self.stages[source[:2]].place
+            parts = parts_of_regions(regions, place.lane.world, place.lane.world, receives=False)
+            mine, first = parts[place.lane.rank], sum(regions[: self.stages[self._reader(tag)].place.cp.rank])
+            piece = gradient.narrow(0, mine.start - first, mine.stop - mine.start)
+            self._arrive(tag, piece, place, shares(parts, place.lane.world))
         else:
             self._add(source, reader, gradient, self._saved[source][1])
 
@@ -348,11 +377,18 @@ class Executor:
         runtime = self.stages[value[:2]]
         if not runtime.last:
             key = (*value, value[2], 1)
-            return self._joined(key, runtime.lane) if key in self._arrived else self._gradients.pop(value)
+            return self._joined(key) if key in self._arrived else self._gradients.pop(value)
         for reader in self._step.routes.readers.get(value[2], ()):
             if (key := (*value, reader, 1)) in self._arrived:
-                self._add(value, reader, self._joined(key, runtime.lane), output)
-        return self._gradients.pop(value)
+                self._add(value, reader, self._joined(key), output)
+        gradient, cp = self._gradients.pop(value), runtime.place.cp
+        if cp.world == 1:
+            return gradient
+        # Each of these ranks has all rows, and their gradients are summed: each row is the matter of one of them.
+        own = torch.zeros_like(gradient)
+        mine = slice(cp.rank * len(own) // cp.world, (cp.rank + 1) * len(own) // cp.world)
+        own[mine] = gradient[mine]
+        return own
 
     def _send(self, module: str, stage: int, chunk: int, other: int, peer: int, grad: int) -> None:
         tag = Tag(module, stage, chunk, other, bool(grad))
@@ -362,10 +398,13 @@ class Executor:
             tensor = self._output((module, stage, chunk))
             if other != chunk:
                 tensor = take(tensor, self._step.routes.between(chunk, other).rows)
-        lane, others, rows = self._lane(tag, receives=False), self._lanes[peer], tensor.shape[-2]
-        for part in parts(rows, lane.world, len(others)):
+        place, others = self._place(tag, receives=False), self._lanes[peer]
+        lane, cp = place.lane, place.cp
+        regions = self._regions(tag, tensor.shape[-2] * cp.world, cp.world)
+        rows, first = sum(regions), sum(regions[: cp.rank]) if grad or other == chunk else 0
+        for part in parts_of_regions(regions, lane.world, len(others), receives=not grad):
             if part.sender == lane.rank:
-                piece, rank = tensor.narrow(-2, part.start, part.stop - part.start), others[part.receiver]
+                piece, rank = tensor.narrow(-2, part.start - first, part.stop - part.start), others[part.receiver]
                 if rank == self.rank:
                     self._kept[tag] = Part(piece, rows)
                 else:
@@ -373,7 +412,8 @@ class Executor:
 
     def _receive(self, module: str, stage: int, chunk: int, other: int, peer: int, grad: int) -> None:
         tag = Tag(module, stage, chunk, other, bool(grad))
-        lane, others = self._lane(tag, receives=True), self._lanes[peer]
+        place, others = self._place(tag, receives=True), self._lanes[peer]
+        lane = place.lane
         found = [
             self._kept.pop(tag)
             if rank == self.rank
@@ -382,12 +422,14 @@ class Executor:
         ]
         mine = found[0].tensor if len(found) == 1 else torch.cat([part.tensor for part in found], -2)
         rows = found[0].rows
-        if mine.shape[-2] != (due := shares(rows, len(others), lane.world)[lane.rank]):
+        regions = self._regions(tag, rows, place.cp.world)
+        due = shares(parts_of_regions(regions, len(others), lane.world, receives=not grad), lane.world)
+        if (mine.shape[-2], rows) != (due[lane.rank], sum(regions)):
             raise PipelineError(
-                f"rank {self.rank}, RECV {tag}: {mine.shape[-2]} rows came where {due} of {rows} were due: do all "
-                "ranks run one version of the program?"
+                f"rank {self.rank}, RECV {tag}: {mine.shape[-2]} rows of {rows} came where {due[lane.rank]} of "
+                f"{sum(regions)} were due: do all ranks run one version of the program?"
             )
-        self._arrived[module, stage, chunk, other, grad] = Arrived(mine, rows, len(others))
+        self._arrive(tag, mine, place, due)
 
     def _reduce(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
         if self._reductions[number].tied >= 0:  # a sum of sums: to wait for these here could hold up who makes them

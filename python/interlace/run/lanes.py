@@ -1,10 +1,14 @@
 """Lanes of several ranks: which layouts run, how the stages of a lane are cut, and what connects its ranks.
 
-Tensor parallelism, with sequence parallelism inside each stage: its rows are cut among the ranks before its first block
-and joined after its last one, so that norms and residuals between the products work on 1 / tp of them. A language
-model's embeddings and head are cut by their words where they are plain and make its logits; what else lies beside the
-blocks that a plan cuts (a last norm, a projector) is whole on every rank, as are the rows there and those that travel
-between stages.
+A lane has tp * cp ranks, tensor-parallel ones innermost: place c * tp + t. The tp ranks of one c hold the same rows and
+a piece of each weight inside the blocks that a plan cuts; the cp ranks of one t hold the same weights, and of the rows
+of a chunk the shares of `interlace.parallel.context`.
+
+With sequence parallelism the rows inside each stage are cut among the tp ranks too, before its first block, and joined
+after its last one, so that norms and residuals between the products work on 1 / tp of them. A language model's
+embeddings and head are cut by their words where they are plain and make its logits; what else lies beside the blocks
+that a plan cuts (a last norm, a projector) is whole on every rank, as are the rows there and those that travel between
+stages.
 
 Rows of any number are cut: all are there in every attention, no more and no fewer, so that masks, positions and labels
 stay what they are (see `interlace.parallel.tensor`).
@@ -12,13 +16,18 @@ stay what they are (see `interlace.parallel.tensor`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from interlace.attention.hf import current_plan
+from interlace.comm.transports import Transport
+from interlace.layout import Layout
+from interlace.model.language import merge_tokens
 from interlace.model.rows import PACKED
 from interlace.model.stage import StageModule
+from interlace.model.trial_encoder import encoder_takes_any_order
+from interlace.model.trial_language import language_takes_any_order
 from interlace.parallel import Ranks, check_plan, tensor_parallel, used_in_part
 from interlace.parallel.families import Unknown, around, derived_plan
 from interlace.parallel.tensor import AROUND
@@ -26,26 +35,62 @@ from interlace.parallel.vocabulary import vocabulary_plan
 from interlace.schedule import StageGraph
 
 
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in a lane of `ranks`: among all of them, and in its tensor- and its context-parallel group."""
+
+    ranks: tuple[int, ...]
+    lane: Ranks
+    tp: Ranks
+    cp: Ranks
+
+    @classmethod
+    def of(cls, number: int, ranks: Sequence[int], tp: int) -> Place:
+        """That of rank `number`; its groups are not connected yet."""
+        place, cp = ranks.index(number), len(ranks) // tp
+        return cls(tuple(ranks), Ranks.at(place, tp * cp), Ranks.at(place % tp, tp), Ranks.at(place // tp, cp))
+
+    def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
+        """Have the ranks of each of its groups speak over the transport of that group."""
+        t, c, tp = self.tp.rank, self.cp.rank, self.tp.world
+        groups = self.ranks, self.ranks[c * tp : (c + 1) * tp], self.ranks[t::tp]
+        for ranks, group in zip((self.lane, self.tp, self.cp), groups, strict=True):
+            if ranks.world > 1:
+                ranks.connect(transports[group])
+
+
+def groups_of(layout: Layout) -> list[tuple[int, ...]]:
+    """The ranks that speak with each other inside lanes, in an order that is the same everywhere: see `Place`."""
+    found: dict[tuple[int, ...], None] = {}
+    for stage in layout.stages():
+        tp, cp = layout.spec(stage.module).tp, layout.spec(stage.module).cp
+        for lane in stage.lanes:
+            ranks = lane.ranks
+            groups = [ranks, *(ranks[c * tp : (c + 1) * tp] for c in range(cp)), *(ranks[t::tp] for t in range(tp))]
+            found.update(dict.fromkeys(group for group in groups if len(group) > 1))
+    return list(found)
+
+
 def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
     """The graph of a layout with what the ranks of its lanes sum besides, and the modules whose rows are cut.
 
-    Raises ValueError for lanes that this version does not run, and for a module that its tp cannot cut. Every rank
-    checks all modules: so all refuse what one of them could not hold, before any waits for another.
+    Raises ValueError for lanes that this version does not run, and for a module that its tp or cp cannot cut. Every
+    rank checks all modules: so all refuse what one of them could not hold, before any waits for another.
     """
     layout = graph.layout
     in_part: set[str] = set()
     rows: set[str] = set()
     for stage in layout.stages():
-        if layout.spec(stage.module).cp > 1:
-            raise ValueError(
-                f"{stage} is split over ranks {stage.lane} with cp > 1, which this version plans but does not run: use "
-                "tp, pp and dp"
-            )
         for lane in stage.lanes:
             if list(lane.ranks) != sorted(lane.ranks):
                 raise ValueError(f"{stage} is on ranks {lane}: name the ranks of a lane in ascending order")
     for name in layout.modules:
-        tp = layout.spec(name).tp
+        tp, cp = layout.spec(name).tp, layout.spec(name).cp
+        if cp > 1 and (reason := _not_dealt(mllm, name)):
+            raise ValueError(
+                f"{name} cannot be dealt among cp = {cp} ranks: {reason}. Leave {name} at cp = 1 and give it tp, pp or "
+                "dp"
+            )
         if tp > 1:
             whole = mllm.slice(name, 0, len(mllm.layer_list(name)))
             try:
@@ -66,6 +111,20 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tupl
                     "dp"
                 ) from error
     return replace(graph, in_part=frozenset(in_part)), rows
+
+
+def _not_dealt(mllm: Any, name: str) -> str:
+    """Why the rows of a module's chunks cannot be dealt among ranks; empty where they can."""
+    mixes = "its layers mix rows, or know their places, otherwise than by attention and position ids, as a trial shows"
+    if name in mllm.encoders:
+        encoder = mllm.encoders[name]
+        return "" if encoder.packing == PACKED and encoder_takes_any_order(encoder) else mixes
+    settings = mllm.language_settings
+    if settings.merge is not merge_tokens or settings.preprocess is not None or settings.postprocess is not None:
+        return "its callbacks (preprocess, postprocess) expect whole chunks"
+    if settings.packing != PACKED or not language_takes_any_order(mllm.language_model, settings, mllm.max_length):
+        return mixes
+    return ""
 
 
 def plan_of(stage: StageModule) -> dict[str, str]:

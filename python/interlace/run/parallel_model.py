@@ -1,7 +1,4 @@
-"""`parallelize(mllm, layout)`: this process's share of a model, and `step(samples)` that trains it.
-
-    parallel = parallelize(mllm, layout)         # transport "local": one process plays every rank
-    loss = parallel.step(samples)                # gradients are in .grad of mllm's parameters
+"""`ParallelModel`: this process's share of a model, and `step(samples)` that trains it.
 
 Every rank is given the same samples, the global batch; which of them it works on says the step's table, and media that
 it does not run may be undecoded. The loss is normalised by the number of valid targets of the whole batch, so the
@@ -16,25 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from interlace.comm.channel import Channel
-from interlace.comm.channel_group import GroupChannel
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Layout
 from interlace.model import Checkpointing, Media, MultimodalModel
 from interlace.parallel.region import Region
-from interlace.parallel.route import Routes
 from interlace.run import comparison
-from interlace.run.batch import GlobalBatch, collator
+from interlace.run.batch import GlobalBatch, collator, read_media
+from interlace.run.deals import Deals
 from interlace.run.device import autocast as autocast_to
-from interlace.run.device import clock, current, device_of, drawing, place_of, seconds
+from interlace.run.device import clock, current, device_of, drawing, seconds
 from interlace.run.errors import PipelineError, as_pipeline_errors
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import check_read, edges, groups, stage_graph
-from interlace.run.lanes import with_lanes
+from interlace.run.lanes import groups_of, with_lanes
 from interlace.run.ranks import make_ranks
 from interlace.run.result import StepResult, measured, times_of
 from interlace.run.threads import run_threads
@@ -42,76 +37,8 @@ from interlace.run.weights import Pieces, Trained, Views
 from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
 from interlace.simulate import Timeline
 
-_GENERATORS: dict[str, Callable[..., Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+GENERATORS: dict[str, Callable[..., Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
 _KEPT = 64  # schedules: tables of one form recur
-
-
-def parallelize(
-    mllm: MultimodalModel,
-    layout: Layout,
-    *,
-    schedule: str = "1f1b",
-    transport: str | None = None,
-    device: torch.device | str | None = None,
-    checkpointing: Checkpointing = "none",
-    sequence_parallel: bool = True,
-    autocast: torch.dtype | None = None,
-    timeout: float = 300.0,
-    crash_folder: Path | str | None = None,
-) -> ParallelModel:
-    """Place ``mllm`` as ``layout`` says; it is trained in place. What is frozen is fixed here: freeze before.
-
-    transport: "local" plays all ranks in this process, a thread each, on ``mllm``'s own weights. "distributed" is one
-        rank of the default process group, on those weights of ``mllm`` that it holds; the default where such a group of
-        more than one rank exists.
-    schedule: "1f1b" or "gpipe". checkpointing: what layers keep for their backward: "none" (all of it is kept),
-        "full" (their input) or "selective" (also what is costly to compute again), see `interlace.model.checkpointing`.
-        autocast: run forwards under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait
-        for a peer.
-    crash_folder: where a process whose step fails leaves what its rank did last, for `interlace doctor --crash`.
-
-    device: where weights on the meta device get memory, by default where the others lie. Only what this process holds
-        gets any, and no values yet (NaN): fill `named_parameters` and the stages' buffers next.
-
-    It computes where the weights of ``mllm`` lie, one device per process; on GPUs the ranks' messages go over NCCL, and
-    what must be known on the host over gloo.
-
-    A module with tp > 1 is cut inside its blocks, and a language model's vocabulary too, among the ranks of each lane.
-    Between processes a rank's parameters are then its pieces (see `named_parameters`), copied from the weights of
-    ``mllm``, and of what is sharded its rows. Weights that stages compute with are whole from the first action of a
-    step; outside of steps they are out of date with shard = "optimizer" and NaN with "full", in ``mllm`` too where they
-    are its own.
-    sequence_parallel: cut the rows there too, between the products. By default so: norms and residuals then take 1 / tp
-        of the memory and work, and the same bytes travel, under the products. Rows may be of any number; modules that
-        mix tokens outside attention (``mllm.packing`` is not "packed") keep them whole.
-
-    Raises ValueError when the world's size is not the layout's, for weights on several devices, for a module whose
-    blocks cannot be cut among its tp ranks, and for cp > 1, which this version plans but does not run.
-    """
-    if schedule not in _GENERATORS:
-        raise ValueError(f"unknown schedule {schedule!r}: use one of {', '.join(map(repr, sorted(_GENERATORS)))}")
-    if transport is None:
-        grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        transport = "distributed" if grouped else "local"
-    place = place_of(mllm, device)
-    if transport == "local":
-        ranks = list(range(layout.world))
-        channel = None
-    elif transport == "distributed":
-        if not dist.is_initialized():
-            raise PipelineError("torch.distributed is not initialised: call init_process_group before parallelize")
-        if dist.get_world_size() != layout.world:
-            raise ValueError(
-                f"{dist.get_world_size()} ranks run but the layout is for {layout.world}: start that many, or change "
-                "the specs"
-            )
-        ranks = [dist.get_rank()]
-        channel = GroupChannel(mllm.modules_order(), timeout, place)
-    else:
-        raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
-    return ParallelModel(
-        mllm, layout, schedule, ranks, channel, place, checkpointing, sequence_parallel, autocast, timeout, crash_folder
-    )
 
 
 class ParallelModel:
@@ -130,16 +57,18 @@ class ParallelModel:
         device: torch.device,
         checkpointing: Checkpointing,
         sequence_parallel: bool,
+        context_order: str,
         autocast: torch.dtype | None,
         timeout: float,
         crash_folder: Path | str | None,
     ):
         self.layout, self.mllm, self.ranks = layout, mllm, list(ranks)
         self.graph = stage_graph(mllm, layout)
-        self._generator = _GENERATORS[schedule]
+        self._generator = GENERATORS[schedule]
         options = {"schedule": schedule, "autocast": autocast, "sequence_parallel": sequence_parallel}
-        self._agreed = comparison.of_model(mllm, layout, **options)
-        self._autocast, self._timeout, self._crash_folder = autocast, timeout, crash_folder
+        self._agreed = comparison.of_model(mllm, layout, order=context_order, **options)
+        self._context_order, self._autocast = context_order, autocast
+        self._timeout, self._crash_folder = timeout, crash_folder
         self.channel = channel
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
@@ -150,7 +79,7 @@ class ParallelModel:
         self._views, self._pieces = Views(), Pieces()
         self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, rows, self._views, self._pieces, device)
         self._trained = Trained(mllm)
-        self._lanes = [lane.ranks for lane in layout.lanes() if len(lane.ranks) > 1]
+        self._lanes = groups_of(layout)
         if channel is not None:
             (number,) = self.ranks
             with as_pipeline_errors():
@@ -233,19 +162,7 @@ class ParallelModel:
     ) -> list[Media]:
         """The media of `samples` that this process reads in a step with these arguments."""
         batch = GlobalBatch.of(samples, microbatches, chunks)
-        firsts = {
-            (stage.module, self.layout.replica(rank, stage.module))
-            for rank in self.ranks
-            for stage in self.layout.of_rank(rank)
-            if stage.index == 0
-        }
-        return [
-            item
-            for chunk in self._table(batch).chunks
-            if (chunk.module, chunk.replica) in firsts
-            for i in chunk.samples
-            for item in batch.samples[i].media.get(chunk.module, ())
-        ]
+        return read_media(self.layout, self.ranks, self._table(batch), batch.samples)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -302,7 +219,8 @@ class ParallelModel:
                 self._trained.check(self.mllm)
             batch, device = given(), device_of(self.mllm)
             table = self._table(batch)
-            schedule, routes = self.schedule(table, train=train), Routes(table, device)
+            deals = Deals(self.mllm, self.layout, table, batch.samples, self._context_order)
+            schedule, routes = self.schedule(table, train=train), deals.routes(device)
             text = comparison.of_samples(batch.lists()).text
             digest = comparison.number(table.digest, self._agreed.text, train, text)
         except ValueError as error:
@@ -331,6 +249,7 @@ class ParallelModel:
                 routes=routes,
                 ends=ends,
                 inputs=collator(self.mllm, table, batch.samples, self._ranks[number].stages, device),
+                dealt=deals.inputs,
                 scale=1.0 / tokens,
                 start=compare,
                 autocast=lambda: autocast_to(device, self._autocast),
@@ -422,7 +341,7 @@ class ParallelModel:
         if drew := everyone[:, 3].nonzero().flatten().tolist():
             raise PipelineError(
                 f"rank {', '.join(map(str, drew))} drew random numbers (dropout?) in a lane of several ranks, which "
-                "must compute the same of the rows that each holds: set the dropout of modules with tp > 1 to 0"
+                "must compute the same of what each holds: set the dropout of modules with tp > 1 or cp > 1 to 0"
             )
         total, squares, *_ = everyone.sum(0).tolist()
         return total, squares**0.5, tuple(everyone[:, 2].tolist())

@@ -1,6 +1,6 @@
 """The ranks that a process plays: their stages, with weights that are the model's own.
 
-Between processes a rank's stages hold the parameters of its model, or pieces of them in a lane of several ranks. Where
+Between processes a rank's stages hold the parameters of its model, or pieces of them with tensor parallelism. Where
 one process plays several ranks, each has its own modules and its own `.grad` (see `interlace.run.weights`); the model
 itself is trained, in place, whatever the layout, and an optimizer over ``mllm.parameters()`` is the right one.
 """
@@ -17,10 +17,9 @@ from interlace.comm.channel import Channel
 from interlace.comm.transports import Transport
 from interlace.layout import Lane, Layout, Reduction
 from interlace.model import Checkpointing
-from interlace.parallel import Ranks
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
-from interlace.run.lanes import cut
+from interlace.run.lanes import Place, cut
 from interlace.run.memory import allocate, allocate_buffers, without_values
 from interlace.run.sharding import Sharded
 from interlace.run.weights import Cut, Pieces, Slice, Views, cut_weights
@@ -32,9 +31,9 @@ class Rank:
 
     stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
     first name; of what is sharded, its rows. cut: of those of which it holds a piece, or rows, where that belongs.
-    counts: the names of those that no lower rank holds (of a piece: none of its place in a lane): who sums over the
+    counts: the names of those that no lower rank holds (of a piece: none that holds the same piece): who sums over the
     model takes these of each rank. sharded: place in `StageGraph.shards` -> what it keeps of that.
-    lanes: (module, stage) -> this rank's place among those that compute it. in_part: the names of those that it holds
+    places: (module, stage) -> this rank's place among those that compute it. in_part: the names of those that it holds
     whole, but uses in part, as its whole lane does.
     """
 
@@ -42,14 +41,14 @@ class Rank:
         self,
         number: int,
         stages: dict[Key, nn.Module],
-        lanes: Mapping[Key, Ranks],
+        places: Mapping[Key, Place],
         in_part: set[str],
         graph: StageGraph,
         mllm: Any,
         pieces: Pieces | None,
     ) -> None:
         """pieces: where one process plays all ranks, what follows the model's own parameters."""
-        self.number, self.stages, self.lanes, self._in_part = number, stages, lanes, in_part
+        self.number, self.stages, self.places, self._in_part = number, stages, places, in_part
         self.cut: dict[str, Cut | Slice] = {n: c for stage in stages.values() for n, c in cut_weights(stage).items()}
         self._graph = graph
         self._layers = parameter_layers(mllm)
@@ -113,14 +112,15 @@ class Rank:
 
     def _holders(self, name: str, alias: str) -> list[int]:
         """The ranks that hold, where the weight has the name `alias`, what this one holds of it under `name`."""
-        holders = self._graph.layout.holders
-        lanes = holders(*self._layers[alias])
+        layout = self._graph.layout
+        module, layer = self._layers[alias]
+        lanes, tp = layout.holders(module, layer), layout.spec(module).tp
         if name not in self.cut:
             return [rank for lane in lanes for rank in lane.ranks]
         place = next(
-            lane.ranks.index(self.number) for lane in holders(*self._layers[name]) if self.number in lane.ranks
+            lane.ranks.index(self.number) for lane in layout.holders(*self._layers[name]) if self.number in lane.ranks
         )
-        return [lane.ranks[place] for lane in lanes]
+        return [rank for lane in lanes for rank in lane.ranks[place % tp :: tp]]
 
     def _places(self, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
         return tuple(sorted({self._layers[name] for name in names}))
@@ -139,10 +139,9 @@ class Rank:
                 weight.follow()
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
-        """Have the ranks of each lane speak over its transport."""
-        for key, ranks in self.lanes.items():
-            if ranks.world > 1:
-                ranks.connect(transports[lane_of(self._graph.layout, self.number, key).ranks])
+        """Have the groups of ranks in its lanes (`groups_of`) speak over their transports."""
+        for place in self.places.values():
+            place.connect(transports)
 
     def executor(self, channel: Channel) -> Executor:
         """What runs this rank's lists over `channel`."""
@@ -153,9 +152,8 @@ class Rank:
             replica = graph.layout.replica(self.number, module)
             assert replica is not None
             last = index == len(graph.layout.pipelines(module)[replica].stages) - 1
-            ranks = lane_of(graph.layout, self.number, (module, index)).ranks
             sink = last and module not in feeding
-            runtimes[module, index] = StageRuntime(stage, last, sink, self.lanes[module, index], ranks)
+            runtimes[module, index] = StageRuntime(stage, last, sink, self.places[module, index])
         lanes = [lane.ranks for lane in graph.layout.lanes()]
         return Executor(
             self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded
@@ -191,30 +189,30 @@ def make_ranks(
     found = {}
     for number in numbers:
         stages: dict[Key, nn.Module] = {}
-        lanes: dict[Key, Ranks] = {}
+        places: dict[Key, Place] = {}
         in_part: set[str] = set()
         mine: dict[int, nn.Parameter] = {}  # id of the model's own -> this rank's
         for stage in graph.layout.of_rank(number):
             key = stage.module, stage.index
-            lane = lane_of(graph.layout, number, key).ranks
-            ranks = lanes[key] = Ranks.at(lane.index(number), len(lane))
-            copied = "modules" if several or len(lane) > 1 else False  # the weights are linked below
+            tp = graph.layout.spec(stage.module).tp
+            place = places[key] = Place.of(number, lane_of(graph.layout, number, key).ranks, tp)
+            copied = "modules" if several or tp > 1 else False  # the weights are linked below
             part = mllm.slice(stage.module, stage.start, stage.stop, copy=copied, checkpointing=checkpointing)
             stages[key] = part
-            if len(lane) > 1:
-                in_part |= cut(part, ranks, rows=stage.module in rows)
+            if tp > 1:
+                in_part |= cut(part, place.tp, rows=stage.module in rows)
             # Where one process plays all ranks, they take their pieces from weights that it has whole.
             away = {} if several else cut_weights(part)
             held = {name for name, _ in part.named_parameters()}
             if allocate(mllm, held - away.keys(), device):
                 own = dict(mllm.named_parameters(remove_duplicate=False))
             sharded = several and graph.layout.spec(stage.module).shard != "none"
-            if len(lane) > 1 or sharded:
-                _link_pieces(part, own, mine, ranks.rank, pieces, device)
+            if tp > 1 or sharded:
+                _link_pieces(part, own, mine, place.tp.rank, pieces, device)
             else:
                 _link(part, own, mine, taken, views)
         taken.update(mine)
-        found[number] = Rank(number, stages, lanes, in_part, graph, mllm, pieces if several else None)
+        found[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
     return found
 
 

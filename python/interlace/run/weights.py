@@ -1,9 +1,9 @@
-"""The weights of in-process ranks and of lanes of several ranks, which are not the model's own Parameters.
+"""The weights of in-process ranks and of tensor-parallel ones, which are not the model's own Parameters.
 
 Where one process plays several ranks, these add to gradients at the same time, and each needs a `.grad` of its own: the
-first rank that holds a weight has the model's own Parameter, the others have views over the same storage (`Views`). The
-ranks of a lane of several have pieces of weights (`Pieces`), and views of those that they hold whole, whose gradients
-may be parts of sums as long as a step runs. What is sharded is a piece too: the rows that a rank keeps.
+first rank that holds a weight has the model's own Parameter, the others have views over the same storage (`Views`).
+Tensor-parallel ranks have pieces of weights (`Pieces`), and views of those that they hold whole, whose gradients may be
+parts of sums as long as a step runs. What is sharded is a piece too: the rows that a rank keeps.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Held(NamedTuple):
 
 
 class Pieces:
-    """What the lanes of several ranks hold of a model whose ranks are all in this process.
+    """What tensor-parallel ranks hold of a model whose ranks are all in this process.
 
     The model's own parameters are the ones that are trained: a step takes the pieces from them, and puts the pieces'
     gradients together in their `.grad`.
@@ -95,7 +95,7 @@ class Pieces:
         self._held: list[_Held] = []
 
     def add(self, own: nn.Parameter, place: int, parameter: nn.Parameter, cut: Cut | None) -> None:
-        """The rank at `place` in its lane has `parameter` of `own`. cut: None where that is the whole."""
+        """The rank at tensor-parallel `place` has `parameter` of `own`. cut: None where that is the whole."""
         self._held.append(_Held(own, (place,), parameter, cut))
 
     def spread(self, whole: nn.Parameter, part: nn.Parameter | None, place: int, lies: Slice | None) -> nn.Parameter:
