@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transformers import CLIPVisionConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
 from interlace.layout import Layout, ParallelSpec
-from interlace.model import ModalityModule, MultimodalModel
+from interlace.model import Checkpointing, ModalityModule, MultimodalModel
 from interlace.run import ParallelModel, parallelize
 from interlace.schedule import Op
 from tests.model import zoo
@@ -72,11 +72,14 @@ def rows_seen(parallel: ParallelModel) -> dict[tuple[int, str], list[int]]:
 
 
 @given(
-    st.sampled_from([2, 3]), st.sampled_from([1, 2]), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.booleans()
+    st.sampled_from([2, 3]),
+    st.sampled_from([1, 2]),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from(get_args(Checkpointing)),
 )
 @settings(deadline=None, derandomize=True, max_examples=6, suppress_health_check=list(HealthCheck))
 def test_any_number_of_rows_is_cut_and_none_is_added_to_an_attention(
-    tp: int, pp: int, lengths: list[int], checkpointing: bool
+    tp: int, pp: int, lengths: list[int], checkpointing: Checkpointing
 ) -> None:
     """Also fewer than ranks: norms work on as many rows on each rank, attentions on those of the microbatch."""
     mllm = model(encoders=())
@@ -98,12 +101,12 @@ def test_any_number_of_rows_is_cut_and_none_is_added_to_an_attention(
 @pytest.mark.parametrize(
     ("freezing", "checkpointing"),
     [
-        pytest.param(freezing, checkpointing, marks=[pytest.mark.slow] if (place + checkpointing) % 2 else [])
+        pytest.param(freezing, checkpointing, marks=[pytest.mark.slow] if (place + mode) % 3 else [])
         for place, freezing in enumerate(FREEZING)
-        for checkpointing in (False, True)
+        for mode, checkpointing in enumerate(get_args(Checkpointing))
     ],
 )
-def test_what_is_frozen_passes_gradients_on(freezing: str, checkpointing: bool) -> None:
+def test_what_is_frozen_passes_gradients_on(freezing: str, checkpointing: Checkpointing) -> None:
     mllm = model()
     for path in FREEZING[freezing]:
         mllm.freeze(path)
