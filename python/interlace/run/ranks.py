@@ -124,8 +124,7 @@ class Rank:
     def follow(self) -> None:
         """Before a step: what is sharded follows weights that were moved or replaced since."""
         for sharded in self.sharded.values():
-            for weight in sharded.weights.values():
-                weight.follow()
+            sharded.follow()
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Have the ranks of each lane speak over its transport."""
