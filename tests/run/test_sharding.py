@@ -149,6 +149,7 @@ def two_replicas(mllm: MultimodalModel, shard: str, **more: Any) -> Layout:
 @pytest.mark.parametrize("shard", ["optimizer", "full"])
 def test_absent_modules_keep_no_gradient_and_gradients_add_up(shard: str) -> None:
     mllm = model(encoders=("vision",))
+    mllm.language_model.model.layers[0].mlp.unused = nn.Parameter(torch.ones(5))  # in a sum with what is used
     alone = copy.deepcopy(mllm)
     text, images = random_microbatches(mllm, "text"), random_microbatches(mllm, "all")
     parallel = parallelize(mllm, two_replicas(mllm, shard), timeout=30)
