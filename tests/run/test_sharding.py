@@ -149,6 +149,7 @@ def two_replicas(mllm: MultimodalModel, shard: str, **more: Any) -> Layout:
 @pytest.mark.parametrize("shard", ["optimizer", "full"])
 def test_absent_modules_keep_no_gradient_and_gradients_add_up(shard: str) -> None:
     mllm = model(encoders=("vision",))
+    mllm.language_model.model.layers[0].mlp.unused = nn.Parameter(torch.ones(5))  # in a sum with what is used
     alone = copy.deepcopy(mllm)
     text, images = random_microbatches(mllm, "text"), random_microbatches(mllm, "all")
     parallel = parallelize(mllm, two_replicas(mllm, shard), timeout=30)
@@ -299,3 +300,30 @@ def test_a_rank_that_fails_is_named_by_those_that_share_its_slices() -> None:
     (_, other), (_, failed) = run_ranks(2, shares_other_ranks)
     assert re.fullmatch(r"rank 1, FORWARD language_model\[0\] chunk \d+: OSError: no memory", failed)
     assert "lost rank 1" in other
+
+
+def replaces_weights(rank: int) -> list[str]:
+    mllm = model(encoders=())
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), transport="distributed", timeout=20)
+    batch = random_microbatches(mllm, "text")
+    parallel.step(batch)
+    said = []
+    try:
+        parallelize(mllm, two_replicas(mllm, "full"), transport="distributed", timeout=20)
+    except ValueError as error:
+        said.append(str(error))
+    weight = mllm.language_model.model.layers[0].mlp.up_proj.weight
+    weight.data = torch.ones_like(weight)
+    try:
+        parallel.step(batch)
+    except PipelineError as error:
+        said.append(str(error))
+    return said
+
+
+def test_weights_that_a_step_would_not_look_at_are_refused() -> None:
+    for kind, value in run_ranks(2, replaces_weights):
+        assert kind == "returned", value
+        again, replaced = value
+        assert re.search(r"has no values any more: .* Build and load the model anew", again)
+        assert re.search(r"layers.0.mlp.up_proj.weight was replaced .*: copy new weights into named_param", replaced)

@@ -135,8 +135,7 @@ class Rank:
     def follow(self) -> None:
         """Before a step: what is sharded follows weights that were moved or replaced since."""
         for sharded in self.sharded.values():
-            for weight in sharded.weights.values():
-                weight.follow()
+            sharded.follow()
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Have the groups of ranks in its lanes (`groups_of`) speak over their transports."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from interlace.comm.channel import Channel, Pending
 from interlace.layout import Shard
 from interlace.parallel.region import Region
+from interlace.run.errors import PipelineError
 from interlace.run.gradients import buckets
 from interlace.run.weights import Cut, Pieces, Slice
 
@@ -124,7 +125,12 @@ class Sharded:
 
     def keep_parts(self, pieces: Pieces | None) -> None:
         """From now on the rank has its parts. pieces: in what follows the model's own, where one process plays all."""
-        for weight in self.weights.values():
+        for name, weight in self.weights.items():
+            if weight.absent:
+                raise ValueError(
+                    f"{name} has no values any more: an earlier parallelize() with shard = 'full' has taken them. "
+                    "Build and load the model anew"
+                )
             if pieces is not None:
                 weight.source = pieces.spread(weight.whole, weight.part, self.place, weight.lies)
                 weight.leave()  # the model's own lie in one place for all ranks, each of which gathers into its own
@@ -160,6 +166,16 @@ class Sharded:
                 for place, section in zip(self.places, sections, strict=True)
                 for weight, rows in _parts(bucket, place, section)
             )
+
+    def follow(self) -> None:
+        """Before a step: see `Weight.follow`. Raises PipelineError for a whole weight that no step would look at."""
+        for name, weight in self.weights.items():
+            if self.shard.full and weight.source is None and weight.whole.numel() > 1 and not weight.absent:
+                raise PipelineError(
+                    f"{name} was replaced in the model, but with shard = 'full' a step takes it from the rows that "
+                    "ranks keep: copy new weights into named_parameters()"
+                )
+            weight.follow()
 
     def leave(self) -> None:
         """RESHARD: give up the whole weights."""
