@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from interlace.comm.channel import Channel, CommError, Part, Tag
+from interlace.comm.lost import named
 from interlace.layout import Reduction
 from interlace.parallel import Ranks
 from interlace.parallel.route import Routes, pairs, parts, put, shares, take
@@ -154,11 +155,10 @@ class Executor:
         return ranks if len(ranks) > 1 else ()
 
     def _where(self, row: Sequence[int]) -> str:
-        """In which action and lane of several ranks an operation failed, which itself counts ranks within the lane."""
+        """In which action and lane of several ranks an operation failed."""
         if not (ranks := self._together(row)):
             return ""
-        lane = ", ".join(f"rank {rank} as {place}" for place, rank in enumerate(ranks))
-        return f"rank {self.rank}, {_describe(row, self._modules)}, in a lane of {lane}: "
+        return f"rank {self.rank}, {_describe(row, self._modules)}, in the lane of {named(ranks)}: "
 
     # -- values ----------------------------------------------------------------------------------------------
 

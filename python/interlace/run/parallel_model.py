@@ -28,7 +28,7 @@ from interlace.parallel.route import Routes
 from interlace.run import comparison
 from interlace.run.batch import GlobalBatch, collator
 from interlace.run.device import clock, current, device_of, drawing, seconds
-from interlace.run.errors import PipelineError, as_pipeline_errors
+from interlace.run.errors import PipelineError, as_pipeline_errors, wait_of
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import check_read, edges, stage_graph
@@ -263,10 +263,13 @@ class ParallelModel:
         except Exception as error:
             if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
-                self.channel.leave(str(error))
+                if lost := self.channel.leave(self._failed, wait_of(error)):
+                    self._failed = f"rank {self.ranks[0]}: {lost}, which showed as: {error}"
                 if self._crash_folder is not None:
                     with contextlib.suppress(OSError):  # what goes wrong now must not hide what went wrong
-                        self.channel.recorder.dump(Path(self._crash_folder), str(error))
+                        self.channel.recorder.dump(Path(self._crash_folder), self._failed)
+                if lost:
+                    raise PipelineError(self._failed) from error
             raise
 
     def _run_step(self, given: Callable[[], GlobalBatch], note: Callable[[], float], train: bool) -> StepResult:
