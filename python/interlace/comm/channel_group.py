@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.comm.channel import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
-from interlace.comm.lost import RollCall, first_line, named, reason_of
+from interlace.comm.lost import RollCall, first_line, is_slow, reason_of
 from interlace.comm.recorder import FlightRecorder
 from interlace.comm.reductions import BITS, Reductions, digest_of
 from interlace.comm.star import HEADER, Star, header
@@ -362,7 +362,8 @@ class GroupChannel:
         found = ""
         if waited and not self._roll.traced:  # in a lane, whose transport knows only whom it waited for itself
             found, culprits = self._roll.trace(why, waited, self.timeout)
-            found = "" if f"lost {named(culprits)} (" in reason else found
+            if set(culprits) == set(waited) and not is_slow(why):
+                found = ""  # which `reason` says
         self._roll.leave(reason, min(self.timeout, 10.0))
         return found
 

@@ -24,6 +24,7 @@ SLOW = "no answer within {:g} s: it hangs, or is slower than the timeout"
 _POLL = 0.05  # seconds
 _WHAT = "roll call"
 _DONE = "done"
+_LONGEST = 60.0  # seconds more for those who have not noticed yet
 _AT_ONCE = 2.0  # seconds in which one that closed a connection says why, if it lives
 
 
@@ -35,7 +36,8 @@ def reason_of(error: BaseException, timeout: float) -> str:
     return f"it died or closed the connection: {reason}"
 
 
-def _is_slow(reason: str) -> bool:
+def is_slow(reason: str) -> bool:
+    """Whether a reason, in the words of `reason_of`, is that a wait lasted for its timeout."""
     return reason.startswith(SLOW.partition("{")[0])
 
 
@@ -132,10 +134,10 @@ class RollCall:
                     if any(not word.waited for word in said.values()):
                         return True
                     continue
-                # A connection to one rank was closed and this one says nothing: dead. Of several nothing is certain
+                # A connection was closed, and one rank alone says nothing: it is dead. Of several nothing is certain
                 # before those that live have noticed, each of which may wait for as long as this one does.
-                known = bool(surely) and now - certain > min(grace, _AT_ONCE)
-                if not silent or known or now - begin > grace + (0.0 if late else timeout):
+                known = (surely or len(silent) == 1) and not late and now - certain > min(grace, _AT_ONCE)
+                if not silent or known or now - begin > grace + (0.0 if late else min(timeout, _LONGEST)):
                     return True
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
@@ -150,8 +152,8 @@ class RollCall:
             culprits = [0]  # it holds the store, which answers no more
         words = [mine, *said.values()]
         of = next((word for word in words if set(culprits) & set(word.waited)), mine)
-        if not _is_slow(of.reason):  # then a connection was closed, perhaps by one whose wait ran out
-            of = next((word for word in words if _is_slow(word.reason) and set(culprits) & set(word.waited)), of)
+        if not is_slow(of.reason):  # then a connection was closed, perhaps by one whose wait ran out
+            of = next((word for word in words if is_slow(word.reason) and set(culprits) & set(word.waited)), of)
         return f"lost {named(culprits)} ({of.reason})", culprits
 
     def _say(self, word: Word) -> None:
@@ -172,8 +174,8 @@ def _trail(mine: Word, said: Mapping[int, Word], me: int) -> tuple[list[int], di
         for rank in word.waited:
             if rank not in said and rank != me:
                 silent[rank] = None
-                late &= _is_slow(word.reason)
-                if len(word.waited) == 1 and not _is_slow(word.reason):
+                late &= is_slow(word.reason)
+                if len(word.waited) == 1 and not is_slow(word.reason):
                     surely[rank] = word
             elif rank not in seen:
                 seen.add(rank)

@@ -91,8 +91,8 @@ class Meeting(Rounds):
     longest = 1 << 24
 
     def __init__(self, rank: int, world: int, timeout: float) -> None:
-        self.timeout, self._what, self._until = timeout, "", float("inf")
-        threading.Thread(target=self._watch, args=(rank,), name="doctor-watch", daemon=True).start()
+        self.rank, self.timeout, self._what, self._until = rank, timeout, "", float("inf")
+        threading.Thread(target=self._watch, name="doctor-watch", daemon=True).start()
         finding = f"finding the store of rank 0 ({_address()})"
         with self._limit(finding, 2 * timeout + SLACK_SECONDS):
             try:
@@ -193,11 +193,10 @@ class Meeting(Rounds):
         yield
         self._what, self._until = before
 
-    def _watch(self, rank: int) -> None:
+    def _watch(self) -> None:
         while True:
             time.sleep(min(1.0, self.timeout / 4))
             if time.monotonic() > self._until:
-                self.rank = rank
                 self._end(f"{self._what} took too long: a rank or the store of rank 0 hangs")
 
     def _end(self, text: str) -> NoReturn:

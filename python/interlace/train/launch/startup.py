@@ -177,8 +177,8 @@ def meeting_place(rank: int, world: int, timeout: float, *, wait: bool = True) -
     wait: for all ranks to come, rather than for rank 0 alone. Raises TrainingError.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not wait:
-        host, port, seconds = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout)
-        return dist.TCPStore(host, port, None, False, seconds, wait_for_workers=False)
+        agent = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(*agent, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout))))
         return store
