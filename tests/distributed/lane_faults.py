@@ -31,7 +31,8 @@ from tests.distributed.workers import run_ranks
 from tests.tiny import random_microbatches, tiny_mllm
 
 WORLD = 4
-TIMEOUT = 3.0  # seconds of each wait
+TIMEOUT = 3.0  # seconds of each wait in the second step
+STARTING = 60.0  # the same before it: processes that start share their cores with many others
 SLACK = 8.0  # seconds that a busy machine may need beside the waits
 LAYOUTS = {
     "tp2 pp2": {"vision": ParallelSpec(tp=2, dp=2), "language_model": ParallelSpec(tp=2, pp=2)},
@@ -64,7 +65,7 @@ def _steps(rank: int, layout: str, fault: Fault | None, folder: str) -> dict[str
     mllm = tiny_mllm(layers=2, encoders=("vision",), kv_heads=2)
     made = Layout.from_specs(mllm, LAYOUTS[layout], placement="shared")
     batch = [sample for group in random_microbatches(mllm, "all") for sample in group]
-    parallel = parallelize(mllm, made, transport="distributed", timeout=TIMEOUT)
+    parallel = parallelize(mllm, made, transport="distributed", timeout=STARTING)
     channel, events = parallel.channel, []
     assert channel is not None
     parallel.step(batch, microbatches=4)
@@ -78,6 +79,7 @@ def _steps(rank: int, layout: str, fault: Fault | None, folder: str) -> dict[str
             _break(fault.kind)
 
     begin, lanes = channel.recorder.begin, channel.connect(())
+    channel.timeout = TIMEOUT
 
     def begun(kind: str, what: object, ranks: Any = ()) -> int:
         reached(kind)
@@ -85,6 +87,7 @@ def _steps(rank: int, layout: str, fault: Fault | None, folder: str) -> dict[str
 
     channel.recorder.begin = begun  # type: ignore[method-assign]
     for transport in lanes.values():
+        transport.timeout = TIMEOUT
         transport.before = lambda _, step: reached(f"lane: {step}")  # type: ignore[attr-defined]
     loss, text = 0.0, "was told nothing"
     try:
