@@ -109,6 +109,24 @@ def parser() -> argparse.ArgumentParser:
         "--crash", type=Path, metavar="FOLDER", help="say who waited for whom, from what the ranks of a failed run left"
     )
 
+    doctor.add_argument(
+        "--distributed",
+        action="store_true",
+        help="whether the ranks of a job fit together: under torchrun, or with --ranks or --config on this machine",
+    )
+    doctor.add_argument("--config", type=Path, help="with --distributed: the config of the run, compared byte by byte")
+    doctor.add_argument("--ranks", type=int, help="with --distributed: ranks to start here (default: the config's)")
+    doctor.add_argument(
+        "--timeout", type=float, default=30.0, help="with --distributed: seconds that a rank may be late (default: 30)"
+    )
+    doctor.add_argument(
+        "--seconds", type=float, default=60.0, help="with --distributed: seconds for measuring pairs (default: 60)"
+    )
+    doctor.add_argument(
+        "--slow", type=float, default=0.25, help="with --distributed: the part of the median below which a pair is slow"
+    )
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="with --distributed: write the report there")
+
     mask = commands.add_parser("mask", parents=[config], help="draw the attention mask of a config's batch")
     mask.add_argument("--samples", type=int, default=4, help="samples packed into the row (default: 4)")
     mask.add_argument("--out", type=Path, default=Path("mask.png"), help="picture to write (default: mask.png)")
@@ -173,6 +191,12 @@ def _command(options: argparse.Namespace) -> int:
             from interlace.train.commands.crash import crash
 
             return crash(options.crash)
+        if options.distributed:
+            from interlace.train.commands.cluster import doctor_distributed
+
+            return doctor_distributed(
+                options.config, options.ranks, options.timeout, options.seconds, options.slow, options.json
+            )
         from interlace.train.commands.doctor import doctor
 
         return doctor()

@@ -412,5 +412,5 @@ def no_memory(*_: Any) -> None:
 def test_a_rank_that_fails_in_its_lane_is_named_at_once() -> None:
     (_, other), (_, failed) = run_ranks(2, fail)
     assert failed == "rank 1, FORWARD language_model[0] chunk 0: OSError: no memory"
-    assert other.startswith("rank 0, FORWARD language_model[0] chunk 0, in a lane of rank 0 as 0, rank 1 as 1: ")
+    assert other.startswith("rank 0, FORWARD language_model[0] chunk 0, in the lane of ranks 0, 1: ")
     assert failed in other

@@ -125,9 +125,13 @@ class Channel(Protocol):
     def finish(self) -> None:
         """Wait until everything sent in this step has been taken."""
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, cause: CommError | None = None) -> str:
         """This rank gives up: peers that wait for it are told so at once (between processes: when they give up too,
-        but in lanes at once)."""
+        but in lanes at once).
+
+        cause: what says for whom it waited in vain, if that is the reason. Returns who is lost and why, in words, where
+        `reason` does not say so; it takes a word with the others, so it may last seconds.
+        """
 
     def close(self) -> None:
         """Ends the transports of `connect`."""

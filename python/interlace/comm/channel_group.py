@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.comm.channel import Part, Pending, Sent, Tag, check_digest, check_numbers, check_tag
-from interlace.comm.lost import RollCall, first_line, reason_of
+from interlace.comm.lost import RollCall, first_line, is_slow, reason_of
 from interlace.comm.recorder import FlightRecorder
 from interlace.comm.reductions import BITS, Reductions, digest_of
 from interlace.comm.star import HEADER, Star, header
@@ -43,6 +43,7 @@ EDGES = {"cuda": "nccl"}
 SUMS = {"cuda": "cpu:gloo,cuda:nccl"}
 """The same of a group that sums tensors on that device and gathers numbers on the host."""
 _HOST = torch.device("cpu")
+_NEVER = 0x7E  # tag of what is never sent
 _ROOM = 64  # numbers of a gather are filled up to a multiple of this: ranks that differ by a few are told so
 
 
@@ -150,7 +151,7 @@ class GroupChannel:
         try:
             yield
         except RuntimeError as error:
-            self._roll.gave_up(reason_of(error, self.timeout))
+            self._roll.gave_up(reason_of(error, self.timeout), ranks)
             raise CommError(
                 f"rank {self.rank}: not every rank came to make the group of ranks {list(ranks)} within "
                 f"{self.timeout:g} s ({first_line(error)})"
@@ -387,19 +388,39 @@ class GroupChannel:
         except RuntimeError as error:
             raise self._lost_peer(peer, what, error) from error
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, cause: CommError | None = None) -> str:
+        waited, why = (cause.waited, cause.why) if cause is not None else ((), reason)
+        self._hang_up(waited, why, reason)
+        found = ""
+        if waited and not self._roll.traced:  # in a lane, whose transport knows only whom it waited for itself
+            found, culprits = self._roll.trace(why, waited, self.timeout)
+            if set(culprits) == set(waited) and not is_slow(why):
+                found = ""  # which `reason` says
+        self._roll.leave(reason, min(self.timeout, 10.0))
+        return found
+
+    def _hang_up(self, waited: Sequence[int], why: str, reason: str) -> None:
+        """Say that this rank gives up, and close all connections, so that nobody goes on waiting for it."""
+        self._roll.gave_up(why, waited)
         for lane in self._lanes.values():
-            lane._give_up(CommError(f"rank {self.rank} gave up: {reason}"))
-        self._roll.leave(reason)
+            lane._give_up(CommError(f"rank {self.rank} gave up: {reason}", waited, why))
+        for ranks, group in [(range(self.world), self._host), *self._groups.items()]:
+            peer = next((rank for rank in ranks if rank != self.rank), self.rank)
+            if self.rank in ranks and peer != self.rank:
+                # A wait that runs out is how gloo closes the connections of a group.
+                with contextlib.suppress(RuntimeError):
+                    work = dist.irecv(torch.empty(1), peer, group=group, tag=_NEVER)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
 
     def _lost_peer(self, peer: int, what: str, error: RuntimeError) -> CommError:
-        """At once: whom this rank waited for is known."""
-        reason = reason_of(error, self.timeout)
-        self._roll.gave_up(reason)
-        return CommError(f"rank {self.rank}, {what}: lost rank {peer} ({reason})")
+        return self._lost_some([peer], what, error)
 
     def _lost_some(self, ranks: Sequence[int], what: str, error: RuntimeError) -> CommError:
-        return CommError(f"rank {self.rank}, {what}: {self._roll.lost(ranks, error, self.timeout)}")
+        why = reason_of(error, self.timeout)
+        self._hang_up(ranks, why, f"{what}: {why}")
+        lost, culprits = self._roll.trace(why, ranks, self.timeout)
+        return CommError(f"rank {self.rank}, {what}: {lost}", culprits, why)
 
 
 def _memory(device: torch.device) -> int:

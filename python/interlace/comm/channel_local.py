@@ -65,7 +65,7 @@ class LocalNetwork(ThreadRanks):
     def hub(self, lane: tuple[int, ...]) -> LocalHub:
         """Where the ranks of a lane meet."""
         with self.changed:
-            return self.hubs.setdefault(lane, LocalHub(len(lane)))
+            return self.hubs.setdefault(lane, LocalHub(len(lane), called=lane))
 
 
 class LocalChannel:
@@ -193,10 +193,11 @@ class LocalChannel:
         self._sends.clear()
         self._sent.clear()
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, cause: CommError | None = None) -> str:
         self.network.leave(self.rank, f"it gave up: {reason}")
         for lane in self._lanes:
             self.network.hub(lane).leave(lane.index(self.rank), f"it gave up: {reason}")
+        return ""
 
     def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
         for lane in map(tuple, lanes):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -89,12 +89,17 @@ class Rendezvous(Rounds):
 
     store: of this rendezvous alone, for a library that wants one to connect through.
     name: of this rendezvous, equal on all ranks and used for no other.
+    called: the numbers of the ranks in the whole job, by which errors call them.
     over: a rank stayed away or is elsewhere in its program: nothing more can be agreed on.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self.process_group, self.device, self.timeout = process_group, device, timeout
         self.rank, self.over = process_group.rank(), False
+        self.called: Sequence[int] = range(process_group.size())
+        with suppress(KeyError, ValueError):  # a group that torch does not know
+            self.called = dist.get_process_group_ranks(process_group)
+        self.me = self.called[self.rank]
         with self._asking_the_store("meeting the other ranks"):
             self.name, store = private_store(process_group, "connection")
         super().__init__(store, process_group.rank(), process_group.size())
@@ -113,8 +118,9 @@ class Rendezvous(Rounds):
             def watch(missing: Sequence[int | str]) -> None:
                 if time.monotonic() > deadline:
                     raise CommError(
-                        f"rank {self.rank}, {what}: no word from {named(missing)} within {self.timeout:g} s: every "
-                        "rank of the process group has to connect"
+                        f"rank {self.me}, {what}: no word from {named([self.called[int(rank)] for rank in missing])} "
+                        f"within {self.timeout:g} s: every rank of the process group has to connect",
+                        [self.called[int(rank)] for rank in missing],
                     )
 
             self.wait_for(range(self.world), what, watch)
@@ -125,9 +131,10 @@ class Rendezvous(Rounds):
         try:
             return self.hear(rank, what, mine)
         except Elsewhere as error:
-            raise CommError(f"rank {self.rank} is in {what}, but rank {rank} {error}: the programs differ") from error
+            other = self.called[rank]
+            raise CommError(f"rank {self.me} is in {what}, but rank {other} {error}: the programs differ") from error
         except ValueError as error:
-            raise CommError(f"rank {self.rank}, {what}: rank {rank} {error}") from error
+            raise CommError(f"rank {self.me}, {what}: rank {self.called[rank]} {error}") from error
 
     @contextmanager
     def _asking_the_store(self, what: str) -> Iterator[None]:
@@ -139,7 +146,7 @@ class Rendezvous(Rounds):
         except (RuntimeError, OSError) as error:
             self.over = True
             reason = " ".join(str(error).split())[:200]
-            raise CommError(f"rank {self.rank}, {what}: the store of the process group is lost ({reason})") from error
+            raise CommError(f"rank {self.me}, {what}: the store of the process group is lost ({reason})") from error
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -153,5 +160,5 @@ class Rendezvous(Rounds):
                 failure = f"{type(error).__name__}: {failure}"
         failures = {rank: text for rank, text in enumerate(self.exchange(failure, what, began)) if text}
         if failures:
-            reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-            raise CommError(f"rank {self.rank}, {what}: {reasons}")
+            reasons = "; ".join(f"rank {self.called[rank]}: {text}" for rank, text in failures.items())
+            raise CommError(f"rank {self.me}, {what}: {reasons}")

@@ -118,8 +118,8 @@ class Star:
         except RuntimeError as error:
             if self.rank == 0:
                 reason = reason_of(error, timeout)
-                self.roll.gave_up(reason)
+                self.roll.gave_up(reason, [peer])
                 lost = f"lost rank {peer} ({reason})"
             else:
-                lost = self.roll.lost(range(self.world), error, timeout)
+                lost, _ = self.roll.lost(range(self.world), error, timeout)
             raise CommError(f"rank {self.rank}, {what}: {lost}") from error

@@ -14,19 +14,21 @@ from typing import Any
 import torch.distributed as dist
 
 
-def tcp_store(host: str, port: int, rank: int, world: int, timeout: float) -> dist.TCPStore:
-    """The store of `world` ranks: rank 0 serves it at `host`:`port`, the others connect. Returns when all have come.
+def tcp_store(host: str, port: int, rank: int, world: int, timeout: float, wait: bool = True) -> dist.TCPStore:
+    """The store of `world` ranks: rank 0 serves it at `host`:`port`, the others connect. Returns when all have come, or
+    without `wait` when this one has.
 
     Raises:
         OSError: on rank 0, `host` is no address of this machine, or the port is taken. RuntimeError (torch's own): a
             rank did not come within `timeout` seconds.
     """
-    wait = timedelta(seconds=timeout)
+    seconds = timedelta(seconds=timeout)
     if rank > 0:
-        return dist.TCPStore(host, port, world, False, timeout=wait)
+        return dist.TCPStore(host, port, world, False, timeout=seconds, wait_for_workers=wait)
     listening = _listen(host, port)
     # Detached: from here on the store closes it, also when it fails to come up.
-    return dist.TCPStore(host, port, world, True, timeout=wait, master_listen_fd=listening.detach())
+    descriptor = listening.detach()
+    return dist.TCPStore(host, port, world, True, seconds, wait_for_workers=wait, master_listen_fd=descriptor)
 
 
 def is_loopback(host: str) -> bool:

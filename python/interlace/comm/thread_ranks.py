@@ -11,12 +11,13 @@ from interlace.comm.transports.base import CommError
 
 class ThreadRanks:
     """changed: held while anything shared is read or written, and notified then. gone: why nobody should wait for a
-    rank, in the order in which they left."""
+    rank, in the order in which they left. called: the numbers of the ranks in the whole job, by which errors call
+    them; default: those that they have here."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, called: Sequence[int] | None = None) -> None:
         if world < 1:
             raise ValueError(f"world must be at least 1, got {world}")
-        self.world = world
+        self.world, self.called = world, range(world) if called is None else called
         self.changed = threading.Condition()
         self.gone: dict[int, str] = {}
 
@@ -33,9 +34,11 @@ class ThreadRanks:
         deadline = time.monotonic() + timeout
         while absent := missing():
             if (left := next((peer for peer in self.gone if peer in absent), None)) is not None:
-                raise CommError(f"rank {rank}, {what}: lost rank {left} ({self.gone[left]})")
+                other = self.called[left]
+                text = f"rank {self.called[rank]}, {what}: lost rank {other} ({self.gone[left]})"
+                raise CommError(text, [other])
             if rank in self.gone:
-                raise CommError(f"rank {rank}, {what}: {self.gone[rank]}")
+                raise CommError(f"rank {self.called[rank]}, {what}: {self.gone[rank]}")
             if (seconds := deadline - time.monotonic()) <= 0:
                 return absent
             self.changed.wait(seconds)

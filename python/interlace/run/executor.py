@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from interlace.comm.channel import Channel, CommError, Part, Pending, Tag
+from interlace.comm.lost import named
 from interlace.layout import Reduction
 from interlace.parallel import Ranks
 from interlace.parallel.route import Routes, pairs, parts_of_regions, put, shares, take
@@ -164,14 +165,10 @@ class Executor:
         return ranks if len(ranks) > 1 else ()
 
     def _where(self, row: Sequence[int]) -> str:
-        """In which action and lane of several ranks an operation failed, which itself counts ranks within the lane."""
+        """In which action and lane of several ranks an operation failed."""
         if not (ranks := self._together(row)):
             return ""
-        tp = self.stages[self._modules[row[1]], row[2]].place.tp.world
-        lane = ", ".join(f"rank {rank} as {place}" for place, rank in enumerate(ranks))
-        if 1 < tp < len(ranks):
-            lane += f" (its {tp} tensor-parallel ranks, and the context-parallel ones, count among themselves)"
-        return f"rank {self.rank}, {_describe(row, self._modules)}, in a lane of {lane}: "
+        return f"rank {self.rank}, {_describe(row, self._modules)}, in the lane of {named(ranks)}: "
 
     # -- values ----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from interlace.run.batch import GlobalBatch, collator, read_media
 from interlace.run.deals import Deals
 from interlace.run.device import autocast as autocast_to
 from interlace.run.device import clock, current, device_of, drawing, seconds
-from interlace.run.errors import PipelineError, as_pipeline_errors
+from interlace.run.errors import PipelineError, as_pipeline_errors, wait_of
 from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
 from interlace.run.graph import check_read, edges, groups, stage_graph
@@ -205,10 +205,13 @@ class ParallelModel:
         except Exception as error:
             if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
-                self.channel.leave(str(error))
+                if lost := self.channel.leave(self._failed, wait_of(error)):
+                    self._failed = f"rank {self.ranks[0]}: {lost}, which showed as: {error}"
                 if self._crash_folder is not None:
                     with contextlib.suppress(OSError):  # what goes wrong now must not hide what went wrong
-                        self.channel.recorder.dump(Path(self._crash_folder), str(error))
+                        self.channel.recorder.dump(Path(self._crash_folder), self._failed)
+                if lost:
+                    raise PipelineError(self._failed) from error
             raise
 
     def _run_step(self, given: Callable[[], GlobalBatch], note: Callable[[], float], train: bool) -> StepResult:

@@ -10,7 +10,7 @@ import torch
 from interlace.run.errors import PipelineError
 
 
-def run_threads(ranks: Sequence[int], play: Callable[[int], None], leave: Callable[[int, str], None]) -> None:
+def run_threads(ranks: Sequence[int], play: Callable[[int], None], leave: Callable[[int, str], object]) -> None:
     """play(rank) in a thread for each rank. Raises what the first rank raised that failed by itself, when all ended.
 
     leave(rank, reason): tells those who wait for a rank that it has failed.

@@ -12,7 +12,7 @@ import pytest
 
 from interlace.train.errors import TrainingError
 from interlace.train.launch import launcher
-from interlace.train.launch.startup import Startup, _store
+from interlace.train.launch.startup import Startup, meeting_place
 from tests import forkserver
 
 SCRIPT = """
@@ -128,4 +128,4 @@ def test_where_the_ranks_cannot_meet(
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(TrainingError, match=rf"rank 0: .*{says}"):
-        _store(0, 2, 2.0)
+        meeting_place(0, 2, 2.0)

@@ -37,7 +37,18 @@ BETWEEN_ARGUMENTS = "; "  # in their text; no value contains it
 
 
 class CommError(RuntimeError):
-    """A transfer cannot be completed: says which rank, in which operation, waited for whom and why it gave up."""
+    """A transfer cannot be completed: says which rank, in which operation, waited for whom and why it gave up.
+
+    waited: those ranks, by their numbers in the whole job, where it is they who are missing. why: the reason alone.
+    """
+
+    def __init__(self, text: str, waited: Sequence[int] = (), why: str = "") -> None:
+        super().__init__(text)
+        self.waited, self.why = tuple(waited), why or text
+
+    def again(self) -> CommError:
+        """The same without what hangs on it (its traceback, its cause)."""
+        return CommError(str(self), self.waited, self.why)
 
 
 class Arguments:
@@ -275,7 +286,7 @@ class _QueuedTicket:
                 raise CommError(f"{self.what}: nothing moved for {patience:g} s")
         self.keep = None
         if self.error is not None:
-            raise CommError(str(self.error)) from self.error
+            raise self.error.again() from self.error
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
@@ -292,9 +303,13 @@ class QueueTransport(Transport):
     before: Callable[[int, str], None] = staticmethod(lambda rank, what: None)
     """Called as before(rank, step) ahead of each step of a batch ("post", "take", "taken"): tests delay there."""
 
+    called: Sequence[int]
+    """The numbers of its ranks in the whole job, by which errors call them; `rank` and peers count within it."""
+
     def __init__(self, rank: int, world: int, *, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
         self.device = device
+        self.called: Sequence[int] = range(world)
         self.batches = 0
         self._process = os.getpid()
         self.failed: CommError | None = None
@@ -330,7 +345,7 @@ class QueueTransport(Transport):
         """From now on every use raises; peers are told. Only the first error counts."""
         forget_locals(error)
         if self.failed is None:
-            self.failed = CommError(str(error))
+            self.failed = error.again()
             if not self._closed:
                 self._tell(str(error))
 
@@ -353,7 +368,7 @@ class QueueTransport(Transport):
         outgoing, incoming = (_flat(self, copies, label) for copies in (outgoing, incoming))
         sequence = self.batches
         self.batches += 1
-        what = f"rank {self.rank} of {self.world}, {label} (batch {sequence})"
+        what = f"rank {self.called[self.rank]}, {label} (batch {sequence})"
         ticket = _QueuedTicket(what, self.timeout, self.device, self._progress)
         ticket.keep = (outgoing, incoming, then)
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
@@ -398,11 +413,13 @@ class QueueTransport(Transport):
 
     def _check_open(self, label: str) -> None:
         if self._closed:
-            raise CommError(f"rank {self.rank}, {label}: the {self.name} transport is closed")
+            raise CommError(f"rank {self.called[self.rank]}, {label}: the {self.name} transport is closed")
         if self.failed is not None:
             raise CommError(
-                f"rank {self.rank}, {label}: the {self.name} transport failed before and cannot be used again; "
-                f"connect anew ({self.failed})"
+                f"rank {self.called[self.rank]}, {label}: the {self.name} transport failed before and cannot be used "
+                f"again; connect anew ({self.failed})",
+                self.failed.waited,
+                self.failed.why,
             )
 
 
@@ -413,7 +430,7 @@ def _work(owner: weakref.ref[QueueTransport], batches: queue.SimpleQueue[Any]) -
         transport = owner()
         try:
             if transport is not None and transport.failed is not None:
-                raise CommError(str(transport.failed))
+                raise transport.failed.again()
             run()
         except BaseException as error:
             ticket.error = _failure(ticket.what, error)

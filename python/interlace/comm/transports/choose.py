@@ -90,6 +90,7 @@ def connect(
                 raise
             reasons[name] = str(error)
             continue
+        found.called = rendezvous.called
         if rendezvous.rank == 0:
             better = [(other, why) for other, why in reasons.items() if why and not why.startswith(_OTHER_DEVICE)]
             others = "; ".join(f"not {other}: {why}" for other, why in better) or "no other is better"

@@ -55,7 +55,7 @@ def pack_refusal(reason: str) -> bytes:
 
 
 def check_packed(rank: int, peer: int, expected: Manifest, raw: bytes) -> None:
-    """Raises CommError unless `raw`, from `peer`, announces what `rank` expects."""
+    """Raises CommError unless `raw`, from `peer`, announces what `rank` expects. Both by their numbers in the job."""
     if raw == pack(expected):
         return
     magic, sequence, label, arguments, sizes, *lengths = _FORMAT.unpack_from(raw)
@@ -64,7 +64,7 @@ def check_packed(rank: int, peer: int, expected: Manifest, raw: bytes) -> None:
         texts.append(raw[start : start + length].decode(errors="replace"))
         start += length
     if magic == _REFUSED:
-        raise CommError(f"rank {rank}, {expected.label}: rank {peer} gave up ({texts[0]})")
+        raise CommError(f"rank {rank}, {expected.label}: rank {peer} gave up ({texts[0]})", [peer], "it gave up")
     if magic != _MAGIC:
         raise CommError(f"rank {rank}, {expected.label}: what rank {peer} sent is no header: its program differs")
     if (sequence, label) != (expected.sequence, _digested(expected.label, 0)[0]):

@@ -45,10 +45,13 @@ class LocalHub(ThreadRanks):
     """What the virtual ranks of one process share.
 
     before: called as before(rank, what) at every step of a transfer ("post", "take", "taken"): tests delay there.
+    called: see `ThreadRanks`.
     """
 
-    def __init__(self, world: int, before: Callable[[int, str], None] | None = None) -> None:
-        super().__init__(world)
+    def __init__(
+        self, world: int, before: Callable[[int, str], None] | None = None, called: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(world, called)
         self.before = before or (lambda rank, what: None)
         self.posted: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)  # (from, to)
         self.taken: dict[tuple[int, int], deque[tuple[torch.cuda.Event | None]]] = defaultdict(deque)  # (from, to)
@@ -63,7 +66,8 @@ class LocalHub(ThreadRanks):
     def expect(self, rank: int, peer: int, what: str, timeout: float, there: Callable[[], bool]) -> None:
         """Returns when what `peer` does is there, with `changed` held; errors as in `first`."""
         if self.wait_for(rank, what, lambda: () if there() else (peer,), timeout):
-            raise CommError(f"rank {rank}, {what}: no answer from rank {peer} within {timeout:g} s")
+            me, other = self.called[rank], self.called[peer]
+            raise CommError(f"rank {me}, {what}: no answer from rank {other} within {timeout:g} s", [other])
 
 
 class LocalTransport(QueueTransport):
@@ -81,7 +85,7 @@ class LocalTransport(QueueTransport):
         copier: Copier = plain_copies,
     ) -> None:
         super().__init__(rank, hub.world, device=_indexed(torch.device(device)), timeout=timeout)
-        self.hub = hub
+        self.hub, self.called = hub, hub.called
         self.copier = copier
         self.waited: dict[int, int] = defaultdict(int)
 
@@ -106,7 +110,7 @@ class LocalTransport(QueueTransport):
             edge = (peer, rank)
             parcel = hub.first(rank, peer, what, self.timeout, hub.posted[edge])
             expected = [tensor for source, tensor in incoming if source == peer]
-            check(rank, peer, manifest(sequence, what, arguments, expected), parcel.manifest)
+            check(self.called[rank], self.called[peer], manifest(sequence, what, arguments, expected), parcel.manifest)
             hub.before(rank, "take")
             if parcel.ready is not None:
                 torch.cuda.current_stream().wait_event(parcel.ready)

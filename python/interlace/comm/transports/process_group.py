@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from interlace.comm.lost import SLOW
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, QueueTransport, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
@@ -98,7 +99,7 @@ class GlooTransport(QueueTransport):
                 lost = lost or error
                 continue
             expected = manifest(sequence, what, arguments, [tensor for source, tensor in incoming if source == peer])
-            check_packed(self.rank, peer, expected, theirs.numpy().tobytes())
+            check_packed(self.called[self.rank], self.called[peer], expected, theirs.numpy().tobytes())
         if lost is not None:
             raise lost
         for peer, work, _ in sent:
@@ -116,7 +117,7 @@ class GlooTransport(QueueTransport):
     def _start(self, peer: int, what: str, direction: str, tensor: Tensor, tag: int) -> Work:
         control = self._control
         if control is None:
-            raise CommError(f"rank {self.rank}, {what}: the transport was closed meanwhile")
+            raise CommError(f"rank {self.called[self.rank]}, {what}: the transport was closed meanwhile")
         try:
             return getattr(control, direction)([tensor.view(torch.uint8)], peer, tag)
         except RuntimeError as error:
@@ -131,11 +132,13 @@ class GlooTransport(QueueTransport):
 
     def _lost(self, peer: int, what: str, error: RuntimeError) -> CommError:
         reason = " ".join(str(error).split())[:200]
+        me, other = self.called[self.rank], self.called[peer]
         if "imed out" in reason or "imeout" in reason:
-            return CommError(
-                f"rank {self.rank}, {what}: no answer from rank {peer} within {self.timeout:g} s ({reason})"
-            )
-        return CommError(f"rank {self.rank}, {what}: lost rank {peer} ({reason})")
+            text = f"rank {me}, {what}: no answer from rank {other} within {self.timeout:g} s ({reason})"
+            return CommError(text, [other], SLOW.format(self.timeout))
+        return CommError(
+            f"rank {me}, {what}: lost rank {other} ({reason})", [other], f"its connection closed: {reason}"
+        )
 
     def signal(self, peer: int) -> None:
         self._check_open("signal")
@@ -254,9 +257,10 @@ class NcclTransport(GlooTransport):
         deadline = time.monotonic() + self.timeout
         while not event.query():
             if self._closed:
-                raise CommError(f"rank {self.rank}, {what}: the transport was closed meanwhile")
+                raise CommError(f"rank {self.called[self.rank]}, {what}: the transport was closed meanwhile")
             if time.monotonic() > deadline:
-                raise CommError(f"rank {self.rank}, {what}: the copies did not end within {self.timeout:g} s")
+                me, others = self.called[self.rank], [self.called[peer] for peer in self._peers]
+                raise CommError(f"rank {me}, {what}: the copies did not end within {self.timeout:g} s", others)
             time.sleep(50e-6)
         self._last = None
 

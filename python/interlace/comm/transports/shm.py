@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
-from interlace.comm.lost import named
+from interlace.comm.lost import SLOW, named
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, QueueTransport, peers_of
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack
@@ -243,7 +243,8 @@ class ShmTransport(QueueTransport):
             moved = self._give(segment, batch)
             for peer in self._peers:
                 if peer in batch.unheard and flag_load(segment.flags, segment.headers(peer, rank)) > sequence:
-                    check_packed(rank, peer, expected[peer], segment.header(peer, rank).tobytes())
+                    raw = segment.header(peer, rank).tobytes()
+                    check_packed(self.called[rank], self.called[peer], expected[peer], raw)
                     batch.unheard.discard(peer)
                     flag_store(segment.flags, segment.heard(peer, rank), sequence + 1)
                     segment.ring(peer)
@@ -294,7 +295,8 @@ class ShmTransport(QueueTransport):
         address, size = batch.takes[peer].popleft()
         slot = int(segment.flags[segment.slot_of(peer, self.rank, took)])
         if slot >= SLOTS:
-            raise CommError(f"rank {self.rank}: rank {peer} names slot {slot} of {SLOTS}: its memory is damaged")
+            me, other = self.called[self.rank], self.called[peer]
+            raise CommError(f"rank {me}: rank {other} names slot {slot} of {SLOTS}: its memory is damaged")
         self._copy_out(segment, peer, slot, address, size)
         self._took[peer] += 1
         flag_store(segment.flags, segment.taken(peer, self.rank), self._took[peer])
@@ -332,42 +334,50 @@ class ShmTransport(QueueTransport):
         lacks: whether a peer is one of those waited for. Raises CommError once one of them is lost, or any rank gave
         up, or nothing moved for the timeout.
         """
-        lost, moved, looked = "", time.monotonic(), time.monotonic()
+        lost: CommError | None = None
+        moved = looked = time.monotonic()
         while True:
             seen = flag_load(segment.flags, segment.bell(self.rank))
             if advance():
-                moved, lost = time.monotonic(), ""
+                moved, lost = time.monotonic(), None
                 self._progress.note()
                 continue
             if done():
                 return
-            if lost:  # known before the last look at what peers did: nothing more will come
-                raise CommError(f"rank {self.rank}, {what}: {lost}")
+            if lost is not None:  # known before the last look at what peers did: nothing more will come
+                raise lost
             now = time.monotonic()
             waiting = [peer for peer in self._peers if lacks(peer)]
-            lost = self._lost(segment, waiting, look=now - looked > LOOK)
-            if not lost and now - moved > self.timeout:
-                lost = f"no answer from {named(waiting)} within {self.timeout:g} s"
+            lost = self._lost(segment, waiting, what, look=now - looked > LOOK)
+            if lost is None and now - moved > self.timeout:
+                missing = [self.called[peer] for peer in waiting]
+                text = f"no answer from {named(missing)} within {self.timeout:g} s"
+                lost = self._error(what, text, missing, SLOW.format(self.timeout))
             if now - looked > LOOK:
                 looked = now
-            if not lost:
+            if lost is None:
                 flag_wait_at_least(segment.flags, segment.bell(self.rank), seen + 1, LOOK)
 
-    def _lost(self, segment: Segment, waiting: Sequence[int], look: bool) -> str:
-        """Why there is nothing to wait for, "" if there is. `look`: also at whether the processes live."""
+    def _lost(self, segment: Segment, waiting: Sequence[int], what: str, look: bool) -> CommError | None:
+        """Why there is nothing to wait for, if there is not. `look`: also at whether the processes live."""
         if self._closed:
-            return "the transport was closed meanwhile"
+            return self._error(what, "the transport was closed meanwhile")
         for peer in self._peers:
             if flag_load(segment.flags, segment.state(peer)) == _FAILED:
                 reason = segment.reason(peer).tobytes().rstrip(b"\0").decode(errors="replace")
-                return f"rank {peer} gave up ({reason})"
+                return self._error(what, f"rank {self.called[peer]} gave up ({reason})", [self.called[peer]], reason)
         for peer in waiting:
-            process, start = self.processes[peer]
+            (process, start), why = self.processes[peer], ""
             if flag_load(segment.flags, segment.state(peer)) == _CLOSED:
-                return f"lost rank {peer} (it closed its transport)"
-            if look and born(process) != start:
-                return f"lost rank {peer} (its process, {process}, ended)"
-        return ""
+                why = "it closed its transport"
+            elif look and born(process) != start:
+                why = f"its process, {process}, ended"
+            if why:
+                return self._error(what, f"lost rank {self.called[peer]} ({why})", [self.called[peer]], why)
+        return None
+
+    def _error(self, what: str, text: str, waited: Sequence[int] = (), why: str = "") -> CommError:
+        return CommError(f"rank {self.called[self.rank]}, {what}: {text}", waited, why)
 
     def signal(self, peer: int) -> None:
         segment = self._memory("signal")
@@ -388,7 +398,7 @@ class ShmTransport(QueueTransport):
         self._check_open(what)
         segment = self._segment
         if segment is None:
-            raise CommError(f"rank {self.rank}, {what}: the shm transport is closed")
+            raise CommError(f"rank {self.called[self.rank]}, {what}: the shm transport is closed")
         return segment
 
     def _tell(self, reason: str) -> None:

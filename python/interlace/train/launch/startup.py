@@ -50,7 +50,7 @@ class Startup(Rounds):
             return
         with self.bounded(f"meeting the other {world - 1} ranks"):
             wait = timedelta(seconds=timeout)
-            store = _store(rank, world, timeout)
+            store = meeting_place(rank, world, timeout)
             store.set_timeout(wait)
             dist.init_process_group(
                 backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=wait
@@ -171,8 +171,14 @@ class Startup(Rounds):
                 self.store.add(f"alive/{self.rank}", 1)
 
 
-def _store(rank: int, world: int, timeout: float) -> dist.Store:
-    """The store at MASTER_ADDR, which rank 0 serves on that address alone, or torchrun's, which its agent serves."""
+def meeting_place(rank: int, world: int, timeout: float, *, wait: bool = True) -> dist.Store:
+    """The store at MASTER_ADDR, which rank 0 serves on that address alone, or torchrun's, which its agent serves.
+
+    wait: for all ranks to come, rather than for rank 0 alone. Raises TrainingError.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not wait:
+        agent = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(*agent, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout))))
         return store
@@ -189,7 +195,7 @@ def _store(rank: int, world: int, timeout: float) -> dist.Store:
                 f"rank {rank}: {elsewhere} ranks are on other machines, but MASTER_ADDR, {host}, means this machine "
                 "to itself: set it to an address by which the others reach the machine of rank 0"
             )
-        return tcp_store(host, int(port), rank, world, timeout)
+        return tcp_store(host, int(port), rank, world, timeout, wait)
     except OSError as error:
         raise TrainingError(
             f"rank {rank}: {error}: MASTER_ADDR must be an address of the machine of rank 0, and MASTER_PORT free there"

@@ -1,0 +1,49 @@
+"""Faults in lanes of several ranks: the committed table of a sweep, and a sample of it played again."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import lane_faults
+from tests.distributed.lane_faults import KINDS, LAYOUTS, WORLD, Fault
+
+TABLE = json.loads((Path(__file__).parent / "lane_faults.json").read_text())
+ROWS = TABLE["rows"]
+
+
+def test_the_table_has_every_kind_on_every_rank_and_no_trouble() -> None:
+    assert len(ROWS) == TABLE["faults"] and TABLE["troubled"] == sum(bool(row["trouble"]) for row in ROWS) == 0
+    found = Counter((row["kind"], row["victim"]) for row in ROWS if row["layout"] in LAYOUTS)
+    assert set(found) == {(kind, victim) for kind in KINDS for victim in range(WORLD)}
+    assert {"compute", "send", "receive", "wait"} | {"lane: post", "lane: take"} <= {row["event"] for row in ROWS}
+    assert all(row["seconds"] < 2 * TABLE["timeout"] + lane_faults.SLACK for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("rank 0, RECV a[0] chunk 1: lost rank 3 (its process, 9, ended)", {3}),
+        ("rank 0: lost ranks 1, 2 (no answer), which showed as: rank 0, x: lost rank 3 (it died)", {1, 2}),
+        ("rank 0, x: no answer from rank 1 within 3 s", set()),
+    ],
+)
+def test_whom_a_message_calls_lost(text: str, ranks: set[int]) -> None:
+    assert lane_faults.lost_in(text) == ranks
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_table_ends_as_it_says() -> None:
+    """The schedule may have changed since: then a fault happens at another event, and still ends well."""
+    layout = ROWS[0]["layout"]
+    loss, events = lane_faults.undisturbed(layout)
+    rng = random.Random(7)
+    drawn = [rng.choice([row for row in ROWS if row["kind"] == kind]) for kind in (*KINDS, "kill", "stop")]
+    for row in drawn:
+        fault = Fault(layout, row["kind"], row["victim"], row["point"] % len(events[row["victim"]]))
+        outcome = lane_faults.run(fault, loss)
+        assert not outcome.trouble, (fault, outcome)
