@@ -108,6 +108,7 @@ def _train(
                 device=device,
                 checkpointing=config.train.activation_checkpointing,
                 sequence_parallel=config.parallel.sequence_parallel,
+                context_order=config.parallel.context_order,
                 autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
                 timeout=config.parallel.timeout,
                 crash_folder=folder / "crash",
