@@ -54,7 +54,15 @@ def test_json_has_the_keys_of_its_version(tiny: Path, capfd: pytest.CaptureFixtu
             assert set(stage) == {"replica", "stage", "layers", "lanes", "parameters", "seconds"}
             assert stage["seconds"] > 0 and stage["parameters"] > 0
     for number, rank in enumerate(found["ranks"]):
-        assert set(rank) == {"rank", "stages", "parameters", "in_flight", "bytes", "bytes_gathered_once"}
+        assert set(rank) == {
+            "rank",
+            "stages",
+            "parameters",
+            "in_flight",
+            "bytes",
+            "bytes_on_host",
+            "bytes_gathered_once",
+        }
         assert rank["rank"] == number
         held = rank["bytes"]
         state = {"weights", "gradients", "optimizer", "activations", "messages", "gradient_sums", "workspace"}
@@ -81,7 +89,7 @@ def test_activations_follow_the_rows_and_what_waits(tiny: Path, capfd: pytest.Ca
     def ranks(*overrides: str) -> list[Any]:
         return said_as_json(capfd, str(tiny), *TWO, *(word for each in overrides for word in ("--set", each)))["ranks"]
 
-    first, more, recomputed = ranks(), ranks("train.batch_size=16"), ranks("train.activation_checkpointing=true")
+    first, more, recomputed = ranks(), ranks("train.batch_size=16"), ranks("train.activation_checkpointing='full'")
     for rank in (2, 3):
         own = [each[rank]["bytes"]["activations"] for each in (first, more, recomputed)]
         assert 1.8 * own[0] < own[1] <= 2 * own[0]
