@@ -18,6 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import IGNORE, Checkpointing, Media, MultimodalModel, Sample, loss
@@ -322,6 +323,29 @@ def largest_bucket(sizes: list[int], sent: list[int], most: int) -> int:
     travels = {id(parameter): each for parameter, each in zip(parameters, sent, strict=True)}
     with mock.patch("interlace.run.gradients.BUCKET_BYTES", most):
         return max((sum(travels[id(p)] for p in bucket) for bucket in buckets(parameters)), default=0)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_pieces_of_words_and_weights_used_in_part(sequence_parallel: bool) -> None:
+    """Against the ranks of one process: an odd number of words, and norms that are not shared where they are trained
+    and each rank uses them in part."""
+    config = LlamaConfig(vocab_size=49, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    found: dict[str, Any] = {}
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            found[device] = MultimodalModel({}, LlamaForCausalLM(config), placeholders={})
+    layout = Layout.from_specs(found["meta"], {LLM: ParallelSpec(tp=2, dp=2, shard="full")})
+    parallel = parallelize(found["cpu"], layout, transport="local", sequence_parallel=sequence_parallel)
+    weights = weights_of(found["meta"], layout, sequence_parallel=sequence_parallel)
+    assert {weight.name for weight in weights if weight.in_part} == parallel._ranks[0]._in_part
+    idle = Activations((), (0.0,) * 3, (False,) * 2)
+    for memory in rank_memory(layout, weights, {LLM: idle}, {}, [(0, 0.0)] * 4, bucket_bytes=BUCKET_BYTES):
+        rank = parallel._ranks[memory.rank]
+        held = {id(parameter): parameter for stage in rank.stages.values() for parameter in stage.parameters()}
+        assert memory.parameters == sum(parameter.numel() for parameter in held.values())
+        parts = (memory.optimizer - 4 * len(weights)) // 2
+        real = sum(parameter.nbytes for parameter in rank.own.values())
+        assert 0 <= parts - real <= 2 * 4 * 8  # 25 words are 12 and 13
 
 
 def test_context_parallel_ranks_have_their_rows_alone() -> None:

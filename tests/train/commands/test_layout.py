@@ -98,6 +98,17 @@ def test_activations_follow_the_rows_and_what_waits(tiny: Path, capfd: pytest.Ca
     assert recomputed[2]["bytes"]["workspace"] > 0 == first[2]["bytes"]["workspace"]
 
 
+def test_optimizer_state_may_be_on_the_host(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    here, there = (
+        said_as_json(capfd, str(tiny), *TWO, *more)["ranks"]
+        for more in ((), ("--set", "train.offload_optimizer=true", "--set", "run.device='cuda'"))
+    )
+    for device, host in zip(here, there, strict=True):
+        assert device["bytes"]["optimizer"] == host["bytes_on_host"]["optimizer"] > 0
+        assert host["bytes"]["optimizer"] == device["bytes_on_host"]["optimizer"] == 0
+        assert device["bytes"]["peak"] - host["bytes"]["peak"] == device["bytes"]["optimizer"]
+
+
 def test_the_table_says_who_has_what(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "pictures" / "layout.png"
     assert main(["plan", str(tiny), *TWO, "--tflops", "1", "--picture", str(picture)]) == 0
