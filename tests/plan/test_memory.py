@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,13 +18,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
-from interlace.model import IGNORE, Media, MultimodalModel, Sample, loss
-from interlace.plan.memory import Activations, Load, RankMemory, Weight, activation_bytes, rank_memory, sharers
+from interlace.model import IGNORE, Checkpointing, Media, MultimodalModel, Sample, loss
+from interlace.plan.memory import Activations, Load, RankMemory, Weight, activation_bytes, rank_memory
 from interlace.run import parallelize
 from interlace.run.executor import Executor
-from interlace.run.gradients import BUCKET_BYTES, _buckets
+from interlace.run.gradients import BUCKET_BYTES, buckets
 from interlace.run.traced import activations_of, weights_of
 from interlace.schedule import Chunk
 from interlace.schedule.memory import peak
@@ -40,7 +41,7 @@ class Case:
     placement: str = "parallel"
     freeze: tuple[str, ...] = ()
     tied: bool = False
-    checkpointing: bool = False
+    checkpointing: Checkpointing = "none"
     autocast: torch.dtype | None = None
     items: dict[str, tuple[int, ...]] = field(default_factory=dict)
     samples: int = 8
@@ -86,7 +87,10 @@ CASES = {
         items={"audio": (MELS, 32)},
     ),
     "frozen alone": Case({"vision": ParallelSpec(pp=2), LLM: ParallelSpec(tp=2)}, freeze=("vision", LLM)),
-    "checkpointing": Case({"vision": ParallelSpec(tp=2), LLM: ParallelSpec(pp=2)}, checkpointing=True),
+    "checkpointing": Case({"vision": ParallelSpec(tp=2), LLM: ParallelSpec(pp=2)}, checkpointing="full"),
+    "sharded": Case({LLM: ParallelSpec(dp=2, shard="full")}, samples=4, microbatches=1),
+    "optimizer sharded": Case({"vision": ParallelSpec(dp=2, shard="optimizer"), LLM: ParallelSpec(tp=2)}),
+    "selective": Case({LLM: ParallelSpec(tp=2)}, checkpointing="selective"),
     "autocast": Case({"vision": ParallelSpec(pp=2), LLM: ParallelSpec(pp=2)}, autocast=torch.bfloat16),
 }
 
@@ -125,22 +129,37 @@ class Held:
     optimizer: int = 0
     activations: int = 0
     in_flight: int = 0
+    parameters: int = 0  # that an optimizer trains, and frozen ones
+    after: int = 0  # of weights, when no step runs
+
+
+def weight_bytes(stages: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> int:
+    """Of what stages compute with and of what is trained: mostly the same."""
+    tensors = [*(parameter for stage in stages for parameter in stage.parameters()), *parameters]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @contextmanager
-def activations_counted(held: Held) -> Iterator[None]:
-    """Notes the most that was alive after a forward of those that wait for their backward."""
+def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Notes the most that was alive after a forward of those that wait for their backward, and state in the step.
+
+    parameters: of the rank.
+    """
     alive, forward, backward = Alive(), Executor._forward, Executor._backward
 
     def noted(self: Executor, *action: Any) -> None:
         with Alive():  # a recomputation is to be as the forward, where a mode is active: not what it makes is counted
             backward(self, *action)
+        computed = {id(p): p for stage in self.stages.values() for p in stage.module.parameters()}
+        held.gradients = max(held.gradients, gradient_bytes(computed.values()))
 
     def counted(self: Executor, module: str, stage: int, chunk: int, *rest: int) -> None:
-        part = self.stages[module, stage].module
-        alive.weights.update(x.untyped_storage()._cdata for x in (*part.parameters(), *part.buffers()))
         with alive:
             forward(self, module, stage, chunk, *rest)
+        part = self.stages[module, stage].module  # whose weights may have been made whole just now
+        alive.weights.update(x.untyped_storage()._cdata for x in (*part.parameters(), *part.buffers()))
+        held.weights = max(held.weights, weight_bytes([s.module for s in self.stages.values()], parameters))
         for received, output in self._saved.values():
             for tensor in (*received.values(), output):
                 alive.add(tensor)
@@ -152,16 +171,26 @@ def activations_counted(held: Held) -> Iterator[None]:
         yield
 
 
+def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+
+
 def train(rank: int, name: str) -> Held:
     case, held = CASES[name], Held()
     mllm = case.model("cpu")
-    options: dict[str, Any] = {"checkpointing": case.checkpointing, "autocast": case.autocast}
+    # Rows are counted whole: see `interlace.run.traced`.
+    options: dict[str, Any] = {
+        "checkpointing": case.checkpointing,
+        "autocast": case.autocast,
+        "sequence_parallel": False,
+    }
     parallel = parallelize(mllm, case.layout(mllm), transport="distributed", timeout=20, **options)
-    with activations_counted(held):
-        parallel.step(case.batch(mllm), microbatches=case.microbatches)
     parameters = [parameter for _, parameter in parallel.named_parameters()]
-    held.weights = sum(parameter.nbytes for parameter in parameters)
-    held.gradients = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+    with activations_counted(held, parameters):
+        parallel.step(case.batch(mllm), microbatches=case.microbatches)
+    held.parameters = sum(parameter.nbytes for parameter in parameters)
+    held.after = weight_bytes(parallel.stages[rank].values(), parameters)
+    held.gradients = max(held.gradients, gradient_bytes(parameters))
     if trained := [parameter for parameter in parameters if parameter.requires_grad]:
         optimizer = torch.optim.AdamW(trained, fused=True)
         optimizer.step()
@@ -195,10 +224,11 @@ def estimated(name: str) -> tuple[RankMemory, ...]:
     largest = {n: max(loads[i] for i, c in enumerate(schedule.table.chunks) if c.module == n) for n in layout.modules}
     sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
     held = [(found.in_flight, found.bytes) for found in (peak(actions, sizes) for actions in schedule.actions)]
-    return rank_memory(layout, weights_of(mllm, layout), activations, largest, held, bucket_bytes=BUCKET_BYTES)
+    weights = weights_of(mllm, layout, sequence_parallel=False)
+    return rank_memory(layout, weights, activations, largest, held, bucket_bytes=BUCKET_BYTES)
 
 
-SLOW = ("stages", "replicas", "shared", "frozen alone", "checkpointing", "autocast")
+SLOW = ("stages", "replicas", "shared", "frozen alone", "checkpointing", "autocast", "optimizer sharded", "selective")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
@@ -210,9 +240,13 @@ def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
     for found, outcome in zip(estimate, outcomes, strict=True):
         real = outcome.value
         where = f"rank {found.rank}: {found}, not {real}"
-        assert (found.weights, found.gradients, found.optimizer) == (real.weights, real.gradients, real.optimizer), (
-            where
-        )
+        state = found.weights_once, found.gradients_once, found.optimizer
+        assert state == (real.weights, real.gradients, real.optimizer), where
+        if name == "sharded":  # one half of each weight, and all of them in the step
+            assert real.parameters == found.weights_once // 3
+            assert real.after <= real.parameters + 100 * 4  # each whole reads as one number
+        else:
+            assert real.after == found.weights, where
         assert found.in_flight == real.in_flight, where
         assert found.activations == pytest.approx(real.activations, rel=0.1), where
 
@@ -255,12 +289,13 @@ def test_logits_in_parts_are_not_kept(in_parts: bool, monkeypatch: pytest.Monkey
 )
 def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int, data: st.DataObject) -> None:
     """Against the parts of every weight, written out."""
-    group = data.draw(st.sampled_from([None, *(n for n in range(1, dp + 1) if dp % n == 0)]))
     shard = data.draw(st.sampled_from(["none", "optimizer", "full"]))
+    groups = [n for n in range(2, dp + 1) if dp % n == 0 and shard != "none"]
+    group = data.draw(st.sampled_from([None, *groups]))
     sharing = 1 if shard == "none" else group or dp
     stages = tuple(Pipeline("only", i, (Stage("only", 0, 0, len(layers), Lane((i,))),)) for i in range(dp))
-    layout = Layout({"only": (sharded(ParallelSpec(dp=dp), shard, group), stages)}, dp)
-    weights = [Weight(str(i), "only", (i,), n, n, 4, trained) for i, (n, trained) in enumerate(layers)]
+    layout = Layout({"only": (ParallelSpec(dp=dp, shard=shard, shard_ranks=group), stages)}, dp)
+    weights = [Weight(str(i), "only", (i,), (n,), 2, 2, trained) for i, (n, trained) in enumerate(layers)]
     idle = Activations((), (0.0,) * (len(layers) + 1), (False,) * len(layers))
     found = rank_memory(layout, weights, {"only": idle}, {}, [(0, 0.0)] * dp, bucket_bytes=1000)
     part = [4 * max(len(range(i, n, sharing)) for i in range(sharing)) for n, _ in layers]
@@ -278,21 +313,39 @@ def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int
             assert memory.weights == memory.weights_once == sum(whole)
             assert memory.gradients == memory.gradients_once == sum(whole[i] for i in trained)
         assert memory.peak >= memory.weights + memory.gradients + memory.optimizer
-        assert memory.sums == (largest_bucket([whole[i] for i in trained], 1000) if dp > 1 else 0)
+        sent = {i: part[i] * sharing for i in trained}
+        assert memory.sums == (largest_bucket([whole[i] for i in trained], list(sent.values()), 1000) if dp > 1 else 0)
 
 
-def sharded(spec: ParallelSpec, shard: str, ranks: int | None) -> ParallelSpec:
-    """With sharded state, whether or not the runtime has it."""
-    object.__setattr__(spec, "shard", shard)
-    object.__setattr__(spec, "shard_ranks", ranks)
-    return spec
-
-
-def largest_bucket(sizes: list[int], most: int) -> int:
-    """Of those that `interlace.run.gradients` makes."""
+def largest_bucket(sizes: list[int], sent: list[int], most: int) -> int:
+    """Of those that `interlace.run.gradients` makes. sent: bytes that travel of each."""
     parameters = [nn.Parameter(torch.empty(size // 4)) for size in sizes]
+    travels = {id(parameter): each for parameter, each in zip(parameters, sent, strict=True)}
     with mock.patch("interlace.run.gradients.BUCKET_BYTES", most):
-        return max((sum(p.nbytes for p in bucket) for bucket in _buckets(parameters)), default=0)
+        return max((sum(travels[id(p)] for p in bucket) for bucket in buckets(parameters)), default=0)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_pieces_of_words_and_weights_used_in_part(sequence_parallel: bool) -> None:
+    """Against the ranks of one process: an odd number of words, and norms that are not shared where they are trained
+    and each rank uses them in part."""
+    config = LlamaConfig(vocab_size=49, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    found: dict[str, Any] = {}
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            found[device] = MultimodalModel({}, LlamaForCausalLM(config), placeholders={})
+    layout = Layout.from_specs(found["meta"], {LLM: ParallelSpec(tp=2, dp=2, shard="full")})
+    parallel = parallelize(found["cpu"], layout, transport="local", sequence_parallel=sequence_parallel)
+    weights = weights_of(found["meta"], layout, sequence_parallel=sequence_parallel)
+    assert {weight.name for weight in weights if weight.in_part} == parallel._ranks[0]._in_part
+    idle = Activations((), (0.0,) * 3, (False,) * 2)
+    for memory in rank_memory(layout, weights, {LLM: idle}, {}, [(0, 0.0)] * 4, bucket_bytes=BUCKET_BYTES):
+        rank = parallel._ranks[memory.rank]
+        held = {id(parameter): parameter for stage in rank.stages.values() for parameter in stage.parameters()}
+        assert memory.parameters == sum(parameter.numel() for parameter in held.values())
+        parts = (memory.optimizer - 4 * len(weights)) // 2
+        real = sum(parameter.nbytes for parameter in rank.own.values())
+        assert 0 <= parts - real <= 2 * 4 * 8  # 25 words are 12 and 13
 
 
 def test_context_parallel_ranks_have_their_rows_alone() -> None:
@@ -309,5 +362,3 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     mllm, _ = small()
     with pytest.raises(ValueError, match=r"language_model cannot be cut among tp = 3 ranks: .*give it pp or dp"):
         weights_of(mllm, Layout.from_specs(mllm, {"vision": ParallelSpec(), LLM: ParallelSpec(tp=3)}))
-    with pytest.raises(ValueError, match=r"shard_ranks = 4, which does not divide its dp = 6: .*use 1, 2, 3, 6"):
-        sharers("vision", sharded(ParallelSpec(dp=6), "full", 4))

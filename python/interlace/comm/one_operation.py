@@ -35,3 +35,8 @@ def as_one_operation(compute: Callable[[], list[Tensor]], like: Tensor) -> list[
 @torch.library.custom_op("interlace::collective", mutates_args=())
 def _collective(like: Tensor, number: int) -> list[Tensor]:
     return _computations[number]()
+
+
+@_collective.register_fake
+def _shapes(like: Tensor, number: int) -> list[Tensor]:
+    return _computations[number]()  # over a transport that carries nothing (see `interlace.run.traced`)

@@ -8,8 +8,9 @@ it is shared out over the ranks of a layout, under any degrees and any sharding 
     "optimizer"  whole                 whole                 1 / n
     "full"       1 / n, and gathered   1 / n, and unreduced  1 / n
 
-"Whole" is what tensor parallelism leaves of it on a rank, n the ranks that share state. With "full", what is gathered
-is one layer at a time, or all of a rank's layers once per step; both are given.
+"Whole" is what tensor parallelism leaves of it on a rank, n the ranks that share state (`Layout.shard_groups`). With
+"full", what is gathered is one layer at a time, or all of a rank's layers once per step, as `interlace.run.sharding`
+does; both are given.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from interlace.layout import Layout, ParallelSpec, Stage
+from interlace.layout import Layout, ParallelSpec, Reduction, Shard, Stage
 
 MOMENTS = 2  # of AdamW, each of the weight's shape and dtype
 STEP_BYTES = 4  # of AdamW's count of steps, a float32 for each weight
@@ -29,22 +30,25 @@ STEP_BYTES = 4  # of AdamW's count of steps, a float32 for each weight
 class Weight:
     """A parameter of a model, as a rank holds it.
 
-    layers: those of `module` that use it; several where it is tied. count: its elements. held: those on a rank of a
-    lane that has one of the layers, fewer than `count` where tensor parallelism cuts it. itemsize: bytes of an element.
+    layers: those of `module` that use it; several where it is tied. rows: [tp], of its dimension 0 those that each
+    place of a lane holds, fewer than it has where tensor parallelism cuts it there. width: elements of a row, as a rank
+    holds it. itemsize: bytes of an element. in_part: whether ranks of a lane hold it whole, but use it on their own
+    rows or heads. sharable: whether ranks that hold the same of it can share its state by rows.
     """
 
     name: str
     module: str
     layers: tuple[int, ...]
-    count: int
-    held: int
+    rows: tuple[int, ...]
+    width: int
     itemsize: int
     trainable: bool
+    in_part: bool = False
+    sharable: bool = True
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what a rank holds of it."""
-        return self.held * self.itemsize
+    def count(self, place: int) -> int:
+        """Elements on the rank at `place` of a lane."""
+        return self.rows[place] * self.width
 
 
 class Load(NamedTuple):
@@ -80,7 +84,8 @@ class Activations:
     [layers], whether a stage that ends with that layer has a backward; it keeps nothing otherwise. feature: bytes per
     row of features that its first stage is given. inner: [layers], bytes per row that recomputing a layer makes anew
     while its backward runs (empty where nothing is recomputed). words: of the logits on a rank, 0 without.
-    logits_bytes: above it logits are made in parts (see `interlace.model.loss`).
+    logits_bytes: above it logits are made in parts (see `interlace.model.loss`). shared_head: whether the ranks of a
+    lane share the head by its words; then logits are made in parts always, and `kept` has none.
     """
 
     kept: tuple[Kept, ...]
@@ -90,6 +95,7 @@ class Activations:
     inner: tuple[float, ...] = ()
     words: int = 0
     logits_bytes: float = math.inf
+    shared_head: bool = False
 
     def of_stage(self, start: int, stop: int, load: Load) -> float:
         """Bytes that the stage of layers [start, stop) keeps of a chunk."""
@@ -115,17 +121,19 @@ class Activations:
         return max(recomputed, logits)
 
     def _in_parts(self, load: Load) -> bool:
-        return bool(self.words) and load.targets > max(1, self.logits_bytes // (4 * self.words))
+        few = max(1, self.logits_bytes // (4 * self.words)) if self.words else math.inf
+        return not self.shared_head and load.targets > few
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank. parameters: elements that it holds, whole weights counted whole.
+    """Bytes on one rank, in the memory of its device. parameters: elements that it holds, what is sharded too as whole.
 
     in_flight: the most chunks whose activations wait for a backward at once, and activations what they keep. messages:
     the largest that arrives and the largest that leaves. sums: the largest bucket of gradients that travels while the
     gradients are there still. workspace: what one backward makes and drops. weights_once, gradients_once: with what is
-    sharded "full" gathered once per step, not layer by layer; equal to weights and gradients where nothing is.
+    sharded "full" gathered once per step, not layer by layer; equal to weights and gradients where nothing is. host:
+    optimizer state in host memory, where it is kept there and not on the device.
     """
 
     rank: int
@@ -140,6 +148,7 @@ class RankMemory:
     workspace: int
     weights_once: int
     gradients_once: int
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -154,19 +163,6 @@ class RankMemory:
     @property
     def _rest(self) -> int:
         return self.optimizer + self.activations + self.messages + max(self.sums, self.workspace)
-
-
-def sharers(module: str, spec: ParallelSpec) -> int:
-    """The ranks that share the state of what they all hold. Raises ValueError where dp makes no such groups."""
-    if spec.shard == "none":
-        return 1
-    count = spec.dp if spec.shard_ranks is None else spec.shard_ranks
-    if count < 1 or spec.dp % count:
-        raise ValueError(
-            f"{module} has shard_ranks = {count}, which does not divide its dp = {spec.dp}: groups of so many of its "
-            f"replicas share state; use {', '.join(str(n) for n in range(1, spec.dp + 1) if spec.dp % n == 0)}"
-        )
-    return count
 
 
 def activation_bytes(
@@ -187,50 +183,52 @@ def activation_bytes(
 
 def rank_memory(
     layout: Layout,
-    weights: Iterable[Weight],
+    weights: Sequence[Weight],
     activations: Mapping[str, Activations],
     loads: Mapping[str, Load],
     held: Sequence[tuple[int, float]],
     *,
     bucket_bytes: int,
+    offload_optimizer: bool = False,
 ) -> tuple[RankMemory, ...]:
     """What every rank of `layout` holds.
 
     weights: of the model, as ranks of its lanes hold them. loads: module -> its largest chunk. held: per rank, the most
     chunks in flight and bytes kept (`interlace.schedule.memory.peak`). bucket_bytes: of gradients that are summed
-    together.
-
-    Raises ValueError for shard_ranks that do not divide dp.
+    together. offload_optimizer: whether optimizer state is in host memory.
     """
-    counts = {name: sharers(name, spec) for name, (spec, _) in layout.modules.items()}
     by_module: dict[str, list[Weight]] = {name: [] for name in layout.modules}
     for weight in weights:
         by_module[weight.module].append(weight)
-    reductions: dict[int, list[tuple[str, int, int]]] = {}
-    for group in layout.reduce_groups():
-        for rank in group.ranks:
-            reductions.setdefault(rank, []).append((group.module, group.start, group.stop))
+    shards: dict[int, list[Shard]] = {}
+    for shard in layout.shard_groups():
+        for rank in shard.owners:
+            shards.setdefault(rank, []).append(shard)
+    reductions: dict[int, list[Reduction]] = {}
+    in_part = {weight.module for weight in weights if weight.in_part and weight.trainable}
+    for reduction in layout.reduce_groups(in_part):
+        for rank in reduction.ranks:
+            reductions.setdefault(rank, []).append(reduction)
     found = []
     for rank, (in_flight, kept) in enumerate(held):
         stages = layout.of_rank(rank)
+        own: list[_Own] = []
         total = _State(0, 0, 0, 0, 0, 0)
         for name in dict.fromkeys(stage.module for stage in stages):
+            mine = list(_owned(layout, rank, name, by_module[name], shards.get(rank, ())))
             layers = {i for stage in stages if stage.module == name for i in range(stage.start, stage.stop)}
-            own = [weight for weight in by_module[name] if layers.intersection(weight.layers)]
-            more = _state(own, layers, layout.spec(name).shard, counts[name])
+            more = _state(mine, layers, layout.spec(name).shard)
             total = _State(*(a + b for a, b in zip(total, more, strict=True)))
+            own += mine
         shares = [(stage, activations[stage.module], _share_of(layout, stage, loads)) for stage in stages]
-        buckets = (
-            _largest_bucket([w for w in by_module[name] if w.trainable and start <= w.layers[0] < stop], bucket_bytes)
-            for name, start, stop in reductions.get(rank, ())
-        )
+        buckets = (_largest_bucket(_summed(own, reduction), bucket_bytes) for reduction in reductions.get(rank, ()))
         found.append(
             RankMemory(
                 rank=rank,
                 parameters=total.parameters,
                 weights=total.weights,
                 gradients=total.gradients,
-                optimizer=total.optimizer,
+                optimizer=0 if offload_optimizer else total.optimizer,
                 activations=math.ceil(kept),
                 in_flight=in_flight,
                 messages=math.ceil(sum(_messages(layout, shares))),
@@ -238,9 +236,22 @@ def rank_memory(
                 workspace=math.ceil(max(what.workspace(stage.start, stage.stop, load) for stage, what, load in shares)),
                 weights_once=total.weights_once,
                 gradients_once=total.gradients_once,
+                host=total.optimizer if offload_optimizer else 0,
             )
         )
     return tuple(found)
+
+
+class _Own(NamedTuple):
+    """What a rank has of a weight. home: the first of its layers there. whole: bytes; part: of what of its state is the
+    rank's own, the same where nothing is shared; sharers: how many ranks share it."""
+
+    weight: Weight
+    home: int
+    elements: int
+    whole: int
+    part: int
+    sharers: int
 
 
 class _State(NamedTuple):
@@ -252,26 +263,51 @@ class _State(NamedTuple):
     gradients_once: int
 
 
-def _state(own: Sequence[Weight], layers: Iterable[int], shard: str, sharers: int) -> _State:
-    trained = [weight for weight in own if weight.trainable]
-    count = sum(weight.held for weight in own)
-    optimizer = sum(
-        MOMENTS * (weight.nbytes if shard == "none" else _part(weight, sharers)) + STEP_BYTES for weight in trained
-    )
-    whole, gradients = (sum(weight.nbytes for weight in some) for some in (own, trained))
-    if shard != "full" or sharers == 1:
+def _owned(
+    layout: Layout, rank: int, module: str, weights: Iterable[Weight], shards: Iterable[Shard]
+) -> Iterator[_Own]:
+    """What `rank` has of a module. shards: of which it is an owner."""
+    tp, places = layout.spec(module).tp, {}
+    for stage in layout.of_rank(rank):
+        if stage.module == module:
+            lane = next(lane for lane in stage.lanes if rank in lane.ranks)
+            places.update(dict.fromkeys(range(stage.start, stage.stop), lane.ranks.index(rank) % tp))
+    sharing = {i: len(each.owners) for each in shards if each.module == module for i in range(each.start, each.stop)}
+    for weight in weights:
+        home = next((layer for layer in weight.layers if layer in places), None)
+        if home is None:
+            continue
+        place, size = places[home], weight.width * weight.itemsize
+        rows, sharers = weight.rows[place], sharing.get(home, 1) if weight.sharable else 1
+        # The owner that has most of it: rows that are over go to different ones, weight by weight.
+        yield _Own(weight, home, weight.count(place), rows * size, -(-rows // sharers) * size, sharers)
+
+
+def _state(own: Sequence[_Own], layers: Iterable[int], shard: str) -> _State:
+    trained = [each for each in own if each.weight.trainable]
+    count = sum(each.elements for each in own)
+    optimizer = sum(MOMENTS * each.part + STEP_BYTES for each in trained)
+    whole, gradients = (sum(each.whole for each in some) for some in (own, trained))
+    if shard != "full":
         return _State(count, whole, gradients, optimizer, whole, gradients)
-    parts, gradient_parts = (sum(_part(weight, sharers) for weight in some) for some in (own, trained))
+    shared, shared_trained = ([each for each in some if each.sharers > 1] for some in (own, trained))
+    parts, gradient_parts = (sum(each.part for each in some) for some in (own, trained))
     gathered, unreduced = (
-        max((sum(weight.nbytes for weight in some if layer in weight.layers) for layer in layers), default=0)
-        for some in (own, trained)
+        max((sum(each.whole for each in some if layer in each.weight.layers) for layer in layers), default=0)
+        for some in (shared, shared_trained)
     )
-    return _State(count, parts + gathered, gradient_parts + unreduced, optimizer, parts + whole, gradients)
+    once = parts + sum(each.whole for each in shared)
+    return _State(count, parts + gathered, gradient_parts + unreduced, optimizer, once, gradients)
 
 
-def _part(weight: Weight, sharers: int) -> int:
-    """Bytes of a weight's part, of equal ones."""
-    return -(-weight.held // sharers) * weight.itemsize
+def _summed(own: Iterable[_Own], reduction: Reduction) -> list[_Own]:
+    """What of a rank's weights a reduction sums."""
+    return [
+        each
+        for each in own
+        if each.weight.module == reduction.module and reduction.start <= each.home < reduction.stop
+        if each.weight.trainable and each.weight.in_part == reduction.in_part
+    ]
 
 
 def _share(spec: ParallelSpec, load: Load) -> Load:
@@ -308,12 +344,18 @@ def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]])
     yield max(leaving)
 
 
-def _largest_bucket(weights: Sequence[Weight], most: int) -> int:
-    """Bytes of the largest of the buckets that hold these gradients, in their order, of one itemsize each."""
+def _largest_bucket(own: Sequence[_Own], most: int) -> int:
+    """Bytes of the largest of the buckets in which these gradients travel, in their order, of one itemsize each.
+
+    To owners of slices travel as many as the largest has, to each of them.
+    """
     largest = 0
-    for itemsize in {weight.itemsize for weight in weights}:
-        size = 0
-        for weight in (w for w in weights if w.itemsize == itemsize):
-            size = weight.nbytes if size + weight.nbytes > most else size + weight.nbytes
-            largest = max(largest, size)
+    for itemsize in {each.weight.itemsize for each in own}:
+        size, travels = most, 0
+        for each in (each for each in own if each.weight.itemsize == itemsize):
+            if size + each.whole > most:
+                size = travels = 0
+            size += each.whole
+            travels += each.part * each.sharers
+            largest = max(largest, travels)
     return largest

@@ -4,6 +4,8 @@ A module is run once, whole, on fake tensors: its stages' own code, cut for tens
 layout, under the autocast and the checkpointing of the run. Noted is every storage that autograd saves, with the layers
 that save it, and every other one that is alive at the end. So a stage's share follows for any cut. Runs at several
 lengths tell what a chunk, a row and a row with a target add.
+
+Rows between products are whole, with sequence parallelism too: an upper bound of what it keeps.
 """
 
 from __future__ import annotations
@@ -26,49 +28,78 @@ from torch.utils._pytree import tree_iter
 from interlace.comm.transports import Capabilities, Transport
 from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Copy, Ticket
 from interlace.layout import Layout
-from interlace.model import IGNORE, Media, Sample
+from interlace.model import IGNORE, Checkpointing, Media, Sample
 from interlace.model.loss import LOGITS_BYTES, head_of
 from interlace.model.slice import hidden_argument
 from interlace.model.stage import StageModule
 from interlace.parallel import Ranks
 from interlace.parallel.families import Unknown
+from interlace.parallel.vocabulary import VocabularyHead
 from interlace.plan.memory import Activations, Kept, Weight
 from interlace.run.graph import parameter_layers
-from interlace.run.lanes import cut
+from interlace.run.lanes import cut, cuts_rows, plan_of
+from interlace.run.weights import Cut, cut_weights
 
 _LENGTH = 8  # tokens of a sample of the language model
 _ITEMS = (1, 2)  # of an encoder
 _SAMPLES = ((4, 2), (8, 1), (4, 4))  # of the language model: how many, and targets of each
 
 
-def weights_of(mllm: Any, layout: Layout) -> list[Weight]:
+def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> list[Weight]:
     """The parameters of a model on the meta device, as the ranks of the layout's lanes hold them; a tied one once.
+
+    sequence_parallel: as `parallelize` takes it.
 
     Raises ValueError for a module that its tp cannot cut.
     """
     layers = parameter_layers(mllm)
-    held: dict[str, int] = {}
+    held: dict[str, nn.Parameter] = {}
+    cuts: dict[str, Cut] = {}
+    in_part: set[str] = set()
     for name in layout.modules:
-        stage = _stage(mllm, name, layout.spec(name).tp, False)
-        held.update((key, parameter.numel()) for key, parameter in stage.named_parameters(remove_duplicate=False))
+        tp = layout.spec(name).tp
+        stage, used = _stage(mllm, name, tp, "none", sequence_parallel)
+        held.update(stage.named_parameters(remove_duplicate=False))
+        cuts.update(cut_weights(stage))
+        in_part |= used
     aliases: dict[int, list[str]] = {}
     whole = dict(mllm.named_parameters(remove_duplicate=False))
     for name, parameter in whole.items():
         aliases.setdefault(id(parameter), []).append(name)
     found = []
     for names in aliases.values():
-        parameter, (module, _) = whole[names[0]], layers[names[0]]
-        places = tuple(sorted({layers[name][1] for name in names}))
-        size = parameter.element_size()
-        found.append(Weight(names[0], module, places, parameter.numel(), held[names[0]], size, parameter.requires_grad))
+        parameter, (module, _) = held[names[0]], layers[names[0]]
+        rows = _rows(parameter, cuts.get(names[0]), layout.spec(module).tp)
+        shared_use = not in_part.isdisjoint(names)
+        found.append(
+            Weight(
+                name=names[0],
+                module=module,
+                layers=tuple(sorted({layers[name][1] for name in names})),
+                rows=rows,
+                width=parameter.numel() // max(rows[0], 1),
+                itemsize=parameter.element_size(),
+                trainable=parameter.requires_grad,
+                in_part=shared_use,
+                sharable=parameter.is_floating_point() and not (shared_use and parameter.requires_grad),
+            )
+        )
     return found
+
+
+def _rows(parameter: nn.Parameter, cut: Cut | None, tp: int) -> tuple[int, ...]:
+    """Rows on each rank of a lane. parameter: what the first one has; of unequal pieces others have fewer."""
+    if cut is not None and cut.layer.cut[cut.key] == 0:
+        parts = cut.layer.parts
+        return tuple(parts * count for count in cut.layer.ranks.counts(cut.layer.sizes[0] // parts))
+    return (len(parameter) if parameter.dim() else 1,) * tp
 
 
 def activations_of(
     mllm: Any,
     layout: Layout,
     *,
-    checkpointing: Any = False,
+    checkpointing: Checkpointing = "none",
     autocast: torch.dtype | None = None,
     items: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Activations]:
@@ -96,26 +127,31 @@ def activations_of(
 
 
 def _encoder(
-    mllm: Any, name: str, shape: tuple[int, ...], tp: int, checkpointing: Any, autocast: torch.dtype | None
+    mllm: Any, name: str, shape: tuple[int, ...], tp: int, checkpointing: Checkpointing, autocast: torch.dtype | None
 ) -> tuple[Activations, Tensor]:
     """What an encoder keeps, and features as it gives them."""
     encoder = mllm.encoders[name]
     item = Media(shape, encoder.tokens(shape), torch.zeros(shape))
 
-    def run(count: int, recompute: Any) -> _Run:
-        return _run(mllm, name, lambda _: encoder.collate([item] * count), tp, recompute, autocast)
+    def run(count: int, mode: Checkpointing) -> _Run:
+        return _run(mllm, name, lambda _: encoder.collate([item] * count), tp, mode, autocast)
 
     runs = [run(count, checkpointing) for count in _ITEMS]
     kept, edges = _fitted(runs)
     last = any(part.trainable for part in mllm.layers(name)[-1].parts if part.kind == "layer")
     inner: tuple[float, ...] = ()
-    if checkpointing and (last or any(runs[0].backward[:-1])):  # else no layer is recomputed
-        inner = _recomputed(kept, _fitted([run(count, False) for count in _ITEMS])[0], edges)
+    if checkpointing != "none" and (last or any(runs[0].backward[:-1])):  # else no layer is recomputed
+        inner = _recomputed(kept, _fitted([run(count, "none") for count in _ITEMS])[0], edges)
     return Activations(kept, edges, tuple(runs[0].backward), inner=inner), runs[0].made
 
 
 def _language(
-    mllm: Any, name: str, features: Mapping[str, Tensor], tp: int, checkpointing: Any, autocast: torch.dtype | None
+    mllm: Any,
+    name: str,
+    features: Mapping[str, Tensor],
+    tp: int,
+    checkpointing: Checkpointing,
+    autocast: torch.dtype | None,
 ) -> Activations:
     """What the language model keeps. features: of each encoder, as it gives them."""
     settings = mllm.language_settings
@@ -134,18 +170,21 @@ def _language(
         made["features"] = {n: row.requires_grad_(features[n].requires_grad) for n, row in rows.items()}
         return made
 
-    def run(each: tuple[int, int], recompute: Any) -> _Run:
-        found = _run(mllm, name, lambda mode: inputs(*each, mode), tp, recompute, autocast)
+    def run(each: tuple[int, int], mode: Checkpointing) -> _Run:
+        found = _run(mllm, name, lambda fake: inputs(*each, fake), tp, mode, autocast)
         return found._replace(targets=each[0] * each[1])
 
     runs = [run(each, checkpointing) for each in _SAMPLES]
     kept, edges = _fitted(runs)
-    inner = _recomputed(kept, _fitted([run(each, False) for each in _SAMPLES])[0], edges) if checkpointing else ()
-    part = _stage(mllm, name, tp, False).language_model
-    head = head_of(part) if settings.ends_with_head and settings.postprocess is None else None
+    inner: tuple[float, ...] = ()
+    if checkpointing != "none":
+        inner = _recomputed(kept, _fitted([run(each, "none") for each in _SAMPLES])[0], edges)
+    whole, _ = _stage(mllm, name, tp, "none")
+    head = head_of(whole.language_model) if settings.ends_with_head and settings.postprocess is None else None
     feature = max((float(given.shape[1] * given.element_size()) for given in features.values()), default=0.0)
     words = 0 if head is None else head.weight.shape[0]
-    return Activations(kept, edges, tuple(runs[0].backward), feature, inner, words, LOGITS_BYTES)
+    shared = isinstance(head, VocabularyHead)
+    return Activations(kept, edges, tuple(runs[0].backward), feature, inner, words, LOGITS_BYTES, shared)
 
 
 def _fitted(runs: Sequence[_Run]) -> tuple[tuple[Kept, ...], tuple[float, ...]]:
@@ -195,19 +234,25 @@ class _Run(NamedTuple):
     made: Tensor
 
 
-def _stage(mllm: Any, name: str, tp: int, checkpointing: Any) -> StageModule:
-    """The whole module, as the first rank of a lane has it."""
+def _stage(
+    mllm: Any, name: str, tp: int, checkpointing: Checkpointing, sequence_parallel: bool = False
+) -> tuple[StageModule, set[str]]:
+    """The whole module, as the first rank of a lane has it, and the weights that it uses in part.
+
+    sequence_parallel: cut its rows, too, where they can be.
+    """
     stage: StageModule = mllm.slice(name, 0, len(mllm.layer_list(name)), copy=True, checkpointing=checkpointing)
-    if tp > 1:
-        ranks = Ranks.at(0, tp)
-        try:
-            cut(stage, ranks)
-        except (Unknown, ValueError) as error:
-            raise ValueError(
-                f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or dp"
-            ) from error
-        ranks.connect(_Silent(tp))
-    return stage
+    if tp == 1:
+        return stage, set()
+    ranks = Ranks.at(0, tp)
+    try:
+        in_part = cut(stage, ranks, rows=sequence_parallel and cuts_rows(mllm, name, plan_of(stage)))
+    except (Unknown, ValueError) as error:
+        raise ValueError(
+            f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or dp"
+        ) from error
+    ranks.connect(_Silent(tp))
+    return stage, in_part
 
 
 def _run(
@@ -215,11 +260,11 @@ def _run(
     name: str,
     inputs: Callable[[FakeTensorMode], dict[str, Any]],
     tp: int,
-    checkpointing: Any,
+    checkpointing: Checkpointing,
     autocast: torch.dtype | None,
 ) -> _Run:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    stage = _stage(mllm, name, tp, checkpointing)
+    stage, _ = _stage(mllm, name, tp, checkpointing)
     weights = _give_shapes(stage, mode)
     notes = _Notes(weights)
     layers = [stage.get_submodule(layer.name) for layer in mllm.layers(name)]

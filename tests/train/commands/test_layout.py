@@ -54,7 +54,15 @@ def test_json_has_the_keys_of_its_version(tiny: Path, capfd: pytest.CaptureFixtu
             assert set(stage) == {"replica", "stage", "layers", "lanes", "parameters", "seconds"}
             assert stage["seconds"] > 0 and stage["parameters"] > 0
     for number, rank in enumerate(found["ranks"]):
-        assert set(rank) == {"rank", "stages", "parameters", "in_flight", "bytes", "bytes_gathered_once"}
+        assert set(rank) == {
+            "rank",
+            "stages",
+            "parameters",
+            "in_flight",
+            "bytes",
+            "bytes_on_host",
+            "bytes_gathered_once",
+        }
         assert rank["rank"] == number
         held = rank["bytes"]
         state = {"weights", "gradients", "optimizer", "activations", "messages", "gradient_sums", "workspace"}
@@ -81,13 +89,24 @@ def test_activations_follow_the_rows_and_what_waits(tiny: Path, capfd: pytest.Ca
     def ranks(*overrides: str) -> list[Any]:
         return said_as_json(capfd, str(tiny), *TWO, *(word for each in overrides for word in ("--set", each)))["ranks"]
 
-    first, more, recomputed = ranks(), ranks("train.batch_size=16"), ranks("train.activation_checkpointing=true")
+    first, more, recomputed = ranks(), ranks("train.batch_size=16"), ranks("train.activation_checkpointing='full'")
     for rank in (2, 3):
         own = [each[rank]["bytes"]["activations"] for each in (first, more, recomputed)]
         assert 1.8 * own[0] < own[1] <= 2 * own[0]
         assert own[2] < 0.5 * own[0]
     assert first[2]["in_flight"] == 2 > first[3]["in_flight"] == 1
     assert recomputed[2]["bytes"]["workspace"] > 0 == first[2]["bytes"]["workspace"]
+
+
+def test_optimizer_state_may_be_on_the_host(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    here, there = (
+        said_as_json(capfd, str(tiny), *TWO, *more)["ranks"]
+        for more in ((), ("--set", "train.offload_optimizer=true", "--set", "run.device='cuda'"))
+    )
+    for device, host in zip(here, there, strict=True):
+        assert device["bytes"]["optimizer"] == host["bytes_on_host"]["optimizer"] > 0
+        assert host["bytes"]["optimizer"] == device["bytes_on_host"]["optimizer"] == 0
+        assert device["bytes"]["peak"] - host["bytes"]["peak"] == device["bytes"]["optimizer"]
 
 
 def test_the_table_says_who_has_what(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,8 @@ _KINDS = {"weights": "w", "gradients": "g", "optimizer": "o", "activations": "a"
 
 @dataclass(frozen=True)
 class StageFacts:
-    """A stage of one replica. parameters: that each of its ranks holds. seconds: of a chunk, forward and backward."""
+    """A stage of one replica. parameters: that the first rank of a lane holds. seconds: of a chunk, forward and
+    backward."""
 
     module: str
     replica: int
@@ -110,6 +111,7 @@ class LayoutFacts:
                 "workspace": memory.workspace,
                 "peak": memory.peak,
             },
+            "bytes_on_host": {"optimizer": memory.host},
             "bytes_gathered_once": {
                 "weights": memory.weights_once,
                 "gradients": memory.gradients_once,
@@ -132,23 +134,31 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
     from interlace.train.commands import planning
 
     layout = build_layout(config, model, source=source)
-    recompute = config.train.activation_checkpointing
+    checkpointing = config.train.activation_checkpointing
     autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     try:
-        weights = weights_of(model, layout)
+        weights = weights_of(model, layout, sequence_parallel=config.parallel.sequence_parallel)
         activations = activations_of(
-            model, layout, checkpointing=recompute, autocast=autocast, items=_items(config, model)
+            model, layout, checkpointing=checkpointing, autocast=autocast, items=_items(config, model)
         )
         loads = _loads(config, model, activations, planning.chunk_sizes(config, layout, microbatches))
         schedule = planning.step_schedule(config, model, layout, microbatches)
         sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
         peaks = [peak(actions, sizes) for actions in schedule.actions]
         held = [(found.in_flight, found.bytes) for found in peaks]
-        memory = rank_memory(layout, weights, activations, loads, held, bucket_bytes=BUCKET_BYTES)
+        memory = rank_memory(
+            layout,
+            weights,
+            activations,
+            loads,
+            held,
+            bucket_bytes=BUCKET_BYTES,
+            offload_optimizer=config.train.offload_optimizer,
+        )
     except ValueError as error:
         raise ConfigError(f"{source}: [parallel]: {error}") from None
     scaled = planning.chunk_costs(config, layout, costs, microbatches)
-    durations = stage_durations(model, layout, scaled, recompute=recompute)
+    durations = stage_durations(model, layout, scaled, recompute=config.train.recompute)
     stages = tuple(
         StageFacts(
             module=stage.module,
@@ -158,7 +168,7 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
             stop=stage.stop,
             lanes=tuple(lane.ranks for lane in stage.lanes),
             parameters=sum(
-                weight.held
+                weight.count(0)
                 for weight in weights
                 if weight.module == stage.module and any(stage.start <= layer < stage.stop for layer in weight.layers)
             ),
