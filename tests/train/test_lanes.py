@@ -46,6 +46,12 @@ LAYOUTS = {
         "vision": {"dp": 4, "shard": "optimizer", "shard_ranks": 2},
         "language_model": {"dp": 4, "shard": "full", "shard_ranks": 2},
     },
+    "tp2 cp2": {
+        "placement": "shared",
+        "context_order": "zigzag",
+        "vision": {"dp": 4, "shard": "full"},
+        "language_model": {"tp": 2, "cp": 2, "shard": "optimizer"},
+    },
     "tp2 pp2 dp2": {
         "placement": "shared",
         "vision": {"tp": 2, "pp": 2, "dp": 2},
@@ -156,7 +162,7 @@ def of_lanes(rank: int, folder: str, layout: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2 pp2", pytest.param("sharded", marks=pytest.mark.slow), pytest.param("sets", marks=pytest.mark.slow)]
+    "layout", ["tp2 pp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2 cp2", "sharded", "sets"))]
 )
 def test_four_ranks_train_and_resume_as_one_process(tmp_path: Path, layout: str) -> None:
     train(config_of("one"), tmp_path / "alone")
