@@ -49,7 +49,6 @@ class Rank:
     ) -> None:
         """pieces: where one process plays all ranks, what follows the model's own parameters."""
         self.number, self.stages, self.places, self._in_part = number, stages, places, in_part
-        self.cut: dict[str, Cut | Slice] = {n: c for stage in stages.values() for n, c in cut_weights(stage).items()}
         self._graph = graph
         self._layers = parameter_layers(mllm)
         place = {name: i for i, (name, _) in enumerate(mllm.named_parameters(remove_duplicate=False))}
@@ -60,6 +59,8 @@ class Rank:
                 if place[name] < place[first[0]]:
                     held[id(parameter)] = (name, parameter)
         self.own = dict(sorted(held.values(), key=lambda item: place[item[0]]))
+        cut = {name: where for stage in stages.values() for name, where in cut_weights(stage).items()}
+        self.cut: dict[str, Cut | Slice] = {name: cut[name] for name in self.own if name in cut}
         self._tied = {
             number: [name for names in mllm.tied_parameters() if self._places(names) == group for name in names]
             for number, group in enumerate(graph.tied)
