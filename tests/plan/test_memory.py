@@ -42,10 +42,12 @@ class Case:
     freeze: tuple[str, ...] = ()
     tied: bool = False
     checkpointing: Checkpointing = "none"
+    sequence_parallel: bool = True
     autocast: torch.dtype | None = None
     items: dict[str, tuple[int, ...]] = field(default_factory=dict)
     samples: int = 8
     microbatches: int = 4
+    off: float = 0.1  # of activations
 
     def model(self, device: str) -> MultimodalModel:
         with torch.device(device):
@@ -90,6 +92,8 @@ CASES = {
     "checkpointing": Case({"vision": ParallelSpec(tp=2), LLM: ParallelSpec(pp=2)}, checkpointing="full"),
     "sharded": Case({LLM: ParallelSpec(dp=2, shard="full")}, samples=4, microbatches=1),
     "optimizer sharded": Case({"vision": ParallelSpec(dp=2, shard="optimizer"), LLM: ParallelSpec(tp=2)}),
+    "whole rows": Case({"vision": ParallelSpec(tp=2), LLM: ParallelSpec(pp=2)}, sequence_parallel=False),
+    "recomputed rows": Case({LLM: ParallelSpec(tp=2, pp=3)}, checkpointing="full", off=0.2),
     "selective": Case({LLM: ParallelSpec(tp=2)}, checkpointing="selective"),
     "autocast": Case({"vision": ParallelSpec(pp=2), LLM: ParallelSpec(pp=2)}, autocast=torch.bfloat16),
 }
@@ -178,11 +182,10 @@ def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
 def train(rank: int, name: str) -> Held:
     case, held = CASES[name], Held()
     mllm = case.model("cpu")
-    # Rows are counted whole: see `interlace.run.traced`.
     options: dict[str, Any] = {
         "checkpointing": case.checkpointing,
         "autocast": case.autocast,
-        "sequence_parallel": False,
+        "sequence_parallel": case.sequence_parallel,
     }
     parallel = parallelize(mllm, case.layout(mllm), transport="distributed", timeout=20, **options)
     parameters = [parameter for _, parameter in parallel.named_parameters()]
@@ -203,9 +206,8 @@ def estimated(name: str) -> tuple[RankMemory, ...]:
     case = CASES[name]
     mllm = case.model("meta")
     layout, samples = case.layout(mllm), case.batch(mllm)
-    activations = activations_of(
-        mllm, layout, checkpointing=case.checkpointing, autocast=case.autocast, items=case.items
-    )
+    options: dict[str, Any] = {"checkpointing": case.checkpointing, "sequence_parallel": case.sequence_parallel}
+    activations = activations_of(mllm, layout, **options, autocast=case.autocast, items=case.items)
     schedule = (parallel := parallelize(mllm, layout, transport="local")).schedule(
         parallel.table(samples, case.microbatches)
     )
@@ -224,16 +226,27 @@ def estimated(name: str) -> tuple[RankMemory, ...]:
     largest = {n: max(loads[i] for i, c in enumerate(schedule.table.chunks) if c.module == n) for n in layout.modules}
     sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
     held = [(found.in_flight, found.bytes) for found in (peak(actions, sizes) for actions in schedule.actions)]
-    weights = weights_of(mllm, layout, sequence_parallel=False)
+    weights = weights_of(mllm, layout, sequence_parallel=case.sequence_parallel)
     return rank_memory(layout, weights, activations, largest, held, bucket_bytes=BUCKET_BYTES)
 
 
-SLOW = ("stages", "replicas", "shared", "frozen alone", "checkpointing", "autocast", "optimizer sharded", "selective")
+SLOW = (
+    "stages",
+    "replicas",
+    "shared",
+    "frozen alone",
+    "checkpointing",
+    "autocast",
+    "optimizer sharded",
+    "selective",
+    "whole rows",
+    "recomputed rows",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
-    """State to the byte, activations within 10 %."""
+    """State to the byte, activations within 10 %, or 20 % in stages of one recomputed layer whose rows are cut."""
     estimate = estimated(name)
     outcomes = pool.run(len(estimate), train, name)
     assert (raised := [o.value for o in outcomes if o.kind == "raised"]) == [], "\n".join(raised)
@@ -248,7 +261,7 @@ def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
         else:
             assert real.after == found.weights, where
         assert found.in_flight == real.in_flight, where
-        assert found.activations == pytest.approx(real.activations, rel=0.1), where
+        assert found.activations == pytest.approx(real.activations, rel=CASES[name].off), where
 
 
 # ---------------------------------------------------------------------- without processes

@@ -5,7 +5,7 @@ layout, under the autocast and the checkpointing of the run. Noted is every stor
 that save it, and every other one that is alive at the end. So a stage's share follows for any cut. Runs at several
 lengths tell what a chunk, a row and a row with a target add.
 
-Rows between products are whole, with sequence parallelism too: an upper bound of what it keeps.
+Where sequence parallelism cuts rows, what enters a stage is counted whole besides the rank's own rows of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from interlace.parallel.families import Unknown
 from interlace.parallel.vocabulary import VocabularyHead
 from interlace.plan.memory import Activations, Kept, Weight
 from interlace.run.graph import parameter_layers
-from interlace.run.lanes import cut, cuts_rows, plan_of
+from interlace.run.lanes import cut, cuts_rows, plan_of, rows_of_plan
 from interlace.run.weights import Cut, cut_weights
 
 _LENGTH = 8  # tokens of a sample of the language model
@@ -57,11 +57,10 @@ def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> 
     cuts: dict[str, Cut] = {}
     in_part: set[str] = set()
     for name in layout.modules:
-        tp = layout.spec(name).tp
-        stage, used = _stage(mllm, name, tp, "none", sequence_parallel)
-        held.update(stage.named_parameters(remove_duplicate=False))
-        cuts.update(cut_weights(stage))
-        in_part |= used
+        stage = _stage(mllm, name, _Lane(layout.spec(name).tp, sequence_parallel), "none")
+        held.update(stage.module.named_parameters(remove_duplicate=False))
+        cuts.update(cut_weights(stage.module))
+        in_part |= stage.in_part
     aliases: dict[int, list[str]] = {}
     whole = dict(mllm.named_parameters(remove_duplicate=False))
     for name, parameter in whole.items():
@@ -100,13 +99,14 @@ def activations_of(
     layout: Layout,
     *,
     checkpointing: Checkpointing = "none",
+    sequence_parallel: bool = True,
     autocast: torch.dtype | None = None,
     items: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Activations]:
     """Module -> what its forwards keep.
 
-    mllm: on the meta device. checkpointing: as `MultimodalModel.slice` takes it. items: encoder -> shape of an item of
-    the data (default: the one that the encoder was configured for).
+    mllm: on the meta device. checkpointing, sequence_parallel: as `parallelize` takes them. items: encoder -> shape of
+    an item of the data (default: the one that the encoder was configured for).
 
     Raises ValueError for a module that its tp cannot cut.
     """
@@ -115,11 +115,11 @@ def activations_of(
     for name in encoders:
         encoder = mllm.encoders[name]
         shape = (items or {}).get(name, encoder.default_shape)
-        found[name], made = _encoder(mllm, name, shape, layout.spec(name).tp, checkpointing, autocast)
+        lane = _Lane(layout.spec(name).tp, sequence_parallel)
+        found[name], made = _encoder(mllm, name, shape, lane, checkpointing, autocast)
         features[name] = made
-    found[language_model] = _language(
-        mllm, language_model, features, layout.spec(language_model).tp, checkpointing, autocast
-    )
+    lane = _Lane(layout.spec(language_model).tp, sequence_parallel)
+    found[language_model] = _language(mllm, language_model, features, lane, checkpointing, autocast)
     return found
 
 
@@ -127,14 +127,19 @@ def activations_of(
 
 
 def _encoder(
-    mllm: Any, name: str, shape: tuple[int, ...], tp: int, checkpointing: Checkpointing, autocast: torch.dtype | None
+    mllm: Any,
+    name: str,
+    shape: tuple[int, ...],
+    lane: _Lane,
+    checkpointing: Checkpointing,
+    autocast: torch.dtype | None,
 ) -> tuple[Activations, Tensor]:
     """What an encoder keeps, and features as it gives them."""
     encoder = mllm.encoders[name]
     item = Media(shape, encoder.tokens(shape), torch.zeros(shape))
 
     def run(count: int, mode: Checkpointing) -> _Run:
-        return _run(mllm, name, lambda _: encoder.collate([item] * count), tp, mode, autocast)
+        return _run(mllm, name, lambda _: encoder.collate([item] * count), lane, mode, autocast)
 
     runs = [run(count, checkpointing) for count in _ITEMS]
     kept, edges = _fitted(runs)
@@ -149,7 +154,7 @@ def _language(
     mllm: Any,
     name: str,
     features: Mapping[str, Tensor],
-    tp: int,
+    lane: _Lane,
     checkpointing: Checkpointing,
     autocast: torch.dtype | None,
 ) -> Activations:
@@ -171,7 +176,7 @@ def _language(
         return made
 
     def run(each: tuple[int, int], mode: Checkpointing) -> _Run:
-        found = _run(mllm, name, lambda fake: inputs(*each, fake), tp, mode, autocast)
+        found = _run(mllm, name, lambda fake: inputs(*each, fake), lane, mode, autocast)
         return found._replace(targets=each[0] * each[1])
 
     runs = [run(each, checkpointing) for each in _SAMPLES]
@@ -179,7 +184,7 @@ def _language(
     inner: tuple[float, ...] = ()
     if checkpointing != "none":
         inner = _recomputed(kept, _fitted([run(each, "none") for each in _SAMPLES])[0], edges)
-    whole, _ = _stage(mllm, name, tp, "none")
+    whole = _stage(mllm, name, lane, "none").module
     head = head_of(whole.language_model) if settings.ends_with_head and settings.postprocess is None else None
     feature = max((float(given.shape[1] * given.element_size()) for given in features.values()), default=0.0)
     words = 0 if head is None else head.weight.shape[0]
@@ -234,39 +239,49 @@ class _Run(NamedTuple):
     made: Tensor
 
 
-def _stage(
-    mllm: Any, name: str, tp: int, checkpointing: Checkpointing, sequence_parallel: bool = False
-) -> tuple[StageModule, set[str]]:
-    """The whole module, as the first rank of a lane has it, and the weights that it uses in part.
+class _Lane(NamedTuple):
+    """How many ranks cut a module, and whether they cut its rows, too, where these can be."""
 
-    sequence_parallel: cut its rows, too, where they can be.
-    """
+    tp: int
+    sequence_parallel: bool
+
+
+class _Stage(NamedTuple):
+    """A whole module as the first rank of a lane has it. in_part: weights that it uses in part. cut: its rows, too."""
+
+    module: StageModule
+    in_part: set[str]
+    cut: bool
+
+
+def _stage(mllm: Any, name: str, lane: _Lane, checkpointing: Checkpointing) -> _Stage:
     stage: StageModule = mllm.slice(name, 0, len(mllm.layer_list(name)), copy=True, checkpointing=checkpointing)
-    if tp == 1:
-        return stage, set()
-    ranks = Ranks.at(0, tp)
+    if lane.tp == 1:
+        return _Stage(stage, set(), False)
+    ranks = _Unanswered.at(0, lane.tp)
     try:
-        in_part = cut(stage, ranks, rows=sequence_parallel and cuts_rows(mllm, name, plan_of(stage)))
+        rows = lane.sequence_parallel and cuts_rows(mllm, name, plan_of(stage))
+        in_part = cut(stage, ranks, rows=rows)
     except (Unknown, ValueError) as error:
         raise ValueError(
-            f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or dp"
+            f"{name} cannot be cut among tp = {lane.tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or dp"
         ) from error
-    ranks.connect(_Silent(tp))
-    return stage, in_part
+    ranks.connect(_Silent(lane.tp))
+    return _Stage(stage, in_part, rows)
 
 
 def _run(
     mllm: Any,
     name: str,
     inputs: Callable[[FakeTensorMode], dict[str, Any]],
-    tp: int,
+    lane: _Lane,
     checkpointing: Checkpointing,
     autocast: torch.dtype | None,
 ) -> _Run:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    stage, _ = _stage(mllm, name, tp, checkpointing)
+    stage, _, rows_cut = _stage(mllm, name, lane, checkpointing)
     weights = _give_shapes(stage, mode)
-    notes = _Notes(weights)
+    notes = _Notes(weights, rows_cut)
     layers = [stage.get_submodule(layer.name) for layer in mllm.layers(name)]
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(partial(notes.enter, index))
@@ -284,12 +299,14 @@ def _run(
 class _Notes(TorchDispatchMode):
     """Notes what a forward makes, which layer saves it, and what enters the layers.
 
-    weights: the storages of parameters and buffers, which are not counted.
+    weights: the storages of parameters and buffers, which are not counted. rows_cut: whether layers work on a rank's
+    rows alone. A stage is given all of them then, and hands all of them on.
     """
 
-    def __init__(self, weights: set[int]) -> None:
+    def __init__(self, weights: set[int], rows_cut: bool) -> None:
         super().__init__()
-        self._weights = weights
+        self._weights, self._rows_cut = weights, rows_cut
+        self._edges: list[_Storage] = []
         self._layer = 0
         self._before = True  # no layer has begun
         self._made: dict[int, tuple[StorageWeakRef, int, int, bool]] = {}
@@ -314,13 +331,18 @@ class _Notes(TorchDispatchMode):
     def entered(self, layer: int, _: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
         self._before = False
         hidden = hidden_argument(args, kwargs)
-        if layer and (storage := self._of(hidden)) is not None:  # the first stage is handed none
+        rows = rows_of_plan() if self._rows_cut else hidden.numel() // hidden.shape[-1]
+        size = rows * hidden.shape[-1] * hidden.element_size()
+        if layer and self._rows_cut:  # a stage that begins here cuts what it is given, one that ends here joins it
+            self._edges.append(_Storage(size))
+            self._edges[-1].edge = layer
+        elif layer and (storage := self._of(hidden)) is not None:  # the first stage is handed none
             storage.edge = layer
         # Samples that are run alone enter one by one.
-        self.edges[layer] = self.edges.get(layer, 0) + hidden.numel() * hidden.element_size()
+        self.edges[layer] = self.edges.get(layer, 0) + size
         self.wanted[layer] = self.wanted.get(layer, False) or hidden.requires_grad
         if layer == 0:
-            self.rows += hidden.numel() // hidden.shape[-1]
+            self.rows += rows
 
     def save(self, tensor: Tensor) -> Tensor:
         storage = self._of(tensor)
@@ -339,7 +361,7 @@ class _Notes(TorchDispatchMode):
                 # Not saved by autograd: what checkpointing keeps of a layer, or hands to each of them.
                 self._saved[key] = storage = _Storage(size)
                 storage.layers.update(range(layers) if before else (layer,))
-        return [storage for storage in self._saved.values() if storage.layers or storage.edge >= 0]
+        return [storage for storage in (*self._saved.values(), *self._edges) if storage.layers or storage.edge >= 0]
 
     def _of(self, tensor: Tensor) -> _Storage | None:
         storage = tensor.untyped_storage()
@@ -379,6 +401,15 @@ def _give_shapes(stage: nn.Module, mode: FakeTensorMode) -> set[int]:
                     made[id(tensor)]._was = tensor  # type: ignore[attr-defined]  # a freed id could be another's
                 table[key] = made[id(tensor)]
     return {tensor.untyped_storage()._cdata for tensor in made.values()}
+
+
+class _Unanswered(Ranks):
+    """Among which nothing is gathered, as that would look where tensors lie in memory."""
+
+    def gather(self, piece: Tensor, dim: int, total: int | None = None) -> Tensor:
+        shape = list(piece.shape)
+        shape[dim] = self.world * shape[dim] if total is None else total
+        return piece.new_empty(shape)
 
 
 class _Silent(Transport):

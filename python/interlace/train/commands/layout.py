@@ -134,12 +134,17 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
     from interlace.train.commands import planning
 
     layout = build_layout(config, model, source=source)
-    checkpointing = config.train.activation_checkpointing
     autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     try:
-        weights = weights_of(model, layout, sequence_parallel=config.parallel.sequence_parallel)
+        rows = config.parallel.sequence_parallel
+        weights = weights_of(model, layout, sequence_parallel=rows)
         activations = activations_of(
-            model, layout, checkpointing=checkpointing, autocast=autocast, items=_items(config, model)
+            model,
+            layout,
+            checkpointing=config.train.activation_checkpointing,
+            sequence_parallel=rows,
+            autocast=autocast,
+            items=_items(config, model),
         )
         loads = _loads(config, model, activations, planning.chunk_sizes(config, layout, microbatches))
         schedule = planning.step_schedule(config, model, layout, microbatches)
