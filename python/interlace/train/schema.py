@@ -260,8 +260,8 @@ class Parallel(Section):
     """Inside the blocks of modules with tensor parallelism, each rank works on its part of the rows between the
     products: less memory for the same result. false keeps all rows on every rank."""
     context_order: Literal["lpt", "zigzag", "ring"] = "lpt"
-    """Which tokens a context-parallel rank has: lpt balances attention under the batch's own mask, zigzag under a causal
-    one, ring gives each rank neighbours."""
+    """Which tokens a context-parallel rank has: lpt balances attention under the batch's own mask, zigzag under a
+    causal one, ring gives each rank neighbours."""
     timeout: Annotated[float, Field(ge=0.1, le=WEEK)] = 60.0
     """Seconds after which a rank that waits for a dead or hung one gives up, naming it. It also bounds how far apart
     ranks may start; one that fetches or decodes data is waited for as long as it gives signs of life."""
