@@ -19,6 +19,7 @@ from interlace.run.sharding import Sharded
 from interlace.schedule import Op
 from tests.distributed.workers import run_ranks
 from tests.run.random_cases import random_checkpointing, random_samples
+from tests.run.test_context_parallel import random_layout as dealt_layout
 from tests.run.test_parity import FREEZING, oracle
 from tests.run.test_tensor_parallel import (
     LLM,
@@ -111,7 +112,7 @@ def check_case(seed: int, transport: str = "local", worlds: range = range(2, 13)
     samples = random_samples(rng, mllm, rng.randint(2, 6))
     options = {"checkpointing": random_checkpointing(rng), "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
     while True:
-        layout = sharded(rng, random_layout(rng, mllm, placement))
+        layout = sharded(rng, rng.choice([random_layout, dealt_layout])(rng, mllm, placement))
         if layout.world not in worlds or not layout.shard_groups():
             continue
         try:
