@@ -190,10 +190,11 @@ def _simulated(config: Config, model: Any, layout: Any, costs: Costs, microbatch
 def step_schedule(config: Config, model: Any, layout: Any, microbatches: int) -> Any:
     """The schedule of a step of alike samples."""
     from interlace.run import stage_graph
+    from interlace.run.lanes import with_lanes
     from interlace.run.table import nominal_table
     from interlace.schedule import StepTable, gpipe, one_f_one_b
 
-    graph = stage_graph(model, layout)
+    graph, _ = with_lanes(stage_graph(model, layout), model, sequence_parallel=config.parallel.sequence_parallel)
     chunks, replicas = _chunks(config, layout, microbatches), layout.data_parallel
     rounds = chunks.pop("language_model")
     if all(replicas[name] == replicas["language_model"] and count == rounds for name, count in chunks.items()):
