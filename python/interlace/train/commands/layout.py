@@ -245,7 +245,7 @@ def show(facts: LayoutFacts, console: Any) -> None:
         console.print("stages of the first replica of each module; seconds are those of a chunk on one rank")
     once = any(spec.shard == "full" for spec, _ in layout.modules.values())
     table = Table(title="bytes per rank, estimated", title_justify="left")
-    columns = ["rank", "stages", "parameters", "in flight", *_KINDS, "peak", *(["peak, gathered once"] * once)]
+    columns = ["rank", "stages", "parameters", "in flight", *_KINDS, "peak", *(["if gathered by layer"] * once)]
     for column in columns:
         table.add_column(column, justify="left" if column == "stages" else "right", overflow="fold")
     for memory in facts.memory[:shown]:
@@ -256,8 +256,8 @@ def show(facts: LayoutFacts, console: Any) -> None:
             f"{memory.parameters / 1e6:,.2f} M",
             str(memory.in_flight),
             *(size(held[kind]) for kind in _KINDS),
-            size(memory.peak),
-            *([size(memory.peak_once)] * once),
+            size(memory.peak_once),
+            *([size(memory.peak)] * once),
         )
     console.print(table)
     if shown < layout.world:
@@ -276,7 +276,7 @@ def blocks(facts: LayoutFacts) -> list[str]:
         for name in names
     }
     widths = {name: max(len(name), *(len(cells[rank, name]) + 2 for rank in range(shown))) for name in names}
-    most = max(memory.peak for memory in facts.memory[:shown]) or 1
+    most = max(memory.peak_once for memory in facts.memory[:shown]) or 1
     lines = ["rank  " + "  ".join(name.ljust(widths[name]) for name in names)]
     for rank in range(shown):
         boxes = [f"[{cells[rank, n]}]" if cells[rank, n] else "." for n in names]
@@ -286,7 +286,7 @@ def blocks(facts: LayoutFacts) -> list[str]:
             end = round(_BAR * total / most)
             bar, done = bar + _KINDS[kind] * (end - done), end
         line = "  ".join(box.ljust(widths[name]) for box, name in zip(boxes, names, strict=True))
-        lines.append(f"{rank:4}  {line}  {bar} {size(facts.memory[rank].peak)}")
+        lines.append(f"{rank:4}  {line}  {bar} {size(facts.memory[rank].peak_once)}")
     return [*lines, "      " + ", ".join(f"{letter} = {kind}" for kind, letter in _KINDS.items())]
 
 
@@ -305,9 +305,14 @@ def draw(facts: LayoutFacts, path: Path) -> None:
 
 
 def _held(memory: RankMemory) -> dict[str, int]:
-    """Bytes by kind; they add up to the peak."""
-    found = {kind: getattr(memory, kind) for kind in ("weights", "gradients", "optimizer", "activations")}
-    return {**found, "buffers": memory.peak - sum(found.values())}
+    """Bytes by kind, as a step runs: what is sharded is gathered once. They add up to the peak."""
+    found = {
+        "weights": memory.weights_once,
+        "gradients": memory.gradients_once,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+    }
+    return {**found, "buffers": memory.peak_once - sum(found.values())}
 
 
 def size(count: float) -> str:
