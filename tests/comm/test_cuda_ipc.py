@@ -277,6 +277,7 @@ class Table(Rendezvous):
 
     def __init__(self, rank: int, world: int, board: dict[Any, Any], together: threading.Barrier) -> None:
         self.rank, self.world, self.board, self.barrier = rank, world, board, together
+        self.called, self.me = range(world), rank
         self.device, self.timeout, self.round = torch.device("cpu", 0), 20.0, 0
 
     def exchange(self, value: Any, what: str, since: float | None = None) -> list[Any]:

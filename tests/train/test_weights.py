@@ -32,7 +32,8 @@ class OfOneRank:
     """What `initialize` asks of a `ParallelModel`, of one rank of a layout, without the others."""
 
     def __init__(self, model: Any, layout: Any, rank: int) -> None:
-        ranks = make_ranks(model, stage_graph(model, layout), [rank], False, Views(), Pieces(), torch.device("cpu"))
+        graph, device = stage_graph(model, layout), torch.device("cpu")
+        ranks = make_ranks(model, graph, [rank], "none", set(), Views(), Pieces(), device)
         self.mllm, self.rank = model, ranks[rank]
         self.stages: dict[int, Any] = {rank: self.rank.stages}
 
