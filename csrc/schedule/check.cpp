@@ -377,9 +377,9 @@ class Runner {
     std::vector<char> got_;
     std::vector<int32_t> unsharded_;  // shard -> ranks that have started its gather
     std::vector<char> done_;          // OPS * job + op
-    std::vector<int32_t> arrived_;  // the same: how many ranks of the lane wait there
-    std::vector<int64_t> at_;       // rank -> its next row
-    std::vector<char> waiting_;     // rank -> for the others of its lane
+    std::vector<int32_t> arrived_;    // the same: how many ranks of the lane wait there
+    std::vector<int64_t> at_;         // rank -> its next row
+    std::vector<char> waiting_;       // rank -> for the others of its lane
     std::vector<int32_t> todo_;
     std::optional<Fault> fault_;
 };

@@ -145,7 +145,7 @@ class StepGraph {
     ActionRow message_row(ActionOp op, int32_t message) const;
     ActionRow reduction_row(int32_t reduction, int32_t place) const;  // place: in reduction_ranks.items
 
-    ActionRow shard_row(ActionOp op, int32_t shard, int32_t place) const;     // place: in shard_ranks.items
+    ActionRow shard_row(ActionOp op, int32_t shard, int32_t place) const;  // place: in shard_ranks.items
 
     // Whether some member of the reduction has a BACKWARD in this step that could add to it.
     std::vector<char> active_reductions() const;
