@@ -211,12 +211,19 @@ LAYOUTS = {
 }
 
 
+def with_a_gate() -> MultimodalModel:
+    """A model that has a weight of one element, too."""
+    mllm = model(tied=True, encoders=("vision",))
+    mllm.encoders["vision"].projector.gate = nn.Parameter(torch.ones(1))
+    mllm.freeze("vision")
+    return mllm
+
+
 def train(rank: int) -> dict[str, dict[str, list[int]]]:
     """Trains with each layout; returns the shapes of what the rank keeps."""
     kept = {}
     for layout, specs in LAYOUTS.items():
-        mllm = model(tied=True, encoders=("vision",))
-        mllm.freeze("vision")
+        mllm = with_a_gate()
         alone = copy.deepcopy(mllm)
         parallel = parallelize(
             mllm, Layout.from_specs(mllm, specs, placement="shared"), transport="distributed", timeout=30
@@ -251,8 +258,7 @@ def train(rank: int) -> dict[str, dict[str, list[int]]]:
 def test_four_processes_train_as_one_does_and_keep_their_share() -> None:
     results = run_ranks(4, train)
     assert [kind for kind, _ in results] == ["returned"] * 4, results
-    mllm = model(tied=True, encoders=("vision",))
-    mllm.freeze("vision")
+    mllm = with_a_gate()
     for layout, specs in LAYOUTS.items():
         for module, spec in specs.items():
             own = LLM if module == LLM else "encoders"

@@ -66,6 +66,7 @@ class ParallelModel:
         self.graph = stage_graph(mllm, layout)
         self._generator = GENERATORS[schedule]
         options = {"schedule": schedule, "autocast": autocast, "sequence_parallel": sequence_parallel}
+        options |= {"checkpointing": checkpointing}  # in a lane "full" has the ranks meet once more
         self._agreed = comparison.of_model(mllm, layout, order=context_order, **options)
         self._context_order, self._autocast = context_order, autocast
         self._timeout, self._crash_folder = timeout, crash_folder

@@ -1,7 +1,7 @@
 """`parallelize(mllm, layout)`: place a model on the ranks of a layout.
 
 parallel = parallelize(mllm, layout)         # transport "local": one process plays every rank
-loss = parallel.step(samples)                # gradients are in .grad of mllm's parameters
+loss = parallel.step(samples)                # gradients are in .grad of parallel.named_parameters()
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def parallelize(
     timeout: float = 300.0,
     crash_folder: Path | str | None = None,
 ) -> ParallelModel:
-    """Place ``mllm`` as ``layout`` says; it is trained in place. What is frozen is fixed here: freeze before.
+    """Place ``mllm`` as ``layout`` says. What is frozen is fixed here: freeze before.
+
+    What is trained are the result's `named_parameters`: with transport "local", and of what is neither cut nor sharded,
+    the parameters of ``mllm`` itself.
 
     transport: "local" plays all ranks in this process, a thread each, on ``mllm``'s own weights. "distributed" is one
         rank of the default process group, on those weights of ``mllm`` that it holds; the default where such a group of

@@ -48,6 +48,7 @@ class Weight:
             self.lies = Slice(region.rows(start, stop) if whole.dim() else region)
             self.part = nn.Parameter(self.owned(whole.data, place), requires_grad=whole.requires_grad)
         self._place = place
+        self._gone: Tensor | None = None  # what stands for the whole after `leave`
 
     def owned(self, whole: Tensor, place: int) -> Tensor:
         """What the owner at `place` has of the weight, or of what has its shape: a view."""
@@ -63,12 +64,12 @@ class Weight:
 
     def leave(self) -> None:
         """Give up the whole."""
-        self.whole.data = self.whole.new_full((), torch.nan).expand(self.whole.shape)
+        self._gone = self.whole.data = self.whole.new_full((), torch.nan).expand(self.whole.shape)
 
     @property
     def absent(self) -> bool:
         """Whether the whole is given up."""
-        return self.whole.numel() > 1 and not any(self.whole.stride())
+        return self._gone is not None and self.whole.data_ptr() == self._gone.data_ptr()
 
     def follow(self) -> None:
         """Before a step: no gradient of one that failed, and what was moved or replaced since is followed."""
@@ -170,7 +171,7 @@ class Sharded:
     def follow(self) -> None:
         """Before a step: see `Weight.follow`. Raises PipelineError for a whole weight that no step would look at."""
         for name, weight in self.weights.items():
-            if self.shard.full and weight.source is None and weight.whole.numel() > 1 and not weight.absent:
+            if self.shard.full and weight.source is None and not weight.absent:
                 raise PipelineError(
                     f"{name} was replaced in the model, but with shard = 'full' a step takes it from the rows that "
                     "ranks keep: copy new weights into named_parameters()"

@@ -72,7 +72,8 @@ def build_layout(
 ) -> Layout:
     """Cuts the model into stages and places them. Raises ConfigError for more stages than layers and the like.
 
-    replicas: of every module, in place of the config's: 1 is a replica of the whole model where all dp are equal.
+    replicas: of every module, in place of the config's: 1 is a replica of the whole model where all dp are equal. Its
+        state is not sharded then.
     """
     from interlace.layout import Layout, ParallelSpec
 
@@ -81,7 +82,11 @@ def build_layout(
     for name in model.modules_order():
         degrees = parallel.module(name).model_dump(include=keys)
         try:
-            specs[name] = ParallelSpec(**{**degrees, "dp": replicas or parallel.replicas(name)})
+            if replicas:  # whose state has other ranks to be shared with
+                degrees |= {"dp": replicas, "shard": "none", "shard_ranks": None}
+            else:
+                degrees["dp"] = parallel.replicas(name)
+            specs[name] = ParallelSpec(**degrees)
         except ValueError as error:
             raise ConfigError(f"{source}: [parallel.{name}]: {error}") from None
     try:

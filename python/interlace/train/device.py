@@ -26,8 +26,8 @@ def choose(wanted: str, ranks: int, *, source: str = "config") -> str:
     if wanted == "cuda" and gpus < ranks:
         raise ConfigError(
             f"{source}: run.device is 'cuda', which takes a GPU for each of the {ranks} rank{'s' * (ranks > 1)} on "
-            f"this machine, but {_found(gpus)}; set run.device = 'cpu', start fewer ranks (parallel.ranks = 1 runs a "
-            "replica in one process), or use more machines"
+            f"this machine, but {_found(gpus)}; set run.device = 'cpu', lower the degrees in [parallel], or use more "
+            "machines"
         )
     return wanted
 

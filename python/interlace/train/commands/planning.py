@@ -104,7 +104,7 @@ def _own(config: Config, model: Any, source: str) -> Any:
 def _chains(config: Config, model: Any, costs: Costs, ranks: int, source: str, *, needed: bool) -> dict[str, Any]:
     """The chain of all layers cut into `ranks` with and without frozen awareness.
 
-    Where modules have replicas of their own there may be more ranks than layers: then none, unless they are `needed`.
+    There may be more ranks than layers, as lanes have several: then none, unless they are `needed`.
     """
     from interlace.layout import Layout
 
@@ -115,7 +115,7 @@ def _chains(config: Config, model: Any, costs: Costs, ranks: int, source: str, *
             for name, aware in (("frozen-aware", True), ("frozen-unaware", False))
         }
     except ValueError as error:
-        if not needed and not config.uniform():
+        if not needed:
             return {}
         raise ConfigError(f"{source}: {error}") from None
 
@@ -141,7 +141,11 @@ def simulate(options: argparse.Namespace) -> int:
     """Plays the config's schedule against the costs; writes timeline.png and trace.json."""
     config, model, costs = _load(options)
     microbatches = options.microbatches or config.train.microbatches
-    timeline = _simulated(config, model, _own(config, model, str(options.config)), costs, microbatches)
+    own = _own(config, model, str(options.config))
+    try:
+        timeline = _simulated(config, model, own, costs, microbatches)
+    except ValueError as error:  # of lanes that cannot be
+        raise ConfigError(f"{options.config}: [parallel]: {error}") from None
     timeline.name = f"{config.run.name}, {config.parallel.schedule}, simulated"
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -249,7 +253,7 @@ def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
     modules = {name: _times(cost, 1 / (speed * 1e12)) for name, cost in flop_costs(config, model).items()}
     shown = ", ".join(f"{name} {each.tokens:,.0f}" for name, each in lengths.items())
     how = "as given" if tflops is not None else "measured here with a matrix product"
-    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), transfers and gradient sums taken as free; "
+    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), what ranks tell each other taken as free; "
     return Costs(modules, f"{origin}tokens per microbatch: {shown}")
 
 
@@ -267,7 +271,7 @@ def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
     materialize(model, seed=config.run.seed)
     count = max(1, config.train.batch_size // config.parallel.replicas("language_model") // config.train.microbatches)
     samples = [data.sample(i % len(data), 0) for i in range(count)]
-    origin = "timed on this machine, transfers and gradient sums taken as free; "
+    origin = "timed on this machine, what ranks tell each other taken as free; "
     origin += f"{torch.get_num_threads()} threads, {count} samples of {data.name} per microbatch"
     return Costs(profile_model(model, samples), origin + (f" ({note})" if note else ""))
 
