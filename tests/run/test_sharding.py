@@ -14,10 +14,16 @@ from torch import nn
 
 from interlace.layout import Layout, ParallelSpec, Shard
 from interlace.model import MultimodalModel
+from interlace.parallel.region import Region
 from interlace.run import ParallelModel, PipelineError, parallelize
+from interlace.run.graph import stage_graph
+from interlace.run.lanes import with_lanes
+from interlace.run.ranks import make_ranks
 from interlace.run.sharding import Sharded
+from interlace.run.weights import Pieces, Views
 from interlace.schedule import Op
 from tests.distributed.workers import run_ranks
+from tests.model import zoo
 from tests.run.random_cases import random_checkpointing, random_samples
 from tests.run.test_context_parallel import random_layout as dealt_layout
 from tests.run.test_parity import FREEZING, oracle
@@ -178,6 +184,41 @@ def test_weights_that_were_replaced_are_followed(shard: str) -> None:
         parameter.data = torch.randn_like(parameter) * 0.1
     loss, _ = oracle(mllm, batch)
     assert parallel.evaluate(batch).loss == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "frozen", "words"),
+    [
+        (ParallelSpec(pp=2, dp=5, shard="full"), True, 97),
+        (ParallelSpec(pp=2, dp=5, shard="full"), False, 97),
+        (ParallelSpec(tp=2, dp=5, shard="full"), False, 97),
+        (ParallelSpec(tp=2, cp=2, dp=2, shard="optimizer", shard_ranks=2), False, 98),
+    ],
+)
+def test_what_ranks_keep_covers_every_weight_once(spec: ParallelSpec, frozen: bool, words: int) -> None:
+    """As checkpoints need it: parts are the same or apart, also of ties, uneven pieces and rows that do not divide."""
+    mllm = zoo.build(vision=None, audio=None, vocab_size=words, num_key_value_heads=2, tie_word_embeddings=True)
+    if frozen:
+        mllm.freeze(LLM)
+        mllm.language_model.model.layers[-1].requires_grad_(True)
+    layout = Layout.from_specs(mllm, {LLM: spec})
+    first = {name: names[0] for names in mllm.tied_parameters() for name in names}
+    found: dict[str, set[Any]] = {}
+    for rank in range(layout.world):
+        own = copy.deepcopy(mllm)
+        graph, rows = with_lanes(stage_graph(own, layout), own, sequence_parallel=False)
+        options: Any = ("none", rows, Views(), Pieces(), torch.device("cpu"))
+        held = make_ranks(own, graph, [rank], *options)[rank]
+        assert held.cut.keys() <= held.own.keys()
+        for name, parameter in held.own.items():
+            region = held.cut[name].region if name in held.cut else Region.whole(parameter.shape)
+            assert region.sizes == tuple(parameter.shape)
+            found.setdefault(first.get(name, name), set()).update((box.offsets, box.sizes) for box in region.boxes)
+    for name, parameter in mllm.named_parameters():
+        times = torch.zeros(parameter.shape)
+        for offsets, sizes in found[name]:
+            times[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] += 1
+        assert (times == 1).all(), name
 
 
 def test_slices_are_even_in_bytes() -> None:

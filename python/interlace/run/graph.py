@@ -75,10 +75,12 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
             continue
         trained = parameters[names[0]].requires_grad
         if len({module for module, _ in places}) > 1:
-            if not trained:
+            specs = [layout.spec(module) for module in {module for module, _ in places}]
+            if not trained and all(spec.tp == 1 and spec.shard != "full" for spec in specs):
                 continue
             raise ValueError(
-                f"{names[0]} is one weight of several modules, whose ranks could not keep it equal: untie it"
+                f"{names[0]} is one weight of several modules, whose ranks could not keep it equal: untie it, or "
+                "freeze it and leave these modules at tp = 1 and without shard = 'full'"
             )
         homes = [
             {next(s for s in pipeline.stages if s.start <= layer < s.stop) for _, layer in places}

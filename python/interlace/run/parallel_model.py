@@ -344,8 +344,9 @@ class ParallelModel:
             everyone = self.channel.start_all_gather(numbers, "loss", compare_sums=train).wait()
         if drew := everyone[:, 3].nonzero().flatten().tolist():
             raise PipelineError(
-                f"rank {', '.join(map(str, drew))} drew random numbers (dropout?) in a lane of several ranks, which "
-                "must compute the same of what each holds: set the dropout of modules with tp > 1 or cp > 1 to 0"
+                f"rank {', '.join(map(str, drew))} drew random numbers (dropout?) and has part in a lane of several "
+                "ranks, which must draw alike: set the dropout of modules with tp > 1 or cp > 1 to 0, and that of "
+                "those that share their ranks"
             )
         total, squares, *_ = everyone.sum(0).tolist()
         return total, squares**0.5, tuple(everyone[:, 2].tolist())

@@ -70,6 +70,7 @@ class Rank:
             name: {rank for alias in aliases.get(name, (name,)) for rank in self._holders(name, alias)}
             for name in self.own
         }
+        self._apart = self._frozen_apart(mllm)
         self.sharded = self._shard(pieces)
         for sharded in self.sharded.values():
             owners = {
@@ -78,6 +79,7 @@ class Rank:
             for name, weight in sharded.weights.items():
                 if weight.part is None or weight.lies is None:
                     del self.own[name]
+                    self.cut.pop(name, None)
                 else:
                     self.own[name], self.cut[name] = weight.part, weight.lies
                     holders[name] &= owners
@@ -100,10 +102,28 @@ class Rank:
                 and parameter.is_floating_point()
                 and parameter.numel()
                 and not (parameter.requires_grad and name in self._in_part)  # summed over whole lanes, and small
+                and name not in self._apart
             }
-            found[place] = Sharded(shard, self.number, stages, weights, self.cut, tied)
+            # What tensor-parallel ranks hold whole has the same rows on all, as what is tied has in all stages.
+            whole = weights.keys() - self.cut.keys() if graph.layout.spec(shard.module).tp > 1 else set()
+            found[place] = Sharded(shard, self.number, stages, weights, self.cut, tied | whole)
         for sharded in found.values():
             sharded.keep_parts(pieces)
+        return found
+
+    def _frozen_apart(self, mllm: Any) -> set[str]:
+        """Names of the frozen tied weights that are on several stages of a replica, each of which may come and go with
+        a set of slices of its own: they stay whole."""
+        own = dict(mllm.named_parameters(remove_duplicate=False))
+        found: set[str] = set()
+        for names in mllm.tied_parameters():
+            places = self._places(names)
+            homes = [
+                {stage.index for _, layer in places for stage in pipeline.stages if stage.start <= layer < stage.stop}
+                for pipeline in self._graph.layout.pipelines(places[0][0])
+            ]
+            if not own[names[0]].requires_grad and max(map(len, homes)) > 1:
+                found.update(names)
         return found
 
     def _of_layers(self, module: str, start: int, stop: int) -> dict[str, nn.Parameter]:
