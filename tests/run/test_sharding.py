@@ -281,6 +281,8 @@ def train(rank: int) -> dict[str, dict[str, list[int]]]:
                     continue  # norms and biases whose gradients a whole lane sums
                 if specs[LLM if name.startswith(LLM) else "vision"].shard == "full":
                     assert parameter.untyped_storage().nbytes() <= 4 and parameter.isnan().all(), name
+                    if parameter.numel() == 1:
+                        continue
                     try:
                         parameter.data.copy_(torch.ones_like(parameter.data))
                     except RuntimeError as error:

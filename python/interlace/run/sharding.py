@@ -127,7 +127,7 @@ class Sharded:
     def keep_parts(self, pieces: Pieces | None) -> None:
         """From now on the rank has its parts. pieces: in what follows the model's own, where one process plays all."""
         for name, weight in self.weights.items():
-            if weight.absent:
+            if weight.whole.numel() > 1 and not any(weight.whole.stride()):  # as `Weight.leave` of another one left it
                 raise ValueError(
                     f"{name} has no values any more: an earlier parallelize() with shard = 'full' has taken them. "
                     "Build and load the model anew"
