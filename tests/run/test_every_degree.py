@@ -44,7 +44,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
 
 def every(rank: int, world: int) -> int:
     for number, (name, (placement, vision, language)) in enumerate(LAYOUTS[world].items()):
-        mllm = model(tied=number % 2 == 0, encoders=("vision",))
+        mllm = model(tied=number % 2 == 0, encoders=("vision",), hidden=48, heads=12, kv_heads=12)
         if number % 3 == 2:
             mllm.freeze("vision")
         alone = copy.deepcopy(mllm)
