@@ -36,6 +36,8 @@ STARTING = 60.0  # the same before it: processes that start share their cores wi
 SLACK = 8.0  # seconds that a busy machine may need beside the waits
 LAYOUTS = {
     "tp2 pp2": {"vision": ParallelSpec(tp=2, dp=2), "language_model": ParallelSpec(tp=2, pp=2)},
+    "tp2 cp2": {"vision": ParallelSpec(dp=4), "language_model": ParallelSpec(tp=2, cp=2)},
+    "pp2 cp2": {"vision": ParallelSpec(cp=2, dp=2), "language_model": ParallelSpec(cp=2, pp=2)},
 }
 KINDS = ("kill", "stop", "slow", "late")
 
@@ -177,27 +179,25 @@ def run(fault: Fault, loss: float) -> Outcome:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", choices=LAYOUTS, default="tp2 pp2")
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="leave out the faults before this one")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--count", type=int, default=34, help="faults of each layout")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    loss, events = undisturbed(options.layout)
-    print("events of each rank:", [dict(Counter(mine)) for mine in events], flush=True)
     rows: list[dict[str, Any]] = []
     troubled = 0
-    for number, fault in enumerate(faults(options.layout, events, options.count)):
-        if number < options.first:
-            continue
-        outcome = run(fault, loss)
-        rows.append({**fault._asdict(), "event": outcome.event, "seconds": round(outcome.seconds, 2)})
-        rows[-1]["trouble"] = outcome.trouble
-        print(number, *rows[-1].values(), flush=True)
-        troubled = sum(bool(row["trouble"]) for row in rows)
-        if options.out:  # after each one: a sweep takes long
-            table = {"timeout": TIMEOUT, "faults": len(rows), "troubled": troubled}
-            lines = ",\n".join(json.dumps(row) for row in rows)
-            options.out.write_text(json.dumps(table)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
+    for layout in options.layouts:
+        loss, events = undisturbed(layout)
+        print(f"{layout}, events of each rank:", [dict(Counter(mine)) for mine in events], flush=True)
+        for fault in faults(layout, events, options.count):
+            outcome = run(fault, loss)
+            rows.append({**fault._asdict(), "event": outcome.event, "seconds": round(outcome.seconds, 2)})
+            rows[-1]["trouble"] = outcome.trouble
+            print(len(rows), *rows[-1].values(), flush=True)
+            troubled += bool(outcome.trouble)
+            if options.out:  # after each one: a sweep takes long
+                table = {"timeout": TIMEOUT, "faults": len(rows), "troubled": troubled}
+                lines = ",\n".join(json.dumps(row) for row in rows)
+                options.out.write_text(json.dumps(table)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
     print(f"{len(rows)} faults, {troubled} with trouble")
     return bool(troubled)
 
