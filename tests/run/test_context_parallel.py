@@ -20,8 +20,18 @@ from tests.model import zoo
 from tests.model.test_encoders import pixtral, yolos
 from tests.model.test_packing import lfm2
 from tests.run.random_cases import _compare_views, random_checkpointing, random_samples
-from tests.run.test_parity import FREEZING, oracle
-from tests.run.test_tensor_parallel import LLM, PLACEMENTS, assert_gradient, compare_holders, model, no_memory, norm_of
+from tests.run.test_parity import oracle
+from tests.run.test_tensor_parallel import (
+    LLM,
+    PLACEMENTS,
+    accepted,
+    assert_gradient,
+    compare_holders,
+    model,
+    no_memory,
+    norm_of,
+    random_model,
+)
 from tests.tiny import random_microbatches, random_sample
 
 SEEDS = 10
@@ -127,14 +137,7 @@ def check_case(seed: int, transport: str = "local", worlds: range = range(1, 13)
     """One layout, one model, two steps; returns the number of ranks."""
     rng = random.Random(seed)
     placement = PLACEMENTS[seed % len(PLACEMENTS)]
-    encoders = rng.choice([("vision", "audio"), ("vision",), ("vision", "audio"), ()])
-    tied = rng.random() < 0.5
-    mllm = model(tied=tied, encoders=encoders)
-    freezing = rng.choice(["nothing", "nothing", *FREEZING])
-    for path in FREEZING[freezing]:
-        if path.split(".")[0] in (*encoders, LLM):
-            mllm.freeze(path)
-    mllm.train()
+    mllm, what = random_model(rng, [("vision", "audio"), ("vision",), ("vision", "audio"), ()])
     samples = random_samples(rng, mllm, rng.randint(2, 6))
     options: dict[str, Any] = {
         "checkpointing": random_checkpointing(rng),
@@ -143,18 +146,12 @@ def check_case(seed: int, transport: str = "local", worlds: range = range(1, 13)
     }
     if all(not p.requires_grad for p in mllm.parameters()):
         mllm.unfreeze(LLM)
-    while True:
-        layout = random_layout(rng, mllm, placement)
-        if layout.world not in worlds:
-            continue
-        try:
-            parallel = parallelize(mllm, layout, transport=transport, timeout=30, **options)
-            break
-        except ValueError as error:  # a tied weight here on one lane and there on two, or on lanes that overlap
-            if "place all alike" not in str(error) and "share some of their ranks" not in str(error):
-                raise
+    parallel = accepted(
+        lambda: random_layout(rng, mllm, placement), lambda layout: layout.world in worlds, mllm, transport, options
+    )
+    layout = parallel.layout
     specs = {name: layout.spec(name) for name in layout.modules}
-    where = f"seed {seed}: {placement}, tied={tied}, {freezing} frozen, {options}\n{specs}\n{layout.describe()}\n"
+    where = f"seed {seed}: {placement}, {what}, {options}\n{specs}\n{layout.describe()}\n"
     mllm.zero_grad()
     compare_holders(parallel)
     _compare_views(parallel)

@@ -26,16 +26,18 @@ from tests.distributed.workers import run_ranks
 from tests.model import zoo
 from tests.run.random_cases import random_checkpointing, random_samples
 from tests.run.test_context_parallel import random_layout as dealt_layout
-from tests.run.test_parity import FREEZING, oracle
+from tests.run.test_parity import oracle
 from tests.run.test_tensor_parallel import (
     LLM,
     PLACEMENTS,
+    accepted,
     assert_gradient,
     compare_holders,
     model,
     no_memory,
     norm_of,
     random_layout,
+    random_model,
 )
 from tests.tiny import random_microbatches
 
@@ -106,29 +108,18 @@ def check_case(seed: int, transport: str = "local", worlds: range = range(2, 13)
     """One layout, one model, steps of training; returns the number of ranks."""
     rng = random.Random(seed)
     placement = PLACEMENTS[seed % (len(PLACEMENTS) - 1)]  # "custom" ones have one replica
-    encoders = rng.choice([("vision", "audio"), ("vision",)])
-    tied = rng.random() < 0.5
-    mllm = model(tied=tied, encoders=encoders)
-    freezing = rng.choice(["nothing", "nothing", *FREEZING])
-    for path in FREEZING[freezing]:
-        if path.split(".")[0] in (*encoders, LLM):
-            mllm.freeze(path)
-    mllm.train()
+    mllm, what = random_model(rng, [("vision", "audio"), ("vision",)])
     alone = copy.deepcopy(mllm)
     samples = random_samples(rng, mllm, rng.randint(2, 6))
     options = {"checkpointing": random_checkpointing(rng), "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
-    while True:
-        layout = sharded(rng, rng.choice([random_layout, dealt_layout])(rng, mllm, placement))
-        if layout.world not in worlds or not layout.shard_groups():
-            continue
-        try:
-            parallel = parallelize(mllm, layout, transport=transport, timeout=30, **options)
-            break
-        except ValueError as error:
-            if "place all alike" not in str(error) and "share some of their ranks" not in str(error):
-                raise
+    parallel = accepted(
+        lambda: sharded(rng, rng.choice([random_layout, dealt_layout])(rng, mllm, placement)),
+        lambda layout: layout.world in worlds and bool(layout.shard_groups()),
+        mllm, transport, options,
+    )  # fmt: skip
+    layout = parallel.layout
     specs = {name: (spec.shard, spec.shard_ranks) for name, (spec, _) in layout.modules.items()}
-    where = f"seed {seed}: {placement}, {specs}, tied={tied}, {freezing} frozen, {options}\n{layout.describe()}\n"
+    where = f"seed {seed}: {placement}, {specs}, {what}, {options}\n{layout.describe()}\n"
     if transport == "local":
         compare_holders(parallel)
     check_training(parallel, alone, samples, where, microbatches=rng.choice([1, 2, 3]))
@@ -211,7 +202,7 @@ def test_what_ranks_keep_covers_every_weight_once(spec: ParallelSpec, frozen: bo
         held = make_ranks(own, graph, [rank], *options)[rank]
         assert held.cut.keys() <= held.own.keys()
         for name, parameter in held.own.items():
-            region = held.cut[name].region if name in held.cut else Region.whole(parameter.shape)
+            region = held.cut[name] if name in held.cut else Region.whole(parameter.shape)
             assert region.sizes == tuple(parameter.shape)
             found.setdefault(first.get(name, name), set()).update((box.offsets, box.sizes) for box in region.boxes)
     for name, parameter in mllm.named_parameters():
@@ -293,7 +284,7 @@ def train(rank: int) -> dict[str, dict[str, list[int]]]:
         for name, tensor in parallel.state_dict().items():
             assert tensor.is_contiguous() or specs[LLM].shard == "optimizer"
             if name in held.cut:
-                assert held.cut[name].region.sizes == tuple(tensor.shape), name
+                assert held.cut[name].sizes == tuple(tensor.shape), name
         kept[layout] = {name: list(tensor.shape) for name, tensor in parallel.state_dict().items()}
     return kept
 

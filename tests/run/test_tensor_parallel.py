@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -132,34 +133,49 @@ def compare_holders(parallel: ParallelModel) -> None:
     pieces.collect = compare  # type: ignore[method-assign]
 
 
+def random_model(rng: random.Random, encoders: Sequence[tuple[str, ...]]) -> tuple[MultimodalModel, str]:
+    """A model with one of `encoders`, some of it frozen; and what to say of it."""
+    names = rng.choice(encoders)
+    tied = rng.random() < 0.5
+    mllm = model(tied=tied, encoders=names)
+    freezing = rng.choice(["nothing", "nothing", *FREEZING])
+    for path in FREEZING[freezing]:
+        if path.split(".")[0] in (*names, LLM):
+            mllm.freeze(path)
+    mllm.train()
+    return mllm, f"tied={tied}, {freezing} frozen"
+
+
+def accepted(
+    draw: Callable[[], Layout], fits: Callable[[Layout], bool], mllm: MultimodalModel, transport: str, options: Any
+) -> ParallelModel:
+    """`mllm` in the first layout drawn that fits and that it runs in."""
+    while True:
+        layout = draw()
+        if not fits(layout):
+            continue
+        try:
+            return parallelize(mllm, layout, transport=transport, timeout=30, **options)
+        except ValueError as error:  # a tied weight here on one lane and there on two, or on lanes that overlap
+            if "place all alike" not in str(error) and "share some of their ranks" not in str(error):
+                raise
+
+
 def check_case(
     seed: int, transport: str = "local", worlds: range = range(1, 13), *, sequence_parallel: bool = False
 ) -> int:
     """One layout, one model, two steps; returns the number of ranks."""
     rng = random.Random(seed)
     placement = PLACEMENTS[seed % len(PLACEMENTS)]
-    encoders = rng.choice([("vision", "audio"), ("vision",), ("vision", "audio")])
-    tied = rng.random() < 0.5
-    mllm = model(tied=tied, encoders=encoders)
-    freezing = rng.choice(["nothing", "nothing", *FREEZING])
-    for path in FREEZING[freezing]:
-        if path.split(".")[0] in (*encoders, LLM):
-            mllm.freeze(path)
-    mllm.train()
+    mllm, what = random_model(rng, [("vision", "audio"), ("vision",), ("vision", "audio")])
     samples = random_samples(rng, mllm, rng.randint(2, 6))
     options = {"checkpointing": random_checkpointing(rng), "schedule": rng.choice(["1f1b", "1f1b", "gpipe"])}
     options["sequence_parallel"] = sequence_parallel
-    while True:
-        layout = random_layout(rng, mllm, placement)
-        if layout.world not in worlds:
-            continue
-        try:
-            parallel = parallelize(mllm, layout, transport=transport, timeout=30, **options)
-            break
-        except ValueError as error:  # a tied weight here on one lane and there on two, or on lanes that overlap
-            if "place all alike" not in str(error) and "share some of their ranks" not in str(error):
-                raise
-    where = f"seed {seed}: {placement}, tied={tied}, {freezing} frozen, {options}\n{layout.describe()}\n"
+    parallel = accepted(
+        lambda: random_layout(rng, mllm, placement), lambda layout: layout.world in worlds, mllm, transport, options
+    )
+    layout = parallel.layout
+    where = f"seed {seed}: {placement}, {what}, {options}\n{layout.describe()}\n"
     loss, gradients = oracle(mllm, [samples])
     norm = norm_of(gradients, mllm)
     mllm.zero_grad()

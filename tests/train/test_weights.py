@@ -41,7 +41,7 @@ class OfOneRank:
         return self.rank.own.items()
 
     def regions(self) -> Any:
-        return {name: cut.region for name, cut in self.rank.cut.items()}
+        return self.rank.cut
 
 
 def random_parallel(rng: random.Random) -> str:

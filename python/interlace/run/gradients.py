@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.comm.channel import Channel, Pending
-from interlace.run.weights import Cut, Slice
+from interlace.parallel.region import Region
 
 BUCKET_BYTES = 32 << 20
 
@@ -68,7 +68,7 @@ def squares(gradients: Sequence[Tensor]) -> float:
 
 
 def whole_gradients(
-    mllm: nn.Module, counted: Mapping[int, tuple[nn.Parameter, Cut | Slice | None]], channel: Channel
+    mllm: nn.Module, counted: Mapping[int, tuple[nn.Parameter, Region | None]], channel: Channel
 ) -> dict[str, Tensor | None]:
     """Name -> gradient of every parameter of `mllm`, on every rank: each from the one that counts it, or from those
     that count its pieces or slices.

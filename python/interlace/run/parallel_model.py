@@ -108,8 +108,7 @@ class ParallelModel:
 
     def regions(self) -> dict[str, Region]:
         """Of those of `named_parameters` that are pieces: where they lie in the whole weights."""
-        cuts = {} if self.channel is None else self._ranks[self.ranks[0]].cut
-        return {name: cut.region for name, cut in cuts.items()}
+        return {} if self.channel is None else dict(self._ranks[self.ranks[0]].cut)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's weights by their names in the whole model."""

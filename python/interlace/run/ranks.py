@@ -22,7 +22,7 @@ from interlace.run.graph import parameter_layers
 from interlace.run.lanes import Place, cut
 from interlace.run.memory import allocate, allocate_buffers, without_values
 from interlace.run.sharding import Sharded
-from interlace.run.weights import Cut, Pieces, Slice, Views, cut_weights
+from interlace.run.weights import Pieces, Views, cut_weights
 from interlace.schedule import StageGraph
 
 
@@ -60,7 +60,7 @@ class Rank:
                     held[id(parameter)] = (name, parameter)
         self.own = dict(sorted(held.values(), key=lambda item: place[item[0]]))
         cut = {name: where for stage in stages.values() for name, where in cut_weights(stage).items()}
-        self.cut: dict[str, Cut | Slice] = {name: cut[name] for name in self.own if name in cut}
+        self.cut = {name: cut[name].region for name in self.own if name in cut}
         self._tied = {
             number: [name for names in mllm.tied_parameters() if self._places(names) == group for name in names]
             for number, group in enumerate(graph.tied)
@@ -262,7 +262,7 @@ def _link_pieces(
 
     Pieces on meta get memory on `device`.
     """
-    cut = cut_weights(stage)
+    cut = {name: where.region for name, where in cut_weights(stage).items()}
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
             name = f"{prefix}.{key}" if prefix else key

@@ -25,7 +25,7 @@ from interlace.layout import Shard
 from interlace.parallel.region import Region
 from interlace.run.errors import PipelineError
 from interlace.run.gradients import buckets
-from interlace.run.weights import Cut, Pieces, Slice
+from interlace.run.weights import Pieces
 
 
 class Weight:
@@ -36,16 +36,16 @@ class Weight:
     the model's weight. source: the model's own, which is trained in place of the parts, where one process plays all.
     """
 
-    def __init__(self, whole: nn.Parameter, rows: Sequence[int], place: int, cut: Cut | Slice | None) -> None:
+    def __init__(self, whole: nn.Parameter, rows: Sequence[int], place: int, cut: Region | None) -> None:
         self.whole, self.rows = whole, rows
         self._row = whole.numel() // max(rows[-1], 1)  # elements
         self.part: nn.Parameter | None = None
-        self.lies: Slice | None = None
+        self.lies: Region | None = None
         self.source: nn.Parameter | None = None
         start, stop = rows[place], rows[place + 1]
         if start < stop:
-            region = Region.whole(whole.shape) if cut is None else cut.region
-            self.lies = Slice(region.rows(start, stop) if whole.dim() else region)
+            region = Region.whole(whole.shape) if cut is None else cut
+            self.lies = region.rows(start, stop) if whole.dim() else region
             self.part = nn.Parameter(self.owned(whole.data, place), requires_grad=whole.requires_grad)
         self._place = place
         self._gone: Tensor | None = None  # what stands for the whole after `leave`
@@ -98,7 +98,7 @@ class Sharded:
         rank: int,
         stages: Collection[tuple[str, int]],
         weights: Mapping[str, nn.Parameter],
-        cut: Mapping[str, Cut | Slice],
+        cut: Mapping[str, Region],
         tied: Collection[str],
     ) -> None:
         """tied: names of weights that other stages have too, whose slices must be the same there."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.region import Region
@@ -44,44 +44,22 @@ class Views:
 
 
 class Cut(NamedTuple):
-    """Which layer a piece of a weight belongs to, and under which key: what knows where it is in the whole."""
+    """Which layer a piece of a weight belongs to, and under which key."""
 
     layer: ParallelLayer
     key: str
 
     @property
     def region(self) -> Region:
-        """The same as plain numbers."""
+        """Where it is in the whole."""
         return self.layer.region(self.key)
-
-    def piece(self, whole: Tensor) -> Tensor:
-        """This rank's piece of the weight, or of what has its shape."""
-        return self.layer.piece(self.key, whole)
-
-    def put(self, whole: Tensor, piece: Tensor) -> None:
-        """Write the piece into the whole."""
-        self.layer.put(self.key, whole, piece)
-
-
-class Slice(NamedTuple):
-    """Rows of a weight, or of a piece of it, that a rank keeps of what is sharded: where they are in the whole."""
-
-    region: Region
-
-    def piece(self, whole: Tensor) -> Tensor:
-        """The rows of the weight, or of what has its shape."""
-        return self.region.piece(whole)
-
-    def put(self, whole: Tensor, piece: Tensor) -> None:
-        """Write the rows into the whole."""
-        self.region.put(whole, piece)
 
 
 class _Held(NamedTuple):
     own: nn.Parameter
     place: tuple[int, ...]  # in the lane, and among the owners of slices
     parameter: nn.Parameter
-    cut: Cut | Slice | None
+    region: Region | None
 
 
 class Pieces:
@@ -94,11 +72,11 @@ class Pieces:
     def __init__(self) -> None:
         self._held: list[_Held] = []
 
-    def add(self, own: nn.Parameter, place: int, parameter: nn.Parameter, cut: Cut | None) -> None:
-        """The rank at tensor-parallel `place` has `parameter` of `own`. cut: None where that is the whole."""
-        self._held.append(_Held(own, (place,), parameter, cut))
+    def add(self, own: nn.Parameter, place: int, parameter: nn.Parameter, region: Region | None) -> None:
+        """The rank at tensor-parallel `place` has `parameter` of `own`. region: None where that is the whole."""
+        self._held.append(_Held(own, (place,), parameter, region))
 
-    def spread(self, whole: nn.Parameter, part: nn.Parameter | None, place: int, lies: Slice | None) -> nn.Parameter:
+    def spread(self, whole: nn.Parameter, part: nn.Parameter | None, place: int, lies: Region | None) -> nn.Parameter:
         """A rank keeps no more of what was added as `whole` than `part`, at `place` among the owners; None: nothing.
 
         Returns the model's own.
@@ -111,8 +89,8 @@ class Pieces:
 
     def refresh(self) -> None:
         """Take the pieces anew: as views where they can be, as copies where a piece is not contiguous."""
-        for own, _, parameter, cut in self._held:
-            parameter.data = own.data if cut is None else cut.piece(own.data).contiguous()
+        for own, _, parameter, region in self._held:
+            parameter.data = own.data if region is None else region.piece(own.data).contiguous()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of the pieces."""
@@ -132,13 +110,13 @@ class Pieces:
             first = next(iter(places.values()))
             if first.parameter.grad is None:
                 continue
-            if first.cut is None:
+            if first.region is None:
                 whole = first.parameter.grad
             else:
                 whole = torch.empty_like(first.own)
                 for held in places.values():
-                    assert held.cut is not None and held.parameter.grad is not None
-                    held.cut.put(whole, held.parameter.grad)
+                    assert held.region is not None and held.parameter.grad is not None
+                    held.region.put(whole, held.parameter.grad)
             own = first.own
             own.grad = whole if own.grad is None else own.grad.add_(whole)
 
