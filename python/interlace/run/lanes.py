@@ -52,8 +52,8 @@ class Place:
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Have the ranks of each of its groups speak over the transport of that group."""
-        t, c, tp = self.tp.rank, self.cp.rank, self.tp.world
-        groups = self.ranks, self.ranks[c * tp : (c + 1) * tp], self.ranks[t::tp]
+        tensor, context = _groups(self.ranks, self.tp.world)
+        groups = self.ranks, tensor[self.cp.rank], context[self.tp.rank]
         for ranks, group in zip((self.lane, self.tp, self.cp), groups, strict=True):
             if ranks.world > 1:
                 ranks.connect(transports[group])
@@ -63,12 +63,15 @@ def groups_of(layout: Layout) -> list[tuple[int, ...]]:
     """The ranks that speak with each other inside lanes, in an order that is the same everywhere: see `Place`."""
     found: dict[tuple[int, ...], None] = {}
     for stage in layout.stages():
-        tp, cp = layout.spec(stage.module).tp, layout.spec(stage.module).cp
         for lane in stage.lanes:
-            ranks = lane.ranks
-            groups = [ranks, *(ranks[c * tp : (c + 1) * tp] for c in range(cp)), *(ranks[t::tp] for t in range(tp))]
-            found.update(dict.fromkeys(group for group in groups if len(group) > 1))
+            tensor, context = _groups(lane.ranks, layout.spec(stage.module).tp)
+            found.update(dict.fromkeys(group for group in (lane.ranks, *tensor, *context) if len(group) > 1))
     return list(found)
+
+
+def _groups(ranks: tuple[int, ...], tp: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The tensor-parallel groups of a lane, one for each context-parallel place, and the other way round."""
+    return [ranks[i : i + tp] for i in range(0, len(ranks), tp)], [ranks[t::tp] for t in range(tp)]
 
 
 def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
