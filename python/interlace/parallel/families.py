@@ -15,7 +15,8 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -206,7 +207,7 @@ def _attention(module: nn.Module, path: str) -> tuple[dict[str, str], int]:
         plan[_joined(path, name)] = "heads"
     if any(parameter is not None for parameter in module._parameters.values()):
         raise Unknown(f"{where} has parameters of its own ({', '.join(module._parameters)})")
-    plan[path] = "gather_narrow" if _takes_width_of_input(module) else "gather"
+    plan[path] = "gather_narrow" if _takes_width_of_input(type(module).forward) else "gather"
     return plan, last.out_features
 
 
@@ -244,10 +245,11 @@ def _check_each_token(module: nn.Module, path: str, hidden: int, names: list[str
         raise Unknown(f"{path} ({type(module).__name__}) is no attention, MLP or norm that is known")
 
 
-def _takes_width_of_input(module: nn.Module) -> bool:
+@cache  # reading the code takes as long as the rest of a plan
+def _takes_width_of_input(forward: Callable[..., Any]) -> bool:
     """Whether the code joins its heads to the width of its input (SigLIP in transformers 4), not to that of theirs."""
     try:
-        code = inspect.getsource(type(module).forward)
+        code = inspect.getsource(forward)
     except (OSError, TypeError):
         return False
     width = re.search(r"\w+, \w+, (\w+) = hidden_states\.(?:shape|size\(\))", code)
