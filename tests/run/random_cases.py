@@ -6,6 +6,8 @@ Every case follows from its seed alone. The oracle is one process (`test_parity.
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +89,36 @@ def _custom(rng: random.Random, layers: dict[str, int]) -> Layout:
             pipelines.append(Pipeline(name, replica, tuple(stages)))
         modules[name] = spec, tuple(pipelines)
     return Layout(modules, len(used))
+
+
+def kinds(layout: Layout) -> set[str]:
+    """What there is in a layout: degrees of encoders and of the language model, and how their lanes lie."""
+    found, sizes = set(), {}
+    for name, (spec, pipelines) in layout.modules.items():
+        side = "language" if name == LANGUAGE else "encoder"
+        degrees = {"tp": spec.tp, "cp": spec.cp, "pp": spec.pp, "dp": spec.dp}
+        found |= {f"{side} {degree}{count}" for degree, count in degrees.items() if count > 1}
+        found |= {f"{side} {spec.shard}"} if spec.shard != "none" else set()
+        found |= {"sets of slices"} if spec.shard_ranks else set()
+        found |= {"copies"} if any(stage.copies for p in pipelines for stage in p.stages) else set()
+        sizes[name] = spec.lane_size
+    for name, size in sizes.items():
+        less, more = sorted((size, sizes[LANGUAGE]))
+        if name != LANGUAGE:
+            found.add("equal lanes" if less == more else f"lanes that {'do not ' if more % less else ''}divide")
+    ranks = [set(lane.ranks) for lane in layout.lanes()]
+    pairs = [(a, b) for a in ranks for b in ranks if a & b and a != b]
+    found |= {"overlapping lanes"} if pairs else set()
+    found |= {"crossing lanes"} if any(a - b and b - a for a, b in pairs) else set()
+    return found
+
+
+def sweep(check: Callable[[int], Collection[str]], seeds: Iterable[int], due: Collection[str]) -> None:
+    """Checks the cases of the seeds, each of which says of what kinds it is. Each kind that is due has to be there
+    twice: so fewer seeds, or other draws, that leave one out are noticed."""
+    found = Counter(kind for seed in seeds for kind in set(check(seed)))
+    seldom = sorted(kind for kind in due if found[kind] < 2)
+    assert not seldom, f"seldom or never met: {seldom} among {dict(found)}"
 
 
 def random_checkpointing(rng: random.Random) -> Checkpointing:
@@ -248,8 +280,8 @@ def _compare_views(parallel: ParallelModel) -> None:
     parallel._execute = compare  # type: ignore[method-assign]
 
 
-def check_layout(seed: int) -> None:
-    """A random layout, given one to three batches."""
+def check_layout(seed: int) -> set[str]:
+    """A random layout, given one to three batches; returns of what kinds it is."""
     rng = random.Random(seed)
     case = random_case(rng)
     steps = []
@@ -272,10 +304,11 @@ def check_layout(seed: int) -> None:
     assert abs(loss - expected) <= 1e-5 * abs(expected), f"{case.text}\nevaluation gives {loss}, not {expected}"
     for parameter, gradient in zip(case.mllm.parameters(), gradients, strict=True):
         assert gradient is None if parameter.grad is None else torch.equal(parameter.grad, gradient), case.text
+    return {case.parallel.layout.placement} | kinds(case.parallel.layout)
 
 
-def check_spoiled(rng: random.Random, case: Case, samples: list[Sample], table: StepTable) -> None:
-    """A table with something wrong in it is refused before anything is computed."""
+def check_spoiled(rng: random.Random, case: Case, samples: list[Sample], table: StepTable) -> str:
+    """A table with something wrong in it is refused before anything is computed; returns what was wrong."""
     parallel, encoders = case.parallel, case.mllm.modules_order()[:-1]
     chunks, edges = list(table.chunks), list(table.edges)
     ways = ["replica", *(["unread", "gap", "twice"] if any(len(edge.pieces) for edge in edges) else [])]
@@ -305,10 +338,11 @@ def check_spoiled(rng: random.Random, case: Case, samples: list[Sample], table: 
         assert all(p.grad is None for p in case.mllm.parameters()), case.text
     else:
         raise AssertionError(f"{case.text}\na table with {way!r} ran")
+    return way
 
 
-def check_table(seed: int) -> None:
-    """A random layout runs random tables, twice in a row."""
+def check_table(seed: int) -> set[str]:
+    """A random layout runs random tables, twice in a row; returns of what kinds they are."""
     rng = random.Random(seed)
     case = random_case(rng)
     steps = []
@@ -318,7 +352,7 @@ def check_table(seed: int) -> None:
         tables[place] = random_table(rng, case.parallel, samples)
         steps.append((samples, {"place": (0, 0, place)}, samples))
     if rng.random() < 0.2:
-        check_spoiled(rng, case, samples, tables[0])
-        return
+        return {check_spoiled(rng, case, samples, tables[0])}
     case.parallel._table = lambda batch: tables[batch.place[2]]  # type: ignore[method-assign]
     check_steps(case, steps)
+    return {"sound", case.parallel.layout.placement} | kinds(case.parallel.layout)

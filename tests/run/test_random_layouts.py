@@ -10,9 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.run.random_cases import check_layout, check_table
+from tests.run.random_cases import PLACEMENTS, check_layout, check_table, sweep
 
 SEEDS = st.integers(0, 1 << 30)
+DUE = {*PLACEMENTS, "copies"}  # kinds of layouts that a sweep has to meet; see `random_cases.sweep`
+DUE |= {f"{side} {way}" for side in ("encoder", "language") for way in ("pp2", "pp3", "dp2", "dp3")}
 RANDOM = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -30,15 +32,11 @@ def test_random_tables_run_or_are_refused(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@given(SEEDS)
-@settings(RANDOM, max_examples=300)
-def test_many_random_layouts_equal_one_process(seed: int) -> None:
-    check_layout(seed)
+def test_many_random_layouts_equal_one_process() -> None:
+    sweep(check_layout, range(120), DUE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@given(SEEDS)
-@settings(RANDOM, max_examples=500)
-def test_500_random_tables_run_or_are_refused(seed: int) -> None:
-    check_table(seed)
+def test_many_random_tables_run_or_are_refused() -> None:
+    sweep(check_table, range(200), DUE | {"sound", "replica", "unread", "gap", "twice"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -18,25 +19,24 @@ from interlace.run import ParallelModel, parallelize
 from interlace.schedule import Op
 from tests.model import zoo
 from tests.model.test_encoders import internvit, pixtral, siglip2
+from tests.run.random_cases import sweep
 from tests.run.test_parity import FREEZING, oracle
-from tests.run.test_tensor_parallel import LLM, assert_gradient, check_case, encoder_and_model, model, norm_of
+from tests.run.test_tensor_parallel import DUE, LLM, assert_gradient, check_case, encoder_and_model, model, norm_of
 from tests.tiny import random_microbatches, random_sample
 
 MORE = {"clip": zoo.clip, "pixtral": pixtral}
 FIRST = 1000  # of the seeds, which are others than those of whole rows
 
 
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + 6))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + 4))
 def test_random_layouts_equal_one_process(seed: int) -> None:
     check_case(seed, sequence_parallel=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(FIRST + 6, FIRST + 126, 30))
-def test_many_random_layouts_equal_one_process(first: int) -> None:
-    for seed in range(first, first + 30):
-        check_case(seed, sequence_parallel=True)
+def test_many_random_layouts_equal_one_process() -> None:
+    sweep(partial(check_case, sequence_parallel=True), range(FIRST + 4, FIRST + 60), DUE)
 
 
 def check_step(mllm: MultimodalModel, batch: Any, layout: Layout, **options: Any) -> ParallelModel:
@@ -221,11 +221,11 @@ def test_a_module_with_other_blocks_keeps_whole_rows() -> None:
 
 
 def distributed(rank: int, seeds: list[int]) -> int:
-    return sum(check_case(seed, "distributed", range(4, 5), sequence_parallel=True) for seed in seeds)
+    return sum(bool(check_case(seed, "distributed", range(4, 5), sequence_parallel=True)) for seed in seeds)
 
 
 @pytest.mark.parametrize(
     "seeds", [[FIRST + 2], pytest.param(list(range(FIRST + 3, FIRST + 13)), marks=pytest.mark.slow)]
 )
 def test_four_processes_equal_one(seeds: list[int], pool: Any) -> None:
-    assert pool.returned(4, distributed, seeds, timeout=180) == [4 * len(seeds)] * 4
+    assert pool.returned(4, distributed, seeds, timeout=180) == [len(seeds)] * 4

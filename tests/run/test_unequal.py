@@ -15,6 +15,9 @@ from tests.tiny import random_microbatches, tiny_mllm
 DEGREES = [(1, 2), (2, 1), (3, 2), (2, 3), (4, 1), (1, 4)]  # vision, language model
 BATCHES = ("all", "no_image", "text", "one replica without")
 EVERY = list(itertools.product(DEGREES, FREEZING, BATCHES))
+# Their numbers, black and white as on a chess board: each half has all pairs of degrees, freezings and batches.
+PLACES = list(itertools.product(range(len(DEGREES)), range(len(FREEZING)), range(len(BATCHES))))
+HALVES = [[number for number, place in enumerate(PLACES) if sum(place) % 2 == colour] for colour in (0, 1)]
 
 
 def variant(number: int) -> dict[str, Any]:
@@ -68,17 +71,22 @@ def check_case(degrees: tuple[int, int], freezing: str, kind: str, number: int) 
 
 @pytest.mark.parametrize("first", range(12))
 def test_unequal_degrees_equal_one_process(first: int) -> None:
-    """A twelfth of the cases each, of which every other one: all degrees, freezings and batches occur."""
-    for number in range(first, len(EVERY), 24):
+    for number in HALVES[0][first::12]:
         check_case(*EVERY[number], number)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_every_pair_of_degrees_equals_one_process(degrees: tuple[int, int]) -> None:
-    for number, case in enumerate(EVERY):
-        if case[0] == degrees:
-            check_case(*case, number)
+def test_the_other_half_of_unequal_degrees_equals_one_process() -> None:
+    for number in HALVES[1]:
+        check_case(*EVERY[number], number)
+
+
+def test_each_half_has_all_pairs_of_degrees_freezings_and_batches() -> None:
+    assert sorted(HALVES[0] + HALVES[1]) == list(range(len(EVERY)))
+    for half in HALVES:
+        for one, other in itertools.combinations(range(3), 2):
+            found = {(EVERY[number][one], EVERY[number][other]) for number in half}
+            assert found == {(case[one], case[other]) for case in EVERY}
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 2, 5])
