@@ -140,7 +140,7 @@ def test_random_masks(pair, block, dim, heads, softcap):
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(
     mask_pairs(longest=400), st.sampled_from([7, 32, 64, 100, 128, 200]), st.integers(1, 140),
     st.sampled_from([(1, 1), (6, 2)]), st.sampled_from([None, 3.0]),

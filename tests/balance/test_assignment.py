@@ -205,7 +205,7 @@ def test_contiguous_is_the_best_that_keeps_the_order(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(capped())
 def test_contiguous_is_the_best_that_keeps_the_order_on_many(case):
     check_contiguous(case)
@@ -226,7 +226,7 @@ def test_lower_bound_holds(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(capped())
 def test_lower_bound_holds_on_many(case):
     check_lower_bound(case)

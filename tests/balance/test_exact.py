@@ -30,7 +30,7 @@ def test_exact_is_optimal(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(capped())
 def test_exact_is_optimal_on_many(case):
     check(case)

@@ -48,7 +48,7 @@ def test_subset_sum_is_exact_for_whole_numbers(weights, share, scale):
 
 
 @pytest.mark.slow
-@settings(max_examples=2000)
+@settings(max_examples=700)
 @given(*whole_subsets)
 def test_subset_sum_is_exact_for_many_whole_numbers(weights, share, scale):
     check_whole_subset(weights, share, scale)
@@ -149,7 +149,7 @@ def test_bottleneck_match_equals_brute_force(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=2000)
+@settings(max_examples=700)
 @given(matchings())
 def test_bottleneck_match_equals_brute_force_often(case):
     check_match(*case, least_bottleneck(*case))
@@ -339,7 +339,7 @@ def test_plans_are_no_worse_than_a_transcription_and_defer_best(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(minibatches())
 def test_many_plans_are_no_worse_than_a_transcription_and_defer_best(case):
     check_plan(*case)

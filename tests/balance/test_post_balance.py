@@ -121,7 +121,7 @@ def test_padded_is_optimal(lengths, ranks, quadratic):
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 40) | st.floats(0, 40), min_size=1, max_size=8), st.integers(1, 3), lambdas)
 def test_padded_is_optimal_on_many(lengths, ranks, quadratic):
     check_padded(lengths, ranks, quadratic)
@@ -139,7 +139,7 @@ def test_packed_is_optimal_where_it_is_small(lengths, ranks, quadratic):
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 3), lambdas)
 def test_packed_is_optimal_on_many(lengths, ranks, quadratic):
     check_packed(lengths, ranks, quadratic)
@@ -168,7 +168,7 @@ def test_never_worse_than_the_print(lengths, ranks, quadratic):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(longer, st.integers(1, 12), lambdas)
 def test_never_worse_than_the_print_on_many(lengths, ranks, quadratic):
     check_never_worse(lengths, ranks, quadratic)

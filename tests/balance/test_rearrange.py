@@ -55,7 +55,7 @@ def test_small_placements_are_optimal_and_the_bound_holds(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(volumes())
 def test_many_small_placements_are_optimal_and_the_bound_holds(case):
     check(*case)
@@ -158,7 +158,7 @@ def test_all_to_all_delivers(ranks, n, sized, random):
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(*exchanges)
 def test_all_to_all_delivers_often(ranks, n, sized, random):
     check_exchange(ranks, n, sized, random)

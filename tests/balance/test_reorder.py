@@ -243,7 +243,7 @@ def test_orders_are_timed_like_the_python_simulator(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(pipelines(12))
 def test_many_orders_are_timed_like_the_python_simulator(case):
     check_order(case)
@@ -296,7 +296,7 @@ def test_few_microbatches_get_the_best_permutation(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(small_pipelines())
 def test_few_microbatches_get_the_best_permutation_often(case):
     check_best_permutation(case)

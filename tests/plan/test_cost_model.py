@@ -60,7 +60,7 @@ def test_no_other_fit_is_nearer(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(measurements())
 def test_no_other_fit_is_nearer_in_many_cases(case):
     check_fit(case)

@@ -77,7 +77,7 @@ def test_template_is_the_best_of_all(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(templates())
 def test_template_is_the_best_of_all_in_many_cases(case):
     check_template(case)
@@ -208,7 +208,7 @@ def test_split_is_the_best_of_all(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(splits())
 def test_split_is_the_best_of_all_in_many_cases(case):
     check_split(case)
@@ -244,7 +244,7 @@ def test_instantiation_is_the_best_of_all(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(instances())
 def test_instantiation_is_the_best_of_all_in_many_cases(case):
     check_instantiate(case)

@@ -105,7 +105,7 @@ def test_orchestration_is_the_best_of_all(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=1200)
+@settings(max_examples=400)
 @given(problems())
 def test_orchestration_is_the_best_of_all_in_many_cases(case):
     check(case)

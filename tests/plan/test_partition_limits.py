@@ -56,7 +56,7 @@ def test_bottleneck_is_exactly_the_optimum(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=3000)
+@settings(max_examples=1000)
 @given(rows())
 def test_bottleneck_is_exactly_the_optimum_in_many_cases(case):
     check(case)

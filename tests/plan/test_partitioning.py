@@ -49,7 +49,7 @@ def test_bottleneck_is_exactly_the_optimum(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=2000)
+@settings(max_examples=700)
 @given(costs_and_stages)
 def test_bottleneck_is_exactly_the_optimum_in_many_cases(case):
     check(case)

@@ -75,7 +75,7 @@ def test_storms_of_failures(data):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(st.data())
 def test_many_storms_of_failures(data):
     check_storm(data)

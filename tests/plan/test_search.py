@@ -276,7 +276,7 @@ def test_search_finds_the_best_of_all(problem):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(problems().filter(has_work))
 def test_search_finds_the_best_of_all_in_many_cases(problem):
     check(problem)

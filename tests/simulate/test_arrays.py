@@ -88,7 +88,7 @@ def test_compiled_and_python_agree_exactly(seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=2000)
+@settings(max_examples=700)
 @given(SEEDS)
 def test_compiled_and_python_agree_exactly_on_many(seed):
     agree(seed)
