@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from interlace.train import device as devices
 from interlace.train import offload, report, runfolder
-from interlace.train.build import architecture, build, build_layout, initialize, materialize
+from interlace.train.build import architecture, build, build_layout, initialize, materialize, stored_weights
 from interlace.train.checkpoint import checkpoints
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.checkpoint.identity import fingerprint
@@ -91,6 +91,7 @@ def _train(
     tokenizer = ByteTokenizer()
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
+    stored = stored_weights(config, model, source=source) if resume is None else {}  # a checkpoint has all of them
     prepared = folder is not None
     if folder is None:
         folder, at, held = agree_on_folder(config, resume, startup, take_over)
@@ -115,7 +116,7 @@ def _train(
             )
     except ValueError as error:  # of the layout: every rank has it, before any has met another
         raise ConfigError(f"{source}: [parallel]: {error}") from None
-    initialize(parallel, seed=config.run.seed)
+    initialize(parallel, seed=config.run.seed, stored=stored)
     gather = startup.gather if world > 1 else None
     train, held_out, note = datasets(config, model, tokenizer, gather=gather, source=source)
     if note and train.name != config.data.dataset:

@@ -46,9 +46,13 @@ class Encoder(Section):
     """One modality's encoder and the projector that maps its features to the language model's width."""
 
     family: Literal["siglip", "clip", "whisper"]
-    """HuggingFace architecture: siglip and clip for vision, whisper (its encoder half) for audio."""
+    """HuggingFace architecture: siglip and clip for vision, whisper (its encoder half) for audio. With a ``path`` it is
+    read there."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keys of the family's HuggingFace config class that differ from its defaults."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder that HuggingFace's ``save_pretrained`` wrote: the weights to start from (by default random ones), and
+    family and config where no family is given. Each rank reads what it holds; the projector starts at random."""
     projector: Literal["linear", "mlp"] = "mlp"
     """What maps encoder features to the language model's hidden size."""
     downsample: Positive = 1
@@ -69,10 +73,13 @@ class LanguageModel(Section):
     """The language model that reads text and the encoders' features."""
 
     family: Literal["llama", "qwen2"]
-    """HuggingFace architecture of the causal language model."""
+    """HuggingFace architecture of the causal language model. With a ``path`` it is read there."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keys of the family's HuggingFace config class that differ from its defaults; ``vocab_size`` follows the
     tokenizer unless given."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder that HuggingFace's ``save_pretrained`` wrote: the weights to start from (by default random ones), and
+    family and config where no family is given. Each rank reads what it holds."""
     freeze: bool = False
     """Keep the language model's weights as they are."""
     lr: Rate | None = None
