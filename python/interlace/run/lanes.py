@@ -16,13 +16,13 @@ stay what they are (see `interlace.parallel.tensor`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from interlace.attention.hf import current_plan
 from interlace.comm.transports import Transport
-from interlace.layout import Layout
+from interlace.layout import Layout, ParallelSpec
 from interlace.model.language import merge_tokens
 from interlace.model.rows import PACKED
 from interlace.model.stage import StageModule
@@ -101,7 +101,7 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tupl
                 check_plan(whole, plan, tp)
                 if sequence_parallel and cuts_rows(mllm, name, plan):
                     rows.add(name)
-                if used_in_part(whole, plan, sequence_parallel=name in rows):
+                if used := used_in_part(whole, plan, sequence_parallel=name in rows):
                     in_part.add(name)
             except Unknown as error:
                 raise ValueError(
@@ -113,7 +113,25 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tupl
                     f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or "
                     "dp"
                 ) from error
+            if any(shard.module == name for shard in layout.shard_groups()):
+                _check_shared_out(name, layout.spec(name), whole, used)
     return replace(graph, in_part=frozenset(in_part)), rows
+
+
+def _check_shared_out(name: str, spec: ParallelSpec, whole: StageModule, in_part: Collection[str]) -> None:
+    """Raises ValueError where a shard would leave large weights whole: of what ranks use in part, only norms are small.
+
+    Their gradients are summed over whole lanes, and so they are not shared out (see `interlace.run.ranks`).
+    """
+    held = dict(whole.named_parameters(remove_duplicate=False))
+    large = [key for key in sorted(in_part) if held[key].requires_grad and held[key].dim() > 1]
+    if large:
+        raise ValueError(
+            f"{name} has shard = {spec.shard!r}, but with sequence parallelism each of its tp = {spec.tp} ranks "
+            f"applies all experts to rows of its own, and their weights ({large[0]} and {len(large) - 1} more) would "
+            "stay whole on every rank: set sequence_parallel to false, or freeze the experts, or leave shard at 'none' "
+            "or tp at 1"
+        )
 
 
 def _not_dealt(mllm: Any, name: str) -> str:
