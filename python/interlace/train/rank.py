@@ -99,7 +99,8 @@ def _train(
     runfolder.check_shared(folder, startup)
     startup.gather("building the model", None)
     try:
-        with startup.bounded("making the process groups of the pipeline"):
+        own = "try out how the model can be cut and make memory for its part of it"
+        with startup.bounded("making the process groups of the pipeline", own):
             parallel = parallelize(
                 model,
                 layout,
