@@ -76,7 +76,8 @@ class Step:
     inputs: (module, chunk, first stage) -> collated inputs. dealt: what of these a rank at some place is given. scale:
     multiplies the summed loss: 1 / valid targets of the whole batch. start: called once, before the first backward,
     message or sum, and before the first forward that several ranks do together. ends: chunk -> the module and the last
-    stage, whose output its rows are. mark: marks a moment of the work, of which `times` is made.
+    stage, whose output its rows are. mark: marks a moment of the work, of which `times` is made. drawing: begins to
+    watch for random numbers; drew: whether a forward drew any that several ranks do together, each from its own state.
     """
 
     routes: Routes
@@ -87,6 +88,8 @@ class Step:
     start: Callable[[], None] = lambda: None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     mark: Callable[[], Any] = time.monotonic
+    drawing: Callable[[], Callable[[], bool]] = lambda: lambda: False
+    drew: bool = False
     loss: Tensor | None = None  # float64, summed over the chunks of this rank; on its device
     times: list[tuple[Any, Any]] = field(default_factory=list)  # start, finish of each action, as marked
 
@@ -287,8 +290,11 @@ class Executor:
             if features:
                 inputs = {**inputs, "features": features}
                 received = dict(features)
+        drawn = step.drawing() if runtime.place.lane.world > 1 else None
         with torch.set_grad_enabled(backward), step.autocast():
             output = runtime.module(inputs, hidden)
+        if drawn is not None and drawn():
+            step.drew = True
         if runtime.sink:
             if runtime.place.tp.rank == 0:  # the loss of this rank's tokens, which tensor-parallel ranks all have
                 loss = output.detach().double()

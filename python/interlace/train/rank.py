@@ -22,9 +22,12 @@ from interlace.train.config import ConfigError
 from interlace.train.feed import PIXELS, Feed, datasets, report_left_out
 from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
-from interlace.train.metrics import HELD_OUT, LOSS
+from interlace.train.metrics import HELD_OUT, LOSS, free_memory
 from interlace.train.schema import Config
 from interlace.train.trainer import BLANK, StopRequest, Trainer
+
+MOST_OF_FREE = 0.8
+"""The part of the host's free memory that the whole model may take for the closing report."""
 
 
 def run(
@@ -100,7 +103,8 @@ def _train(
     runfolder.check_shared(folder, startup)
     startup.gather("building the model", None)
     try:
-        with startup.bounded("making the process groups of the pipeline"):
+        own = "try out how the model can be cut and make memory for its part of it"
+        with startup.bounded("making the process groups of the pipeline", own):
             parallel = parallelize(
                 model,
                 layout,
@@ -257,6 +261,7 @@ def close(
     wants_accuracy = held_out.name == "digits" and config.log.accuracy_samples > 0
     if config.log.samples or wants_accuracy:
         with optional("the answers to held-out samples"):
+            check_room(model)
             whole = load_whole(config, folder, tokenizer, source)
             if wants_accuracy:
                 rows["held_out_accuracy"] = report.accuracy(whole, held_out, tokenizer, config)
@@ -268,6 +273,17 @@ def close(
     report.write_summary(folder, rows)
     with contextlib.suppress(OSError, SystemExit):  # nobody reads it any more
         report.print_summary(rows, f"{config.run.name}: trained")
+
+
+def check_room(model: Any) -> None:
+    """Raises MemoryError where the whole model would not fit into what is free on this machine, of which ranks had
+    pieces: Linux would end the process then."""
+    size, free = sum(parameter.nbytes for parameter in model.parameters()), free_memory()
+    if free is not None and size > MOST_OF_FREE * free:
+        raise MemoryError(
+            f"the whole model has {size / 2**30:,.1f} GiB of weights, and of this machine's memory {free / 2**30:,.1f} "
+            "GiB are free; interlace generate answers where there is more"
+        )
 
 
 def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any:

@@ -227,11 +227,20 @@ class ModuleParallel(Section):
     """Pipeline stages of the module."""
     dp: Positive | None = None
     """Replicas of the module, by default ``parallel.dp``; each module spreads the samples of a step over its own."""
-    shard: str = "none"
+    shard: Literal["none", "optimizer", "full"] = "none"
     """What ranks with the same weights share out among them instead of each keeping all of it. none: nothing;
     optimizer: summed gradients and the optimizer's state; full: weights too, whole only while a step uses them."""
     shard_ranks: Positive | None = None
     """Among how many ranks each share is; by default all that have the same weights."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> ModuleParallel:
+        if self.shard_ranks is not None and (self.shard == "none" or self.shard_ranks < 2):
+            raise ValueError(
+                f"shard_ranks = {self.shard_ranks} with shard = {self.shard!r} shares nothing: give 2 ranks or more "
+                "and shard = 'optimizer' or 'full', or leave shard_ranks out"
+            )
+        return self
 
 
 class EncoderParallel(ModuleParallel):
@@ -465,5 +474,24 @@ class Config(Section):
                 raise ValueError(
                     f"train.batch_size = {train.batch_size} is too small for {what} on each of {replicas[name]} "
                     f"replicas of {name}: each needs at least one sample"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _state_has_a_place(self) -> Config:
+        if self.train.offload_optimizer and self.run.device == "cpu":
+            raise ValueError(
+                "train.offload_optimizer = true moves the optimizer's state from a GPU to host memory, but with "
+                "run.device = 'cpu' it is there already: leave the key out, or set run.device = 'cuda'"
+            )
+        for name in self.modules():
+            spec = self.parallel.module(name)
+            alike = spec.cp * self.parallel.replicas(name)
+            if self.parallel.placement == "replicated" and name != "language_model":
+                alike *= self.parallel.ranks or self.parallel.stages("language_model")  # a copy on every rank
+            if spec.shard_ranks is not None and alike % spec.shard_ranks:
+                raise ValueError(
+                    f"parallel.{name}.shard_ranks = {spec.shard_ranks}, but {alike} ranks hold the same weights of "
+                    f"{name}: give a number that divides theirs, or leave it out for all"
                 )
         return self
