@@ -247,7 +247,7 @@ def timeline(
         with comm.traced(link) as trace:
             group.trace = link.trace  # Serial's operations record their products where the link does its copies
             call()
-        arms[arm] = [(e.kind, e.label, e.start - start, e.finish - start) for e in trace.events]
+        arms[arm] = [(e.kind, e.label, e.start - start, e.finish - start) for e in trace.spans]
     return arms
 
 

@@ -116,7 +116,7 @@ def executor(ranks: int, repeats: int) -> dict[str, Any]:
                 Nothing(stage.module != "vision" and stage.index == last),
                 stage.module == "vision" or stage.index == last,
                 stage.module != "vision" and stage.index == last,
-                Place.of(rank, (rank,), 1),
+                Place.of(rank, Lane((rank,)), 1),
             )
             for stage in graph.layout.of_rank(rank)
         }

@@ -24,7 +24,7 @@ from interlace.comm import (
 )
 from interlace.comm.agreement import Fingerprint, fingerprint_of_mask, fingerprint_of_shards
 from interlace.comm.transports.base import Arguments
-from interlace.comm.transports.header import HEADER_BYTES, check_packed, differences, manifest, pack
+from interlace.comm.transports.header import HEADER_BYTES, check_packed, differences, header_of, pack
 from tests.comm import disagreements
 from tests.comm.disagreements import DIFFERENT, OP, attention, connected
 from tests.comm.jobs import TIMEOUT, data, reduced, same_bits
@@ -181,7 +181,7 @@ def test_a_header_shows_every_argument_that_differs() -> None:
         "scale is 0.5 here but not given there",
         "softcap is not given here but None there",
     ]
-    expected, found = (manifest(3, "an operation", each, [torch.empty(2)]) for each in (mine, other))
+    expected, found = (header_of(3, "an operation", each, [torch.empty(2)]) for each in (mine, other))
     with pytest.raises(CommError, match="rank 0, an operation: op is sum here but max on rank 1; scale is"):
         check_packed(0, 1, expected, pack(found))
 
@@ -192,7 +192,7 @@ def test_arguments_too_long_to_show_are_compared_whole() -> None:
         ({**long, "name199": 0}, "an operation: what rank 1 passes differs, beyond what a header can show"),
         ({**long, "name3": 0}, "an operation: name3 is 3 here but 0 on rank 1: every"),
     ]:
-        expected, found = (manifest(3, "an operation", Arguments(**each), []) for each in (long, changed))
+        expected, found = (header_of(3, "an operation", Arguments(**each), []) for each in (long, changed))
         with pytest.raises(CommError, match=says):
             check_packed(0, 1, expected, pack(found))
         check_packed(0, 1, found, pack(found))
@@ -202,7 +202,7 @@ def test_arguments_too_long_to_show_are_compared_whole() -> None:
 @given(st.data())
 def test_a_damaged_header_is_an_error_of_the_transport(draw: Any) -> None:
     """Whatever bytes come: an error that names the peer, nothing else."""
-    expected = manifest(3, "an operation", Arguments(op="sum"), [torch.empty(2)])
+    expected = header_of(3, "an operation", Arguments(op="sum"), [torch.empty(2)])
     raw = bytearray(pack(expected))
     if draw.draw(st.booleans()):
         raw = bytearray(draw.draw(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES)))

@@ -69,7 +69,7 @@ def is_exact(operation, case, results):
 
 def one(trace, kind, ending):
     found = [event for event in trace.of(kind) if event.label.endswith(ending)]
-    assert len(found) == 1, (kind, ending, [event.label for event in trace.events])
+    assert len(found) == 1, (kind, ending, [span.label for span in trace.spans])
     return found[0]
 
 

@@ -24,7 +24,7 @@ from interlace.comm import CommError, EmulatedTransport, Transport, all_gather_i
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports import Copy, LocalHub, LocalTransport, shm
 from interlace.comm.transports.base import NO_ARGUMENTS, _LastProgress, _QueuedTicket
-from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
+from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_refusal
 from interlace.comm.transports.process_group import GlooTransport, NcclTransport
 from interlace.comm.transports.shm import SLOTS, Segment, ShmTransport, born
 from tests.comm.jobs import TIMEOUT, batches, grown, used
@@ -301,14 +301,14 @@ def test_the_transport_over_nccl_but_for_nccl(pool: Any) -> None:
 
 def test_long_texts_are_cut_for_display_but_compared_whole() -> None:
     long, tensors = "x" * 1000, [torch.empty(n) for n in range(200)]
-    here = manifest(3, long, NO_ARGUMENTS, tensors)
+    here = header_of(3, long, NO_ARGUMENTS, tensors)
     raw = pack(here)
     assert len(raw) == HEADER_BYTES
     check_packed(0, 1, here, raw)
     for other, message in [
-        (manifest(3, long[:-1] + "y", NO_ARGUMENTS, tensors), "the ranks' programs differ"),
-        (manifest(4, long, NO_ARGUMENTS, tensors), r"\(batch 4\), but rank 1 is in x+ \(batch 3\)"),
-        (manifest(3, long, NO_ARGUMENTS, [*tensors[:-1], torch.empty(7)]), "rank 1 sends 0 float32 [+] 1 float32"),
+        (header_of(3, long[:-1] + "y", NO_ARGUMENTS, tensors), "the ranks' programs differ"),
+        (header_of(4, long, NO_ARGUMENTS, tensors), r"\(batch 4\), but rank 1 is in x+ \(batch 3\)"),
+        (header_of(3, long, NO_ARGUMENTS, [*tensors[:-1], torch.empty(7)]), "rank 1 sends 0 float32 [+] 1 float32"),
     ]:
         with pytest.raises(CommError, match=message):
             check_packed(0, 1, other, raw)

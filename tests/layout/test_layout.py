@@ -86,6 +86,11 @@ def test_what_is_where(layout):
         for layer in range(layout.pipelines(name)[0].num_layers):
             ranks = [rank for lane in layout.holders(name, layer) for rank in lane.ranks]
             assert ranks == [rank for module, at, _, _, rank in everything if (module, at) == (name, layer)]
+            tp, same = layout.spec(name).tp, layout.same_weights(name, layer)
+            assert same == tuple(
+                tuple(rank for module, at, _, p, rank in everything if (module, at, p % tp) == (name, layer, place))
+                for place in range(tp)
+            )
     for rank in range(layout.world):
         mine = {(s.module, layer) for s in layout.of_rank(rank) for layer in range(s.start, s.stop)}
         assert mine == {(name, layer) for name, layer, _, _, other in everything if other == rank}
@@ -122,10 +127,14 @@ def test_groups_of_a_rank(layout):
         if not mine:
             with pytest.raises(ValueError, match=f"rank {rank} holds nothing of {name}"):
                 layout.group(rank, name, "tp")
+            other = layout.pipelines(name)[0].stages[0]
+            with pytest.raises(ValueError, match=rf"{other} is on ranks [0-9, ]+, not on rank {rank}$"):
+                other.lane_of(rank)
             continue
         spec = layout.spec(name)
         tp, cp, dp = (layout.group(rank, name, kind) for kind in ("tp", "cp", "dp"))
         (lane,) = (lane for lane in mine[0].lanes if rank in lane.ranks)
+        assert mine[0].lane_of(rank) == lane and rank in mine[0].ranks
         assert rank in tp and rank in cp and rank in dp
         assert (len(tp), len(cp)) == (spec.tp, spec.cp) and set(tp) & set(cp) == {rank}
         rows = {layout.group(other, name, "tp") for other in lane.ranks}
@@ -134,6 +143,7 @@ def test_groups_of_a_rank(layout):
         assert sorted(itertools.chain(*columns)) == sorted(lane.ranks)
         # Tensor-parallel ranks are neighbours in the lane, context-parallel ones tp apart.
         at = lane.ranks.index(rank)
+        assert lane.places(rank, spec.tp) == (at % spec.tp, at // spec.tp)
         assert tp == tuple(lane.ranks[i] for i in range(len(lane.ranks)) if i // spec.tp == at // spec.tp)
         assert cp == tuple(lane.ranks[i] for i in range(len(lane.ranks)) if i % spec.tp == at % spec.tp)
         same_place = {r for m, layer, _, p, r in held(layout) if (m, layer, p) == (name, mine[0].start, at)}

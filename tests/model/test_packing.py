@@ -25,7 +25,7 @@ from interlace.attention import AttentionPlan
 from interlace.layout import Layout, ParallelSpec
 from interlace.masks import BitfieldMask, word
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample, generate
-from interlace.model.rows import segments
+from interlace.model.rows import documents
 from interlace.run import parallelize
 from tests.model.zoo import (
     COMMON,
@@ -226,7 +226,7 @@ def test_rows_of_several_samples_are_refused_where_they_would_leak():
 def test_documents_in_pieces_are_refused():
     doc = torch.tensor([[0, 0, 1, 1, 0]], dtype=torch.int32)
     with pytest.raises(ValueError, match="lies in several pieces"):
-        segments(AttentionPlan.build(BitfieldMask(torch.full((1, 5), word(0)), doc=doc)))
+        documents(AttentionPlan.build(BitfieldMask(torch.full((1, 5), word(0)), doc=doc)))
 
 
 # ---------------------------------------------------------------------- through everything

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.parallel.route import Routes, pairs, parts, parts_of_regions, put, shares, take
+from interlace.parallel.route import Routes, pairs, parts_of_regions, put, shares, take
 from interlace.schedule import Chunk, Edge, StepTable
 
 SIZES = st.integers(1, 9)
@@ -15,7 +15,7 @@ SIZES = st.integers(1, 9)
 
 @given(st.integers(0, 200), SIZES, SIZES)
 def test_every_row_arrives_once_and_in_order(rows: int, senders: int, receivers: int) -> None:
-    found = parts(rows, senders, receivers)
+    found = parts_of_regions((rows,), senders, receivers, receives=True)
     assert [row for part in found for row in range(part.start, part.stop)] == list(range(rows))
     assert [part.receiver for part in found] == sorted(part.receiver for part in found)
     assert tuple((part.sender, part.receiver) for part in found) == pairs(senders, receivers)
@@ -28,7 +28,7 @@ def test_every_row_arrives_once_and_in_order(rows: int, senders: int, receivers:
 @given(st.integers(0, 200), SIZES, SIZES)
 def test_work_is_shared_out(rows: int, senders: int, receivers: int) -> None:
     """All places take part, no two meet twice, and parts differ by at most one row."""
-    found = parts(rows, senders, receivers)
+    found = parts_of_regions((rows,), senders, receivers, receives=True)
     assert len(found) == max(senders, receivers) == len(set(pairs(senders, receivers)))
     assert {part.sender for part in found} == set(range(senders))
     assert {part.receiver for part in found} == set(range(receivers))
@@ -38,8 +38,9 @@ def test_work_is_shared_out(rows: int, senders: int, receivers: int) -> None:
 
 @given(st.integers(0, 200), SIZES, SIZES)
 def test_a_gradient_goes_back_the_way_its_rows_came(rows: int, senders: int, receivers: int) -> None:
-    back = [(part.receiver, part.sender, part.start, part.stop) for part in parts(rows, receivers, senders)]
-    assert back == [tuple(part) for part in parts(rows, senders, receivers)]
+    there = parts_of_regions((rows,), senders, receivers, receives=True)
+    back = parts_of_regions((rows,), receivers, senders, receives=False)
+    assert [(part.receiver, part.sender, part.start, part.stop) for part in back] == [tuple(part) for part in there]
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 3), SIZES)

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import IGNORE, Checkpointing, Media, MultimodalModel, Sample, loss
-from interlace.plan.memory import Activations, Load, RankMemory, Weight, activation_bytes, rank_memory
+from interlace.plan.memory import Activations, Load, RankMemory, WeightSize, activation_bytes, rank_memory
 from interlace.run import parallelize
 from interlace.run.executor import Executor
 from interlace.run.gradients import BUCKET_BYTES, buckets
@@ -312,7 +312,7 @@ def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int
     sharing = 1 if shard == "none" else group or dp
     stages = tuple(Pipeline("only", i, (Stage("only", 0, 0, len(layers), Lane((i,))),)) for i in range(dp))
     layout = Layout({"only": (ParallelSpec(dp=dp, shard=shard, shard_ranks=group), stages)}, dp)
-    weights = [Weight(str(i), "only", (i,), (n,), 2, 2, trained) for i, (n, trained) in enumerate(layers)]
+    weights = [WeightSize(str(i), "only", (i,), (n,), 2, 2, trained) for i, (n, trained) in enumerate(layers)]
     idle = Activations((), (0.0,) * (len(layers) + 1), (False,) * len(layers))
     found = rank_memory(layout, weights, {"only": idle}, {}, [(0, 0.0)] * dp, bucket_bytes=1000)
     part = [4 * max(len(range(i, n, sharing)) for i in range(sharing)) for n, _ in layers]

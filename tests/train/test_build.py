@@ -19,7 +19,7 @@ from interlace.layout import Layout, ParallelSpec
 from interlace.train import config as configs
 from interlace.train import feed
 from interlace.train.build import architecture, build, build_layout, materialize
-from interlace.train.checkpoint.identity import fingerprint
+from interlace.train.checkpoint.identity import identity_of
 from interlace.train.config import ConfigError
 from interlace.train.costs import flop_costs
 from interlace.train.feed import datasets, media_specs, prepare, report_left_out
@@ -141,9 +141,9 @@ def test_shards_that_do_not_divide_are_known_from_the_config_alone(placement: st
     assert seen == {True, False}
 
 
-def test_fingerprints_tell_architectures_apart_and_nothing_else() -> None:
+def test_identities_tell_architectures_apart_and_nothing_else() -> None:
     def of(*overrides: str) -> str:
-        return str(fingerprint(_build(*overrides), architecture(_config(*overrides)))["sha256"])
+        return str(identity_of(_build(*overrides), architecture(_config(*overrides)))["sha256"])
 
     same = of()
     assert of("train.lr=0.5", "model.vision.freeze=true", "parallel.language_model.pp=2", "run.seed=5") == same

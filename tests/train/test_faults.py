@@ -26,7 +26,7 @@ from interlace.train import runfolder
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.checkpoint import storage
-from interlace.train.checkpoint.identity import fingerprint
+from interlace.train.checkpoint.identity import identity_of
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.launch import launcher
@@ -100,7 +100,7 @@ def whole_model() -> nn.Module:
 
 
 def checkpoints(folder: Path, peers: Peers | None = None) -> ck.Checkpoints:
-    return ck.Checkpoints(folder, keep=5, identity=fingerprint(whole_model(), {}), peers=peers)
+    return ck.Checkpoints(folder, keep=5, identity=identity_of(whole_model(), {}), peers=peers)
 
 
 def save(store: ck.Checkpoints, step: int) -> Path:
@@ -115,7 +115,7 @@ def check_newest(folder: Path, step: int) -> None:
     path = checkpointfolder.newest(folder)
     assert path is not None and path.name == checkpointfolder.name_of(step), path
     model = whole_model()
-    assert ck.load_parameters(path, model, fingerprint(model, {})) == step
+    assert ck.load_parameters(path, model, identity_of(model, {})) == step
     for name, parameter in whole_model().named_parameters():
         assert torch.equal(dict(model.named_parameters())[name], parameter + step), name
 

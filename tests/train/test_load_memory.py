@@ -11,7 +11,7 @@ import pytest
 from interlace.run import parallelize
 from interlace.train.build import build, build_layout, initialize
 from interlace.train.checkpoint.checkpoints import Checkpoints
-from interlace.train.checkpoint.identity import fingerprint
+from interlace.train.checkpoint.identity import identity_of
 from interlace.train.checkpoint.pieces import pieces_of
 from tests.distributed.workers import run_ranks
 from tests.train.test_lanes import config_of
@@ -40,7 +40,7 @@ def of_lane(rank: int, folder: str, load: bool) -> tuple[int, int]:
     tokenizer = ByteTokenizer()
     initialize(parallelize(*lane_of(tokenizer, 16, 1), timeout=60), seed=0)  # what is imported on the way is no weight
     model, layout = lane_of(tokenizer, 256, 24)
-    store = Checkpoints(Path(folder), keep=1, identity=fingerprint(model, {}))
+    store = Checkpoints(Path(folder), keep=1, identity=identity_of(model, {}))
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     parallel = parallelize(model, layout, timeout=60)

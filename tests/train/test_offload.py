@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.train import offload, rank
 from interlace.train.checkpoint import checkpoints as ck
-from interlace.train.checkpoint.identity import fingerprint
+from interlace.train.checkpoint.identity import identity_of
 from interlace.train.config import ConfigError
 from interlace.train.offload import OffloadedAdamW, check_device
 from interlace.train.optim import Optimizer
@@ -191,7 +191,7 @@ def test_the_trainers_optimizer_saves_and_goes_on_with_either(tmp_path: Path) ->
         for named, optimizer in runs.values():
             step(named, optimizer, number)
     whole: Any = SimpleNamespace(named_parameters=runs[True][0].items)
-    identity = fingerprint(whole, {})
+    identity = identity_of(whole, {})
     for offloaded, (named, optimizer) in runs.items():
         folder = ck.Checkpoints(tmp_path / str(offloaded), keep=1, identity=identity)
         folder.begin(2, named, optimizer.state(), {})

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.comm.trace import Event
+from interlace.comm.trace import Span
 from interlace.simulate import style
 
 _LANES = {"compute": ("products", "language_model"), "copy": ("link", "vision")}  # kind -> (lane, whose colour)
 
 
 def plot_traces(runs: Mapping[str, Sequence[Sequence[Any]]], path: str | Path, *, title: str = "") -> None:
-    """Writes a picture of one rank's events, run under run on one axis of time.
+    """Writes a picture of one rank's spans, run under run on one axis of time.
 
-    runs: name -> events, as `Trace.events` or as rows (kind, label, start, finish) of a report, in seconds; every run
-        starts at its first event.
+    runs: name -> spans, as `Trace.spans` or as rows (kind, label, start, finish) of a report, in seconds; every run
+        starts at its first span.
     path: its ending chooses the format.
     """
     figure = style.canvas(10.0, 1.0 + 1.1 * len(runs), 110)
@@ -24,20 +24,20 @@ def plot_traces(runs: Mapping[str, Sequence[Sequence[Any]]], path: str | Path, *
     colours = style.module_colours(module for _, module in _LANES.values())
     longest, ticks = 0.0, {}
     for number, (name, rows) in enumerate(runs.items()):
-        events = sorted((e for e in (Event(*row) for row in rows) if e.kind in _LANES), key=lambda e: e.start)
-        first = events[0].start if events else 0.0
+        spans = sorted((e for e in (Span(*row) for row in rows) if e.kind in _LANES), key=lambda e: e.start)
+        first = spans[0].start if spans else 0.0
         turns = dict.fromkeys(_LANES, 0)
-        for event in events:
-            lane, module = _LANES[event.kind]
-            y = 2.5 * number + list(_LANES).index(event.kind)
+        for span in spans:
+            lane, module = _LANES[span.kind]
+            y = 2.5 * number + list(_LANES).index(span.kind)
             ticks[y] = f"{name}: {lane}"
-            turns[event.kind] += 1
+            turns[span.kind] += 1
             axes.barh(
-                y, 1e3 * (event.finish - event.start), left=1e3 * (event.start - first), height=0.8,
-                color=style.shade(colours[module], 0.15 if turns[event.kind] % 2 else 0.45),
+                y, 1e3 * (span.finish - span.start), left=1e3 * (span.start - first), height=0.8,
+                color=style.shade(colours[module], 0.15 if turns[span.kind] % 2 else 0.45),
                 edgecolor=style.EDGE, linewidth=0.8,
             )  # fmt: skip
-            longest = max(longest, 1e3 * (event.finish - first))
+            longest = max(longest, 1e3 * (span.finish - first))
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.invert_yaxis()
     axes.set_xlim(0.0, longest * 1.01 or 1.0)

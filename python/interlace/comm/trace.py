@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from interlace.comm.transports.base import Transport
 
 
-class Event(NamedTuple):
+class Span(NamedTuple):
     """One thing that happened on one rank; seconds of `time.perf_counter`.
 
     kind: "issue" (a batch of copies was handed to the transport: start == finish), "copy" (the transport moved it),
@@ -27,24 +27,24 @@ class Event(NamedTuple):
 
 
 class Trace:
-    """Events of one rank, in the order in which they ended. Calls come from the rank's thread and the transport's."""
+    """Spans of one rank, in the order in which they ended. Calls come from the rank's thread and the transport's."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.events: list[Event] = []
+        self.spans: list[Span] = []
         self._lock = threading.Lock()
 
     def add(self, kind: str, label: str, start: float, finish: float) -> None:
         with self._lock:
-            self.events.append(Event(kind, label, start, finish))
+            self.spans.append(Span(kind, label, start, finish))
 
     def mark(self, kind: str, label: str) -> None:
         now = time.perf_counter()
         self.add(kind, label, now, now)
 
-    def of(self, kind: str) -> list[Event]:
-        """The events of one kind, by their start."""
-        return sorted((event for event in self.events if event.kind == kind), key=lambda event: event.start)
+    def of(self, kind: str) -> list[Span]:
+        """The spans of one kind, by their start."""
+        return sorted((span for span in self.spans if span.kind == kind), key=lambda span: span.start)
 
 
 @contextmanager

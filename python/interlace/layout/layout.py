@@ -32,6 +32,20 @@ class Lane:
     def __str__(self) -> str:
         return "+".join(map(str, self.ranks))
 
+    def tp_groups(self, tp: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks that have the same rows: a group of `tp` for each context-parallel place."""
+        return tuple(self.ranks[i : i + tp] for i in range(0, len(self.ranks), tp))
+
+    def cp_groups(self, tp: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks that have the same weights: a group for each of the `tp` tensor-parallel places."""
+        return tuple(self.ranks[place::tp] for place in range(tp))
+
+    def places(self, rank: int, tp: int) -> tuple[int, int]:
+        """The tensor- and the context-parallel place of `rank`: its groups are `cp_groups(tp)` of the first and
+        `tp_groups(tp)` of the second. Raises ValueError for a rank that is not in the lane."""
+        context, tensor = divmod(self.ranks.index(rank), tp)
+        return tensor, context
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -48,6 +62,18 @@ class Stage:
     def lanes(self) -> tuple[Lane, ...]:
         """The lane, then those of the copies."""
         return (self.lane, *self.copies)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of all its lanes."""
+        return tuple(rank for lane in self.lanes for rank in lane.ranks)
+
+    def lane_of(self, rank: int) -> Lane:
+        """The one of its lanes that `rank` is in. Raises ValueError where that is none."""
+        for lane in self.lanes:
+            if rank in lane.ranks:
+                return lane
+        raise ValueError(f"{self} is on ranks {', '.join(map(str, self.ranks))}, not on rank {rank}")
 
     def __str__(self) -> str:
         return f"{self.module}/{self.index}"
@@ -112,8 +138,7 @@ class Layout:
                 for stage in pipeline.stages:
                     if stage.copies and len(pipeline.stages) > 1:
                         raise ValueError(f"{stage} has copies: a module with copies is one stage")
-                    ranks = [rank for lane in stage.lanes for rank in lane.ranks]
-                    if len(set(ranks)) < len(ranks):
+                    if len(set(stage.ranks)) < len(stage.ranks):
                         raise ValueError(
                             f"{stage} has copies on ranks that it shares: give every copy ranks of its own"
                         )
@@ -157,12 +182,12 @@ class Layout:
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
         """The stages that `rank` takes part in, in the order in which data takes them."""
-        return tuple(stage for stage in self.stages() if any(rank in lane.ranks for lane in stage.lanes))
+        return tuple(stage for stage in self.stages() if rank in stage.ranks)
 
     def replica(self, rank: int, module: str) -> int | None:
         """The replica of `module` that `rank` works for; None if it holds nothing of it."""
         for pipeline in self.pipelines(module):
-            if any(rank in lane.ranks for stage in pipeline.stages for lane in stage.lanes):
+            if any(rank in stage.ranks for stage in pipeline.stages):
                 return pipeline.replica
         return None
 
@@ -184,6 +209,12 @@ class Layout:
             for lane in stage.lanes
         )
 
+    def same_weights(self, module: str, layer: int) -> tuple[tuple[int, ...], ...]:
+        """For each tensor-parallel place of `module` the ranks that hold the same of layer `layer`, lane by lane."""
+        tp = self.spec(module).tp
+        groups = zip(*(lane.cp_groups(tp) for lane in self.holders(module, layer)), strict=True)
+        return tuple(tuple(rank for group in each for rank in group) for each in groups)
+
     # -- who talks to whom -----------------------------------------------------------------------------------
 
     def group(self, rank: int, module: str, kind: str) -> tuple[int, ...]:
@@ -197,17 +228,17 @@ class Layout:
         stage = next((stage for stage in self.of_rank(rank) if stage.module == module), None)
         if stage is None:
             raise ValueError(f"rank {rank} holds nothing of {module}")
-        lane = next(lane for lane in stage.lanes if rank in lane.ranks)
-        place = lane.ranks.index(rank)
+        lane = stage.lane_of(rank)
+        tensor, context = lane.places(rank, spec.tp)
         if kind == "tp":
-            first = place - place % spec.tp
-            return lane.ranks[first : first + spec.tp]
+            return lane.tp_groups(spec.tp)[context]
         if kind == "cp":
-            return lane.ranks[place % spec.tp :: spec.tp]
+            return lane.cp_groups(spec.tp)[tensor]
         if kind == "shard":
             mine = (g for g in self.shard_groups() if (g.module, g.start) == (module, stage.start) and rank in g.owners)
             return next((group.ranks for group in mine), (rank,))
         if kind == "dp":
+            place = lane.ranks.index(rank)
             return tuple(sorted({other.ranks[place] for other in self.holders(module, stage.start)}))
         raise ValueError(f'kind is {kind!r}: one of "tp", "cp", "dp", "shard"')
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import chain
 
 from interlace.layout.layout import Layout
 
@@ -68,15 +69,14 @@ def shard_groups(layout: Layout) -> tuple[Shard, ...]:
     found = []
     for module, (spec, _) in layout.modules.items():
         for start, stop in _ranges(layout, module) if spec.shard != "none" else ():
-            for place in range(spec.tp):
-                ranks = [rank for lane in layout.holders(module, start) for rank in lane.ranks[place :: spec.tp]]
+            for ranks in layout.same_weights(module, start):
                 size = spec.shard_ranks or len(ranks)
                 if len(ranks) % size:
                     raise ValueError(
                         f"{module} has shard_ranks = {size}, but {len(ranks)} ranks hold the same weights of it: give "
                         "a number that divides theirs, or none for all"
                     )
-                sets = tuple(tuple(ranks[i : i + size]) for i in range(0, len(ranks), size))
+                sets = tuple(ranks[i : i + size] for i in range(0, len(ranks), size))
                 if size > 1:
                     found += [Shard(module, start, stop, owners, sets, spec.shard == "full") for owners in sets]
     return tuple(found)
@@ -95,13 +95,10 @@ def reduce_groups(layout: Layout, in_part: Collection[str] = ()) -> tuple[Reduct
     in_part: the modules with weights that the ranks of a lane use in part each.
     """
     found = []
-    for module, (spec, _) in layout.modules.items():
+    for module in layout.modules:
         for start, stop in _ranges(layout, module):
-            lanes = layout.holders(module, start)
-            for place in range(spec.tp):
-                ranks = tuple(sorted({rank for lane in lanes for rank in lane.ranks[place :: spec.tp]}))
-                found.append(Reduction(module, start, stop, ranks))
+            holders = layout.same_weights(module, start)
+            found += [Reduction(module, start, stop, tuple(sorted(set(ranks)))) for ranks in holders]
             if module in in_part:
-                ranks = tuple(sorted({rank for lane in lanes for rank in lane.ranks}))
-                found.append(Reduction(module, start, stop, ranks, in_part=True))
+                found.append(Reduction(module, start, stop, tuple(sorted(set(chain(*holders)))), in_part=True))
     return tuple(reduction for reduction in found if len(reduction.ranks) > 1)

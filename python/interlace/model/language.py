@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import Backend, use_plan
-from interlace.model.rows import ALONE, PACKED, ROWS, Segment, check_rows, longest, segments
+from interlace.model.rows import ALONE, PACKED, ROWS, Document, check_rows, documents, longest
 from interlace.model.shared import per_layer_inputs
 from interlace.model.slice import ending_at, run
 
@@ -108,12 +108,12 @@ def run_language(
     return output
 
 
-def _parts(settings: LanguageSettings, plan: AttentionPlan) -> list[Segment]:
+def _parts(settings: LanguageSettings, plan: AttentionPlan) -> list[Document]:
     """The samples that get a call each; none where one call takes them all."""
     if settings.packing == ROWS:
         check_rows(plan)
     if settings.packing == ALONE or (settings.limit is not None and longest(plan) > settings.limit):
-        return segments(plan)
+        return documents(plan)
     return []
 
 
@@ -152,7 +152,7 @@ def _call(
     return output, left
 
 
-def _joined(outputs: list[Any], parts: list[Segment], given: Tensor, wanted: Tensor | None) -> Any:
+def _joined(outputs: list[Any], parts: list[Document], given: Tensor, wanted: Tensor | None) -> Any:
     """What calls for one sample each have given, as of one call for all."""
     left = isinstance(outputs[0], Tensor)
     pieces = outputs if left else [output.logits for output in outputs]
@@ -165,7 +165,7 @@ def _joined(outputs: list[Any], parts: list[Segment], given: Tensor, wanted: Ten
 
 
 def embed(
-    module: nn.Module, settings: LanguageSettings, inputs: Inputs, parts: list[Segment], device: torch.device
+    module: nn.Module, settings: LanguageSettings, inputs: Inputs, parts: list[Document], device: torch.device
 ) -> Inputs:
     """`inputs` with inputs_embeds [B, T, D]: the text's embeddings with the encoders' features merged in.
 

@@ -22,7 +22,7 @@ from interlace.masks import BitfieldMask, Tokens, word
 PACKED, ROWS, ALONE = "packed", "rows", "alone"
 
 
-class Segment(NamedTuple):
+class Document(NamedTuple):
     """Where a document lies in a batch, [start, stop) of a row, and the plan of its tokens alone."""
 
     row: int
@@ -43,12 +43,12 @@ def padded(flat: Tensor, lengths: Tensor, fill: int) -> Tensor:
     return rows
 
 
-def segments(plan: AttentionPlan) -> list[Segment]:
+def documents(plan: AttentionPlan) -> list[Document]:
     """The documents of a batch in order; made once per plan.
 
     Raises ValueError for a document whose tokens do not lie side by side.
     """
-    made: list[Segment] | None = plan.__dict__.get("_segments")
+    made: list[Document] | None = plan.__dict__.get("_documents")
     if made is None:
         made, queries = [], plan.queries()
         for row, docs in enumerate(plan.q_doc):
@@ -63,8 +63,8 @@ def segments(plan: AttentionPlan) -> list[Segment]:
                 if document >= 0:
                     tokens = Tokens(*(field[row : row + 1, stop - count : stop] for field in queries))
                     alone = AttentionPlan.build(mask_of(tokens, plan.sinks), block=plan.block)
-                    made.append(Segment(row, stop - count, stop, alone))
-        plan.__dict__["_segments"] = made
+                    made.append(Document(row, stop - count, stop, alone))
+        plan.__dict__["_documents"] = made
     return made
 
 

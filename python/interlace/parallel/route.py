@@ -63,16 +63,10 @@ def pairs(senders: int, receivers: int) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(1024)
-def parts(rows: int, senders: int, receivers: int) -> tuple[Part, ...]:
-    """The parts of a message of so many rows. A part may be empty."""
-    return parts_of_regions((rows,), senders, receivers, receives=True)
-
-
-@lru_cache(1024)
 def parts_of_regions(regions: tuple[int, ...], senders: int, receivers: int, *, receives: bool) -> tuple[Part, ...]:
-    """The same of a message of regions of so many rows, dealt among the ranks of the lane that receives or that sends.
+    """The parts of a message of regions of so many rows, dealt among the ranks of the lane that receives or that sends.
 
-    Equally many neighbours of that lane have a region together.
+    Equally many neighbours of that lane have a region together. A part may be empty.
     """
     met = pairs(senders, receivers)
     size = receivers if receives else senders

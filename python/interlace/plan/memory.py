@@ -28,8 +28,8 @@ STEP_BYTES = 4  # of AdamW's count of steps, a float32 for each weight
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A parameter of a model, as a rank holds it.
+class WeightSize:
+    """How large a parameter of a model is, as ranks hold it.
 
     layers: those of `module` that use it; several where it is tied. rows: [tp], of its dimension 0 those that each
     place of a lane holds, fewer than it has where tensor parallelism cuts it there. width: elements of a row, as a rank
@@ -191,7 +191,7 @@ def activation_bytes(
 
 def rank_memory(
     layout: Layout,
-    weights: Sequence[Weight],
+    weights: Sequence[WeightSize],
     activations: Mapping[str, Activations],
     loads: Mapping[str, Load],
     held: Sequence[tuple[int, float]],
@@ -205,7 +205,7 @@ def rank_memory(
     chunks in flight and bytes kept (`interlace.schedule.memory.peak`). bucket_bytes: of gradients that are summed
     together. offload_optimizer: whether optimizer state is in host memory.
     """
-    by_module: dict[str, list[Weight]] = {name: [] for name in layout.modules}
+    by_module: dict[str, list[WeightSize]] = {name: [] for name in layout.modules}
     for weight in weights:
         by_module[weight.module].append(weight)
     shards: dict[int, list[Shard]] = {}
@@ -254,7 +254,7 @@ class _Own(NamedTuple):
     """What a rank has of a weight. home: the first of its layers there. whole: bytes; part: of what of its state is the
     rank's own, the same where nothing is shared; sharers: how many ranks share it."""
 
-    weight: Weight
+    weight: WeightSize
     home: int
     elements: int
     whole: int
@@ -272,14 +272,14 @@ class _State(NamedTuple):
 
 
 def _owned(
-    layout: Layout, rank: int, module: str, weights: Iterable[Weight], shards: Iterable[Shard]
+    layout: Layout, rank: int, module: str, weights: Iterable[WeightSize], shards: Iterable[Shard]
 ) -> Iterator[_Own]:
     """What `rank` has of a module. shards: of which it is an owner."""
     tp, places = layout.spec(module).tp, {}
     for stage in layout.of_rank(rank):
         if stage.module == module:
-            lane = next(lane for lane in stage.lanes if rank in lane.ranks)
-            places.update(dict.fromkeys(range(stage.start, stage.stop), lane.ranks.index(rank) % tp))
+            place, _ = stage.lane_of(rank).places(rank, tp)
+            places.update(dict.fromkeys(range(stage.start, stage.stop), place))
     sharing = {i: len(each.owners) for each in shards if each.module == module for i in range(each.start, each.stop)}
     for weight in weights:
         home = next((layer for layer in weight.layers if layer in places), None)

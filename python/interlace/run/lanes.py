@@ -16,15 +16,15 @@ stay what they are (see `interlace.parallel.tensor`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn.modules.dropout import _DropoutNd
 
 from interlace.attention.hf import current_plan
 from interlace.comm.transports import Transport
-from interlace.layout import Layout, ParallelSpec
+from interlace.layout import Lane, Layout, ParallelSpec
 from interlace.model.language import merge_tokens
 from interlace.model.rows import PACKED
 from interlace.model.stage import StageModule
@@ -47,15 +47,16 @@ class Place:
     cp: Ranks
 
     @classmethod
-    def of(cls, number: int, ranks: Sequence[int], tp: int) -> Place:
+    def of(cls, number: int, lane: Lane, tp: int) -> Place:
         """That of rank `number`; its groups are not connected yet."""
-        place, cp = ranks.index(number), len(ranks) // tp
-        return cls(tuple(ranks), Ranks.at(place, tp * cp), Ranks.at(place % tp, tp), Ranks.at(place // tp, cp))
+        size, (tensor, context) = len(lane.ranks), lane.places(number, tp)
+        everyone = Ranks.at(lane.ranks.index(number), size)
+        return cls(lane.ranks, everyone, Ranks.at(tensor, tp), Ranks.at(context, size // tp))
 
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Have the ranks of each of its groups speak over the transport of that group."""
-        tensor, context = _groups(self.ranks, self.tp.world)
-        groups = self.ranks, tensor[self.cp.rank], context[self.tp.rank]
+        lane, tp = Lane(self.ranks), self.tp.world
+        groups = self.ranks, lane.tp_groups(tp)[self.cp.rank], lane.cp_groups(tp)[self.tp.rank]
         for ranks, group in zip((self.lane, self.tp, self.cp), groups, strict=True):
             if ranks.world > 1:
                 ranks.connect(transports[group])
@@ -66,14 +67,10 @@ def groups_of(layout: Layout) -> list[tuple[int, ...]]:
     found: dict[tuple[int, ...], None] = {}
     for stage in layout.stages():
         for lane in stage.lanes:
-            tensor, context = _groups(lane.ranks, layout.spec(stage.module).tp)
-            found.update(dict.fromkeys(group for group in (lane.ranks, *tensor, *context) if len(group) > 1))
+            tp = layout.spec(stage.module).tp
+            groups = lane.ranks, *lane.tp_groups(tp), *lane.cp_groups(tp)
+            found.update(dict.fromkeys(group for group in groups if len(group) > 1))
     return list(found)
-
-
-def _groups(ranks: tuple[int, ...], tp: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The tensor-parallel groups of a lane, one for each context-parallel place, and the other way round."""
-    return [ranks[i : i + tp] for i in range(0, len(ranks), tp)], [ranks[t::tp] for t in range(tp)]
 
 
 def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
@@ -104,26 +101,42 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tupl
             )
         if tp > 1:
             whole = mllm.slice(name, 0, len(mllm.layer_list(name)))
-            try:
-                plan = plan_of(whole)
-                check_plan(whole, plan, tp)
-                if sequence_parallel and cuts_rows(mllm, name, plan):
-                    rows.add(name)
-                if used := used_in_part(whole, plan, sequence_parallel=name in rows):
-                    in_part.add(name)
-            except Unknown as error:
-                raise ValueError(
-                    f"{name} cannot be cut among tp = {tp} ranks: how is not known of {error}. Leave {name} at tp = 1 "
-                    "and give it pp or dp"
-                ) from error
-            except ValueError as error:
-                raise ValueError(
-                    f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or "
-                    "dp"
-                ) from error
+            how = how_cut(mllm, name, whole, tp, sequence_parallel=sequence_parallel)
+            if how.rows:
+                rows.add(name)
+            if how.in_part:
+                in_part.add(name)
             if any(shard.module == name for shard in layout.shard_groups()):
-                _check_shared_out(name, layout.spec(name), whole, used)
+                _check_shared_out(name, layout.spec(name), whole, how.in_part)
     return replace(graph, in_part=frozenset(in_part)), rows
+
+
+class HowCut(NamedTuple):
+    """rows: whether the rows of a module are cut, too. in_part: the names of the weights that a rank uses in part."""
+
+    rows: bool
+    in_part: set[str]
+
+
+def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_parallel: bool) -> HowCut:
+    """How module `name`, all of whose layers are in `whole`, is cut among `tp` > 1 ranks.
+
+    Raises ValueError for one that cannot be cut among so many.
+    """
+    try:
+        plan = plan_of(whole)
+        check_plan(whole, plan, tp)
+        rows = sequence_parallel and cuts_rows(mllm, name, plan)
+        return HowCut(rows, used_in_part(whole, plan, sequence_parallel=rows))
+    except Unknown as error:
+        raise ValueError(
+            f"{name} cannot be cut among tp = {tp} ranks: how is not known of {error}. Leave {name} at tp = 1 and give "
+            "it pp or dp"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or dp"
+        ) from error
 
 
 def _draws(mllm: Any, name: str) -> str:

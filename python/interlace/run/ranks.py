@@ -15,7 +15,7 @@ from torch import nn
 
 from interlace.comm.channel import Channel
 from interlace.comm.transports import Transport
-from interlace.layout import Lane, Layout, Reduction
+from interlace.layout import Reduction
 from interlace.model import Checkpointing
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
@@ -135,13 +135,11 @@ class Rank:
         """The ranks that hold, where the weight has the name `alias`, what this one holds of it under `name`."""
         layout = self._graph.layout
         module, layer = self._layers[alias]
-        lanes, tp = layout.holders(module, layer), layout.spec(module).tp
+        holders = layout.same_weights(module, layer)
         if name not in self.cut:
-            return [rank for lane in lanes for rank in lane.ranks]
-        place = next(
-            lane.ranks.index(self.number) for lane in layout.holders(*self._layers[name]) if self.number in lane.ranks
-        )
-        return [rank for lane in lanes for rank in lane.ranks[place % tp :: tp]]
+            return [rank for ranks in holders for rank in ranks]
+        places = layout.same_weights(*self._layers[name])
+        return list(holders[next(place for place, ranks in enumerate(places) if self.number in ranks)])
 
     def _places(self, names: Sequence[str]) -> tuple[tuple[str, int], ...]:
         return tuple(sorted({self._layers[name] for name in names}))
@@ -180,12 +178,6 @@ class Rank:
         )
 
 
-def lane_of(layout: Layout, number: int, key: Key) -> Lane:
-    """The lane in which rank `number` computes the stage (module, index)."""
-    stage = next(stage for stage in layout.of_rank(number) if (stage.module, stage.index) == key)
-    return next(lane for lane in stage.lanes if number in lane.ranks)
-
-
 def make_ranks(
     mllm: Any,
     graph: StageGraph,
@@ -215,7 +207,7 @@ def make_ranks(
         for stage in graph.layout.of_rank(number):
             key = stage.module, stage.index
             tp = graph.layout.spec(stage.module).tp
-            place = places[key] = Place.of(number, lane_of(graph.layout, number, key).ranks, tp)
+            place = places[key] = Place.of(number, stage.lane_of(number), tp)
             copied = "modules" if several or tp > 1 else False  # the weights are linked below
             part = mllm.slice(stage.module, stage.start, stage.stop, copy=copied, checkpointing=checkpointing)
             stages[key] = part

@@ -34,11 +34,10 @@ from interlace.model.loss import LOGITS_BYTES, head_of
 from interlace.model.slice import hidden_argument
 from interlace.model.stage import StageModule
 from interlace.parallel import Ranks
-from interlace.parallel.families import Unknown
 from interlace.parallel.vocabulary import VocabularyHead
-from interlace.plan.memory import Activations, Kept, Weight
+from interlace.plan.memory import Activations, Kept, WeightSize
 from interlace.run.graph import parameter_layers
-from interlace.run.lanes import cut, cuts_rows, plan_of, rows_of_plan
+from interlace.run.lanes import cut, how_cut, rows_of_plan
 from interlace.run.weights import Cut, cut_weights
 
 _LENGTH = 8  # tokens of a sample of the language model
@@ -46,7 +45,7 @@ _ITEMS = (1, 2)  # of an encoder
 _SAMPLES = ((4, 2), (8, 1), (4, 4))  # of the language model: how many, and targets of each
 
 
-def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> list[Weight]:
+def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> list[WeightSize]:
     """The parameters of a model on the meta device, as the ranks of the layout's lanes hold them; a tied one once.
 
     sequence_parallel: as `parallelize` takes it.
@@ -72,7 +71,7 @@ def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> 
         rows = _rows(parameter, cuts.get(names[0]), layout.spec(module).tp)
         shared_use = not in_part.isdisjoint(names)
         found.append(
-            Weight(
+            WeightSize(
                 name=names[0],
                 module=module,
                 layers=tuple(sorted({layers[name][1] for name in names})),
@@ -263,16 +262,11 @@ def _stage(mllm: Any, name: str, lane: _Lane, checkpointing: Checkpointing) -> _
     stage: StageModule = mllm.slice(name, 0, len(mllm.layer_list(name)), copy=True, checkpointing=checkpointing)
     if lane.tp == 1:
         return _Stage(stage, set(), False)
+    how = how_cut(mllm, name, stage, lane.tp, sequence_parallel=lane.sequence_parallel)
     ranks = _Unanswered.at(0, lane.tp)
-    try:
-        rows = lane.sequence_parallel and cuts_rows(mllm, name, plan_of(stage))
-        in_part = cut(stage, ranks, rows=rows)
-    except (Unknown, ValueError) as error:
-        raise ValueError(
-            f"{name} cannot be cut among tp = {lane.tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or dp"
-        ) from error
+    cut(stage, ranks, rows=how.rows)
     ranks.connect(_Silent(lane.tp))
-    return _Stage(stage, in_part, rows)
+    return _Stage(stage, how.in_part, how.rows)
 
 
 def _run(

@@ -174,8 +174,8 @@ def _why_not(schedule: Schedule, rank: int, action: Action) -> str:
     if action.op not in COMPUTE:
         return "no stage needs that message"
     stage = graph.pipelines[graph.pipeline_number[chunk.module, chunk.replica]].stages[action.stage]
-    if not any(rank in lane.ranks for lane in stage.lanes):
-        ranks = ", ".join(str(other) for lane in stage.lanes for other in lane.ranks)
+    if rank not in stage.ranks:
+        ranks = ", ".join(map(str, stage.ranks))
         return f"{stage} of replica {chunk.replica} is on {'ranks' if ', ' in ranks else 'rank'} {ranks}"
     if action.op is Op.FORWARD:
         return "a forward names no other chunk, peer or gradient"

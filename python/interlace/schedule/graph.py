@@ -169,11 +169,11 @@ class StageGraph:
             module = group[0][0]
             tp = layout.spec(module).tp
             for pipeline in layout.pipelines(module):
-                held = [next(s for s in pipeline.stages if s.start <= layer < s.stop).lane.ranks for _, layer in group]
-                for place in range(tp):
+                held = [next(s for s in pipeline.stages if s.start <= layer < s.stop).lane for _, layer in group]
+                for same_weights in zip(*(lane.cp_groups(tp) for lane in held), strict=True):
                     # Of context-parallel ranks, which have one sum by now, each sums with those of its own place.
-                    for first in range(place, len(held[0]), tp):
-                        ranks = tuple(sorted({ranks[first] for ranks in held}))
+                    for same_place in zip(*same_weights, strict=True):
+                        ranks = tuple(sorted(set(same_place)))
                         if len(ranks) > 1:
                             layers = [layer for _, layer in group]
                             found.append(Reduction(module, min(layers), max(layers) + 1, ranks, number))

@@ -96,8 +96,7 @@ def _lane_finder(schedule: Schedule) -> Callable[[int, Action], Lane]:
             chunk, stage = (chunk, stage + 1) if action.other == action.chunk else (chunks[action.other], 0)
         key = (rank, chunk.module, chunk.replica, stage)
         if key not in cache:
-            held = layout.pipelines(chunk.module)[chunk.replica].stages[stage].lanes
-            cache[key] = next(lane for lane in held if rank in lane.ranks)
+            cache[key] = layout.pipelines(chunk.module)[chunk.replica].stages[stage].lane_of(rank)
         return cache[key]
 
     return find

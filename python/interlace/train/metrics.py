@@ -25,7 +25,7 @@ LOSS = "loss_metrics/global_avg_loss"
 HELD_OUT = "loss_metrics/held_out_loss"
 
 
-class Window:
+class LogWindow:
     """Sums since the last logged step; part of a checkpoint, so that a resumed run logs the same averages."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from interlace.train import offload, report, runfolder
 from interlace.train.build import architecture, build, build_layout, initialize, materialize, stored_weights
 from interlace.train.checkpoint import checkpoints
 from interlace.train.checkpoint import folder as checkpointfolder
-from interlace.train.checkpoint.identity import fingerprint
+from interlace.train.checkpoint.identity import identity_of
 from interlace.train.config import ConfigError
 from interlace.train.feed import PIXELS, Feed, datasets, report_left_out
 from interlace.train.launch import launcher, lock
@@ -293,7 +293,7 @@ def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any
     path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
     if path is None:
         raise checkpoints.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
-    checkpoints.load_parameters(path, model, fingerprint(model, architecture(config)))
+    checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))
     return model
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from interlace.train import runfolder
 from interlace.train.build import architecture
 from interlace.train.checkpoint.checkpoints import Checkpoints, seconds_to_write
-from interlace.train.checkpoint.identity import canonical_names, fingerprint
+from interlace.train.checkpoint.identity import canonical_names, identity_of
 from interlace.train.checkpoint.pieces import Piece, pieces_of
 from interlace.train.checkpoint.storage import CheckpointError
 from interlace.train.config import ConfigError
@@ -35,7 +35,7 @@ from interlace.train.feed import Feed
 from interlace.train.launch.launcher import StopSignals
 from interlace.train.launch.lock import RunLock
 from interlace.train.launch.peers import Peers
-from interlace.train.metrics import HELD_OUT, LOSS, Clock, Metrics, Screen, Window, memory_gib, pipeline_metrics
+from interlace.train.metrics import HELD_OUT, LOSS, Clock, LogWindow, Metrics, Screen, memory_gib, pipeline_metrics
 from interlace.train.optim import MOMENTS, Optimizer, lr_factor, schedule_length
 from interlace.train.schema import Config
 
@@ -105,7 +105,7 @@ class Trainer:
     ) -> None:
         self.config, self.model, self.parallel, self.feed, self.folder = config, model, parallel, feed, folder
         self.stop_requested, self.lock = stop, lock
-        identity = fingerprint(model, architecture(config))
+        identity = identity_of(model, architecture(config))
         self.peers = Peers(config.parallel.timeout, allowance=seconds_to_write(identity))
         self.rank = self.peers.rank
         self.quiet = quiet or self.rank != 0
@@ -122,7 +122,7 @@ class Trainer:
         )
         self._cut = {"microbatches": config.train.microbatches, "chunks": config.chunks()}
         self.step = 0
-        self.window = Window()
+        self.window = LogWindow()
         self.totals = {"seconds": 0.0, "samples": 0, "tokens": 0}
         self.last: dict[str, float] = {}
         self.saved_step = -1
@@ -186,7 +186,7 @@ class Trainer:
                 values = self._train_step()
                 if self.step % log.every == 0 or self.step == train.steps:
                     values |= self._measurements()
-                    self.window = Window()
+                    self.window = LogWindow()
                 else:
                     values = {}
                 if self.step == train.steps or (train.validate_every and self.step % train.validate_every == 0):

@@ -19,7 +19,7 @@ from torch import nn
 from interlace.train import runfolder
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
-from interlace.train.checkpoint.identity import fingerprint
+from interlace.train.checkpoint.identity import identity_of
 from interlace.train.checkpoint.storage import MANIFEST
 from interlace.train.errors import TrainingError
 
@@ -39,7 +39,7 @@ def _model(width: int = 4) -> nn.Module:
 
 
 def _checkpoints(folder: Path, model: nn.Module, keep: int = 2) -> ck.Checkpoints:
-    return ck.Checkpoints(folder, keep=keep, identity=fingerprint(model, ARCHITECTURE))
+    return ck.Checkpoints(folder, keep=keep, identity=identity_of(model, ARCHITECTURE))
 
 
 def _save(store: ck.Checkpoints, step: int, model: nn.Module) -> Path:
@@ -238,7 +238,7 @@ def test_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Pa
     store = ck.Checkpoints(
         tmp_path,
         keep=1,
-        identity=fingerprint(wide, {"language_model": {"family": "llama", "config": {"hidden_size": 8}}}),
+        identity=identity_of(wide, {"language_model": {"family": "llama", "config": {"hidden_size": 8}}}),
     )
     with pytest.raises(ck.CheckpointError) as error:
         store.load(path, dict(wide.named_parameters()), {})

@@ -16,7 +16,7 @@ from torch import nn
 from interlace.parallel.region import Box, Region
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import storage
-from interlace.train.checkpoint.identity import fingerprint
+from interlace.train.checkpoint.identity import identity_of
 from interlace.train.checkpoint.pieces import Piece
 from interlace.train.checkpoint.storage import CheckpointError, Stored, StoredChunk
 from tests.distributed.workers import run_ranks
@@ -56,7 +56,7 @@ def pieces(cut: tuple[int, int, int], rank: int, rows: int | None = None) -> Ite
 
 
 def store(folder: Path) -> ck.Checkpoints:
-    return ck.Checkpoints(folder, keep=9, identity=fingerprint(model(), {}))
+    return ck.Checkpoints(folder, keep=9, identity=identity_of(model(), {}))
 
 
 def load_pieces(folder: Path, path: Path) -> None:
@@ -93,7 +93,7 @@ def save_cuts(rank: int, folder: str) -> int:
                 held = model()
                 for parameter in held.parameters():
                     parameter.zero_()
-                assert ck.load_parameters(path, held, fingerprint(held, {})) == number
+                assert ck.load_parameters(path, held, identity_of(held, {})) == number
                 assert all(torch.equal(p, whole[n]) for n, p in held.named_parameters())
             some = random.Random(number).sample(cuts(), 2)
             for other in some:

@@ -24,7 +24,7 @@ from torch import nn
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.checkpoint import storage
-from interlace.train.checkpoint.identity import fingerprint
+from interlace.train.checkpoint.identity import identity_of
 from interlace.train.checkpoint.storage import CheckpointError, Stored, StoredChunk
 
 
@@ -40,7 +40,7 @@ def _model() -> nn.Module:
 
 
 def _store(folder: Path, model: nn.Module) -> ck.Checkpoints:
-    return ck.Checkpoints(folder, keep=2, identity=fingerprint(model, {"language_model": {"family": "llama"}}))
+    return ck.Checkpoints(folder, keep=2, identity=identity_of(model, {"language_model": {"family": "llama"}}))
 
 
 def _saved(folder: Path) -> Path:

@@ -26,7 +26,7 @@ _ARGUMENT_BYTES = 520
 _SIZES_BYTES = HEADER_BYTES - _FORMAT.size - _LABEL_BYTES - _ARGUMENT_BYTES
 
 
-class Manifest(NamedTuple):
+class Header(NamedTuple):
     """What one rank sends to another within one batch: number of elements and dtype of each tensor, in order."""
 
     sequence: int
@@ -35,11 +35,11 @@ class Manifest(NamedTuple):
     sizes: tuple[tuple[int, torch.dtype], ...]
 
 
-def manifest(sequence: int, label: str, arguments: Arguments, tensors: Sequence[Tensor]) -> Manifest:
-    return Manifest(sequence, label, arguments.text, tuple([(t.numel(), t.dtype) for t in tensors]))
+def header_of(sequence: int, label: str, arguments: Arguments, tensors: Sequence[Tensor]) -> Header:
+    return Header(sequence, label, arguments.text, tuple([(t.numel(), t.dtype) for t in tensors]))
 
 
-def pack(found: Manifest) -> bytes:
+def pack(found: Header) -> bytes:
     """HEADER_BYTES bytes."""
     label, shown = _digested(found.label, _LABEL_BYTES)
     arguments, asked = _digested(found.arguments, _ARGUMENT_BYTES)
@@ -54,7 +54,7 @@ def pack_refusal(reason: str) -> bytes:
     return (_FORMAT.pack(_REFUSED, 0, b"", b"", b"", len(shown), 0, 0) + shown).ljust(HEADER_BYTES, b"\0")
 
 
-def check_packed(rank: int, peer: int, expected: Manifest, raw: bytes) -> None:
+def check_packed(rank: int, peer: int, expected: Header, raw: bytes) -> None:
     """Raises CommError unless `raw`, from `peer`, announces what `rank` expects. Both by their numbers in the job."""
     if raw == pack(expected):
         return
@@ -76,7 +76,7 @@ def check_packed(rank: int, peer: int, expected: Manifest, raw: bytes) -> None:
     raise CommError(f"rank {rank}, {expected.label}: the header that rank {peer} sent is damaged")
 
 
-def check(rank: int, peer: int, expected: Manifest, found: Manifest) -> None:
+def check(rank: int, peer: int, expected: Header, found: Header) -> None:
     """Raises CommError unless `found`, from `peer`, is what `rank` expects."""
     if found == expected:
         return
@@ -92,7 +92,7 @@ def described(sizes: Sequence[tuple[int, torch.dtype]]) -> str:
     return " + ".join(f"{count} {str(dtype).removeprefix('torch.')}" for count, dtype in sizes) or "nothing"
 
 
-def _elsewhere(rank: int, peer: int, expected: Manifest, sequence: int, label: str) -> CommError:
+def _elsewhere(rank: int, peer: int, expected: Header, sequence: int, label: str) -> CommError:
     return CommError(
         f"rank {rank} is in {expected.label} (batch {expected.sequence}), but rank {peer} is in {label} (batch "
         f"{sequence}): the ranks' programs differ"
@@ -112,7 +112,7 @@ def differences(mine: str, theirs: str, here: str, there: str, cut: bool = False
     ]
 
 
-def _other_arguments(rank: int, peer: int, expected: Manifest, text: str, cut: bool) -> CommError:
+def _other_arguments(rank: int, peer: int, expected: Header, text: str, cut: bool) -> CommError:
     different = differences(expected.arguments, text, "here", f"on rank {peer}", cut)
     what = "; ".join(different) or f"what rank {peer} passes differs, beyond what a header can show"
     return CommError(f"rank {rank}, {expected.label}: {what}: every rank must pass the same")
@@ -123,7 +123,7 @@ def _named(arguments: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _other_sizes(rank: int, peer: int, expected: Manifest, sizes: str) -> CommError:
+def _other_sizes(rank: int, peer: int, expected: Header, sizes: str) -> CommError:
     return CommError(
         f"rank {rank}, {expected.label}: rank {peer} sends {sizes}, {described(expected.sizes)} expected: the ranks "
         "pass tensors of different shapes or dtypes"

@@ -30,13 +30,13 @@ from interlace.comm.transports.base import (
     QueueTransport,
     peers_of,
 )
-from interlace.comm.transports.header import Manifest, check, manifest
+from interlace.comm.transports.header import Header, check, header_of
 
 T = TypeVar("T")
 
 
 class _Parcel(NamedTuple):
-    manifest: Manifest
+    header: Header
     tensors: list[Tensor]
     ready: torch.cuda.Event | None
 
@@ -103,14 +103,14 @@ class LocalTransport(QueueTransport):
         with hub.changed:
             for peer in peers:  # an empty parcel too: so a peer that expects something is told, and nobody waits
                 tensors = [tensor for to, tensor in outgoing if to == peer]
-                hub.posted[rank, peer].append(_Parcel(manifest(sequence, what, arguments, tensors), tensors, ready))
+                hub.posted[rank, peer].append(_Parcel(header_of(sequence, what, arguments, tensors), tensors, ready))
             hub.changed.notify_all()
 
         for peer in peers:
             edge = (peer, rank)
             parcel = hub.first(rank, peer, what, self.timeout, hub.posted[edge])
             expected = [tensor for source, tensor in incoming if source == peer]
-            check(self.called[rank], self.called[peer], manifest(sequence, what, arguments, expected), parcel.manifest)
+            check(self.called[rank], self.called[peer], header_of(sequence, what, arguments, expected), parcel.header)
             hub.before(rank, "take")
             if parcel.ready is not None:
                 torch.cuda.current_stream().wait_event(parcel.ready)

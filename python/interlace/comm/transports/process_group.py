@@ -23,7 +23,7 @@ from torch import Tensor
 from interlace.comm.lost import SLOW
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, QueueTransport, peers_of
-from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack, pack_refusal
+from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_refusal
 
 _HEADER, _BYTES, _SIGNAL, _NEVER = 1, 2, 3, 4  # tags
 _AHEAD = 64  # signals that a rank may be ahead of the waits of its peer before it waits too
@@ -85,7 +85,7 @@ class GlooTransport(QueueTransport):
         asked: list[tuple[int, Work, Tensor]] = []
         lost: CommError | None = None
         for peer in self._peers:
-            mine = _bytes(pack(manifest(sequence, what, arguments, [tensor for to, tensor in outgoing if to == peer])))
+            mine = _bytes(pack(header_of(sequence, what, arguments, [tensor for to, tensor in outgoing if to == peer])))
             theirs = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             try:
                 sent.append((peer, self._start(peer, what, "send", mine, _HEADER), mine))
@@ -98,7 +98,7 @@ class GlooTransport(QueueTransport):
             except CommError as error:  # another peer may have said why
                 lost = lost or error
                 continue
-            expected = manifest(sequence, what, arguments, [tensor for source, tensor in incoming if source == peer])
+            expected = header_of(sequence, what, arguments, [tensor for source, tensor in incoming if source == peer])
             check_packed(self.called[self.rank], self.called[peer], expected, theirs.numpy().tobytes())
         if lost is not None:
             raise lost

@@ -29,7 +29,7 @@ from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
 from interlace.comm.lost import SLOW, named
 from interlace.comm.rendezvous import Rendezvous
 from interlace.comm.transports.base import Arguments, Capabilities, CommError, Copy, QueueTransport, peers_of
-from interlace.comm.transports.header import HEADER_BYTES, check_packed, manifest, pack
+from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack
 
 SLOTS = 4
 SLOT_BYTES = 512 << 10
@@ -229,12 +229,12 @@ class ShmTransport(QueueTransport):
         segment, rank = self._memory(what), self.rank
         self.before(rank, "post")
         for peer in self._peers:
-            sent = manifest(sequence, what, arguments, [tensor for to, tensor in outgoing if to == peer])
+            sent = header_of(sequence, what, arguments, [tensor for to, tensor in outgoing if to == peer])
             segment.header(rank, peer)[:] = np.frombuffer(pack(sent), np.uint8)
             flag_store(segment.flags, segment.headers(rank, peer), sequence + 1)
             segment.ring(peer)
         expected = {
-            peer: manifest(sequence, what, arguments, [tensor for source, tensor in incoming if source == peer])
+            peer: header_of(sequence, what, arguments, [tensor for source, tensor in incoming if source == peer])
             for peer in self._peers
         }
         batch = _Batch(outgoing, incoming, self._peers, self.piece_bytes)

@@ -121,7 +121,7 @@ def seconds_to_write(identity: Mapping[str, Any]) -> float:
 class Checkpoints:
     """The checkpoints of one run, as one rank sees them; all ranks make the same calls in the same order.
 
-    `folder` is shared by all ranks, `keep` how many complete checkpoints stay, `identity` the model's `fingerprint`,
+    `folder` is shared by all ranks, `keep` how many complete checkpoints stay, `identity` the model's (`identity_of`),
     `peers` the other ranks. `check` raises when the run folder is another job's by now: rank 0 asks it before it
     changes what others see. A rank that does not come along is a TrainingError that names it.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 
-def fingerprint(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, Any]:
+def identity_of(model: nn.Module, architecture: Mapping[str, Any]) -> dict[str, Any]:
     """What must agree between a checkpoint and a model: the architecture table and every parameter's shape and dtype.
 
     `model` may live on the meta device. `architecture` is JSON-able (`build.architecture` makes it from a config).
@@ -31,7 +31,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], limit: int = 4) -> list[str]:
-    """How two fingerprints differ, in words, the most telling first; at most `limit` lines and a count of the rest."""
+    """How two identities differ, in words, the most telling first; at most `limit` lines and a count of the rest."""
     lines = [
         f"model.{key} is {old!r} in the checkpoint, {new!r} in the config"
         for key, old, new in _compare(_flatten(saved["architecture"]), _flatten(wanted["architecture"]))

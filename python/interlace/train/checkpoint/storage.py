@@ -117,13 +117,13 @@ def _tiled(shape: Sequence[int], chunks: Sequence[StoredChunk]) -> bool:
 
 
 class Manifest(_Entry):
-    """The manifest of a checkpoint. `model` is the fingerprint of the model it is of (`checkpoint.fingerprint`)."""
+    """The manifest of a checkpoint. `model` is the identity of the model it is of."""
 
     format: int
     step: int = Field(ge=0)
     time: str
     ranks: int = Field(ge=1)
-    model: Fingerprint
+    model: Identity
     files: dict[str, File]
     tensors: dict[str, Stored]
 
@@ -144,7 +144,7 @@ class Manifest(_Entry):
         return self
 
 
-class Fingerprint(_Entry):
+class Identity(_Entry):
     """What must agree between a checkpoint and a model: the architecture table, every parameter's shape and dtype."""
 
     sha256: str

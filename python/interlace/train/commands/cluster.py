@@ -70,7 +70,9 @@ def doctor_distributed(
         )
     command = [sys.executable, *(word for word in sys.orig_argv[1:] if word)]
     with tempfile.TemporaryDirectory(prefix="interlace-doctor-") as folder:
-        failure = launcher.Ranks(command, ranks, folder=Path(folder), timeout=2 * timeout + SLACK_SECONDS).wait()
+        failure = launcher.RankProcesses(
+            command, ranks, folder=Path(folder), timeout=2 * timeout + SLACK_SECONDS
+        ).wait()
     if failure is None:
         return 0
     if failure.code != WRONG or failure.hung:  # else rank 0 has said it

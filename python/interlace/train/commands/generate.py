@@ -20,7 +20,7 @@ def generate(options: argparse.Namespace) -> int:
     from interlace.train.build import architecture, build, materialize
     from interlace.train.checkpoint import checkpoints
     from interlace.train.checkpoint import folder as checkpointfolder
-    from interlace.train.checkpoint.identity import fingerprint
+    from interlace.train.checkpoint.identity import identity_of
     from interlace.train.feed import media_specs
 
     folder, at = _checkpoint_of(options.run)
@@ -54,7 +54,7 @@ def generate(options: argparse.Namespace) -> int:
     path = at or checkpointfolder.newest(runfolder.checkpoints_of(folder))
     if path is None:
         raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
-    checkpoints.load_parameters(path, model, fingerprint(model, architecture(config)))
+    checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))
     media: dict[str, list[Any]] = {}
     runs = []
     for modality, tensor in items:

@@ -81,7 +81,7 @@ class RankFailure:
         return f"rank {self.rank} {how}" + (f"; its last words: {self.words}" if self.words else "")
 
 
-class Ranks:
+class RankProcesses:
     """The processes of one run.
 
     `command` is what every rank runs, `count` how many, `folder` where ``logs/`` goes, `timeout` the seconds that the
@@ -206,7 +206,7 @@ def run(
     a rank has died.
     """
     say = say or say_error
-    ranks = Ranks(command, count, folder=folder, timeout=timeout, threads=threads, environment=environment)
+    ranks = RankProcesses(command, count, folder=folder, timeout=timeout, threads=threads, environment=environment)
     previous = {
         number: signal.signal(number, lambda number, _frame: ranks.forward(number))
         for number in (signal.SIGTERM, signal.SIGINT)
