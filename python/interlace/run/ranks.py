@@ -20,7 +20,7 @@ from interlace.model import Checkpointing
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
 from interlace.run.lanes import Place, cut
-from interlace.run.memory import allocate, allocate_buffers, without_values
+from interlace.run.memory import allocate, allocate_buffers, is_bare, without_memory, without_values
 from interlace.run.sharding import Sharded
 from interlace.run.weights import Pieces, Views, cut_weights
 from interlace.schedule import StageGraph
@@ -203,6 +203,11 @@ def make_ranks(
     several = len(numbers) > 1
     for stage in (stage for number in numbers for stage in graph.layout.of_rank(number)):
         mllm.slice(stage.module, stage.start, stage.stop)  # tries cuts out, which buffers without values would spoil
+    if taken_before := next((name for name, parameter in mllm.named_parameters() if is_bare(parameter)), None):
+        raise ValueError(
+            f"{taken_before} has no values any more: an earlier parallelize() with shard = 'full' has taken them. "
+            "Build and load the model anew"
+        )
     allocate_buffers(mllm, device)
     own = dict(mllm.named_parameters(remove_duplicate=False))
     taken: set[int] = set()
@@ -224,15 +229,21 @@ def make_ranks(
             # Where one process plays all ranks, they take their pieces from weights that it has whole.
             away = {} if several else cut_weights(part)
             held = {name for name, _ in part.named_parameters()}
-            if allocate(mllm, held - away.keys(), device):
+            shard = graph.layout.spec(stage.module).shard
+            bare = shard == "full" and not several  # rows of them get memory when it is known which are this rank's
+            if allocate(mllm, held - away.keys(), device, bare=bare):
                 own = dict(mllm.named_parameters(remove_duplicate=False))
-            sharded = several and graph.layout.spec(stage.module).shard != "none"
-            if tp > 1 or sharded:
-                _link_pieces(part, own, mine, place.tp.rank, pieces, device)
+            if tp > 1 or (several and shard != "none"):
+                _link_pieces(part, own, mine, place.tp.rank, pieces, device, bare)
             else:
                 _link(part, own, mine, taken, views)
         taken.update(mine)
-        found[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
+        rank = found[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
+        for name, parameter in rank.own.items():
+            if is_bare(parameter):  # it is not shared out: the rank has all of it
+                parameter.data = without_values(parameter, device).data
+                if name not in rank.cut:
+                    own[name].data = parameter.data
     return found
 
 
@@ -257,11 +268,13 @@ def _link_pieces(
     place: int,
     pieces: Pieces,
     device: torch.device,
+    bare: bool,
 ) -> None:
     """Give a stage that is cut Parameters over the model's own where it has these whole; note all of them.
 
-    Pieces on meta get memory on `device`.
+    Pieces on meta get memory on `device`, or with `bare` a single element.
     """
+    make = without_memory if bare else without_values
     cut = {name: where.region for name, where in cut_weights(stage).items()}
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
@@ -273,6 +286,6 @@ def _link_pieces(
                 if name not in cut:
                     mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
                 else:
-                    mine[id(model)] = without_values(parameter, device) if parameter.is_meta else parameter
+                    mine[id(model)] = make(parameter, device) if parameter.is_meta else parameter
                 pieces.add(model, place, mine[id(model)], cut.get(name))
             module._parameters[key] = mine[id(model)]

@@ -126,12 +126,7 @@ class Sharded:
 
     def keep_parts(self, pieces: Pieces | None) -> None:
         """From now on the rank has its parts. pieces: in what follows the model's own, where one process plays all."""
-        for name, weight in self.weights.items():
-            if weight.whole.numel() > 1 and not any(weight.whole.stride()):  # as `Weight.leave` of another one left it
-                raise ValueError(
-                    f"{name} has no values any more: an earlier parallelize() with shard = 'full' has taken them. "
-                    "Build and load the model anew"
-                )
+        for weight in self.weights.values():
             if pieces is not None:
                 weight.source = pieces.spread(weight.whole, weight.part, self.place, weight.lies)
                 weight.leave()  # the model's own lie in one place for all ranks, each of which gathers into its own
