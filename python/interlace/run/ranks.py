@@ -16,10 +16,11 @@ from torch import nn
 from interlace.comm.channel import Channel
 from interlace.comm.transports import Transport
 from interlace.layout import Lane, Layout, Reduction
-from interlace.model import Checkpointing
+from interlace.model import Checkpointing, StageModule
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
 from interlace.run.lanes import Place, cut
+from interlace.run.layers import Layers
 from interlace.run.memory import allocate, allocate_buffers, is_bare, without_memory, without_values
 from interlace.run.sharding import Sharded
 from interlace.run.weights import Pieces, Views, cut_weights
@@ -32,7 +33,8 @@ class Rank:
     stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
     first name; of what is sharded, its rows. cut: of those of which it holds a piece, or rows, where that belongs.
     counts: the names of those that no lower rank holds (of a piece: none that holds the same piece): who sums over the
-    model takes these of each rank. sharded: place in `StageGraph.shards` -> what it keeps of that.
+    model takes these of each rank. sharded: place in `StageGraph.shards` -> what it keeps of that; by_layer: of
+    those of which a step may gather a layer at a time, its layers.
     places: (module, stage) -> this rank's place among those that compute it. in_part: the names of those that it holds
     whole, but uses in part, as its whole lane does.
     """
@@ -83,6 +85,7 @@ class Rank:
                 else:
                     self.own[name], self.cut[name] = weight.part, weight.lies
                     holders[name] &= owners
+        self.by_layer = self._by_layer()
         self.counts = {name for name in self.own if number == min(holders[name])}
 
     def _shard(self, pieces: Pieces | None) -> dict[int, Sharded]:
@@ -109,6 +112,21 @@ class Rank:
             found[place] = Sharded(shard, self.number, stages, weights, self.cut, tied | whole)
         for sharded in found.values():
             sharded.keep_parts(pieces)
+        return found
+
+    def _by_layer(self) -> dict[int, Layers]:
+        """What of `sharded` steps may gather layer by layer."""
+        graph, found = self._graph, {}
+        for place, sharded in self.sharded.items():
+            if graph.by_layer(shard := graph.shards[place]):
+                (key,) = sharded.stages
+                trained = [layer for layer, flag in enumerate(graph.trainable[shard.module]) if flag]
+                fed = any(consumer == shard.module for _, consumer in graph.links)  # then gradients come to all layers
+                first = shard.start if fed else min(trained, default=shard.stop)
+                lowest = min(max(first, shard.start), shard.stop) - shard.start + 1
+                stage = self.stages[key]
+                assert isinstance(stage, StageModule)
+                found[place] = Layers(sharded, stage.layers, lowest)
         return found
 
     def _frozen_apart(self, mllm: Any) -> set[str]:
@@ -158,6 +176,11 @@ class Rank:
         for sharded in self.sharded.values():
             sharded.follow()
 
+    def recover(self) -> None:
+        """A step has failed."""
+        for sharded in self.sharded.values():
+            sharded.recover()
+
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Have the groups of ranks in its lanes (`groups_of`) speak over their transports."""
         for place in self.places.values():
@@ -176,8 +199,9 @@ class Rank:
             runtimes[module, index] = StageRuntime(stage, last, sink, self.places[module, index])
         lanes = [lane.ranks for lane in graph.layout.lanes()]
         return Executor(
-            self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded
-        )
+            self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded,
+            self.by_layer,
+        )  # fmt: skip
 
 
 def lane_of(layout: Layout, number: int, key: Key) -> Lane:
