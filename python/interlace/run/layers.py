@@ -14,12 +14,13 @@ a layer that has not run when a later one does, or has no gradient on this rank,
 proved that all ranks of a shard run as many forwards and backwards of its stage, in one order, all at the same time.
 
 What autograd has saved of a weight is a view of its memory. So that is freed and made anew at one place, and written
-behind the back of autograd's counters of versions: between forward and backward the values are the same.
+behind the back of autograd's counters of versions: between forward and backward the values are the same. Who computes
+with a weight while it is not there finds NaN in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,17 +29,22 @@ import torch
 from torch import Tensor, nn
 
 from interlace.comm.channel import Channel, Pending
+from interlace.model import StageModule
 from interlace.run.errors import PipelineError
-from interlace.run.sharding import Bucket, Sharded, Weight
+from interlace.run.sharding import Bucket, Sharded, Weight, parts
 
 
 class Unit(NamedTuple):
-    """What is gathered together: of the layer `layer`, or beside the layers (None)."""
+    """What is gathered together: of the layer `layer`, or beside the layers (None).
+
+    places: where modules have the weights, each with the weight and what stands for it while it is not there.
+    """
 
     layer: nn.Module | None
     weights: list[Weight]
     gathered: list[Bucket]
     summed: list[Bucket]
+    places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]]
 
 
 class Layers:
@@ -47,8 +53,9 @@ class Layers:
     lowest: the first layer, counted from 1, that a backward may come to; behind the last where it comes to none.
     """
 
-    def __init__(self, sharded: Sharded, layers: Sequence[nn.Module], lowest: int) -> None:
+    def __init__(self, sharded: Sharded, stage: StageModule, lowest: int) -> None:
         self.sharded, self.lowest = sharded, lowest
+        layers = stage.layers
         users: dict[int, set[int]] = {}  # id of a parameter -> the layers that have it
         for number, layer in enumerate(layers, 1):
             for parameter in layer.parameters():
@@ -57,12 +64,21 @@ class Layers:
         for weight in sharded.weights.values():
             having = users.get(id(weight.whole), {0})
             found[having.pop() if len(having) == 1 else 0].append(weight)
+        places: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
+        for module in stage.modules():
+            for key, each in module._parameters.items():
+                places.setdefault(id(each), []).append((module._parameters, key))
         self.units = [
             Unit(
                 layer,
                 weights,
                 sharded.in_buckets(weights),
                 sharded.in_buckets([weight for weight in weights if weight.whole.requires_grad]),
+                [
+                    (parameters, key, weight.whole, nn.Parameter(weight.gone(), requires_grad=False))
+                    for weight in weights
+                    for parameters, key in places[id(weight.whole)]
+                ],
             )
             for layer, weights in zip([None, *layers], found, strict=True)
         ]
@@ -97,16 +113,36 @@ class LayerByLayer:
         undo = [
             _around(unit.layer, partial(self._run, number)) for number, unit in enumerate(self._units) if unit.layer
         ]
+        with self._hidden():
+            try:
+                yield
+            finally:
+                for each in undo:
+                    each()
+            self._begin(len(self._units) - 1)
+            for number in range(len(self._units)):
+                if number in self._gathers:  # a layer that did not run
+                    self._await(number)
+                self._free(number)
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Inside, modules have only the weights that are there, now what lies beside the layers."""
+        for number in range(1, len(self._units)):
+            self._hide(number)
         try:
             yield
         finally:
-            for each in undo:
-                each()
-        self._begin(len(self._units) - 1)
-        for number in range(len(self._units)):
-            if number in self._gathers:  # a layer that did not run
-                self._await(number)
-            self._free(number)
+            for number in range(len(self._units)):
+                self._show(number)
+
+    def _show(self, number: int) -> None:
+        for parameters, key, whole, _ in self._units[number].places:
+            parameters[key] = whole
+
+    def _hide(self, number: int) -> None:
+        for parameters, key, _, gone in self._units[number].places:
+            parameters[key] = gone
 
     def _begin(self, number: int) -> None:
         """Begin to gather what is due up to layer `number`."""
@@ -139,12 +175,13 @@ class LayerByLayer:
         if self._at > self._layers.lowest:
             self._gather(self._at - 1)
         self._await(0)
-        yield
-        while self._at > self._layers.lowest:
-            self._next()
-        if self._at < len(self._units):
-            self._sum(self._at)
-        self._sum(0)
+        with self._hidden():
+            yield
+            while self._at > self._layers.lowest:
+                self._next()
+            if self._at < len(self._units):
+                self._sum(self._at)
+            self._sum(0)
         for unit in self._units:
             if any(weight.whole.grad is not None for weight in unit.weights):
                 raise PipelineError(
@@ -177,10 +214,12 @@ class LayerByLayer:
 
     def _await(self, number: int) -> None:
         self._gathers.pop(number).wait()
+        self._show(number)
 
     def _free(self, number: int) -> None:
         for weight in self._units[number].weights:
             weight.vanish()
+        self._hide(number)
 
     def _sum(self, number: int) -> None:
         """Begin to sum the gradients of a unit, whose weights are not needed any more."""
@@ -199,15 +238,29 @@ class LayerByLayer:
         self._scattered = []
 
     def sums(self) -> list[tuple[list[Weight], Pending]]:
-        """What `Sharded.start_scatter` gives, of all chunks of the step."""
-        buckets = [bucket for unit in self._units for bucket, _ in unit.summed]
-        return [(bucket, Pending(partial(self._sum_of, place))) for place, bucket in enumerate(buckets)]
+        """What `Sharded.start_scatter` gives for all that is trained, of all chunks of the step.
 
-    def _sum_of(self, place: int) -> Tensor:
+        In the same buckets: other sets of ranks, with which they are summed, may have gathered once.
+        """
+        return [(bucket, Pending(partial(self._sum_of, bucket, width))) for bucket, width in self._sharded.summed]
+
+    def _sum_of(self, bucket: list[Weight], width: int) -> Tensor:
         self._add()
-        total, self._sums[place] = self._sums[place], None
-        assert total is not None
-        return total
+        flat = bucket[0].whole.new_zeros(width + len(bucket))
+        rows = dict(parts(bucket, self._sharded.place, flat))
+        counts = dict(zip(bucket, flat[width:].unbind(), strict=True))
+        for unit, first in zip(self._units, self._first, strict=True):
+            for place, (weights, _) in enumerate(unit.summed, first):
+                total = self._sums[place]
+                if total is None or counts.keys().isdisjoint(weights):  # None: no backward has come to it
+                    continue
+                for weight, found in parts(weights, self._sharded.place, total):
+                    if weight in rows:
+                        rows[weight].copy_(found)
+                for weight, count in zip(weights, total[-len(weights) :], strict=True):
+                    if weight in counts:
+                        counts[weight].copy_(count)
+        return flat
 
 
 def _around(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:

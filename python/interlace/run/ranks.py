@@ -126,7 +126,7 @@ class Rank:
                 lowest = min(max(first, shard.start), shard.stop) - shard.start + 1
                 stage = self.stages[key]
                 assert isinstance(stage, StageModule)
-                found[place] = Layers(sharded, stage.layers, lowest)
+                found[place] = Layers(sharded, stage, lowest)
         return found
 
     def _frozen_apart(self, mllm: Any) -> set[str]:

@@ -48,7 +48,7 @@ class Weight:
             self.lies = region.rows(start, stop) if whole.dim() else region
             self.part = nn.Parameter(self.owned(whole.data, place), requires_grad=whole.requires_grad)
         self._place = place
-        self._gone: Tensor | None = None  # what stands for the whole after `leave`
+        self._gone: Tensor | None = None  # what the whole is after `leave`
 
     def owned(self, whole: Tensor, place: int) -> Tensor:
         """What the owner at `place` has of the weight, or of what has its shape: a view."""
@@ -68,7 +68,11 @@ class Weight:
 
     def leave(self) -> None:
         """Give up the whole."""
-        self._gone = self.whole.data = self.whole.new_full((), torch.nan).expand(self.whole.shape)
+        self._gone = self.whole.data = self.gone()
+
+    def gone(self) -> Tensor:
+        """What stands for the whole where it is not: NaN at all places, which are one in memory."""
+        return self.whole.detach().new_full((), torch.nan).expand(self.whole.shape)
 
     def appear(self) -> None:
         """Make room for the whole, at the place that it had since it was last given up, if it had one."""
@@ -185,7 +189,7 @@ class Sharded:
             _copy(
                 (weight.owned(weight.whole.data, place), rows)
                 for place, section in zip(self.places, sections, strict=True)
-                for weight, rows in _parts(bucket, place, section)
+                for weight, rows in parts(bucket, place, section)
             )
 
     def follow(self) -> None:
@@ -223,7 +227,7 @@ class Sharded:
             _copy(
                 (rows, weight.owned(weight.whole.grad, place))
                 for place, section in zip(self.places, flat, strict=True)
-                for weight, rows in _parts(bucket, place, section)
+                for weight, rows in parts(bucket, place, section)
                 if weight.whole.grad is not None
             )
             flags = torch.tensor([float(weight.whole.grad is not None) for weight in bucket], dtype=flat.dtype)
@@ -255,13 +259,13 @@ class ShardedSum:
             pending.wait()
         for bucket, mine in sums:
             present = dict(zip(bucket, mine[-len(bucket) :].tolist(), strict=True))
-            for weight, rows in _parts(bucket, sharded.place, mine):
+            for weight, rows in parts(bucket, sharded.place, mine):
                 assert weight.part is not None
                 weight.part.grad = rows if present[weight] else None
         self._started = []
 
 
-def _parts(bucket: Sequence[Weight], place: int, section: Tensor) -> list[tuple[Weight, Tensor]]:
+def parts(bucket: Sequence[Weight], place: int, section: Tensor) -> list[tuple[Weight, Tensor]]:
     """The weights of which the owner at `place` has rows, with what of its section is theirs: views."""
     having = [weight for weight in bucket if weight.count(place)]
     starts = [0, *accumulate(weight.numel(place) for weight in having)]
