@@ -204,6 +204,8 @@ class ParallelModel:
             with as_pipeline_errors():
                 return self._run_step(given, note, train)
         except Exception as error:
+            for rank in self._ranks.values():
+                rank.recover()
             if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
                 if lost := self.channel.leave(self._failed, wait_of(error)):
@@ -311,7 +313,8 @@ class ParallelModel:
             self._ranks[number].connect(channels[number].connect(self._lanes))
             executor = self._ranks[number].executor(channels[number])
             with current(device), contextlib.ExitStack() as stack:
-                if self._lanes:  # backward in this thread: autograd's own, one per GPU, cannot wait for several ranks
+                if self._lanes or self.graph.shards:
+                    # Backward in this thread: autograd's own, one per GPU, cannot wait for several ranks.
                     stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 executor.run(schedule.of_rank(number), steps[number])
 
