@@ -46,8 +46,8 @@ void check_length(const std::vector<int32_t> &values, const std::string &name, s
 
 // GraphArrays (python/interlace/schedule/graph.py) in the order of its fields.
 StageArrays read_graph(const py::sequence &fields) {
-    constexpr size_t FIELDS = 22;
-    if (fields.size() != FIELDS) throw py::value_error("give the 22 arrays of StageGraph.arrays");
+    constexpr size_t FIELDS = 23;
+    if (fields.size() != FIELDS) throw py::value_error("give the 23 arrays of StageGraph.arrays");
     size_t next = 0;
     const auto array = [&] {
         const py::object field = fields[next++];
@@ -109,10 +109,16 @@ StageArrays read_graph(const py::sequence &fields) {
     const std::vector<int32_t> full = read_numbers(array(), "shard_full", 0, 1);
     graph.shard_full.assign(full.begin(), full.end());
     check_length(full, "shard_full", graph.shard_ranks.first.size() - 1);
+    const std::vector<int32_t> by_layer = read_numbers(array(), "shard_by_layer", 0, 1);
+    graph.shard_by_layer.assign(by_layer.begin(), by_layer.end());
+    check_length(by_layer, "shard_by_layer", full.size());
     const py::array shard_member_first = array();
     graph.shard_members.items = read_numbers(array(), "shard_member", 0, static_cast<int64_t>(nodes) - 1);
     graph.shard_members.first = read_first(shard_member_first, "shard_member_first", graph.shard_members.items.size());
     check_length(graph.shard_members.first, "shard_member_first", full.size() + 1);
+    for (size_t shard = 0; shard < by_layer.size(); ++shard)
+        if (by_layer[shard] && graph.shard_members.count(static_cast<int64_t>(shard)) == 0)
+            throw py::value_error("shard " + std::to_string(shard) + " has no members");
     return graph;
 }
 
@@ -196,6 +202,8 @@ const char *name_of(FaultKind kind) {
         case FaultKind::NO_INPUT_HALF: return "no_input_half";
         case FaultKind::NO_OUTPUT: return "no_output";
         case FaultKind::NO_GRADIENT: return "no_gradient";
+        case FaultKind::TWO_WAYS: return "two_ways";
+        case FaultKind::MEETING_ORDER: return "meeting_order";
         case FaultKind::NO_UNSHARD: return "no_unshard";
         case FaultKind::AFTER_RESHARD: return "after_reshard";
         case FaultKind::DEADLOCK: return "deadlock";

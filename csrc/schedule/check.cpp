@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/interrupt.h"
+#include "schedule/meetings.h"
 #include "schedule/read_rows.h"
 
 namespace interlace {
@@ -99,7 +100,7 @@ std::optional<Fault> check_shards(const Lists &lists) {
                 else if (!whole[place])
                     fault = Fault{FaultKind::NO_UNSHARD, rank, row, other(ActionOp::UNSHARD)};
             };
-            if (row.op == ActionOp::UNSHARD) {
+            if (is_unshard(row.op)) {
                 whole[id] = 1;
             } else if (row.op == ActionOp::RESHARD) {
                 use(id);
@@ -112,23 +113,91 @@ std::optional<Fault> check_shards(const Lists &lists) {
     return std::nullopt;
 }
 
+// All ranks of a shard gather it once, or all layer by layer. by_layer: filled, of each shard.
+std::optional<Fault> check_ways(const Lists &lists, std::vector<char> &by_layer) {
+    Poll poll;
+    const Ragged &sharing = lists.graph.stages.shard_ranks;
+    std::vector<int64_t> leading(sharing.size(), -1);  // its first gather
+    std::vector<int32_t> leader(sharing.size(), -1);
+    by_layer.assign(sharing.size(), 0);
+    for (int32_t rank = 0; rank < lists.ranks(); ++rank)
+        for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
+            poll();
+            const ActionRow &row = lists.rows[i];
+            if (!is_unshard(row.op)) continue;
+            if (leading[row.other] < 0) {
+                leading[row.other] = i;
+                leader[row.other] = rank;
+                by_layer[row.other] = row.op == ActionOp::UNSHARD_LAYERS;
+            } else if (const ActionRow &other = lists.rows[leading[row.other]]; other.op != row.op) {
+                return Fault{FaultKind::TWO_WAYS, rank, row, other, leader[row.other]};
+            }
+        }
+    return std::nullopt;
+}
+
+// The nodes of a meeting run equally many forwards and backwards in one order: each gathers as often as the others.
+std::optional<Fault> check_meetings(const Lists &lists, const Meetings &meetings) {
+    Poll poll;
+    const StageArrays &stages = lists.graph.stages;
+    std::vector<std::vector<int64_t>> runs(lists.graph.nodes());  // rows of the first rank of its lane
+    for (int32_t rank = 0; rank < lists.ranks(); ++rank)
+        for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
+            poll();
+            if (!is_compute(lists.rows[i].op) || lists.meanings[i].place != 0) continue;
+            const int32_t node = lists.graph.job_node[lists.meanings[i].id];
+            if (meetings.of_node[node] >= 0) runs[node].push_back(i);
+        }
+    const auto rank_of = [&](int32_t node) { return *stages.lane_ranks.begin(stages.node_lane[node]); };
+    for (int32_t meeting = 0; meeting < meetings.nodes.size(); ++meeting) {
+        const int32_t *const nodes = meetings.nodes.begin(meeting);
+        for (int32_t i = 1; i < meetings.nodes.count(meeting); ++i) {
+            const std::vector<int64_t> &mine = runs[nodes[0]], &other = runs[nodes[i]];
+            poll(static_cast<int64_t>(mine.size()));
+            for (size_t at = 0; at < std::max(mine.size(), other.size()); ++at) {
+                if (at < mine.size() && at < other.size() && lists.rows[mine[at]].op == lists.rows[other[at]].op)
+                    continue;
+                const bool lacks = at >= other.size();
+                const ActionRow &row = lists.rows[lacks ? mine[at] : other[at]];
+                const bool both = at < mine.size() && at < other.size();
+                return Fault{FaultKind::MEETING_ORDER, rank_of(nodes[lacks ? 0 : i]), row,
+                             both ? lists.rows[mine[at]] : row, rank_of(nodes[lacks ? i : 0])};
+            }
+        }
+    }
+    return std::nullopt;
+}
+
 // Some order of all reductions and gathers holds on every rank: then each is begun by all its ranks before anybody has
-// to wait for it. Gathers are numbered behind reductions.
-std::optional<Fault> check_reduction_order(const Lists &lists) {
+// to wait for it. What meetings compute has its place in that order too, because it gathers and sums. Gathers are
+// numbered behind reductions, and what meetings do behind gathers.
+std::optional<Fault> check_reduction_order(const Lists &lists, const Meetings &meetings) {
     const Ragged &reducing = lists.graph.stages.reduction_ranks, &sharing = lists.graph.stages.shard_ranks;
     const auto reductions = static_cast<int32_t>(reducing.size());
-    const auto begin = [&](int32_t n) { return n < reductions ? reducing.begin(n) : sharing.begin(n - reductions); };
-    const auto end = [&](int32_t n) { return n < reductions ? reducing.end(n) : sharing.end(n - reductions); };
+    const auto once = reductions + static_cast<int32_t>(sharing.size());
+    const auto all = once + static_cast<int32_t>(meetings.ranks.size());
+    const auto begin = [&](int32_t n) {
+        return n < reductions ? reducing.begin(n)
+               : n < once     ? sharing.begin(n - reductions)
+                              : meetings.ranks.begin(n - once);
+    };
+    const auto end = [&](int32_t n) {
+        return n < reductions ? reducing.end(n) : n < once ? sharing.end(n - reductions) : meetings.ranks.end(n - once);
+    };
+    // What a meeting does is one number, again and again: its ranks do it equally often.
+    const auto number_of = [&](int64_t i) {
+        const ActionRow &row = lists.rows[i];
+        if (row.op == ActionOp::REDUCE_GRAD) return row.other;
+        if (is_unshard(row.op)) return reductions + row.other;
+        const int32_t meeting = is_compute(row.op) ? meetings.of_node[lists.graph.job_node[lists.meanings[i].id]] : -1;
+        return meeting < 0 ? -1 : once + meeting;
+    };
     std::vector<std::vector<int64_t>> queues(lists.ranks());
     for (int32_t rank = 0; rank < lists.ranks(); ++rank)
         for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i)
-            if (lists.rows[i].op == ActionOp::REDUCE_GRAD || lists.rows[i].op == ActionOp::UNSHARD)
-                queues[rank].push_back(i);
-    const auto number_of = [&](int64_t i) {
-        return lists.rows[i].other + (lists.rows[i].op == ActionOp::UNSHARD ? reductions : 0);
-    };
+            if (number_of(i) >= 0) queues[rank].push_back(i);
     std::vector<size_t> at(lists.ranks(), 0);
-    std::vector<int32_t> arrived(reductions + sharing.size(), 0), todo;
+    std::vector<int32_t> arrived(all, 0), todo;
     const auto arrive = [&](int32_t rank) {
         if (at[rank] == queues[rank].size()) return;
         const int32_t number = number_of(queues[rank][at[rank]]);
@@ -140,6 +209,7 @@ std::optional<Fault> check_reduction_order(const Lists &lists) {
         const int32_t number = todo.back();
         todo.pop_back();
         poll(end(number) - begin(number));
+        arrived[number] = 0;
         for (const int32_t *rank = begin(number); rank < end(number); ++rank) {
             ++at[*rank];
             arrive(*rank);
@@ -160,7 +230,8 @@ std::optional<Fault> check_reduction_order(const Lists &lists) {
 
 class Runner {
   public:
-    explicit Runner(const Lists &lists) : lists_(lists), graph_(lists.graph) {
+    Runner(const Lists &lists, const Meetings &meetings)
+        : lists_(lists), graph_(lists.graph), meetings_(meetings), met_(meetings.ranks.size(), 0) {
         wire_.assign(graph_.messages(), -1);
         got_first_.assign(graph_.messages(), -1);
         std::unordered_map<int64_t, int32_t> numbers;
@@ -229,7 +300,7 @@ class Runner {
             if (!receive(rank, row, meaning)) return false;
         } else if (row.op == ActionOp::SEND) {
             if (!send(rank, row, meaning)) return false;
-        } else if (row.op == ActionOp::UNSHARD) {
+        } else if (is_unshard(row.op)) {
             unshard(rank, row.other);
         } else if (row.op == ActionOp::RESHARD) {
             if (!whole(row.other)) return false;
@@ -285,6 +356,7 @@ class Runner {
     bool compute(int32_t rank, const ActionRow &row, const Meaning &meaning) {
         if (waiting_[rank]) return false;
         if (!has_what_it_needs(rank, row, meaning) || missing_shard(rank) >= 0) return false;
+        if (const int32_t meeting = meeting_of(rank); meeting >= 0) return meet(rank, meeting);
         const size_t slot = OPS * static_cast<size_t>(meaning.id) + static_cast<size_t>(row.op);
         const int32_t lane = graph_.lane(meaning.id);
         if (++arrived_[slot] < size(lane)) {
@@ -298,6 +370,24 @@ class Runner {
             ++at_[*other];
         }
         wake(lane, rank);
+        return true;
+    }
+
+    // The meeting of what the rank computes next; -1: none.
+    int32_t meeting_of(int32_t rank) const { return meetings_.of_node[graph_.job_node[lists_.meanings[at_[rank]].id]]; }
+
+    bool meet(int32_t rank, int32_t meeting) {
+        const Ragged &ranks = meetings_.ranks;
+        waiting_[rank] = 1;
+        if (++met_[meeting] < ranks.count(meeting)) return false;
+        met_[meeting] = 0;
+        for (const int32_t *other = ranks.begin(meeting); other < ranks.end(meeting); ++other) {
+            const auto op = static_cast<size_t>(lists_.rows[at_[*other]].op);
+            done_[OPS * static_cast<size_t>(lists_.meanings[at_[*other]].id) + op] = 1;
+            waiting_[*other] = 0;
+            ++at_[*other];
+            if (*other != rank) todo_.push_back(*other);
+        }
         return true;
     }
 
@@ -351,7 +441,7 @@ class Runner {
         if (const int32_t shard = missing_shard(rank); shard >= 0) {
             // In one order of all gathers: who has not started this one has it still before it.
             const auto starts = [&](int64_t i) {
-                return lists_.rows[i].op == ActionOp::UNSHARD && lists_.rows[i].other == shard;
+                return is_unshard(lists_.rows[i].op) && lists_.rows[i].other == shard;
             };
             const Ragged &sharing = graph_.stages.shard_ranks;
             return *std::find_if(sharing.begin(shard), sharing.end(shard), [&](int32_t other) {
@@ -359,6 +449,11 @@ class Runner {
                     if (starts(i)) return true;
                 return false;
             });
+        }
+        if (const int32_t meeting = meeting_of(rank); meeting >= 0) {
+            const Ragged &meeting_ranks = meetings_.ranks;
+            return *std::find_if(meeting_ranks.begin(meeting), meeting_ranks.end(meeting),
+                                 [&](int32_t other) { return !waiting_[other] || meeting_of(other) != meeting; });
         }
         // All ranks of a lane meet its actions in one order: who waits elsewhere has not come to this one.
         const Ragged &ranks = graph_.stages.lane_ranks;
@@ -370,6 +465,8 @@ class Runner {
 
     const Lists &lists_;
     const StepGraph &graph_;
+    const Meetings &meetings_;
+    std::vector<int32_t> met_;  // meeting -> ranks that wait there
     Poll poll_;
     std::vector<Wire> wires_;
     std::vector<int32_t> wire_;       // message -> wire
@@ -431,8 +528,13 @@ CheckResult check_lists(const StepGraph &graph, const std::vector<ActionRow> &ro
     if (!result.fault) result.fault = check_lanes(lists);
     if (!result.fault) result.fault = check_sums(lists);
     if (!result.fault) result.fault = check_shards(lists);
-    if (!result.fault) result.fault = check_reduction_order(lists);
-    if (!result.fault) result.fault = Runner(lists).run();
+    std::vector<char> by_layer;
+    if (!result.fault) result.fault = check_ways(lists, by_layer);
+    if (result.fault) return result;
+    const Meetings meetings(graph, by_layer);
+    result.fault = check_meetings(lists, meetings);
+    if (!result.fault) result.fault = check_reduction_order(lists, meetings);
+    if (!result.fault) result.fault = Runner(lists, meetings).run();
     if (!result.fault) find_peaks(lists, activation_bytes, memory_limit, result);
     return result;
 }

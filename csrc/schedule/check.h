@@ -4,7 +4,8 @@
 // replays the lists the way the executor runs them: a compute action waits for all ranks of its lane; sends never
 // block; a receive takes the oldest message from its peer lane, and waits until all of its ranks have sent it; a
 // REDUCE_GRAD starts a sum and goes on; an UNSHARD starts a gather and goes on, and what computes with its weights, or
-// gives them up, waits until all of its ranks have started it.
+// gives them up, waits until all of its ranks have started it. Where weights are gathered layer by layer, a compute
+// action waits for all ranks of the lanes that share them: see Meetings.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,8 @@ enum class FaultKind {
     AFTER_REDUCTION,  // `row` adds to what `other` has summed
     AFTER_TIED,       // `row` after `other`, which is of a tied weight
     REDUCTION_ORDER,  // `row` before `other`: no order of all reductions and gathers holds on every rank
+    TWO_WAYS,         // `row` where rank `other_rank` has `other`, which gathers the same weights in another way
+    MEETING_ORDER,    // rank `other_rank`, which gathers with it layer by layer, has not `row` there but `other`
     MESSAGE_ORDER,    // `row` receives what is not the oldest message, `other`
     SEND_FORWARD,     // `row` before the forward that makes it
     SEND_BACKWARD,    // `row` before the backward `other` that makes it

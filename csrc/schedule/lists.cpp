@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "common/interrupt.h"
+#include "schedule/check.h"
 
 namespace interlace {
 
@@ -90,9 +91,27 @@ std::vector<int32_t> order_reductions(const StepGraph &graph, const std::vector<
     return order;
 }
 
-}  // namespace
+// Of each shard, whether all its nodes run equally many forwards and backwards, in one order.
+std::vector<char> alike(const StepGraph &graph, const std::vector<Step> &order) {
+    Poll poll;
+    const StageArrays &stages = graph.stages;
+    std::vector<std::vector<char>> runs(graph.nodes());
+    for (const Step step : order) {
+        poll();
+        runs[graph.job_node[job_of(step)]].push_back(is_backward(step));
+    }
+    std::vector<char> found(stages.shard_by_layer);
+    for (int32_t shard = 0; shard < stages.shard_members.size(); ++shard) {
+        const int32_t *const nodes = stages.shard_members.begin(shard);
+        for (int32_t i = 0; found[shard] && i < stages.shard_members.count(shard); ++i)
+            found[shard] = runs[nodes[i]] == runs[nodes[0]];
+    }
+    return found;
+}
 
-RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad) {
+// by_layer: which shards are gathered layer by layer.
+RankLists lists_of(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad,
+                   const std::vector<char> &by_layer) {
     Poll poll;
     const StageArrays &stages = graph.stages;
     Writer writer(graph);
@@ -133,7 +152,8 @@ RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, boo
                      op == ActionOp::RESHARD && node < stages.shard_members.end(shard); ++node)
                     if (const auto at = place_in(*node, rank); at >= 0 && !over[*node].empty())
                         after = std::max(after, over[*node][at]);
-                shards[rank].push_back({after, graph.shard_row(op, shard, i)});
+                const bool layers = op == ActionOp::UNSHARD && by_layer[shard];
+                shards[rank].push_back({after, graph.shard_row(layers ? ActionOp::UNSHARD_LAYERS : op, shard, i)});
             }
         }
     if (reduce_grad) {
@@ -170,6 +190,17 @@ RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, boo
         made.first.push_back(static_cast<int64_t>(made.rows.size()));
     }
     return made;
+}
+
+}  // namespace
+
+RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad) {
+    const std::vector<char> by_layer = alike(graph, order), none(by_layer.size(), 0);
+    if (by_layer != none) {
+        RankLists made = lists_of(graph, order, reduce_grad, by_layer);
+        if (!check_lists(graph, made.rows, made.first, reduce_grad, {}, {}).fault) return made;
+    }
+    return lists_of(graph, order, reduce_grad, none);
 }
 
 }  // namespace interlace

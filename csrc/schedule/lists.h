@@ -27,6 +27,11 @@ struct RankLists {
 // UNSHARD starts a gather of weights that is awaited by the first forward that uses them. All stand before everything
 // else, in the order of the shards: the gathers travel while modules that come first compute. RESHARD follows the
 // rank's last use of them, or the UNSHARDs where it has none.
+//
+// UNSHARD_LAYERS stands in its place where the weights can be gathered layer by layer: where all nodes of a shard run
+// equally many forwards and backwards in one order, and the checker finds nothing against lists whose ranks wait for
+// each other there. That it asks: no order of the steps by virtual time says it of all layouts. Otherwise no shard of
+// the step is gathered so, which is always right.
 RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad);
 
 }  // namespace interlace

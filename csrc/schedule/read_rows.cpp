@@ -48,7 +48,7 @@ class Reader {
         if (is_compute(row.op)) return compute(rank, row);
         if (row.op == ActionOp::SEND || row.op == ActionOp::RECV) return message(rank, row);
         if (row.op == ActionOp::REDUCE_GRAD) return reduction(rank, row);
-        if (row.op == ActionOp::UNSHARD || row.op == ActionOp::RESHARD) return shard(rank, row);
+        if (is_unshard(row.op) || row.op == ActionOp::RESHARD) return shard(rank, row);
         return NONE;
     }
 
@@ -61,7 +61,7 @@ class Reader {
             seen = &sent_[send_first_[found.id] + found.place];
         else if (row.op == ActionOp::RECV)
             seen = &received_[receive_first_[found.id] + found.place];
-        else if (row.op == ActionOp::UNSHARD)
+        else if (is_unshard(row.op))
             seen = &unsharded_[found.id];
         else if (row.op == ActionOp::RESHARD)
             seen = &resharded_[found.id];
@@ -151,6 +151,7 @@ class Reader {
     Meaning shard(int32_t rank, const ActionRow &row) const {
         if (row.other < 0 || row.other >= graph_.stages.shard_ranks.size() || !active_shards_[row.other]) return NONE;
         if (row.op == ActionOp::RESHARD && !graph_.stages.shard_full[row.other]) return NONE;
+        if (row.op == ActionOp::UNSHARD_LAYERS && !graph_.stages.shard_by_layer[row.other]) return NONE;
         const int32_t i = graph_.shard_place(row.other, rank);
         return i >= 0 && same(row, graph_.shard_row(row.op, row.other, i)) ? Meaning{i, 0} : NONE;
     }
@@ -199,6 +200,11 @@ std::optional<Fault> read_rows(const StepGraph &graph, const std::vector<ActionR
                 Fault fault{FaultKind::TIMES, rank, rows[i]};
                 fault.count = std::count_if(rows.begin() + first[rank], rows.begin() + first[rank + 1],
                                             [&](const ActionRow &row) { return same(row, rows[i]); });
+                if (fault.count == 1) {  // the other one stands before it: a gather is of one kind
+                    ActionRow other = rows[i];
+                    other.op = other.op == ActionOp::UNSHARD ? ActionOp::UNSHARD_LAYERS : ActionOp::UNSHARD;
+                    return Fault{FaultKind::TWO_WAYS, rank, rows[i], other, rank};
+                }
                 return fault;
             }
             meanings.push_back(found);

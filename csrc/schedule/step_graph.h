@@ -18,11 +18,13 @@ enum class ActionOp : int32_t {
     RECV,
     DISPATCH,
     UNSHARD,
+    UNSHARD_LAYERS,
     RESHARD,
     REDUCE_GRAD,
     OPTIMIZER_STEP,
     COUNT
 };
+inline bool is_unshard(ActionOp op) { return op == ActionOp::UNSHARD || op == ActionOp::UNSHARD_LAYERS; }
 inline bool is_compute(ActionOp op) { return op <= ActionOp::BACKWARD_WEIGHT; }
 
 constexpr int64_t ACTION_COLUMNS = 7;
@@ -57,6 +59,8 @@ struct StageArrays {
     Ragged shard_ranks;
     std::vector<int32_t> shard_node;  // beside shard_ranks.items
     std::vector<char> shard_full;
+    // Whether it may be gathered layer by layer: each of its ranks has all of its layers, and only them, in one stage.
+    std::vector<char> shard_by_layer;
     Ragged shard_members;
     int32_t ranks, modules;
 };

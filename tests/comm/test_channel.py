@@ -96,6 +96,18 @@ def padded(numbers: list[int]) -> torch.Tensor:
     return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))])
 
 
+def connected_twice(rank: int) -> str:
+    here = channel()
+    assert list(here.connect([(0, 1)])) == ([(0, 1)] if rank < 2 else [])
+    return told(lambda: here.connect([(0, 1)]))
+
+
+def test_lanes_are_connected_once(pool: Any) -> None:
+    """A second time the rank outside the lane would wait for a group that those inside do not make."""
+    said = pool.returned(3, connected_twice)
+    assert said == [f"rank {rank}: the lanes are connected already: name all of them in one call" for rank in range(3)]
+
+
 # ---------------------------------------------------------------------- what is no header, no message, no gradient
 
 

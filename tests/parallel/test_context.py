@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.attention import AttentionPlan, bitfield_attention
+from interlace.balance import rows_per_rank
+from interlace.balance.tokens import BLOCK, PER_RANK
 from interlace.comm import Transport, run_local
 from interlace.masks import BitfieldMask, Segment
-from interlace.parallel.context import BLOCK, ORDERS, PER_RANK, Context, deal
+from interlace.parallel.context import ORDERS, Context, deal
 from interlace.parallel.mappings import Ranks
 
 
@@ -28,6 +30,7 @@ def test_every_token_is_one_rank_s_whatever_the_length(lengths: list[int], ranks
     assert found == list(range(shards.padded_length)) and shards.padded_length >= mask.length
     again = deal(mask, ranks, order, AttentionPlan.build(mask))  # a plan of other blocks changes nothing
     assert (shards.order == again.order).all()
+    assert shards.tokens_per_rank == rows_per_rank(mask.length, ranks)
     assert shards.block <= BLOCK and (shards.block == 1 or shards.block * ranks * PER_RANK <= mask.length)
     if order == "ring":
         assert (shards.order == range(shards.padded_length)).all()

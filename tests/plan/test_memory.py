@@ -47,7 +47,6 @@ class Case:
     items: dict[str, tuple[int, ...]] = field(default_factory=dict)
     samples: int = 8
     microbatches: int = 4
-    off: float = 0.1  # of activations
 
     def model(self, device: str) -> MultimodalModel:
         with torch.device(device):
@@ -93,8 +92,12 @@ CASES = {
     "sharded": Case({LLM: ParallelSpec(dp=2, shard="full")}, samples=4, microbatches=1),
     "optimizer sharded": Case({"vision": ParallelSpec(dp=2, shard="optimizer"), LLM: ParallelSpec(tp=2)}),
     "whole rows": Case({"vision": ParallelSpec(tp=2), LLM: ParallelSpec(pp=2)}, sequence_parallel=False),
-    "recomputed rows": Case({LLM: ParallelSpec(tp=2, pp=3)}, checkpointing="full", off=0.2),
+    "recomputed rows": Case({LLM: ParallelSpec(tp=2, pp=3)}, checkpointing="full"),
     "selective": Case({LLM: ParallelSpec(tp=2)}, checkpointing="selective"),
+    "tokens dealt": Case({"vision": ParallelSpec(cp=2), LLM: ParallelSpec(cp=2)}),
+    "tokens dealt, checkpointing": Case(
+        {"vision": ParallelSpec(tp=2, cp=2), LLM: ParallelSpec(cp=2)}, checkpointing="full", microbatches=2
+    ),
     "autocast": Case({"vision": ParallelSpec(pp=2), LLM: ParallelSpec(pp=2)}, autocast=torch.bfloat16),
 }
 
@@ -241,12 +244,13 @@ SLOW = (
     "selective",
     "whole rows",
     "recomputed rows",
+    "tokens dealt, checkpointing",
 )
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
-    """State to the byte, activations within 10 %, or 20 % in stages of one recomputed layer whose rows are cut."""
+    """State to the byte, activations within 10 %."""
     estimate = estimated(name)
     outcomes = pool.run(len(estimate), train, name)
     assert (raised := [o.value for o in outcomes if o.kind == "raised"]) == [], "\n".join(raised)
@@ -261,7 +265,7 @@ def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
         else:
             assert real.after == found.weights, where
         assert found.in_flight == real.in_flight, where
-        assert found.activations == pytest.approx(real.activations, rel=CASES[name].off), where
+        assert found.activations == pytest.approx(real.activations, rel=0.1), where
 
 
 # ---------------------------------------------------------------------- without processes
@@ -367,7 +371,7 @@ def test_context_parallel_ranks_have_their_rows_alone() -> None:
     activations = activations_of(mllm, cut)
     chunk, load = Chunk(LLM, 0, 0, np.zeros(1, np.int32)), Load(100, 20, 8)
     sizes = [activation_bytes(layout, activations, [chunk], {LLM: load})[LLM, 0, 0] for layout in (whole, cut)]
-    assert sizes[1] == activations[LLM].of_stage(0, 3, Load(50, 10, 4))
+    assert sizes[1] == activations[LLM].of_stage(0, 3, Load(56, 10, 4))  # 13 blocks of 8, and one to fill up
     assert sizes[0] / 2 < sizes[1] < 0.6 * sizes[0]
 
 

@@ -1,19 +1,22 @@
 """What the lists of a schedule must be, written from the definitions alone.
 
 The oracle makes of the lists of a schedule one graph of events, the compute actions of all ranks of a lane joined into
-one, and asks whether it has a cycle. No queues, no replay, nothing of the package but its data.
+one, those of lanes that gather weights layer by layer too, and asks whether it has a cycle. No queues, no replay,
+nothing of the package but its data.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from interlace.layout import Reduction
 from interlace.schedule import Action, Op, Schedule, StageGraph, StepTable
 
+UNSHARDS = (Op.UNSHARD, Op.UNSHARD_LAYERS)
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 Job = tuple[int, int]
 """(node, chunk)"""
@@ -244,9 +247,16 @@ class Events:
     def __post_init__(self) -> None:
         schedule = self.schedule
         self.demand = Demand(schedule.graph, schedule.table, schedule.backward, schedule.reduce_grad)
-        self.lists = schedule.actions
+        kinds = {(a.other, a.op) for actions in schedule.actions for a in actions if a.op in UNSHARDS}
+        self.by_layer = {place for place, op in kinds if op is Op.UNSHARD_LAYERS}
+        if len({place for place, _ in kinds}) < len(kinds):
+            raise Unsound("two ways of gathering one shard")
+        self.lists = [
+            [replace(a, op=Op.UNSHARD) if a.op in UNSHARDS else a for a in actions] for actions in schedule.actions
+        ]
         self._complete()
         self._own_order()
+        self.joined = self._meetings()
         self._reductions()
         self.before = self._edges()
         self.order = self._sorted()
@@ -335,21 +345,59 @@ class Events:
             if d.graph.nodes[n].stage == action.stage and rank in d.ranks(d.lane(n))
         )
 
-    def _reductions(self) -> None:
-        together = (Op.REDUCE_GRAD, Op.UNSHARD)
-        queues = [[(a.op, a.other) for a in actions if a.op in together] for actions in self.lists]
-        left = set().union(*queues)
-        graph = self.schedule.graph
+    def _meetings(self) -> dict[object, object]:
+        """What a lane computes -> the one of it and of what others compute at that time that stands for all."""
+        d, graph = self.demand, self.schedule.graph
+        found: dict[object, object] = {}
 
-        def ranks(op: Op, place: int) -> tuple[int, ...]:
-            return (graph.reductions if op is Op.REDUCE_GRAD else graph.shards)[place].ranks
+        def first(event: object) -> object:
+            while found.setdefault(event, event) != event:
+                event = found[event]
+            return event
+
+        for place in self.by_layer:
+            shard, runs = graph.shards[place], []
+            for n, node in enumerate(graph.nodes):
+                if not any(place in d.uses(n, rank) for rank in d.ranks(node.lane)):
+                    continue
+                stage = graph.pipelines[node.pipeline].stages[node.stage]
+                if not shard.full or (stage.start, stage.stop) != (shard.start, shard.stop):
+                    raise Unsound("weights of several stages, layer by layer")
+                own = [a for a in self.lists[d.ranks(node.lane)[0]] if a.op in COMPUTE and n in d.nodes_of(a.chunk)]
+                runs.append([("lane", node.lane, a) for a in own if a.stage == node.stage])
+            if len({tuple(a.op for *_, a in each) for each in runs}) > 1:
+                raise Unsound("ranks that gather layer by layer run differently")
+            for together in zip(*runs, strict=True):
+                for event in together:
+                    found[first(event)] = first(together[0])
+        return {event: first(event) for event in list(found)}
+
+    def _reductions(self) -> None:
+        graph, together = self.schedule.graph, (Op.REDUCE_GRAD, Op.UNSHARD)
+        queues: list[list[object]] = [
+            [
+                (a.op, a.other) if a.op in together else self.joined[event]
+                for a in actions
+                if a.op in together or (a.op in COMPUTE and (event := ("lane", self._lane(rank, a), a)) in self.joined)
+            ]
+            for rank, actions in enumerate(self.lists)
+        ]
+        left = set().union(*queues)
+        meeting: dict[object, set[int]] = {}
+        for event, one in self.joined.items():
+            meeting.setdefault(one, set()).update(self.demand.ranks(event[1]))  # type: ignore[index]
+
+        def ranks(each: Any) -> Iterable[int]:
+            if each in meeting:
+                return meeting[each]
+            return (graph.reductions if each[0] is Op.REDUCE_GRAD else graph.shards)[each[1]].ranks
 
         while left:
-            free = [each for each in left if all(queues[r][0] == each for r in ranks(*each))]
+            free = [each for each in left if all(queues[r][0] == each for r in ranks(each))]
             if not free:
                 raise Unsound("no common order of reductions and gathers")
             left.remove(free[0])
-            for rank in ranks(*free[0]):
+            for rank in ranks(free[0]):
                 queues[rank].pop(0)
 
     def _edges(self) -> dict[object, set[object]]:
@@ -372,6 +420,7 @@ class Events:
                 event: object = (rank, i)
                 if a.op in COMPUTE:
                     event = ("lane", self._lane(rank, a), a)
+                    event = self.joined.get(event, event)
                 self.name[rank, i] = event
                 before.setdefault(event, set())
                 if i:

@@ -114,6 +114,10 @@ def test_arrays_say_what_the_graph_says() -> None:
                 assert node == min(n for n in members if rank in lanes[graph.nodes[n].lane].ranks)
             assert list(a.shard_member[a.shard_member_first[i] : a.shard_member_first[i + 1]]) == members
             assert bool(a.shard_full[i]) == shard.full
+            nodes = [graph.nodes[n] for n in members]
+            stages = [graph.pipelines[node.pipeline].stages[node.stage] for node in nodes]
+            whole = all((stage.start, stage.stop) == (shard.start, shard.stop) for stage in stages)
+            assert bool(a.shard_by_layer[i]) == (shard.full and whole)
 
 
 def test_jobs_and_backwards_equal_the_definitions() -> None:
@@ -132,7 +136,7 @@ def test_compiled_code_refuses_arrays_that_do_not_fit() -> None:
     a, chunks, links = graph.arrays, np.array([0, 1], np.int32), np.array([[0, 1]], np.int32)
     _core.schedule_jobs(a, chunks, links, True)
     for fields, says in (
-        (a[:-1], "22 arrays"),
+        (a[:-1], "23 arrays"),
         (a._replace(node_lane=np.array([0, 1, 9], np.int32)), "node_lane names a lane that is none"),
         (a._replace(node_stage=np.array([0, 1, 0], np.int32)), "node 1 is out of order"),
         (a._replace(pipeline_first=np.array([0, 2, 1], np.int32)), "pipeline_first must rise"),

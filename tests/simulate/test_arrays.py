@@ -111,7 +111,9 @@ def test_ranks_of_a_lane_may_differ_in_cost_and_the_slowest_counts():
 
 def test_the_codes_are_the_order_of_op():
     """csrc/schedule/step_graph.h counts on it."""
-    assert [op.value for op in OPS] == "F B I W SEND RECV DISPATCH UNSHARD RESHARD REDUCE_GRAD OPTIMIZER_STEP".split()
+    assert [
+        op.value for op in OPS
+    ] == "F B I W SEND RECV DISPATCH UNSHARD UNSHARD_LAYERS RESHARD REDUCE_GRAD OPTIMIZER_STEP".split()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def changed(array: np.ndarray, place, value) -> np.ndarray:
         ("node_lane", 0, 2, r"node_lane\[0\] is 2"),
         ("lane_rank", 2, 3, r"lane_rank\[2\] is 3"),
         ("lane_first", 1, 0, "lane 0 has no rank"),
-        ("rows", (0, 0), 11, r"rows\[0\], of rank 0, has op 11"),
+        ("rows", (0, 0), 12, r"rows\[0\], of rank 0, has op 12"),
         ("rows", (0, 1), 1, r"rows\[0\], of rank 0, names chunk 0, which is of another module"),
         ("rows", (0, 2), 1, r"rows\[0\], of rank 0, names stage 1, which is none"),
         ("rows", (2, 3), -1, r"rows\[2\], of rank 1, names chunk -1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from interlace.data import ByteTokenizer, find_stamps, load_dataset
-from interlace.layout import Layout
+from interlace.layout import Layout, ParallelSpec
 from interlace.train import config as configs
 from interlace.train import feed
 from interlace.train.build import architecture, build, build_layout, materialize
@@ -101,8 +102,6 @@ def test_an_old_library_is_refused_by_name(monkeypatch) -> None:
         ("model.language_model.config.num_attention_heads=3", r"\[model.language_model.config\] llama: .*"),
         ("model.language_model.config.vocab_size=100", r"less than the tokenizer's 264; the placeholders of vision"),
         ("parallel.vision.pp=3", r"tiny.toml: \[parallel\]: .*3 stages but only 2 layers"),
-        ("parallel.vision.shard='some'", r"tiny.toml: \[parallel.vision\]: .*unknown shard 'some'"),
-        ("parallel.language_model.shard_ranks=2", r"tiny.toml: \[parallel.language_model\]: .*shard_ranks = None"),
     ],
 )
 def test_refusals_name_the_key(override: str, message: str) -> None:
@@ -112,6 +111,34 @@ def test_refusals_name_the_key(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config = _config(*overrides)
         build_layout(config, build(config, ByteTokenizer(), source="tiny.toml"), source="tiny.toml")
+
+
+@pytest.mark.parametrize("placement", ["parallel", "colocated", "replicated", "shared"])
+def test_shards_that_do_not_divide_are_known_from_the_config_alone(placement: str) -> None:
+    """As the layout itself finds them: of every number of ranks."""
+    model = _build()
+    seen = set()
+    for cp, dp, pp, ranks, size in itertools.product((1, 2), (1, 2, 3), (1, 2), (None, 1), (2, 3, 4, 6)):
+        encoder = {"pp": 1 if placement == "replicated" else pp, "cp": cp, "dp": dp, "shard": "full"}
+        language = {"pp": pp, "cp": cp, "dp": dp, "shard": "optimizer", "shard_ranks": size}
+        specs = {"vision": {**encoder, "shard_ranks": size}, "audio": encoder, "language_model": language}
+        text = ",".join(f"{name}={{{','.join(f'{k}={v!r}' for k, v in spec.items())}}}" for name, spec in specs.items())
+        more = "" if ranks is None else f",ranks={ranks}"
+        try:
+            _config(f"parallel={{placement='{placement}',{text}{more}}}")
+            said = ""
+        except ConfigError as error:
+            said = str(error)
+        if said and "hold the same weights" not in said:
+            continue  # a placement that there is none of
+        made = {name: ParallelSpec(**spec) for name, spec in specs.items()}
+        try:
+            Layout.from_specs(model, made, placement=placement, ranks=ranks)
+            assert not said, said
+        except ValueError as error:
+            assert said and "hold the same weights" in str(error), error
+        seen.add(bool(said))
+    assert seen == {True, False}
 
 
 def test_identities_tell_architectures_apart_and_nothing_else() -> None:

@@ -97,6 +97,13 @@ def test_defaults_and_overrides() -> None:
             "parallel={ranks=1, language_model={tp=2}}",
             r"needs tp = cp = 1 for all modules, not tp \* cp = .*'language_model': 2.*remove parallel.ranks",
         ),
+        ("parallel.vision.shard='ful'", r"parallel.vision.shard should be .*, not the string 'ful'; .*mean 'full'\?"),
+        ("parallel.language_model.shard_ranks=2", r"\[parallel.language_model\]: shard_ranks = 2 .*leave shard_ranks"),
+        ("parallel.vision={shard='full', dp=2, shard_ranks=1}", r"parallel.vision\]: shard_ranks = 1 .*2 ranks or"),
+        (
+            "parallel.vision={shard='full', dp=4, shard_ranks=3}",
+            "parallel.vision.shard_ranks = 3, but 4 ranks hold the same weights of vision: give a number that divides",
+        ),
         ("run=3", "run must be a section"),
         ("train.steps.more=2", "train.steps is a value, not a section"),
         ("train", "write it as section.key=value"),
@@ -106,6 +113,13 @@ def test_defaults_and_overrides() -> None:
 def test_refusals(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _load(override)
+
+
+def test_state_is_not_moved_to_the_host_where_it_is() -> None:
+    """Which "auto" comes to is known on the machine alone."""
+    assert _load("train.offload_optimizer=true").run.device == "auto"
+    with pytest.raises(ConfigError, match=r"offload_optimizer = true moves .* with run.device = 'cpu' .*leave the key"):
+        _load("train.offload_optimizer=true", "run.device=cpu")
 
 
 def test_errors_name_the_file_the_section_and_the_meaning() -> None:

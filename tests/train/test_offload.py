@@ -207,10 +207,11 @@ def test_the_trainers_optimizer_saves_and_goes_on_with_either(tmp_path: Path) ->
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-def test_ranks_on_the_cpu_are_refused() -> None:
+def test_ranks_on_the_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_device("cuda")
     with pytest.raises(ConfigError, match=r"tiny.toml: .*ranks compute on the CPU, where it is in host memory already"):
         check_device("cpu", source="tiny.toml")
-    config = _config("train.offload_optimizer=true", "run.device=cpu", "parallel.ranks=1")
+    config = _config("train.offload_optimizer=true", "parallel.ranks=1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # "auto" is the CPU then
     with pytest.raises(ConfigError, match=r"here: train.offload_optimizer = true moves .* leave the key out"):
         rank.run(config, source="here")

@@ -16,7 +16,7 @@ import pytest
 from interlace.train import rank, report
 from interlace.train.config import ConfigError, from_table
 from interlace.train.launch import launcher
-from interlace.train.metrics import HELD_OUT, LOSS
+from interlace.train.metrics import HELD_OUT, LOSS, free_memory
 from interlace.train.schema import Config, Parallel
 from tests.train.one_process import ToyModel, toy_config, toy_feed
 
@@ -55,6 +55,28 @@ def test_a_page_that_fails_is_one_line(
     said = capfd.readouterr().err
     assert "the closing report lacks the answers to held-out samples: [Errno 28] No space left" in said
     assert len(said.strip().splitlines()) == 1
+
+
+def test_a_model_that_has_no_room_is_not_loaded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks had pieces of it; the system would end the one process that wants it all."""
+    loaded: list[str] = []
+    monkeypatch.setattr(rank, "load_whole", lambda *_: loaded.append("whole"))
+    size = sum(parameter.nbytes for parameter in ToyModel().parameters())
+    for free, found in ((int(size / rank.MOST_OF_FREE) - 8, []), (2 * size, ["whole"]), (None, ["whole"] * 2)):
+        monkeypatch.setattr(rank, "free_memory", lambda free=free: free)
+        assert _close(tmp_path, "log.samples=4")["train_loss"] == 1.5
+        assert loaded == found
+        if not found:
+            said = capfd.readouterr().err
+            assert "lacks the answers to held-out samples: the whole model has 0.0 GiB of weights" in said
+            assert "interlace generate answers where there is more" in said and len(said.splitlines()) == 1
+
+
+def test_memory_that_is_free_is_told() -> None:
+    free = free_memory()
+    assert free is None or 2**20 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _refused(tmp_path: Path) -> Config:

@@ -1,7 +1,7 @@
 """Who computes what: items with weights (token blocks, samples, microbatches) dealt to bins (ranks).
 
 - assignment  weighted items to bins: `assign` by nine methods, `assign_exact`, `lower_bound`
-- tokens      token blocks to context-parallel ranks: `distribute_tokens` -> `TokenShards`
+- tokens      token blocks to context-parallel ranks: `distribute_tokens` -> `TokenShards`; `block_for`, `rows_per_rank`
 - rearrange   samples to data-parallel ranks after they were drawn: `post_balance`, `nodewise_placement`, `compose`,
               `all_to_all_plan`
 - microbatches  samples to microbatches by encoder and LLM cost at once: `assign_microbatches`, `assign_replicas`
@@ -29,7 +29,7 @@ from interlace.balance.rearrange import (
     rearrangement_volume,
 )
 from interlace.balance.reorder import MicrobatchOrder, SampleOrder, reorder_microbatches, reorder_samples
-from interlace.balance.tokens import TokenShards, distribute_tokens
+from interlace.balance.tokens import TokenShards, block_for, distribute_tokens, rows_per_rank
 
 __all__ = [
     "METHODS",
@@ -38,6 +38,8 @@ __all__ = [
     "ExactAssignment",
     "lower_bound",
     "distribute_tokens",
+    "block_for",
+    "rows_per_rank",
     "TokenShards",
     "post_balance",
     "rearrangement_volume",

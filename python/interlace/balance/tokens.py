@@ -18,6 +18,25 @@ from numpy.typing import ArrayLike, NDArray
 from interlace import _core
 from interlace.balance.assignment import METHODS, as_numpy, assign, lower_bound
 
+BLOCK = 128
+"""Tokens that are dealt together, at most: the block of the attention kernels."""
+PER_RANK = 4
+"""Blocks that a rank has at least, as long as blocks may get smaller: with few there is nothing to balance."""
+
+
+def block_for(length: int, ranks: int) -> int:
+    """Tokens of a block where a sequence of `length` tokens is dealt to so many ranks."""
+    block = BLOCK
+    while block > 1 and block * ranks * PER_RANK > length:
+        block //= 2
+    return block
+
+
+def rows_per_rank(length: int, ranks: int) -> int:
+    """Rows that each of the ranks has then: `TokenShards.tokens_per_rank`, with the padding that fills blocks up."""
+    block = block_for(length, ranks)
+    return -(-length // (block * ranks)) * block
+
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:

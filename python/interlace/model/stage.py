@@ -46,6 +46,17 @@ class StageModule(nn.Module):
         """Whether the logits of its language model are what the head gives, as its `postprocess` is given them."""
         return self._settings.ends_with_head
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Its own layers, [start, stop) of the module's."""
+        if self.is_encoder:
+            encoder = self.encoders[self.name]
+            assert isinstance(encoder, ModalityModule)
+            return list(encoder.layers)[self.start : self.stop]
+        layers = self.language_model.get_submodule(self._settings.layer_path)
+        assert isinstance(layers, nn.ModuleList)
+        return list(layers)[self.start : self.stop]
+
     def train(self, mode: bool = True) -> StageModule:
         """Switch to training or evaluation; frozen modules stay in evaluation."""
         super().train(mode)
@@ -93,10 +104,9 @@ class StageModule(nn.Module):
     def _run_language(
         self, inputs: dict[str, Any], hidden: Tensor | None, wanted: Tensor | None, head: nn.Module | None = None
     ) -> Any:
-        layers = self.language_model.get_submodule(self._settings.layer_path)
-        assert isinstance(layers, nn.ModuleList)
-        first_layer = layers[self.start]
-        return run_language(self.language_model, self._settings, first_layer, inputs, hidden, wanted=wanted, head=head)
+        return run_language(
+            self.language_model, self._settings, self.layers[0], inputs, hidden, wanted=wanted, head=head
+        )
 
     def _check(self, hidden: Tensor | None) -> None:
         if self.is_first == (hidden is not None):

@@ -20,16 +20,12 @@ import torch
 from torch import Tensor
 
 from interlace.attention import AttentionPlan
-from interlace.balance import TokenShards, distribute_tokens
+from interlace.balance import TokenShards, block_for, distribute_tokens
 from interlace.comm import ContextParallelPlan, context_parallel_attention, shard, unshard
 from interlace.masks import BitfieldMask
 from interlace.parallel.mappings import Ranks
 
 ORDERS = ("lpt", "zigzag", "ring")
-BLOCK = 128
-"""Tokens that are dealt together, at most: the block of the attention kernels."""
-PER_RANK = 4
-"""Blocks that a rank has at least, as long as blocks may get smaller: with few there is nothing to balance."""
 
 
 def deal(mask: BitfieldMask, ranks: int, order: str, plan: AttentionPlan | None = None) -> TokenShards:
@@ -37,9 +33,7 @@ def deal(mask: BitfieldMask, ranks: int, order: str, plan: AttentionPlan | None 
 
     order: of ORDERS. plan: of this mask, if there is one: of its blocks attention's work is read, where they fit.
     """
-    block = BLOCK
-    while block > 1 and block * ranks * PER_RANK > mask.length:
-        block //= 2
+    block = block_for(mask.length, ranks)
     if order != "lpt":
         work = torch.ones(mask.batch, -(-mask.length // block), dtype=torch.int32)
     else:

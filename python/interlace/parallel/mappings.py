@@ -133,9 +133,12 @@ def sum_of_products(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
     return _SumOfProducts.apply(*cast_operands(x, weight), ranks)  # type: ignore[no-any-return]
 
 
-def split(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """This rank's piece of a replicated x, cut along `dim`. Raises ValueError if it does not divide."""
-    if x.shape[dim] % ranks.world:
+def split(x: Tensor, ranks: Ranks, dim: int, *, fill: bool = False) -> Tensor:
+    """This rank's piece of a replicated x, cut along `dim`. Raises ValueError if it does not divide.
+
+    fill: or fill the last pieces up with copies of the last row, whose gradients are dropped: nothing may come of them.
+    """
+    if x.shape[dim] % ranks.world and not fill:
         what = f"a sequence of {x.shape[dim]} tokens" if dim == -2 else f"a dimension of {x.shape[dim]}"
         raise ValueError(
             f"{what} does not divide among {ranks.world} ranks: pad it to a multiple, or pass sequence_parallel=False"
@@ -208,12 +211,18 @@ class _SumOfProducts(torch.autograd.Function):
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
-        return ranks.piece(x, dim).contiguous()
+        ctx.ranks, ctx.dim, ctx.total = ranks, dim, x.shape[dim]
+        size = -(-ctx.total // ranks.world)
+        start = min(ranks.rank * size, ctx.total)
+        piece = x.narrow(dim, start, min(size, ctx.total - start))
+        if missing := size - piece.shape[dim]:
+            last = x.narrow(dim, ctx.total - 1, 1)
+            piece = torch.cat([piece, *[last] * missing], dim)
+        return piece.contiguous()  # where none is missing and x is contiguous, no memory of its own
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.ranks.gather(grads[0], ctx.dim), None, None
+        return ctx.ranks.gather(grads[0], ctx.dim).narrow(ctx.dim, 0, ctx.total), None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -42,7 +42,6 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -248,22 +247,20 @@ class SplitInput:
     """Forward pre-hook: keeps this rank's rows of the hidden state.
 
     length: as for `tensor_parallel`. Rows that do not divide are filled up with copies of the last one, which, unlike
-    zeros, is something that every norm is made for.
+    zeros, is something that every norm is made for; on the last ranks alone, as others then need no copy of theirs.
     """
 
     def __init__(self, ranks: Ranks, length: Callable[[], int] | None) -> None:
         self.ranks, self.length = ranks, length
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = whole = _hidden(module, args, kwargs)
+        given = _hidden(module, args, kwargs)
         if self.length is not None and (rows := given.shape[-2]) != (due := self.length()):
             raise ValueError(
                 f"{type(module).__name__} is given {rows} rows, where the sequence is said to have {due}: its rows "
                 "cannot be cut among ranks, pass sequence_parallel=False"
             )
-        if self.length is not None and (missing := -rows % self.ranks.world):
-            whole = torch.cat([given, given[..., -1:, :].expand(*given.shape[:-2], missing, given.shape[-1])], -2)
-        return _replaced(args, kwargs, given, split(whole, self.ranks, -2))
+        return _replaced(args, kwargs, given, split(given, self.ranks, -2, fill=self.length is not None))
 
 
 class GatherOutput:

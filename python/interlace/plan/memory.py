@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from interlace.balance import rows_per_rank
 from interlace.layout import Layout, ParallelSpec, Reduction, Shard, Stage
 
 MOMENTS = 2  # of AdamW, each of the weight's shape and dtype
@@ -54,19 +55,22 @@ class WeightSize:
 class Load(NamedTuple):
     """What passes through a chunk: rows in the layers of its module, rows with a target, rows of others' features.
 
-    Of all context-parallel ranks together.
+    Of all context-parallel ranks together; of one of them, `outside` is the rows that an encoder's rank has before and
+    after its layers, where these are more than inside.
     """
 
     rows: float
     targets: float = 0.0
     features: float = 0.0
+    outside: float = 0.0
 
 
 class Kept(NamedTuple):
     """Bytes that are alive from a chunk's forward to its backward, where a stage has one of `layers`.
 
     edge: also where a stage begins or ends before layer `edge` (-1: nowhere), since it keeps what it was given and what
-    it hands on. fixed: per chunk; per_row and per_target: for each row, and for each with a target.
+    it hands on. fixed: per chunk; per_row and per_target: for each row, and for each with a target. between: also where
+    a stage has layer `between` and the one before it (-1: nowhere). outside: for each row before and after the layers.
     """
 
     layers: tuple[int, ...]
@@ -74,6 +78,8 @@ class Kept(NamedTuple):
     fixed: float
     per_row: float
     per_target: float
+    between: int = -1
+    outside: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,10 @@ class Activations:
         ends, last = (start, stop), stop == len(self.backward)
         total = load.features * self.feature if start == 0 else 0.0
         for kept in self.kept:
-            if kept.edge in ends or any(start <= layer < stop for layer in kept.layers):
-                total += kept.fixed + kept.per_row * load.rows + kept.per_target * load.targets
+            inside = start < kept.between < stop or any(start <= layer < stop for layer in kept.layers)
+            if inside or kept.edge in ends:
+                rows = max(load.rows, load.outside) if kept.outside else load.rows
+                total += kept.fixed + kept.per_row * rows + kept.per_target * load.targets
         if last and self._in_parts(load):  # the logits' exponentials are not kept then, but their norm for each row
             total -= load.targets * 4 * (self.words - 1)
         return total
@@ -312,7 +320,10 @@ def _summed(own: Iterable[_Own], reduction: Reduction) -> list[_Own]:
 
 def _share(spec: ParallelSpec, load: Load) -> Load:
     """What a context-parallel rank has of a chunk."""
-    return load if spec.cp == 1 else Load(*(math.ceil(value / spec.cp) for value in load))
+    if spec.cp == 1:
+        return load
+    targets, features = (math.ceil(each / spec.cp) for each in (load.targets, load.features))
+    return Load(rows_per_rank(math.ceil(load.rows), spec.cp), targets, features, load.rows)
 
 
 def _share_of(layout: Layout, stage: Stage, loads: Mapping[str, Load]) -> Load:

@@ -2,7 +2,7 @@
 
 A plain loop: each action is done before the next begins. RECV blocks until the message is there, SEND, REDUCE_GRAD and
 UNSHARD start what travels by itself. Sums are awaited when the list ends, and those of tied weights made of them then;
-weights by the first forward that uses them. Several ranks of one process are a thread each.
+weights by the first forward that uses them, or layer by layer. Several ranks of one process are a thread each.
 
 A stage's forward starts from detached inputs and its backward ends at them; what crosses a stage boundary, to another
 rank or within one, is an activation and later its gradient. So any layout computes the same numbers.
@@ -36,6 +36,7 @@ from interlace.parallel.route import Routes, pairs, parts_of_regions, put, share
 from interlace.run.errors import PipelineError
 from interlace.run.gradients import Sum
 from interlace.run.lanes import Place
+from interlace.run.layers import LayerByLayer, Layers
 from interlace.run.sharding import Sharded, ShardedSum
 from interlace.schedule.actions import CODES, OPS, Op, action_of
 
@@ -45,9 +46,9 @@ Value = tuple[str, int, int]
 Message = tuple[str, int, int, int, int]
 """An activation, the chunk that reads it, and whether it is the gradient."""
 
-FORWARD, BACKWARD, SEND, RECV, REDUCE_GRAD, UNSHARD, RESHARD = (
-    CODES[op] for op in (Op.FORWARD, Op.BACKWARD, Op.SEND, Op.RECV, Op.REDUCE_GRAD, Op.UNSHARD, Op.RESHARD)
-)
+FORWARD, BACKWARD, SEND, RECV = (CODES[op] for op in (Op.FORWARD, Op.BACKWARD, Op.SEND, Op.RECV))
+REDUCE_GRAD, UNSHARD = CODES[Op.REDUCE_GRAD], CODES[Op.UNSHARD]
+UNSHARD_LAYERS, RESHARD = CODES[Op.UNSHARD_LAYERS], CODES[Op.RESHARD]
 
 
 @dataclass
@@ -76,7 +77,8 @@ class Step:
     inputs: (module, chunk, first stage) -> collated inputs. dealt: what of these a rank at some place is given. scale:
     multiplies the summed loss: 1 / valid targets of the whole batch. start: called once, before the first backward,
     message or sum, and before the first forward that several ranks do together. ends: chunk -> the module and the last
-    stage, whose output its rows are. mark: marks a moment of the work, of which `times` is made.
+    stage, whose output its rows are. mark: marks a moment of the work, of which `times` is made. drawing: begins to
+    watch for random numbers; drew: whether a forward drew any that several ranks do together, each from its own state.
     """
 
     routes: Routes
@@ -87,6 +89,8 @@ class Step:
     start: Callable[[], None] = lambda: None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     mark: Callable[[], Any] = time.monotonic
+    drawing: Callable[[], Callable[[], bool]] = lambda: lambda: False
+    drew: bool = False
     loss: Tensor | None = None  # float64, summed over the chunks of this rank; on its device
     times: list[tuple[Any, Any]] = field(default_factory=list)  # start, finish of each action, as marked
 
@@ -95,7 +99,8 @@ class Executor:
     """Runs lists on one rank.
 
     stages: those of this rank. lanes: the ranks of each lane, by number. reductions: of the graph. parameters: what of
-    this rank a reduction sums. sharded: by place in the graph's shards, what this rank keeps of each.
+    this rank a reduction sums. sharded: by place in the graph's shards, what this rank keeps of each; layers: of those
+    that may be gathered layer by layer, which these are.
     """
 
     def __init__(
@@ -108,8 +113,9 @@ class Executor:
         reductions: Sequence[Reduction],
         parameters: Callable[[Reduction], Sequence[nn.Parameter]],
         sharded: Mapping[int, Sharded],
+        layers: Mapping[int, Layers],
     ) -> None:
-        self.rank, self.stages, self.channel, self._sharded = rank, dict(stages), channel, sharded
+        self.rank, self.stages, self.channel, self._sharded, self._layers = rank, dict(stages), channel, sharded, layers
         self._modules, self._lanes, self._reductions, self._parameters = modules, lanes, reductions, parameters
         self._handlers: dict[int, Callable[..., None]] = {
             FORWARD: self._forward,
@@ -118,6 +124,7 @@ class Executor:
             RECV: self._receive,
             REDUCE_GRAD: self._reduce,
             UNSHARD: self._unshard,
+            UNSHARD_LAYERS: self._unshard_layers,
             RESHARD: self._reshard,
         }
 
@@ -182,6 +189,7 @@ class Executor:
         self._crossing: dict[int, set[Tag]] = {}  # rank -> what it sends here, where ranks are in several lanes
         self._saved: dict[Value, tuple[dict[Any, Tensor], Tensor]] = {}
         self._gathers: dict[int, Pending] = {}
+        self._by_layer: dict[Key, LayerByLayer] = {}  # of stages whose weights are gathered so
         self._sums: dict[int, Sum | ShardedSum] = {}
         self._tied: list[int] = []  # sums that begin when those are done
         self._uses: dict[Value, int] = defaultdict(int)
@@ -287,8 +295,11 @@ class Executor:
             if features:
                 inputs = {**inputs, "features": features}
                 received = dict(features)
-        with torch.set_grad_enabled(backward), step.autocast():
+        by_layer = self._by_layer.get((module, stage))
+        drawn = step.drawing() if runtime.place.lane.world > 1 else bool
+        with torch.set_grad_enabled(backward), step.autocast(), by_layer.forward() if by_layer else nullcontext():
             output = runtime.module(inputs, hidden)
+        step.drew |= drawn()
         if runtime.sink:
             if runtime.place.tp.rank == 0:  # the loss of this rank's tokens, which tensor-parallel ranks all have
                 loss = output.detach().double()
@@ -329,8 +340,9 @@ class Executor:
         runtime = self.stages[module, stage]
         gradient = torch.full_like(output, self._step.scale) if runtime.sink else self._gradient(value, output)
         # Without grad: everything trainable lies in encoders that this chunk does not use.
-        if output.requires_grad:
-            torch.autograd.backward(output, gradient)
+        with by_layer.backward() if (by_layer := self._by_layer.get((module, stage))) else nullcontext():
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
         for source, given in received.items():
             if not given.requires_grad:
                 continue
@@ -435,7 +447,11 @@ class Executor:
             self._sums[number] = self._sum(number)
 
     def _unshard(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
-        self._gathers[number] = self._sharded[number].start_gather(self.channel)
+        sharded = self._sharded[number]
+        self._gathers[number] = sharded.start_gather(self.channel, sharded.gathered, f"{sharded.name} weights")
+
+    def _unshard_layers(self, module: str, stage: int, _chunk: int, number: int, *_: int) -> None:
+        self._by_layer[module, stage] = LayerByLayer(self._layers[number], self.channel)
 
     def _reshard(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
         if number in self._gathers:  # this rank has no use of its own for them
@@ -448,7 +464,9 @@ class Executor:
         key += " tied" * (reduction.tied >= 0) + " in part" * reduction.in_part
         for sharded in self._sharded.values() if reduction.tied < 0 and not reduction.in_part else ():
             if (sharded.shard.module, sharded.shard.start) == (reduction.module, reduction.start):
-                return ShardedSum(sharded, self.channel, key)
+                by_layer = self._by_layer.get(min(sharded.stages))  # which has no other weights then
+                started = by_layer.sums() if by_layer else sharded.start_scatter(self.channel, sharded.summed, key)
+                return ShardedSum(sharded, self.channel, key, started)
         return Sum(self._parameters(reduction), reduction.ranks, self.channel, key)
 
     def _finish(self, step: Step, actions: Sequence[Sequence[int]]) -> None:

@@ -16,13 +16,15 @@ stay what they are (see `interlace.parallel.tensor`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from torch.nn.modules.dropout import _DropoutNd
+
 from interlace.attention.hf import current_plan
 from interlace.comm.transports import Transport
-from interlace.layout import Lane, Layout
+from interlace.layout import Lane, Layout, ParallelSpec
 from interlace.model.language import merge_tokens
 from interlace.model.rows import PACKED
 from interlace.model.stage import StageModule
@@ -74,8 +76,9 @@ def groups_of(layout: Layout) -> list[tuple[int, ...]]:
 def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
     """The graph of a layout with what the ranks of its lanes sum besides, and the modules whose rows are cut.
 
-    Raises ValueError for lanes that this version does not run, and for a module that its tp or cp cannot cut. Every
-    rank checks all modules: so all refuse what one of them could not hold, before any waits for another.
+    Raises ValueError for lanes that this version does not run, for a module that its tp or cp cannot cut, and for one
+    that, in training, drops at random there. Every rank checks all modules: so all refuse what one of them could not
+    hold, before any waits for another.
     """
     layout = graph.layout
     in_part: set[str] = set()
@@ -86,6 +89,11 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tupl
                 raise ValueError(f"{stage} is on ranks {lane}: name the ranks of a lane in ascending order")
     for name in layout.modules:
         tp, cp = layout.spec(name).tp, layout.spec(name).cp
+        if tp * cp > 1 and (rate := _draws(mllm, name)):
+            raise ValueError(
+                f"{name} has tp = {tp}, cp = {cp} and drops at random in training ({rate}), which its ranks would not "
+                f"do alike: set that to 0, freeze the part, or leave {name} at tp = cp = 1"
+            )
         if cp > 1 and (reason := _not_dealt(mllm, name)):
             raise ValueError(
                 f"{name} cannot be dealt among cp = {cp} ranks: {reason}. Leave {name} at cp = 1 and give it tp, pp or "
@@ -98,6 +106,8 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tupl
                 rows.add(name)
             if how.in_part:
                 in_part.add(name)
+            if any(shard.module == name for shard in layout.shard_groups()):
+                _check_shared_out(name, layout.spec(name), whole, how.in_part)
     return replace(graph, in_part=frozenset(in_part)), rows
 
 
@@ -127,6 +137,33 @@ def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_paral
         raise ValueError(
             f"{name} cannot be cut among tp = {tp} ranks: {error}. Or leave {name} at tp = 1 and give it pp or dp"
         ) from error
+
+
+def _draws(mllm: Any, name: str) -> str:
+    """What in module `name` draws random numbers as it is now, and its rate; empty if nothing is seen that does."""
+    whole = f"encoders.{name}" if name in mllm.encoders else name
+    for path, part in mllm.get_submodule(whole).named_modules(prefix=whole):
+        for key, value in vars(part).items() if part.training else ():
+            named = "drop" in key or "jitter" in key or (key == "p" and isinstance(part, _DropoutNd))
+            if named and isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+                return f"{path} has {key} = {value}"
+    return ""
+
+
+def _check_shared_out(name: str, spec: ParallelSpec, whole: StageModule, in_part: Collection[str]) -> None:
+    """Raises ValueError where a shard would leave large weights whole: of what ranks use in part, only norms are small.
+
+    Their gradients are summed over whole lanes, and so they are not shared out (see `interlace.run.ranks`).
+    """
+    held = dict(whole.named_parameters(remove_duplicate=False))
+    large = [key for key in sorted(in_part) if held[key].requires_grad and held[key].dim() > 1]
+    if large:
+        raise ValueError(
+            f"{name} has shard = {spec.shard!r}, but with sequence parallelism each of its tp = {spec.tp} ranks "
+            f"applies all experts to rows of its own, and their weights ({large[0]} and {len(large) - 1} more) would "
+            "stay whole on every rank: set sequence_parallel to false, or freeze the experts, or leave shard at 'none' "
+            "or tp at 1"
+        )
 
 
 def _not_dealt(mllm: Any, name: str) -> str:

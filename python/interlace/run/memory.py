@@ -1,7 +1,8 @@
 """Memory for weights of a model that was built on the meta device: for those that a process holds, and no others.
 
 What gets memory here has no values yet. It is made of NaN (of indices that do not exist, in buffers of integers), so
-that what is left out when weights are loaded is seen in the first step.
+that what is left out when weights are loaded is seen in the first step. A weight of which a rank keeps some rows only
+gets none for the others: as a whole it is one such element, seen at all places.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 
-def allocate(model: nn.Module, names: Collection[str], device: torch.device | str) -> bool:
+def allocate(model: nn.Module, names: Collection[str], device: torch.device | str, *, bare: bool = False) -> bool:
     """Replace the parameters `names` of `model` that are on meta by ones on `device`, under all their names.
 
-    Returns whether there were any.
+    bare: by ones of a single element, see `without_memory`. Returns whether there were any.
     """
+    make = without_memory if bare else without_values
     found, every = set(names), model.named_parameters(remove_duplicate=False)
     wanted = {id(parameter) for name, parameter in every if parameter.is_meta and name in found}
     if not wanted:
@@ -25,7 +27,7 @@ def allocate(model: nn.Module, names: Collection[str], device: torch.device | st
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in wanted:
-                pair = made.setdefault(id(parameter), (parameter, without_values(parameter, device)))
+                pair = made.setdefault(id(parameter), (parameter, make(parameter, device)))
                 module._parameters[key] = pair[1]
     return True
 
@@ -41,6 +43,17 @@ def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
 def without_values(parameter: nn.Parameter, device: torch.device | str) -> nn.Parameter:
     """A Parameter like `parameter` on `device`."""
     return nn.Parameter(_unknown(parameter.detach(), device), parameter.requires_grad)
+
+
+def without_memory(parameter: nn.Parameter, device: torch.device | str) -> nn.Parameter:
+    """A Parameter like `parameter` on `device` of which all elements are one in memory."""
+    one = torch.empty((), dtype=parameter.dtype, device="meta")
+    return nn.Parameter(_unknown(one, device).expand(parameter.shape), parameter.requires_grad)
+
+
+def is_bare(parameter: nn.Parameter) -> bool:
+    """Whether all elements of `parameter` are one in memory: nothing can be copied into it."""
+    return not parameter.is_meta and parameter.numel() > 1 and not any(parameter.stride())
 
 
 def _unknown(like: Tensor, device: torch.device | str) -> Tensor:

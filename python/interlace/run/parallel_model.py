@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class ParallelModel:
         self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
         self._last: Schedule | None = None
         self._times: dict[int, list[tuple[Any, Any]]] = {}
-        self._failed, self._drew_in_lane = "", False
+        self._failed = ""
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
         self.graph, rows = with_lanes(self.graph, mllm, sequence_parallel=sequence_parallel)
         self._views, self._pieces = Views(), Pieces()
@@ -203,6 +204,8 @@ class ParallelModel:
             with as_pipeline_errors():
                 return self._run_step(given, note, train)
         except Exception as error:
+            for rank in self._ranks.values():
+                rank.recover()
             if self.channel is not None and not isinstance(error, ValueError):
                 self._failed = str(error)
                 if lost := self.channel.leave(self._failed, wait_of(error)):
@@ -257,6 +260,7 @@ class ParallelModel:
                 start=compare,
                 autocast=lambda: autocast_to(device, self._autocast),
                 mark=clock(device),
+                drawing=partial(drawing, device),
             )
             for number in self.ranks
         }
@@ -295,13 +299,12 @@ class ParallelModel:
             self._pieces.drop_gradients()
 
     def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int, device: torch.device) -> None:
-        drawn = drawing(device)
         if self.channel is not None:
             (number,) = self.ranks
             with current(device):
                 self._ranks[number].executor(self.channel).run(schedule.of_rank(number), steps[number])
-            self._drew_in_lane = any(number in lane for lane in self._lanes) and drawn()
             return
+        drawn = drawing(device)
         network = LocalNetwork(self.layout.world, self._timeout)
         channels = {number: LocalChannel(number, network, device=device) for number in self.ranks}
 
@@ -310,7 +313,8 @@ class ParallelModel:
             self._ranks[number].connect(channels[number].connect(self._lanes))
             executor = self._ranks[number].executor(channels[number])
             with current(device), contextlib.ExitStack() as stack:
-                if self._lanes:  # backward in this thread: autograd's own, one per GPU, cannot wait for several ranks
+                if self._lanes or self.graph.shards:
+                    # Backward in this thread: autograd's own, one per GPU, cannot wait for several ranks.
                     stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 executor.run(schedule.of_rank(number), steps[number])
 
@@ -335,7 +339,7 @@ class ParallelModel:
         losses = [step.loss for step in steps.values() if step.loss is not None]
         loss = float(torch.stack(losses).sum()) if losses else 0.0
         square = self._squares() if train else 0.0
-        mine = [loss, square, float(note()), float(self._drew_in_lane)]
+        mine = [loss, square, float(note()), float(any(step.drew for step in steps.values()))]
         if self.channel is None:
             return loss, square**0.5, (mine[2],) * len(self.ranks)
         with as_pipeline_errors():
@@ -343,9 +347,8 @@ class ParallelModel:
             everyone = self.channel.start_all_gather(numbers, "loss", compare_sums=train).wait()
         if drew := everyone[:, 3].nonzero().flatten().tolist():
             raise PipelineError(
-                f"rank {', '.join(map(str, drew))} drew random numbers (dropout?) and has part in a lane of several "
-                "ranks, which must draw alike: set the dropout of modules with tp > 1 or cp > 1 to 0, and that of "
-                "those that share their ranks"
+                f"rank {', '.join(map(str, drew))} drew random numbers (dropout?) in a module with tp > 1 or cp > 1, "
+                "which its ranks do not draw alike: set what it drops to 0, or give it tp = cp = 1"
             )
         total, squares, *_ = everyone.sum(0).tolist()
         return total, squares**0.5, tuple(everyone[:, 2].tolist())

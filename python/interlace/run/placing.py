@@ -67,7 +67,8 @@ def parallelize(
     balances attention under the chunk's own mask, "zigzag" under a causal one, "ring" gives each rank neighbours.
 
     Raises ValueError when the world's size is not the layout's, for weights on several devices, for a module whose
-    blocks cannot be cut among its tp ranks, and for one whose layers do more between rows than attention, with cp > 1.
+    blocks cannot be cut among its tp ranks, for one whose layers do more between rows than attention, with cp > 1, and
+    for dropout in training with either.
     """
     for what, given, known in (("schedule", schedule, sorted(GENERATORS)), ("context_order", context_order, ORDERS)):
         if given not in known:

@@ -16,11 +16,12 @@ from torch import nn
 from interlace.comm.channel import Channel
 from interlace.comm.transports import Transport
 from interlace.layout import Reduction
-from interlace.model import Checkpointing
+from interlace.model import Checkpointing, StageModule
 from interlace.run.executor import Executor, Key, StageRuntime
 from interlace.run.graph import parameter_layers
 from interlace.run.lanes import Place, cut
-from interlace.run.memory import allocate, allocate_buffers, without_values
+from interlace.run.layers import Layers
+from interlace.run.memory import allocate, allocate_buffers, is_bare, without_memory, without_values
 from interlace.run.sharding import Sharded
 from interlace.run.weights import Pieces, Views, cut_weights
 from interlace.schedule import StageGraph
@@ -32,7 +33,8 @@ class Rank:
     stages: (module, stage) -> StageModule. own: name in the whole model -> parameter on this rank; each once, under its
     first name; of what is sharded, its rows. cut: of those of which it holds a piece, or rows, where that belongs.
     counts: the names of those that no lower rank holds (of a piece: none that holds the same piece): who sums over the
-    model takes these of each rank. sharded: place in `StageGraph.shards` -> what it keeps of that.
+    model takes these of each rank. sharded: place in `StageGraph.shards` -> what it keeps of that; by_layer: of
+    those of which a step may gather a layer at a time, its layers.
     places: (module, stage) -> this rank's place among those that compute it. in_part: the names of those that it holds
     whole, but uses in part, as its whole lane does.
     """
@@ -83,6 +85,7 @@ class Rank:
                 else:
                     self.own[name], self.cut[name] = weight.part, weight.lies
                     holders[name] &= owners
+        self.by_layer = self._by_layer()
         self.counts = {name for name in self.own if number == min(holders[name])}
 
     def _shard(self, pieces: Pieces | None) -> dict[int, Sharded]:
@@ -109,6 +112,21 @@ class Rank:
             found[place] = Sharded(shard, self.number, stages, weights, self.cut, tied | whole)
         for sharded in found.values():
             sharded.keep_parts(pieces)
+        return found
+
+    def _by_layer(self) -> dict[int, Layers]:
+        """What of `sharded` steps may gather layer by layer."""
+        graph, found = self._graph, {}
+        for place, sharded in self.sharded.items():
+            if graph.by_layer(shard := graph.shards[place]):
+                (key,) = sharded.stages
+                trained = [layer for layer, flag in enumerate(graph.trainable[shard.module]) if flag]
+                fed = any(consumer == shard.module for _, consumer in graph.links)  # then gradients come to all layers
+                first = shard.start if fed else min(trained, default=shard.stop)
+                lowest = min(max(first, shard.start), shard.stop) - shard.start + 1
+                stage = self.stages[key]
+                assert isinstance(stage, StageModule)
+                found[place] = Layers(sharded, stage, lowest)
         return found
 
     def _frozen_apart(self, mllm: Any) -> set[str]:
@@ -156,6 +174,11 @@ class Rank:
         for sharded in self.sharded.values():
             sharded.follow()
 
+    def recover(self) -> None:
+        """A step has failed."""
+        for sharded in self.sharded.values():
+            sharded.recover()
+
     def connect(self, transports: Mapping[tuple[int, ...], Transport]) -> None:
         """Have the groups of ranks in its lanes (`groups_of`) speak over their transports."""
         for place in self.places.values():
@@ -174,8 +197,9 @@ class Rank:
             runtimes[module, index] = StageRuntime(stage, last, sink, self.places[module, index])
         lanes = [lane.ranks for lane in graph.layout.lanes()]
         return Executor(
-            self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded
-        )
+            self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded,
+            self.by_layer,
+        )  # fmt: skip
 
 
 def make_ranks(
@@ -195,6 +219,11 @@ def make_ranks(
     several = len(numbers) > 1
     for stage in (stage for number in numbers for stage in graph.layout.of_rank(number)):
         mllm.slice(stage.module, stage.start, stage.stop)  # tries cuts out, which buffers without values would spoil
+    if taken_before := next((name for name, parameter in mllm.named_parameters() if is_bare(parameter)), None):
+        raise ValueError(
+            f"{taken_before} has no values any more: an earlier parallelize() with shard = 'full' has taken them. "
+            "Build and load the model anew"
+        )
     allocate_buffers(mllm, device)
     own = dict(mllm.named_parameters(remove_duplicate=False))
     taken: set[int] = set()
@@ -216,15 +245,21 @@ def make_ranks(
             # Where one process plays all ranks, they take their pieces from weights that it has whole.
             away = {} if several else cut_weights(part)
             held = {name for name, _ in part.named_parameters()}
-            if allocate(mllm, held - away.keys(), device):
+            shard = graph.layout.spec(stage.module).shard
+            bare = shard == "full" and not several  # rows of them get memory when it is known which are this rank's
+            if allocate(mllm, held - away.keys(), device, bare=bare):
                 own = dict(mllm.named_parameters(remove_duplicate=False))
-            sharded = several and graph.layout.spec(stage.module).shard != "none"
-            if tp > 1 or sharded:
-                _link_pieces(part, own, mine, place.tp.rank, pieces, device)
+            if tp > 1 or (several and shard != "none"):
+                _link_pieces(part, own, mine, place.tp.rank, pieces, device, bare)
             else:
                 _link(part, own, mine, taken, views)
         taken.update(mine)
-        found[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
+        rank = found[number] = Rank(number, stages, places, in_part, graph, mllm, pieces if several else None)
+        for name, parameter in rank.own.items():
+            if is_bare(parameter):  # it is not shared out: the rank has all of it
+                parameter.data = without_values(parameter, device).data
+                if name not in rank.cut:
+                    own[name].data = parameter.data
     return found
 
 
@@ -249,11 +284,13 @@ def _link_pieces(
     place: int,
     pieces: Pieces,
     device: torch.device,
+    bare: bool,
 ) -> None:
     """Give a stage that is cut Parameters over the model's own where it has these whole; note all of them.
 
-    Pieces on meta get memory on `device`.
+    Pieces on meta get memory on `device`, or with `bare` a single element.
     """
+    make = without_memory if bare else without_values
     cut = {name: where.region for name, where in cut_weights(stage).items()}
     for prefix, module in stage.named_modules():
         for key, parameter in list(module._parameters.items()):
@@ -265,6 +302,6 @@ def _link_pieces(
                 if name not in cut:
                     mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
                 else:
-                    mine[id(model)] = without_values(parameter, device) if parameter.is_meta else parameter
+                    mine[id(model)] = make(parameter, device) if parameter.is_meta else parameter
                 pieces.add(model, place, mine[id(model)], cut.get(name))
             module._parameters[key] = mine[id(model)]

@@ -2,14 +2,14 @@
 
 `Layout.shard_groups` says which ranks share the weights of which layers. Each of them owns some rows of every weight,
 or of its piece of one where tensor parallelism has cut it, as a Parameter (`Weight.part`): what an optimizer trains,
-and what is saved. Stages compute with the whole weight, which is gathered from the parts once per step, and once per
-step gradients are summed to where their rows are owned. So ranks may run different numbers of chunks, which gathering
-layer by layer (ZeRO-3 as PyTorch's FSDP runs it) forbids; in return a rank needs room for its stage's weights for as
-long as it computes with them.
+and what is saved. Stages compute with the whole weight, which is gathered from the parts, and gradients are summed to
+where their rows are owned: once per step, or layer by layer (`interlace.run.layers`), as the step's lists say. Once per
+step ranks may run different numbers of chunks; in return a rank needs room for its stage's weights for as long as it
+computes with them.
 
 shard = "optimizer": whole weights stay, parts are views of their rows; a gather brings the rows that other ranks have
-trained. shard = "full": whole weights are there from UNSHARD to RESHARD. Before and after they read as NaN, and nothing
-can be copied into them: who computes with them then gets no plausible number.
+trained. shard = "full": whole weights are there from UNSHARD to RESHARD, or some of them at a time. Before and after
+they read as NaN, and nothing can be copied into them: who computes with them then gets no plausible number.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Weight:
             self.lies = region.rows(start, stop) if whole.dim() else region
             self.part = nn.Parameter(self.owned(whole.data, place), requires_grad=whole.requires_grad)
         self._place = place
-        self._gone: Tensor | None = None  # what stands for the whole after `leave`
+        self._gone: Tensor | None = None  # what the whole is after `leave`
 
     def owned(self, whole: Tensor, place: int) -> Tensor:
         """What the owner at `place` has of the weight, or of what has its shape: a view."""
@@ -58,13 +58,37 @@ class Weight:
         """Rows of the owner at `place`."""
         return self.rows[place + 1] - self.rows[place]
 
+    def shape(self, place: int) -> tuple[int, ...]:
+        """The shape of what the owner at `place` has."""
+        return (self.count(place), *self.whole.shape[1:]) if self.whole.dim() else ()
+
     def numel(self, place: int) -> int:
         """Elements of the owner at `place`."""
         return self.count(place) * self._row
 
     def leave(self) -> None:
         """Give up the whole."""
-        self._gone = self.whole.data = self.whole.new_full((), torch.nan).expand(self.whole.shape)
+        self._gone = self.whole.data = self.gone()
+
+    def gone(self) -> Tensor:
+        """What stands for the whole where it is not: NaN at all places, which are one in memory."""
+        return self.whole.detach().new_full((), torch.nan).expand(self.whole.shape)
+
+    def appear(self) -> None:
+        """Make room for the whole, at the place that it had since it was last given up, if it had one."""
+        if self.absent:
+            self.whole.data = torch.empty(self.whole.shape, dtype=self.whole.dtype, device=self.whole.device)
+        elif self.vanished:
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
+
+    def vanish(self) -> None:
+        """Free the memory of the whole, which comes back to the same place: views that autograd has saved keep it."""
+        self.whole.untyped_storage().resize_(0)
+
+    @property
+    def vanished(self) -> bool:
+        """Whether the whole has a place, and no memory."""
+        return self.whole.untyped_storage().nbytes() == 0
 
     @property
     def absent(self) -> bool:
@@ -84,12 +108,16 @@ class Weight:
             self.whole.data = self.whole.data.to(source.device, source.dtype)
 
 
+Bucket = tuple[list[Weight], int]
+"""Weights that travel together, with the most elements that one owner has of them."""
+
+
 class Sharded:
     """What one rank keeps of a shard.
 
     stages: (module, stage) of those of the rank that compute with its weights. weights: by their names in the model.
-    place: among the owners; places: of the ranks, in ascending order. replicas: the ranks that keep the same. summed:
-    what is trained, in buckets, each with the most elements that one owner has of it.
+    place: among the owners; places: of the ranks, in ascending order. replicas: the ranks that keep the same. gathered:
+    all of it, in buckets; summed: what is trained.
     """
 
     def __init__(
@@ -115,23 +143,23 @@ class Sharded:
             counts = [each + (i in last[:more]) for i in range(len(held))]
             held = [size + count * (whole.nbytes // rows) for size, count in zip(held, counts, strict=True)]
             self.weights[name] = Weight(whole, [0, *accumulate(counts)], self.place, cut.get(name))
-        self._gathered = self._in_buckets(list(self.weights.values()))
-        self.summed = self._in_buckets([weight for weight in self.weights.values() if weight.whole.requires_grad])
+        self.gathered = self.in_buckets(list(self.weights.values()))
+        self.summed = self.in_buckets([weight for weight in self.weights.values() if weight.whole.requires_grad])
 
-    def _in_buckets(self, weights: Sequence[Weight]) -> list[tuple[list[Weight], int]]:
-        """The weights in buckets, each with the elements of the owner that has most of it."""
+    @property
+    def name(self) -> str:
+        """What is sharded, in words."""
+        return f"{self.shard.module} layers {self.shard.start} to {self.shard.stop}"
+
+    def in_buckets(self, weights: Sequence[Weight]) -> list[Bucket]:
+        """The weights in buckets."""
         by_whole = {id(weight.whole): weight for weight in weights}
         found = [[by_whole[id(p)] for p in bucket] for bucket in buckets([weight.whole for weight in weights])]
         return [(bucket, max(sum(weight.numel(i) for weight in bucket) for i in self.places)) for bucket in found]
 
     def keep_parts(self, pieces: Pieces | None) -> None:
         """From now on the rank has its parts. pieces: in what follows the model's own, where one process plays all."""
-        for name, weight in self.weights.items():
-            if weight.whole.numel() > 1 and not any(weight.whole.stride()):  # as `Weight.leave` of another one left it
-                raise ValueError(
-                    f"{name} has no values any more: an earlier parallelize() with shard = 'full' has taken them. "
-                    "Build and load the model anew"
-                )
+        for weight in self.weights.values():
             if pieces is not None:
                 weight.source = pieces.spread(weight.whole, weight.part, self.place, weight.lies)
                 weight.leave()  # the model's own lie in one place for all ranks, each of which gathers into its own
@@ -141,31 +169,27 @@ class Sharded:
                 weight.leave()
 
     @torch.no_grad()
-    def start_gather(self, channel: Channel) -> Pending:
-        """UNSHARD: begin to make the weights whole; they are when `wait` returns."""
-        key = f"{self.shard.module} layers {self.shard.start} to {self.shard.stop}"
+    def start_gather(self, channel: Channel, gathered: Sequence[Bucket], key: str) -> Pending:
+        """Begin to make weights whole; they are when `wait` returns."""
         pending = []
-        for number, (bucket, width) in enumerate(self._gathered):
+        for number, (bucket, width) in enumerate(gathered):
             mine = bucket[0].whole.new_zeros(width)
             if parts := [weight.part.reshape(-1) for weight in bucket if weight.part is not None]:
                 flat = torch.cat(parts)
                 mine[: len(flat)] = flat
             pending.append(channel.start_gather(mine, self.shard.ranks, f"{key} weights {number}"))
-        return Pending(lambda: self._spread_out(pending))
+        return Pending(lambda: self._spread_out(gathered, pending))
 
     @torch.no_grad()
-    def _spread_out(self, pending: list[Pending]) -> None:
-        for bucket, _ in self._gathered:
+    def _spread_out(self, gathered: Sequence[Bucket], pending: list[Pending]) -> None:
+        for bucket, _ in gathered:
             for weight in bucket:
-                if weight.absent:
-                    weight.whole.data = torch.empty(
-                        weight.whole.shape, dtype=weight.whole.dtype, device=weight.whole.device
-                    )
+                weight.appear()
             sections = pending.pop(0).wait()  # and gone with the next: never much more than the weights twice
             _copy(
                 (weight.owned(weight.whole.data, place), rows)
                 for place, section in zip(self.places, sections, strict=True)
-                for weight, rows in _parts(bucket, place, section)
+                for weight, rows in parts(bucket, place, section)
             )
 
     def follow(self) -> None:
@@ -178,35 +202,53 @@ class Sharded:
                 )
             weight.follow()
 
+    def recover(self) -> None:
+        """A step has failed: no weight is left without memory, for to read it would end the process."""
+        for weight in self.weights.values():
+            if weight.vanished:
+                weight.leave()
+
     def leave(self) -> None:
         """RESHARD: give up the whole weights."""
         for weight in self.weights.values():
             weight.leave()
 
+    @torch.no_grad()
+    def start_scatter(self, channel: Channel, summed: Sequence[Bucket], key: str) -> list[tuple[list[Weight], Pending]]:
+        """Begin to sum the gradients of whole weights over the owners, of each row where it is owned.
 
-class ShardedSum:
-    """REDUCE_GRAD: the sums of gradients, of each row where it is owned; starts when it is made.
-
-    First over the owners of one set of slices, then over the sets. Flags travel as in `interlace.run.gradients.Sum`.
-    """
-
-    def __init__(self, sharded: Sharded, channel: Channel, key: str) -> None:
-        self._sharded, self._channel, self._key = sharded, channel, key
-        self._started: list[tuple[list[Weight], Pending]] = []
-        for number, (bucket, width) in enumerate(sharded.summed):
-            ranks = sharded.shard.ranks
+        `wait` gives the rows of the bucket's weights that are this rank's, one after the other, then for each weight
+        how many ranks had a gradient of it.
+        """
+        started = []
+        for number, (bucket, width) in enumerate(summed):
+            ranks = self.shard.ranks
             flat = bucket[0].whole.new_zeros(len(ranks), width + len(bucket))
             _copy(
                 (rows, weight.owned(weight.whole.grad, place))
-                for place, section in zip(sharded.places, flat, strict=True)
-                for weight, rows in _parts(bucket, place, section)
+                for place, section in zip(self.places, flat, strict=True)
+                for weight, rows in parts(bucket, place, section)
                 if weight.whole.grad is not None
             )
             flags = torch.tensor([float(weight.whole.grad is not None) for weight in bucket], dtype=flat.dtype)
             flat[:, width:] = flags.to(flat.device)
             for weight in bucket:
                 weight.whole.grad = None
-            self._started.append((bucket, channel.start_reduce_scatter(flat, ranks, f"{key} {number}")))
+            started.append((bucket, channel.start_reduce_scatter(flat, ranks, f"{key} {number}")))
+        return started
+
+
+class ShardedSum:
+    """REDUCE_GRAD: the sums of gradients, of each row where it is owned.
+
+    First over the owners of one set of slices, then over the sets. started: the former, see `Sharded.start_scatter`.
+    Flags travel as in `interlace.run.gradients.Sum`.
+    """
+
+    def __init__(
+        self, sharded: Sharded, channel: Channel, key: str, started: Sequence[tuple[list[Weight], Pending]]
+    ) -> None:
+        self._sharded, self._channel, self._key, self._started = sharded, channel, key, started
 
     def wait(self) -> None:
         """The sums are in `.grad` of the parts."""
@@ -217,18 +259,18 @@ class ShardedSum:
             pending.wait()
         for bucket, mine in sums:
             present = dict(zip(bucket, mine[-len(bucket) :].tolist(), strict=True))
-            for weight, rows in _parts(bucket, sharded.place, mine):
+            for weight, rows in parts(bucket, sharded.place, mine):
                 assert weight.part is not None
                 weight.part.grad = rows if present[weight] else None
         self._started = []
 
 
-def _parts(bucket: Sequence[Weight], place: int, section: Tensor) -> list[tuple[Weight, Tensor]]:
+def parts(bucket: Sequence[Weight], place: int, section: Tensor) -> list[tuple[Weight, Tensor]]:
     """The weights of which the owner at `place` has rows, with what of its section is theirs: views."""
     having = [weight for weight in bucket if weight.count(place)]
     starts = [0, *accumulate(weight.numel(place) for weight in having)]
     return [
-        (weight, section[start:stop].view(weight.owned(weight.whole, place).shape))
+        (weight, section[start:stop].view(weight.shape(place)))
         for weight, (start, stop) in zip(having, pairwise(starts), strict=True)
     ]
 

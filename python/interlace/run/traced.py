@@ -5,7 +5,8 @@ layout, under the autocast and the checkpointing of the run. Noted is every stor
 that save it, and every other one that is alive at the end. So a stage's share follows for any cut. Runs at several
 lengths tell what a chunk, a row and a row with a target add.
 
-Where sequence parallelism cuts rows, what enters a stage is counted whole besides the rank's own rows of it.
+Where sequence parallelism cuts rows, what enters a stage is counted whole, and the rank's own rows of it are a part of
+that. Where context parallelism cuts an encoder's, what lies before and after its layers is counted for all rows.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def activations_of(
     for name in encoders:
         encoder = mllm.encoders[name]
         shape = (items or {}).get(name, encoder.default_shape)
-        lane = _Lane(layout.spec(name).tp, sequence_parallel)
+        lane = _Lane(layout.spec(name).tp, sequence_parallel, layout.spec(name).cp > 1)
         found[name], made = _encoder(mllm, name, shape, lane, checkpointing, autocast)
         features[name] = made
     lane = _Lane(layout.spec(language_model).tp, sequence_parallel)
@@ -194,15 +195,16 @@ def _language(
 def _fitted(runs: Sequence[_Run]) -> tuple[tuple[Kept, ...], tuple[float, ...]]:
     """What a chunk, a row and a row with a target add, of each kind of storage; and bytes per row at the edges."""
     columns = [[1.0, run.rows, run.targets][: len(runs)] for run in runs]
-    sums: dict[tuple[tuple[int, ...], int], NDArray[np.float64]] = {}
+    sums: dict[tuple[tuple[int, ...], int, int, bool], NDArray[np.float64]] = {}
     for place, run in enumerate(runs):
         for storage in run.storages:
-            key = tuple(sorted(storage.layers)), storage.edge
+            key = tuple(sorted(storage.layers)), storage.edge, storage.between, storage.outside
             sums.setdefault(key, np.zeros(len(runs)))[place] += storage.bytes
     kept = []
-    for (layers, edge), sizes in sorted(sums.items()):
-        fixed, per_row, *per_target = np.linalg.solve(np.array(columns), sizes).round(6).tolist()
-        kept.append(Kept(layers, edge, fixed, per_row, *(per_target or [0.0])))
+    for (layers, edge, between, outside), sizes in sorted(sums.items()):
+        fixed, per_row, *more = np.linalg.solve(np.array(columns), sizes).round(6).tolist()
+        per_target = more[0] if more else 0.0
+        kept.append(Kept(layers, edge, fixed, per_row, per_target, between=between, outside=outside))
     return tuple(kept), tuple(size / runs[0].rows for size in runs[0].edges)
 
 
@@ -219,12 +221,13 @@ def _recomputed(kept: Sequence[Kept], whole: Sequence[Kept], edges: Sequence[flo
 
 
 class _Storage:
-    """One that is alive after a forward: its layers are those that save it."""
+    """One that is alive after a forward: its layers are those that save it. between, edge: as in `Kept`. outside: kept
+    by what lies before or after the layers."""
 
-    def __init__(self, size: int) -> None:
-        self.bytes = size
+    def __init__(self, size: int, outside: bool = False) -> None:
+        self.bytes, self.outside = size, outside
         self.layers: set[int] = set()
-        self.edge = -1
+        self.edge = self.between = -1
 
 
 class _Run(NamedTuple):
@@ -239,10 +242,12 @@ class _Run(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """How many ranks cut a module, and whether they cut its rows, too, where these can be."""
+    """How many ranks cut a module, and whether they cut its rows, too, where these can be. dealt: whether a rank has
+    some of the rows inside its layers and all outside, with context parallelism."""
 
     tp: int
     sequence_parallel: bool
+    dealt: bool = False
 
 
 class _Stage(NamedTuple):
@@ -275,11 +280,12 @@ def _run(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     stage, _, rows_cut = _stage(mllm, name, lane, checkpointing)
     weights = _give_shapes(stage, mode)
-    notes = _Notes(weights, rows_cut)
+    notes = _Notes(weights, rows_cut, lane.dealt)
     layers = [stage.get_submodule(layer.name) for layer in mllm.layers(name)]
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(partial(notes.enter, index))
         layer.register_forward_hook(partial(notes.entered, index), with_kwargs=True)
+    layers[-1].register_forward_hook(notes.leave)
     given = inputs(mode)
     context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
     with _swept(), torch.autograd.graph.saved_tensors_hooks(notes.save, lambda saved: saved), notes, context:
@@ -294,17 +300,19 @@ class _Notes(TorchDispatchMode):
     """Notes what a forward makes, which layer saves it, and what enters the layers.
 
     weights: the storages of parameters and buffers, which are not counted. rows_cut: whether layers work on a rank's
-    rows alone. A stage is given all of them then, and hands all of them on.
+    rows alone. A stage is given all of them then, and hands all of them on. dealt: whether what is kept outside the
+    layers has other rows than what is kept inside.
     """
 
-    def __init__(self, weights: set[int], rows_cut: bool) -> None:
+    def __init__(self, weights: set[int], rows_cut: bool, dealt: bool) -> None:
         super().__init__()
-        self._weights, self._rows_cut = weights, rows_cut
+        self._weights, self._rows_cut, self._dealt = weights, rows_cut, dealt
+        self._inside = False
         self._edges: list[_Storage] = []
         self._layer = 0
         self._before = True  # no layer has begun
         self._made: dict[int, tuple[StorageWeakRef, int, int, bool]] = {}
-        self._saved: dict[int, _Storage] = {}
+        self._saved: dict[tuple[int, bool], _Storage] = {}  # what is kept inside and outside is there twice
         self.edges: dict[int, int] = {}
         self.wanted: dict[int, bool] = {}
         self.rows = 0
@@ -320,7 +328,10 @@ class _Notes(TorchDispatchMode):
         return result
 
     def enter(self, layer: int, *_: Any) -> None:
-        self._layer = layer
+        self._layer, self._inside = layer, True
+
+    def leave(self, *_: Any) -> None:
+        self._inside = False
 
     def entered(self, layer: int, _: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
         self._before = False
@@ -330,6 +341,8 @@ class _Notes(TorchDispatchMode):
         if layer and self._rows_cut:  # a stage that begins here cuts what it is given, one that ends here joins it
             self._edges.append(_Storage(size))
             self._edges[-1].edge = layer
+            if (storage := self._of(hidden)) is not None:  # a view of what the stage is given, if it begins here
+                storage.between = layer
         elif layer and (storage := self._of(hidden)) is not None:  # the first stage is handed none
             storage.edge = layer
         # Samples that are run alone enter one by one.
@@ -350,18 +363,26 @@ class _Notes(TorchDispatchMode):
             return []
         if output.dim() and (last := self._of(output)) is not None:
             last.edge = layers
+        saved = {key for key, _ in self._saved}
         for key, (reference, size, layer, before) in self._made.items():
-            if key not in self._saved and key not in self._weights and not reference.expired():
+            if key not in saved and key not in self._weights and not reference.expired():
                 # Not saved by autograd: what checkpointing keeps of a layer, or hands to each of them.
-                self._saved[key] = storage = _Storage(size)
+                self._saved[key, False] = storage = _Storage(size)
                 storage.layers.update(range(layers) if before else (layer,))
-        return [storage for storage in (*self._saved.values(), *self._edges) if storage.layers or storage.edge >= 0]
+        for storage in self._saved.values():
+            if storage.between in storage.layers:
+                storage.layers.discard(storage.between)
+            else:
+                storage.between = -1
+        found = [*self._saved.values(), *self._edges]
+        return [each for each in found if each.layers or each.edge >= 0 or each.between >= 0]
 
     def _of(self, tensor: Tensor) -> _Storage | None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._weights:
             return None
-        return self._saved.setdefault(storage._cdata, _Storage(storage.nbytes()))
+        outside = self._dealt and not self._inside
+        return self._saved.setdefault((storage._cdata, outside), _Storage(storage.nbytes(), outside))
 
 
 @contextmanager

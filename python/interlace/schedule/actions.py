@@ -12,6 +12,7 @@ same action::
     SEND:llm/0@5>1          from stage to stage of one chunk
     REDUCE_GRAD:vision/0+2  the gradients of reduction 2 of the graph are summed over its ranks
     UNSHARD:vision/0+1      the weights of shard 1 of the graph are gathered from the slices of its ranks
+    UNSHARD_LAYERS:vision/0+1  ... layer by layer, whenever one of its ranks computes with them and all others do too
     RESHARD:vision/0+1      ... and given up again but for the rank's own slices (shard = "full")
 """
 
@@ -38,6 +39,7 @@ class Op(str, Enum):
     RECV = "RECV"
     DISPATCH = "DISPATCH"
     UNSHARD = "UNSHARD"
+    UNSHARD_LAYERS = "UNSHARD_LAYERS"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     OPTIMIZER_STEP = "OPTIMIZER_STEP"
@@ -74,9 +76,10 @@ class Action:
 
     module, stage: whose work it is. For SEND and RECV they name the stage that PRODUCED the activation, in both
         directions: grad=False moves its output to the consumer's lane, grad=True the gradient of that output back.
-    chunk: place in `StepTable.chunks`; of a REDUCE_GRAD, UNSHARD or RESHARD -1.
+    chunk: place in `StepTable.chunks`; of a REDUCE_GRAD, UNSHARD, UNSHARD_LAYERS or RESHARD -1.
     other: for SEND and RECV the chunk that reads the rows: `chunk` itself between stages of one pipeline. For a
-        REDUCE_GRAD its place in `StageGraph.reductions`, for an UNSHARD or RESHARD that in `StageGraph.shards`.
+        REDUCE_GRAD its place in `StageGraph.reductions`, for what makes weights whole or a RESHARD that in
+        `StageGraph.shards`.
         Otherwise -1.
     peer: the lane on the other side of a SEND or RECV, as numbered by `Layout.lanes()`; otherwise -1.
     """

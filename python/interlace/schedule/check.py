@@ -122,6 +122,16 @@ def _error(
             text = f"{runs} after {other}: tied weights are summed after all others"
         case "reduction_order":
             text = f"{runs} before {other}, other ranks do not; all ranks must sum and gather in one common order"
+        case "two_ways":
+            text = (
+                f"{runs} where rank {fault['other_rank']} runs {other}: all ranks gather weights once, or all of them "
+                "layer by layer"
+            )
+        case "meeting_order":
+            text = (
+                f"{runs} where rank {fault['other_rank']} does not: ranks that gather weights layer by layer run "
+                "equally many forwards and backwards with them in one order"
+            )
         case "message_order":
             text = (
                 f"rank {rank} expects {action} but the next message from lane {action.peer} is {other}: receives must "
@@ -160,7 +170,11 @@ def _why_not(schedule: Schedule, rank: int, action: Action) -> str:
     graph, chunks = schedule.graph, schedule.table.chunks
     if action.op is Op.REDUCE_GRAD:
         return "that rank takes part in no such reduction in this step"
-    if action.op in (Op.UNSHARD, Op.RESHARD):
+    if action.op is Op.UNSHARD_LAYERS and 0 <= action.other < len(graph.shards):
+        shard = graph.shards[action.other]
+        if rank in shard.owners and not graph.by_layer(shard):
+            return "its ranks have such weights in other stages too, or not sharded in full: gather them once"
+    if action.op in (Op.UNSHARD, Op.UNSHARD_LAYERS, Op.RESHARD):
         return "that rank keeps no slices of such weights in this step"
     if action.op not in COMPUTE | {Op.SEND, Op.RECV}:
         return f"this version runs no {action.op.name}"

@@ -44,8 +44,8 @@ class GraphArrays(NamedTuple):
         the first node of that rank that holds some of its weights. reduction_tied [reductions]: whether it is of a
         tied weight. reduction_member_first [reductions + 1], reduction_member: all nodes whose backward adds to it.
     shard_first [shards + 1], shard_rank, shard_node: who takes part in each shard, likewise. shard_full [shards]:
-        whether its weights are whole only between UNSHARD and RESHARD. shard_member_first [shards + 1], shard_member:
-        all nodes that compute with its weights on one of its ranks.
+        whether its weights are whole only between UNSHARD and RESHARD. shard_by_layer [shards]: see `by_layer`.
+        shard_member_first [shards + 1], shard_member: all nodes that compute with its weights on one of its ranks.
     """
 
     node_pipeline: Ints
@@ -68,6 +68,7 @@ class GraphArrays(NamedTuple):
     shard_rank: Ints
     shard_node: Ints
     shard_full: Ints
+    shard_by_layer: Ints
     shard_member_first: Ints
     shard_member: Ints
 
@@ -222,6 +223,12 @@ class StageGraph:
                 found.append(number)
         return found
 
+    def by_layer(self, shard: Shard) -> bool:
+        """Whether `shard` may be gathered layer by layer: each of its ranks has all of its layers, and only them, in
+        one stage, so that what the ranks of one stage gather is gathered by all of them."""
+        stages = [self.pipelines[self.nodes[n].pipeline].stages[self.nodes[n].stage] for n in self.shard_members(shard)]
+        return shard.full and all((stage.start, stage.stop) == (shard.start, shard.stop) for stage in stages)
+
     def _first_nodes(self, groups: Iterable[Reduction | Shard], members: Sequence[Sequence[int]]) -> list[int]:
         """Of the ranks of each group in turn, the first of its members that each is in."""
         nodes, lanes = self.nodes, self.layout.lanes()
@@ -259,6 +266,7 @@ class StageGraph:
             _ints([rank for shard in self.shards for rank in shard.ranks]),
             _ints(self._first_nodes(self.shards, users)),
             _ints([shard.full for shard in self.shards]),
+            _ints([self.by_layer(shard) for shard in self.shards]),
             _starts([len(found) for found in users]),
             _ints([node for found in users for node in found]),
         )

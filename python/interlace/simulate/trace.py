@@ -100,7 +100,7 @@ def _arrows(timeline: Timeline) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-_NUMBERED = {Op.REDUCE_GRAD: "reduction", Op.UNSHARD: "shard", Op.RESHARD: "shard"}
+_NUMBERED = {Op.REDUCE_GRAD: "reduction", Op.UNSHARD: "shard", Op.UNSHARD_LAYERS: "shard", Op.RESHARD: "shard"}
 
 
 def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:

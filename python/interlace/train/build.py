@@ -1,4 +1,4 @@
-"""Config -> MultimodalModel, with random weights that depend on the seed and the parameter's name alone.
+"""Config -> MultimodalModel, with weights of a folder, or random ones that depend on seed and parameter's name alone.
 
 The model is built on the meta device (no memory), `parallelize` gives memory to what this rank holds of it, and
 `initialize` fills that. Each module is initialised by its own library's rule (HuggingFace's ``_init_weights``, torch's
@@ -12,6 +12,8 @@ import dataclasses
 import importlib
 import importlib.metadata
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,21 +22,14 @@ from torch import Tensor
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError, nearest
 from interlace.train.costs import flop_costs
+from interlace.train.families import FAMILIES
 from interlace.train.schema import MOST, Config, Encoder, LanguageModel
 
 if TYPE_CHECKING:
     from interlace.layout import Layout
     from interlace.model import MultimodalModel
+    from interlace.train.pretrained import Stored
 
-# family -> (module under transformers.models, config class, model class, keys that differ from the library's defaults)
-FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    # SigLIP's attention pooling head would only hold weights that no token ever reaches.
-    "siglip": ("siglip", "SiglipVisionConfig", "SiglipVisionModel", {"vision_use_head": False}),
-    "clip": ("clip", "CLIPVisionConfig", "CLIPVisionModel", {}),
-    "whisper": ("whisper", "WhisperConfig", "WhisperEncoder", {}),
-    "llama": ("llama", "LlamaConfig", "LlamaForCausalLM", {}),
-    "qwen2": ("qwen2", "Qwen2Config", "Qwen2ForCausalLM", {}),
-}
 MOST_LAYERS = 10_000
 MAY_BE_0 = {"chunk_size_feed_forward", "max_window_layers", "mask_time_min_masks", "mask_feature_min_masks"}
 RESERVED = {"attn_implementation", "dtype", "torch_dtype", "architectures", "return_dict", "output_hidden_states"}
@@ -120,13 +115,35 @@ def materialize(model: MultimodalModel, *, seed: int, device: torch.device | str
     return model
 
 
-@torch.no_grad()
-def initialize(parallel: Any, *, seed: int) -> None:
-    """Gives random values to what this process holds of a model: `parallel` is what `parallelize` made of it.
+def stored_weights(config: Config, model: MultimodalModel, *, source: str = "config") -> dict[str, Stored]:
+    """Where the folders that the config names (``path``) have the weights of `model`, by parameter.
 
-    Values depend on `seed` and names only: not on the layout, nor on the device. They are drawn on the CPU for a whole
-    layer at a time, of which this process keeps what it holds; the next comes when the one before is gone. Raises
-    ConfigError under transformers 4.
+    Raises ConfigError for a folder that lacks one, or has it in another shape: every rank reads all folders' headers.
+    """
+    from interlace.train.pretrained import find
+
+    found: dict[str, Stored] = {}
+    specs: dict[str, Encoder | LanguageModel] = {**config.model.encoders()}
+    for name, spec in (specs | {"language_model": config.model.language_model}).items():
+        if spec.path is None:
+            continue
+        place = name if name == "language_model" else f"encoders.{name}.module"
+        try:
+            stored = find(model.get_submodule(place), Path(spec.path))
+        except ValueError as error:
+            raise ConfigError(f"{source}: [model.{name}] path: {error}") from None
+        found |= {f"{place}.{key}": weight for key, weight in stored.items()}
+    return found
+
+
+@torch.no_grad()
+def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Stored] | None = None) -> None:
+    """Gives values to what this process holds of a model: `parallel` is what `parallelize` made of it.
+
+    stored: what `stored_weights` found; of these weights this process reads the parts that it holds. Random values
+    depend on `seed` and names only: not on the layout, nor on the device. They are drawn on the CPU for a whole layer
+    at a time, of which this process keeps what it holds; the next comes when the one before is gone. Raises ConfigError
+    under transformers 4, and for a folder that cannot be read any more.
     """
     _check_library()
     from interlace.train.weights import random_values
@@ -137,7 +154,14 @@ def initialize(parallel: Any, *, seed: int) -> None:
     for part in (model, *(stage for stages in parallel.stages.values() for stage in stages.values())):
         for name, buffer in part.named_buffers():
             buffers.setdefault(name, []).append(buffer)
-    for name, values in random_values(model, held, seed):
+    stored = stored or {}
+    for name in held.keys() & stored.keys():
+        parameter, region = held[name]
+        try:
+            parameter.copy_(stored[name].read(region))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    for name, values in random_values(model, held.keys() - stored.keys(), seed, read=held.keys() & stored.keys()):
         if name in held:
             parameter, region = held[name]
             parameter.copy_(values if region is None else region.piece(values))

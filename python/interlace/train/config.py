@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from interlace.train.schema import Config
+from interlace.train.schema import Config, Model
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,12 +58,36 @@ def from_table(table: dict[str, Any], overrides: list[str] | None = None, *, sou
         keys, value = parse_override(override)
         set_key(table, keys, value, override)
         where[keys] = f"--set {override}"
+    _describe_models(table, where, source)
     check_keys(Config, table, (), where, source)
     try:
         return Config.model_validate(table)
     except ValidationError as error:
         lines = [_explain(problem, where, source) for problem in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], source: str) -> None:
+    """Family and config of modules that name a folder alone, as its config.json says; the folder becomes absolute."""
+    modules = table.get("model")
+    for name, section in modules.items() if isinstance(modules, dict) else ():
+        path = section.get("path") if isinstance(section, dict) else None
+        kind = _section_type(Model.model_fields[name].annotation) if name in Model.model_fields else None
+        if not isinstance(path, str) or kind is None:
+            continue  # what is wrong with it is found below
+        section["path"] = str(Path(path).expanduser().absolute())
+        if "family" in section:
+            continue
+        place = _place(("model", name, "path"), where, source)
+        if "config" in section:
+            raise ConfigError(f"{place}: [model.{name}] config changes a family's defaults: name the family, too")
+        from interlace.train.families import describe
+
+        try:
+            found = describe(Path(section["path"]), get_args(kind.model_fields["family"].annotation))
+        except ValueError as error:
+            raise ConfigError(f"{place}: [model.{name}] path: {error}") from None
+        section["family"], section["config"] = found
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

@@ -166,6 +166,21 @@ def memory_gib() -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def free_memory() -> int | None:
+    """Bytes of host memory that this process could have, as Linux tells; None where nobody tells.
+
+    What is available on the machine, or the limit of this process's container where that is less.
+    """
+    found = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))))
+        for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+                found.append(int(Path(limit).read_text()))
+    return min(found, default=None)
+
+
 def pipeline_metrics(timeline: Any) -> dict[str, float]:
     """Per-module busy time and bubble of a measured step, in percent of its duration."""
     values = {f"busy(%)/{name}": 100.0 * share for name, share in timeline.utilization.items()}

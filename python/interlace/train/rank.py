@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from interlace.train import device as devices
 from interlace.train import offload, report, runfolder
-from interlace.train.build import architecture, build, build_layout, initialize, materialize
+from interlace.train.build import architecture, build, build_layout, initialize, materialize, stored_weights
 from interlace.train.checkpoint import checkpoints
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.checkpoint.identity import identity_of
@@ -22,9 +22,12 @@ from interlace.train.config import ConfigError
 from interlace.train.feed import PIXELS, Feed, datasets, report_left_out
 from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
-from interlace.train.metrics import HELD_OUT, LOSS
+from interlace.train.metrics import HELD_OUT, LOSS, free_memory
 from interlace.train.schema import Config
 from interlace.train.trainer import BLANK, StopRequest, Trainer
+
+MOST_OF_FREE = 0.8
+"""The part of the host's free memory that the whole model may take for the closing report."""
 
 
 def run(
@@ -91,6 +94,7 @@ def _train(
     tokenizer = ByteTokenizer()
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
+    stored = stored_weights(config, model, source=source) if resume is None else {}  # a checkpoint has all of them
     prepared = folder is not None
     if folder is None:
         folder, at, held = agree_on_folder(config, resume, startup, take_over)
@@ -99,7 +103,8 @@ def _train(
     runfolder.check_shared(folder, startup)
     startup.gather("building the model", None)
     try:
-        with startup.bounded("making the process groups of the pipeline"):
+        own = "try out how the model can be cut and make memory for its part of it"
+        with startup.bounded("making the process groups of the pipeline", own):
             parallel = parallelize(
                 model,
                 layout,
@@ -115,7 +120,7 @@ def _train(
             )
     except ValueError as error:  # of the layout: every rank has it, before any has met another
         raise ConfigError(f"{source}: [parallel]: {error}") from None
-    initialize(parallel, seed=config.run.seed)
+    initialize(parallel, seed=config.run.seed, stored=stored)
     gather = startup.gather if world > 1 else None
     train, held_out, note = datasets(config, model, tokenizer, gather=gather, source=source)
     if note and train.name != config.data.dataset:
@@ -256,6 +261,7 @@ def close(
     wants_accuracy = held_out.name == "digits" and config.log.accuracy_samples > 0
     if config.log.samples or wants_accuracy:
         with optional("the answers to held-out samples"):
+            check_room(model)
             whole = load_whole(config, folder, tokenizer, source)
             if wants_accuracy:
                 rows["held_out_accuracy"] = report.accuracy(whole, held_out, tokenizer, config)
@@ -267,6 +273,17 @@ def close(
     report.write_summary(folder, rows)
     with contextlib.suppress(OSError, SystemExit):  # nobody reads it any more
         report.print_summary(rows, f"{config.run.name}: trained")
+
+
+def check_room(model: Any) -> None:
+    """Raises MemoryError where the whole model would not fit into what is free on this machine, of which ranks had
+    pieces: Linux would end the process then."""
+    size, free = sum(parameter.nbytes for parameter in model.parameters()), free_memory()
+    if free is not None and size > MOST_OF_FREE * free:
+        raise MemoryError(
+            f"the whole model has {size / 2**30:,.1f} GiB of weights, and of this machine's memory {free / 2**30:,.1f} "
+            "GiB are free; interlace generate answers where there is more"
+        )
 
 
 def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any:

@@ -46,9 +46,13 @@ class Encoder(Section):
     """One modality's encoder and the projector that maps its features to the language model's width."""
 
     family: Literal["siglip", "clip", "whisper"]
-    """HuggingFace architecture: siglip and clip for vision, whisper (its encoder half) for audio."""
+    """HuggingFace architecture: siglip and clip for vision, whisper (its encoder half) for audio. With a ``path`` it is
+    read there."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keys of the family's HuggingFace config class that differ from its defaults."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder that HuggingFace's ``save_pretrained`` wrote: the weights to start from (by default random ones), and
+    family and config where no family is given. Each rank reads what it holds; the projector starts at random."""
     projector: Literal["linear", "mlp"] = "mlp"
     """What maps encoder features to the language model's hidden size."""
     downsample: Positive = 1
@@ -69,10 +73,13 @@ class LanguageModel(Section):
     """The language model that reads text and the encoders' features."""
 
     family: Literal["llama", "qwen2"]
-    """HuggingFace architecture of the causal language model."""
+    """HuggingFace architecture of the causal language model. With a ``path`` it is read there."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keys of the family's HuggingFace config class that differ from its defaults; ``vocab_size`` follows the
     tokenizer unless given."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder that HuggingFace's ``save_pretrained`` wrote: the weights to start from (by default random ones), and
+    family and config where no family is given. Each rank reads what it holds."""
     freeze: bool = False
     """Keep the language model's weights as they are."""
     lr: Rate | None = None
@@ -220,11 +227,20 @@ class ModuleParallel(Section):
     """Pipeline stages of the module."""
     dp: Positive | None = None
     """Replicas of the module, by default ``parallel.dp``; each module spreads the samples of a step over its own."""
-    shard: str = "none"
+    shard: Literal["none", "optimizer", "full"] = "none"
     """What ranks with the same weights share out among them instead of each keeping all of it. none: nothing;
     optimizer: summed gradients and the optimizer's state; full: weights too, whole only while a step uses them."""
     shard_ranks: Positive | None = None
     """Among how many ranks each share is; by default all that have the same weights."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> ModuleParallel:
+        if self.shard_ranks is not None and (self.shard == "none" or self.shard_ranks < 2):
+            raise ValueError(
+                f"shard_ranks = {self.shard_ranks} with shard = {self.shard!r} shares nothing: give 2 ranks or more "
+                "and shard = 'optimizer' or 'full', or leave shard_ranks out"
+            )
+        return self
 
 
 class EncoderParallel(ModuleParallel):
@@ -458,5 +474,24 @@ class Config(Section):
                 raise ValueError(
                     f"train.batch_size = {train.batch_size} is too small for {what} on each of {replicas[name]} "
                     f"replicas of {name}: each needs at least one sample"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _state_has_a_place(self) -> Config:
+        if self.train.offload_optimizer and self.run.device == "cpu":
+            raise ValueError(
+                "train.offload_optimizer = true moves the optimizer's state from a GPU to host memory, but with "
+                "run.device = 'cpu' it is there already: leave the key out, or set run.device = 'cuda'"
+            )
+        for name in self.modules():
+            spec = self.parallel.module(name)
+            alike = spec.cp * self.parallel.replicas(name)
+            if self.parallel.placement == "replicated" and name != "language_model":
+                alike *= self.parallel.ranks or self.parallel.stages("language_model")  # a copy on every rank
+            if spec.shard_ranks is not None and alike % spec.shard_ranks:
+                raise ValueError(
+                    f"parallel.{name}.shard_ranks = {spec.shard_ranks}, but {alike} ranks hold the same weights of "
+                    f"{name}: give a number that divides theirs, or leave it out for all"
                 )
         return self

@@ -18,8 +18,12 @@ from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError
 
 
-def random_values(model: MultimodalModel, names: Collection[str], seed: int) -> Iterator[tuple[str, Tensor]]:
+def random_values(
+    model: MultimodalModel, names: Collection[str], seed: int, *, read: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of those of the `names` that are first ones of parameters, and of all buffers; each on the CPU.
+
+    read: names of parameters that have their values from elsewhere, and whose parts' buffers are wanted.
 
     A layer, or a part beside the layers, at a time: the library's rules may look at all of one.
     """
@@ -30,9 +34,10 @@ def random_values(model: MultimodalModel, names: Collection[str], seed: int) -> 
     if lost := [name for name in names if not _inside(name, places)]:
         raise ConfigError(f"no rule is known for the first values of {lost[0]}, which lies in no layer and in no part")
     for place in dict.fromkeys([*places, *beside]):
-        parameters = [f"{place}.{name}" for name, _ in model.get_submodule(place).named_parameters()]
+        parameters = {f"{place}.{name}": None for name, _ in model.get_submodule(place).named_parameters()}.keys()
         wanted = {name for name in parameters if first[name] == name and name in names}
-        if wanted or not parameters:
+        buffers = any(True for _ in model.get_submodule(place).buffers())
+        if wanted or not parameters or (buffers and not parameters.isdisjoint(read)):
             yield from _part_with_values(model, place, families, first, wanted, seed)
 
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interlace.train.commands import cluster
 from interlace.train.commands import cluster_facts as facts
 from interlace.train.commands import cluster_links as links
 from interlace.train.launch import launcher
@@ -25,6 +26,7 @@ from tests.test_cli import TINY
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs" / "clusters.md"
 GIB = facts.GIB
+PAIR = tuple[float, float]
 
 
 # ---------------------------------------------------------------------- what is compared
@@ -110,6 +112,32 @@ def test_slow_pairs_are_those_far_below_the_median_of_their_kind() -> None:
     assert links.slow(inside[1:], hosts, 0.25) == []  # of two nothing is known
 
 
+# ---------------------------------------------------------------------- what peers say
+
+
+def test_what_a_peer_says_of_another_form_is_refused() -> None:
+    mine = facts.gather(None, Path("runs"), "cpu", 0)
+    assert cluster._read(json.dumps(mine), facts.Form) == mine
+    assert cluster._read("null", None) is None and cluster._read("[1.5, Infinity]", PAIR) == (1.5, float("inf"))
+    lacks = {name: value for name, value in mine.items() if name != "disk"}
+    odd = [lacks, {**mine, "disk": "much"}, {**mine, "files": ["a"]}, {**mine, "more": 1}, None, [], 3]
+    said = [(json.dumps(each), facts.Form) for each in odd]
+    said += [(text, PAIR) for text in ("null", "[1.0]", "[1.0, 2.0, 3.0]", '["1", 2.0]', "{}", "[1.0,", "[" * 10**5)]
+    said += [("1", bool), ("0.5", None), ('["a"]', list[int])]
+    for text, form in said:
+        with pytest.raises(ValueError, match="says something of another form: do the ranks run one version"):
+            cluster._read(text, form)
+
+
+def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    script = SCRIPT.format(path=[str(ROOT / "python"), str(ROOT)], fault="", timeout=20.0, out=str(tmp_path))
+    process = forkserver.start_script(script, tmp_path / "said", {**launcher.rendezvous(1), "RANK": "0"})
+    process.join(60)
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == 1 and f"--json {tmp_path}: cannot write there: Is a directory" in said, said
+    assert "nothing is wrong" in said and "Traceback" not in said
+
+
 # ---------------------------------------------------------------------- real processes
 
 SCRIPT = """
@@ -148,6 +176,11 @@ if rank == 2:
     "store": """
 if rank == 0:
     cluster_links.measure_pair = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+""",
+    "speaks otherwise": """
+gather = cluster_facts.gather
+if rank == 1:
+    cluster_facts.gather = lambda *arguments: {**gather(*arguments), "disk": "much"}
 """,
     "fails": """
 def fail(*_):
@@ -216,6 +249,7 @@ def test_three_ranks_that_agree_are_well(tmp_path: Path) -> None:
     [
         ("stops", [1, 1, None], "no answer from rank 2 within 4 s, measuring pairs of ranks"),
         ("late", [1, 1, 1], "no answer from rank 2 within 4 s, coming"),
+        ("speaks otherwise", [1, 1, 1], "rank 1, reading its facts: says something of another form"),
         ("fails", [1, 1, 1], "rank 1, reading its facts: the card has no link"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from interlace.train.errors import TrainingError
-from interlace.train.launch import launcher
+from interlace.train.launch import launcher, startup
 from interlace.train.launch.startup import Startup, meeting_place
 from tests import forkserver
 
@@ -75,11 +76,31 @@ def test_a_rank_that_never_comes_is_missed_within_the_timeout(tmp_path: Path) ->
 
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
-    startup = Startup(0, 1, 0.01)
-    assert startup.gather("a test", "x") == ["x"]
-    with startup.bounded("a test"):
+    alone = Startup(0, 1, 0.01)
+    assert alone.gather("a test", "x") == ["x"]
+    with alone.bounded("a test"):
         time.sleep(0.02)
-    startup.close()
+    alone.close()
+
+
+@pytest.mark.parametrize("alone", ["", "make memory"])
+def test_what_a_rank_does_alone_is_named_among_the_reasons(alone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout, or an error of torch, inside a block where ranks meet and also work by themselves."""
+    one = Startup(0, 1, 0.05)
+    one.rank, one.world = 1, 2
+    ended, said = threading.Event(), []
+    monkeypatch.setattr(startup, "SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(launcher, "report_error", lambda error, **_: said.append(str(error)))
+    monkeypatch.setattr("os._exit", lambda code: ended.set())
+    with one.bounded("making groups", alone):
+        assert ended.wait(60)
+    late = "rank 1, making groups: no answer within 0.05 s (parallel.timeout)"
+    assert said == [late + (", or this rank took longer to make memory" if alone else "")]
+    one.timeout = 60.0
+    with pytest.raises(TrainingError) as failed, one.bounded("making groups", alone):
+        raise RuntimeError("can't allocate memory")
+    own = ", or this one could not make memory" if alone else ""
+    assert str(failed.value).startswith(f"rank 1, making groups: not all came within 60 s{own} (can't allocate memory)")
 
 
 def test_ranks_of_one_machine_listen_to_that_machine_alone(tmp_path: Path) -> None:

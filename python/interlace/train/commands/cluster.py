@@ -20,10 +20,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from interlace.comm.lost import first_line
 from interlace.comm.rendezvous import Rounds
@@ -87,6 +88,15 @@ class Stopped(Exception):
         self.troubles = list(troubles)
 
 
+def _read(text: str, form: Any) -> Any:
+    """What a peer said as JSON. Raises ValueError where it is not of the type `form`."""
+    try:
+        value = TypeAdapter(form).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise ValueError("says something of another form: do the ranks run one version of the program?") from error
+    return value.model_dump() if isinstance(value, BaseModel) else value
+
+
 class Meeting(Rounds):
     """The ranks, in steps that all of them take. `timeout`: seconds that one may be behind the others."""
 
@@ -112,11 +122,15 @@ class Meeting(Rounds):
         work: Callable[[], Any],
         judge: Callable[[list[Any]], Any] = lambda values: None,
         allowance: float = 0.0,
+        *,
+        form: Callable[[int], Any] = lambda rank: None,
+        told: Any = None,
     ) -> Any:
         """Every rank does its `work` (what it returns JSON can hold), and is told what rank 0 makes of all results.
 
-        allowance: seconds that the work may take beside the timeout. Raises Stopped on all ranks when the work of one
-        fails or a rank says nothing; on rank 0 it says which.
+        allowance: seconds that the work may take beside the timeout. form: rank -> type of what its work returns; told:
+        of what rank 0 makes of it. Raises Stopped on all ranks when the work of one fails, or a rank says nothing, or
+        what is of another form; on rank 0 it says which.
         """
         patience = self.timeout + allowance
         with self._limit(what, _OTHERS * patience + SLACK_SECONDS):
@@ -131,7 +145,10 @@ class Meeting(Rounds):
                 stop, answer = self.hear(_VERDICT, what, ["", ""])
                 if stop:
                     raise Stopped([Trouble(stop, "")])
-                return json.loads(answer)
+                try:
+                    return _read(answer, told)
+                except ValueError as error:
+                    self._end(f"rank 0, {what}: {error}")
             troubles, values = [], [value]
             if failure:
                 troubles.append(Trouble(f"rank 0, {what}: {failure}", "see the message of this rank"))
@@ -142,7 +159,7 @@ class Meeting(Rounds):
             for rank in (rank for rank in range(1, self.world) if rank not in silent):
                 try:
                     text, failure = self.hear(rank, what, ["", ""])
-                    values.append(json.loads(text))
+                    values.append(None if failure else _read(text, form(rank)))
                 except ValueError as error:
                     failure = str(error)
                 if failure:
@@ -224,7 +241,7 @@ class Examination:
         good = False
         try:
             self._examine(meeting)
-            good = bool(meeting.step("ending", lambda: None, lambda _: not self.report.troubles))
+            good = meeting.step("ending", lambda: None, lambda _: not self.report.troubles, told=bool)
         except Stopped as stop:
             self.report.troubles += stop.troubles
             if self.rank == 0:
@@ -232,16 +249,26 @@ class Examination:
         if self.rank == 0:
             cluster_report.show(self.report)
             if out is not None:
-                cluster_report.write(self.report, out)
+                try:
+                    cluster_report.write(self.report, out)
+                except OSError as error:
+                    print(f"interlace: --json {out}: cannot write there: {error.strerror or error}", file=sys.stderr)
+                    good = False
         sys.stdout.flush()
         os._exit(0 if good else WRONG)  # a group whose ranks are lost would wait for them
 
     def _examine(self, meeting: Meeting) -> None:
         meeting.step("coming", lambda: None)
-        hosts = meeting.step("reading its facts", self._facts, self._judge_facts)
+        one_each = Annotated[list[str], Field(min_length=self.world, max_length=self.world)]
+        hosts = meeting.step(
+            "reading its facts", self._facts, self._judge_facts, form=lambda _: cluster_facts.Form, told=one_each
+        )
         if self.world == 1:
             return
-        meeting.step("comparing clocks", lambda: self._clock(meeting), self._judge_clocks)
+        meeting.step(
+            "comparing clocks", lambda: self._clock(meeting), self._judge_clocks,
+            form=lambda rank: tuple[float, float] if rank else None,
+        )  # fmt: skip
         backend = devices.BACKENDS[self.device.type]
         wait = timedelta(seconds=self.timeout)
 
@@ -343,7 +370,12 @@ class Examination:
                 return time.monotonic() - begin < self.seconds
 
             what = f"measuring pairs of ranks, round {number} of {len(rounds)}"
-            if not meeting.step(what, measure, judge) and number < len(rounds):
+            measured = {rank for pair in pairs for rank in pair}
+
+            def form(rank: int, measured: set[int] = measured) -> Any:
+                return tuple[float, float] if rank in measured else None
+
+            if not meeting.step(what, measure, judge, form=form, told=bool) and number < len(rounds):
                 every = self.world * (self.world - 1) // 2
                 self.report.notes.append(
                     f"{len(self.report.links)} of {every} pairs were measured in {self.seconds:g} s; --seconds for more"
@@ -384,8 +416,12 @@ class Examination:
 
         if several:
             meeting.step("making the groups of hosts", make, allowance=self.timeout)
-            meeting.step("summing within each host", within, note)
-        meeting.step("summing over all ranks", over_all, lambda found: self.report.sums.update({"": min(found)}))
+            alone = {rank for ranks in members.values() if len(ranks) == 1 for rank in ranks}
+            meeting.step("summing within each host", within, note, form=lambda rank: None if rank in alone else float)
+        meeting.step(
+            "summing over all ranks", over_all, lambda found: self.report.sums.update({"": min(found)}),
+            form=lambda _: float,
+        )  # fmt: skip
 
 
 def _address() -> str:

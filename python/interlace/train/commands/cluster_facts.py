@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict
+
 Facts = dict[str, Any]
 GIB = 1 << 30
 LEAST_DISK = GIB  # bytes free where runs go
@@ -33,6 +35,28 @@ EQUAL = {
 """Facts that have to be the same on every rank, and what they are called."""
 _FILES = (".py", ".so", ".pyi")
 _SETTINGS = ("NCCL_", "GLOO_", "TORCH_NCCL_", "INTERLACE_TRANSPORT")
+
+
+class Form(BaseModel):
+    """The facts of a peer, who may run another version: what is compared has to be there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: str
+    python: str
+    torch: str
+    transformers: str
+    interlace: str
+    cuda: str
+    nccl: str
+    kind: str
+    gpu: str
+    config: str
+    files: dict[str, str]
+    disk: int
+    shared: int
+    memlock: int
+    settings: dict[str, str]
 
 
 class Trouble(NamedTuple):

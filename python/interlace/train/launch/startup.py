@@ -93,12 +93,17 @@ class Startup(Rounds):
             raise TrainingError(f"rank {self.rank}, {what}: rank {rank} {error}") from error
 
     @contextlib.contextmanager
-    def bounded(self, what: str) -> Iterator[None]:
-        """Bounds what torch does inside the block; its errors become a TrainingError that says `what` it was."""
+    def bounded(self, what: str, alone: str = "") -> Iterator[None]:
+        """Bounds what torch does inside the block; its errors become a TrainingError that says `what` it was.
+
+        alone: what this rank does inside besides, without the others: that, too, may take long or fail.
+        """
         if self.world == 1:
             yield
             return
         waited = f"rank {self.rank}, {what}: no answer within {self.timeout:g} s (parallel.timeout)"
+        if alone:
+            waited += f", or this rank took longer to {alone}"
 
         def end() -> None:
             launcher.report_error(TrainingError(waited), user_error=False, known=True)
@@ -113,9 +118,10 @@ class Startup(Rounds):
             if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            own = f", or this one could not {alone}" if alone else ""
             raise TrainingError(
-                f"rank {self.rank}, {what}: not all came within {self.timeout:g} s ({reason}); look for the rank that "
-                "failed, or raise parallel.timeout if they start slowly"
+                f"rank {self.rank}, {what}: not all came within {self.timeout:g} s{own} ({reason}); look for the rank "
+                "that failed, or raise parallel.timeout if they start slowly"
             ) from error
         finally:
             timer.cancel()

@@ -1,0 +1,23 @@
+// Whose ranks compute together because the weights that they share are gathered layer by layer.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "schedule/step_graph.h"
+
+namespace interlace {
+
+// The nodes of a shard gather inside of what they compute: all ranks of their lanes do so at the same time, the first
+// of each node's forwards and backwards together, then the second, and so on. A node that is in several shards joins
+// them, so a meeting is of nodes that hang together. Each of its ranks is in one of its nodes: see
+// StageArrays::shard_by_layer.
+struct Meetings {
+    // by_layer: of each shard.
+    Meetings(const StepGraph &graph, const std::vector<char> &by_layer);
+
+    std::vector<int32_t> of_node;  // its meeting; -1: it computes with its own lane alone
+    Ragged nodes, ranks;
+};
+
+}  // namespace interlace

@@ -1,0 +1,72 @@
+"""The families of models that a config may name, and how a folder that HuggingFace wrote says which one it holds."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+# family -> (module under transformers.models, config class, model class, keys that differ from the library's defaults)
+FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    # SigLIP's attention pooling head would only hold weights that no token ever reaches.
+    "siglip": ("siglip", "SiglipVisionConfig", "SiglipVisionModel", {"vision_use_head": False}),
+    "clip": ("clip", "CLIPVisionConfig", "CLIPVisionModel", {}),
+    "whisper": ("whisper", "WhisperConfig", "WhisperEncoder", {}),
+    "llama": ("llama", "LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen2": ("qwen2", "Qwen2Config", "Qwen2ForCausalLM", {}),
+}
+# What config.json calls a model -> its family, and the table of it that describes this part.
+KINDS = {
+    "siglip": ("siglip", "vision_config"),
+    "siglip_vision_model": ("siglip", None),
+    "clip": ("clip", "vision_config"),
+    "clip_vision_model": ("clip", None),
+    "whisper": ("whisper", None),
+    "llama": ("llama", None),
+    "qwen2": ("qwen2", None),
+}
+CONFIG = "config.json"
+# Keys that say nothing of what the model computes, or that the trainer sets.
+BESIDE = {"architectures", "attn_implementation", "dtype", "torch_dtype", "return_dict", "output_hidden_states"}
+BESIDE |= {"output_attentions", "id2label", "label2id", "problem_type", "use_cache", "is_encoder_decoder"}
+BESIDE |= {"model_type", "transformers_version"}
+
+
+def describe(folder: Path, families: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """(family, the keys of its HuggingFace config that differ from the defaults) of a folder of `save_pretrained`.
+
+    families: those that fit where the model is to stand. Raises ValueError for anything else.
+    """
+    path = folder / CONFIG
+    table = read_json(path)
+    kind = table.get("model_type")
+    family, part = KINDS.get(str(kind), ("", None))
+    if family not in families:
+        fit = ", ".join(name for name, (each, _) in KINDS.items() if each in families)
+        raise ValueError(f"{path} has model_type = {kind!r}; what fits here: {fit}")
+    inner = table if part is None else table.get(part)
+    if not isinstance(inner, dict):
+        raise ValueError(f"{path} has no table {part!r}")
+    module, config_class, _, ours = FAMILIES[family]
+    made: Any = getattr(importlib.import_module(f"transformers.models.{module}.configuration_{module}"), config_class)
+    try:
+        differs = made(**{**inner, **ours}).to_diff_dict()
+    except Exception as error:  # the library's own checks, of values that may be anything
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    known = {key for key in vars(made()) if not key.startswith("_")} - BESIDE - set(ours)
+    return family, {key: value for key, value in differs.items() if key in known and value is not None}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The table in a JSON file. Raises ValueError when it cannot be read or is no table."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read it: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise ValueError(f"{path} holds no table")
+    return table
