@@ -13,6 +13,7 @@ import time
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interlace.comm import channel_group
 from interlace.comm.channel import CommError, Tag
 from interlace.comm.channel_group import DTYPES, MAGIC, GroupChannel
 from interlace.comm.star import HEADER, LONGEST, MESSAGE
@@ -94,6 +96,37 @@ def told(call: Any) -> str:
 
 def padded(numbers: list[int]) -> torch.Tensor:
     return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))])
+
+
+def gathered_apart(rank: int, hangs: bool) -> list[Any]:
+    """As on GPUs, where the host does not wait for a gather, and is told at the end of what went wrong."""
+    with mock.patch.multiple(channel_group, EDGES={"cpu": "gloo"}, SUMS={"cpu": "gloo"}):
+        here = channel(1.0 if hangs else 20.0)
+        here.add_groups([[0, 1, 2], [0, 2]])
+    if hangs and rank == 1:
+        time.sleep(3)
+        return []
+    given = [torch.arange(6.0).view(2, 3) * rank, torch.ones(3, dtype=torch.bfloat16) * rank, torch.ones(0)]
+    pending = [here.start_gather(each, [0, 1, 2], f"{i}") for i, each in enumerate(given)]
+    if hangs:
+        return [told(lambda: [each.wait() for each in pending])]
+    some = here.start_gather(given[0].t(), [0, 2], "two").wait().tolist() if rank != 1 else []
+    whole = [each.wait().tolist() for each in pending]
+    here.finish()
+    return [whole, some]
+
+
+def test_a_gather_comes_in_one_piece(pool: Any) -> None:
+    rows = torch.arange(6.0).view(2, 3)
+    whole = [torch.stack([rows * i for i in range(3)]).tolist(), [[float(i)] * 3 for i in range(3)], [[]] * 3]
+    two = torch.stack([rows.t() * 0, rows.t() * 2]).tolist()
+    assert pool.returned(3, gathered_apart, False) == [[whole, two], [whole, []], [whole, two]]
+
+
+def test_a_rank_that_is_missed_in_a_gather_is_named(pool: Any) -> None:
+    first, _, last = pool.returned(3, gathered_apart, True)
+    for (said,) in (first, last):
+        assert "GATHER 0: lost rank 1" in said, said
 
 
 def connected_twice(rank: int) -> str:

@@ -393,6 +393,13 @@ def pieces(rank: int) -> list[tuple[str, list[int]]]:
     for name, parameter in mllm.named_parameters():
         if name in held and held[name].shape != parameter.shape:  # copied out of the model that was given
             assert torch.equal(parameter, whole[name]), name
+        elif name in held:
+            assert held[name] is parameter, name
+    layout = Layout.from_specs(text := model(encoders=()), {LLM: ParallelSpec(tp=2, dp=2, shard="full")})
+    sharded = parallelize(text, layout, transport="distributed", timeout=30, sequence_parallel=False)
+    sharded.step(random_microbatches(text, "text"))
+    norm = text.language_model.model.norm.weight  # which its lanes have whole
+    assert norm.numel() > 1 and norm.untyped_storage().nbytes() == norm.element_size()
     return [(name, list(parameter.shape)) for name, parameter in parallel.named_parameters()]
 
 

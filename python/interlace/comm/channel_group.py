@@ -94,7 +94,7 @@ class GroupChannel:
         self._star = Star(self._host, _HOST, self._roll)
         self._digest = 0
         self._sends: deque[_Send] = deque()
-        self._arrivals: list[tuple[dist.Work, int, str]] = []  # from whom, what
+        self._arrivals: list[tuple[dist.Work, tuple[int, ...], str]] = []  # from whom, what
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._edges: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._reductions = Reductions()
@@ -254,7 +254,7 @@ class GroupChannel:
                 work.wait(timedelta(seconds=self.timeout))
             else:  # only the GPU waits: with a timeout the program would, which does so when the step is over
                 work.wait()
-                self._arrivals.append((work, peer, f"RECV {tag}"))
+                self._arrivals.append((work, (peer,), f"RECV {tag}"))
         except RuntimeError as error:
             raise self._lost_peer(peer, f"RECV {tag}", error) from error
 
@@ -275,11 +275,8 @@ class GroupChannel:
 
     def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         whole = tensor.new_empty(len(ranks), *tensor.shape)
-        parts = list(whole.unbind())
-        return self._start(
-            "gather", tensor, ranks, key, whole,
-            lambda group: dist.all_gather(parts, tensor, group=group, async_op=True),
-        )  # fmt: skip
+        flat, mine = whole.view(-1), tensor.contiguous().view(-1)  # in one piece: of a list NCCL would make a copy
+        return self._start("gather", tensor, ranks, key, whole, lambda group: _all_gather(flat, mine, group))
 
     def _start(
         self,
@@ -306,7 +303,11 @@ class GroupChannel:
         def finish() -> Tensor | None:
             waiting = self.recorder.begin("wait", key, tuple(ranks))
             try:
-                work.wait(timedelta(seconds=self.timeout))
+                if self._apart and kind == "gather":  # only the GPU waits, as in `_receive_into`
+                    work.wait()
+                    self._arrivals.append((work, tuple(ranks), what))
+                else:
+                    work.wait(timedelta(seconds=self.timeout))
             except RuntimeError as error:
                 raise self._lost_some(ranks, what, error) from error
             self.recorder.end(waiting)
@@ -375,22 +376,22 @@ class GroupChannel:
         arrivals, self._arrivals = self._arrivals, []
         self._sent.clear()
         waiting = self.recorder.begin("finish", "", tuple(sorted({sent.peer for sent in pending})))
-        for work, peer, what in arrivals:
-            self._wait(work, peer, what)
+        for work, ranks, what in arrivals:
+            self._wait(work, ranks, what)
         for sent in pending:
             self._end(sent)
         self.recorder.end(waiting)
 
     def _end(self, sent: _Send) -> None:
         for work, _ in sent.works:
-            self._wait(work, sent.peer, f"SEND {sent.tag}")
+            self._wait(work, (sent.peer,), f"SEND {sent.tag}")
         self.recorder.end(sent.token)
 
-    def _wait(self, work: dist.Work, peer: int, what: str) -> None:
+    def _wait(self, work: dist.Work, ranks: Sequence[int], what: str) -> None:
         try:
             work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            raise self._lost_peer(peer, what, error) from error
+            raise self._lost_some(ranks, what, error) from error
 
     def leave(self, reason: str, cause: CommError | None = None) -> str:
         waited, why = (cause.waited, cause.why) if cause is not None else ((), reason)
@@ -425,6 +426,13 @@ class GroupChannel:
         self._hang_up(ranks, why, f"{what}: {why}")
         lost, culprits = self._roll.trace(why, ranks, self.timeout)
         return CommError(f"rank {self.rank}, {what}: {lost}", culprits, why)
+
+
+def _all_gather(whole: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Begin to gather everybody's [n] into [ranks * n]."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    work: dist.Work | None = gather(whole, mine, group=group, async_op=True)
+    return work
 
 
 def _memory(device: torch.device) -> int:

@@ -264,7 +264,8 @@ class ParallelModel:
             )
             for number in self.ranks
         }
-        self._norm = None
+        if train:
+            self._norm = None
         try:
             self._execute(schedule, steps, digest, device)
         except ValueError:  # the ranks differ, and none has begun a backward: nothing of this step, all of those before
@@ -285,18 +286,16 @@ class ParallelModel:
         """What this process plays besides the model's own parameters follows these, and has no gradients."""
         self._views.refresh()
         self._views.drop_gradients()  # of a step that failed
-        if self.channel is None:
-            self._pieces.refresh()
-            self._pieces.drop_gradients()
+        self._pieces.refresh()
+        self._pieces.drop_gradients()
         for rank in self._ranks.values():
             rank.follow()
 
     def _collect_gradients(self) -> None:
         """All gradients of the step are in this process's parameters."""
         self._views.drop_gradients()
-        if self.channel is None:
-            self._pieces.collect()
-            self._pieces.drop_gradients()
+        self._pieces.collect()
+        self._pieces.drop_gradients()
 
     def _execute(self, schedule: Schedule, steps: Mapping[int, Step], digest: int, device: torch.device) -> None:
         if self.channel is not None:

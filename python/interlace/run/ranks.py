@@ -250,7 +250,7 @@ def make_ranks(
             if allocate(mllm, held - away.keys(), device, bare=bare):
                 own = dict(mllm.named_parameters(remove_duplicate=False))
             if tp > 1 or (several and shard != "none"):
-                _link_pieces(part, own, mine, place.tp.rank, pieces, device, bare)
+                _link_pieces(part, own, mine, place.tp.rank, pieces if several else None, device, bare)
             else:
                 _link(part, own, mine, taken, views)
         taken.update(mine)
@@ -282,13 +282,14 @@ def _link_pieces(
     own: Mapping[str, nn.Parameter],
     mine: dict[int, nn.Parameter],
     place: int,
-    pieces: Pieces,
+    pieces: Pieces | None,
     device: torch.device,
     bare: bool,
 ) -> None:
-    """Give a stage that is cut Parameters over the model's own where it has these whole; note all of them.
+    """Give a stage that is cut the model's own parameters where it has these whole.
 
-    Pieces on meta get memory on `device`, or with `bare` a single element.
+    Pieces on meta get memory on `device`, or with `bare` a single element. pieces: where one process plays several
+    ranks, notes all of them, which then are Parameters over the model's own.
     """
     make = without_memory if bare else without_values
     cut = {name: where.region for name, where in cut_weights(stage).items()}
@@ -299,9 +300,12 @@ def _link_pieces(
             if parameter is None or model is None:
                 continue
             if id(model) not in mine:  # else another stage of this rank has the weight too, and in the same lane
-                if name not in cut:
-                    mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
-                else:
+                if name in cut:
                     mine[id(model)] = make(parameter, device) if parameter.is_meta else parameter
-                pieces.add(model, place, mine[id(model)], cut.get(name))
+                elif pieces is None:
+                    mine[id(model)] = model
+                else:
+                    mine[id(model)] = nn.Parameter(model.data, requires_grad=model.requires_grad)
+                if pieces is not None:
+                    pieces.add(model, place, mine[id(model)], cut.get(name))
             module._parameters[key] = mine[id(model)]

@@ -62,8 +62,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         parameters: as for torch's optimizers; groups have their own ``lr`` and ``weight_decay``. Parameters without a
             gradient in a step keep weight and state.
         betas, eps: of AdamW.
-        bucket_bytes: of weights that travel at once; a larger parameter travels alone. Twice four times as much, or
-            four times the largest parameter, is pinned where the device is a GPU.
+        bucket_bytes: of weights that travel at once; a larger parameter travels alone. They and their gradients have
+            room in each of two buffers, so that four times as much, or four times the largest parameter where that is
+            larger, is taken of host memory; pinned where the device is a GPU.
     """
 
     def __init__(
