@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 
 #include "common/interrupt.h"
 #include "schedule/check.h"
@@ -195,12 +196,28 @@ RankLists lists_of(const StepGraph &graph, const std::vector<Step> &order, bool 
 }  // namespace
 
 RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad) {
-    const std::vector<char> by_layer = alike(graph, order), none(by_layer.size(), 0);
-    if (by_layer != none) {
-        RankLists made = lists_of(graph, order, reduce_grad, by_layer);
-        if (!check_lists(graph, made.rows, made.first, reduce_grad, {}, {}).fault) return made;
+    const StageArrays &stages = graph.stages;
+    const std::vector<char> candidates = alike(graph, order), none(candidates.size(), 0);
+    RankLists made = lists_of(graph, order, reduce_grad, candidates);
+    const auto runs = [&](const RankLists &lists) {
+        return !check_lists(graph, lists.rows, lists.first, reduce_grad, {}, {}).fault;
+    };
+    if (candidates == none || runs(made)) return made;
+    std::vector<char> found = none;
+    made = lists_of(graph, order, reduce_grad, found);
+    for (int32_t module = 0; module < stages.modules; ++module) {
+        std::vector<char> more = found;
+        for (size_t shard = 0; shard < more.size(); ++shard) {
+            const int32_t node = candidates[shard] ? *stages.shard_members.begin(static_cast<int64_t>(shard)) : -1;
+            if (node >= 0 && stages.pipeline_module[stages.node_pipeline[node]] == module) more[shard] = 1;
+        }
+        if (more == found) continue;
+        RankLists lists = lists_of(graph, order, reduce_grad, more);
+        if (!runs(lists)) continue;
+        made = std::move(lists);
+        found = std::move(more);
     }
-    return lists_of(graph, order, reduce_grad, none);
+    return made;
 }
 
 }  // namespace interlace

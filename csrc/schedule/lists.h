@@ -30,8 +30,8 @@ struct RankLists {
 //
 // UNSHARD_LAYERS stands in its place where the weights can be gathered layer by layer: where all nodes of a shard run
 // equally many forwards and backwards in one order, and the checker finds nothing against lists whose ranks wait for
-// each other there. That it asks: no order of the steps by virtual time says it of all layouts. Otherwise no shard of
-// the step is gathered so, which is always right.
+// each other there. That it asks: no order of the steps by virtual time says it of all layouts. If it does, modules are
+// tried one after the other, and those stay that it finds nothing against. To gather once is always right.
 RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad);
 
 }  // namespace interlace

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -26,8 +27,9 @@ from interlace.plan.memory import Activations, Load, RankMemory, WeightSize, act
 from interlace.run import parallelize
 from interlace.run.executor import Executor
 from interlace.run.gradients import BUCKET_BYTES, buckets
+from interlace.run.layers import LayerByLayer, Unit
 from interlace.run.traced import activations_of, weights_of
-from interlace.schedule import Chunk
+from interlace.schedule import Chunk, Op
 from interlace.schedule.memory import peak
 from tests.comm.pool import Pool
 from tests.tiny import MELS, PLACEHOLDERS, random_sample, tiny_mllm
@@ -90,6 +92,7 @@ CASES = {
     "frozen alone": Case({"vision": ParallelSpec(pp=2), LLM: ParallelSpec(tp=2)}, freeze=("vision", LLM)),
     "checkpointing": Case({"vision": ParallelSpec(tp=2), LLM: ParallelSpec(pp=2)}, checkpointing="full"),
     "sharded": Case({LLM: ParallelSpec(dp=2, shard="full")}, samples=4, microbatches=1),
+    "sharded by set": Case({LLM: ParallelSpec(dp=4, shard="full", shard_ranks=2)}, samples=8, microbatches=2),
     "optimizer sharded": Case({"vision": ParallelSpec(dp=2, shard="optimizer"), LLM: ParallelSpec(tp=2)}),
     "whole rows": Case({"vision": ParallelSpec(tp=2), LLM: ParallelSpec(pp=2)}, sequence_parallel=False),
     "recomputed rows": Case({LLM: ParallelSpec(tp=2, pp=3)}, checkpointing="full"),
@@ -154,6 +157,26 @@ def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[
     parameters: of the rank.
     """
     alive, forward, backward = Alive(), Executor._forward, Executor._backward
+    wait, begin = LayerByLayer._await, LayerByLayer._sum
+
+    def whole(units: Iterable[Unit], trained: bool = False) -> int:
+        wholes = [weight.whole for unit in units for weight in unit.weights]
+        return sum(whole.nbytes for whole in wholes if whole.requires_grad or not trained)
+
+    own = sum(parameter.nbytes for parameter in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
+
+    def waits(self: LayerByLayer, number: int) -> None:
+        wait(self, number)
+        there = [u for u in self._units if any(w.whole.untyped_storage().nbytes() for w in u.weights)]
+        travels = [self._units[other] for other in self._gathers]
+        held.weights = max(held.weights, own[0] + whole(there) + whole(travels))
+
+    def sums(self: LayerByLayer, number: int) -> None:
+        there = [w.whole for unit in self._units for w in unit.weights if w.whole.grad is not None]
+        if number:
+            travels = [self._units[number + 1]] if self._scattered else []
+            held.gradients = max(held.gradients, own[1] + gradient_bytes(there) + whole(travels, trained=True))
+        begin(self, number)
 
     def noted(self: Executor, *action: Any) -> None:
         with Alive():  # a recomputation is to be as the forward, where a mode is active: not what it makes is counted
@@ -166,6 +189,7 @@ def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[
             forward(self, module, stage, chunk, *rest)
         part = self.stages[module, stage].module  # whose weights may have been made whole just now
         alive.weights.update(x.untyped_storage()._cdata for x in (*part.parameters(), *part.buffers()))
+        alive.weights.update(x.untyped_storage()._cdata for x in parameters)
         held.weights = max(held.weights, weight_bytes([s.module for s in self.stages.values()], parameters))
         for received, output in self._saved.values():
             for tensor in (*received.values(), output):
@@ -174,7 +198,12 @@ def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[
             held.activations = max(held.activations, alive.bytes())
             held.in_flight = max(held.in_flight, len(self._saved))
 
-    with mock.patch.object(Executor, "_forward", counted), mock.patch.object(Executor, "_backward", noted):
+    with (
+        mock.patch.object(Executor, "_forward", counted),
+        mock.patch.object(Executor, "_backward", noted),
+        mock.patch.object(LayerByLayer, "_await", waits),
+        mock.patch.object(LayerByLayer, "_sum", sums),
+    ):
         yield
 
 
@@ -230,7 +259,9 @@ def estimated(name: str) -> tuple[RankMemory, ...]:
     sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
     held = [(found.in_flight, found.bytes) for found in (peak(actions, sizes) for actions in schedule.actions)]
     weights = weights_of(mllm, layout, sequence_parallel=case.sequence_parallel)
-    return rank_memory(layout, weights, activations, largest, held, bucket_bytes=BUCKET_BYTES)
+    rows = [(rank, action) for rank, actions in enumerate(schedule.actions) for action in actions]
+    by_layer = {(rank, action.module) for rank, action in rows if action.op is Op.UNSHARD_LAYERS}
+    return rank_memory(layout, weights, activations, largest, held, bucket_bytes=BUCKET_BYTES, by_layer=by_layer)
 
 
 SLOW = (
@@ -257,9 +288,9 @@ def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
     for found, outcome in zip(estimate, outcomes, strict=True):
         real = outcome.value
         where = f"rank {found.rank}: {found}, not {real}"
-        state = found.weights_once, found.gradients_once, found.optimizer
+        state = found.weights_run, found.gradients_run, found.optimizer
         assert state == (real.weights, real.gradients, real.optimizer), where
-        if name == "sharded":  # one half of each weight, and all of them in the step
+        if name.startswith("sharded"):  # one half of each weight
             assert real.parameters == found.weights_once // 3
             assert real.after <= real.parameters + 100 * 4  # each whole reads as one number
         else:
@@ -312,9 +343,22 @@ def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int
     sharing = 1 if shard == "none" else group or dp
     stages = tuple(Pipeline("only", i, (Stage("only", 0, 0, len(layers), Lane((i,))),)) for i in range(dp))
     layout = Layout({"only": (ParallelSpec(dp=dp, shard=shard, shard_ranks=group), stages)}, dp)
-    weights = [WeightSize(str(i), "only", (i,), (n,), 2, 2, trained) for i, (n, trained) in enumerate(layers)]
+    beside = data.draw(st.integers(0, len(layers)))  # one of the weights lies beside its layer, or none
+    weights = [
+        WeightSize(str(i), "only", (i,), (n,), 2, 2, trained, beside=i == beside)
+        for i, (n, trained) in enumerate(layers)
+    ]
+    by_layer = data.draw(st.sets(st.integers(0, dp - 1)))
     idle = Activations((), (0.0,) * (len(layers) + 1), (False,) * len(layers))
-    found = rank_memory(layout, weights, {"only": idle}, {}, [(0, 0.0)] * dp, bucket_bytes=1000)
+    found = rank_memory(
+        layout,
+        weights,
+        {"only": idle},
+        {},
+        [(0, 0.0)] * dp,
+        bucket_bytes=1000,
+        by_layer={(rank, "only") for rank in by_layer},
+    )
     part = [4 * max(len(range(i, n, sharing)) for i in range(sharing)) for n, _ in layers]
     trained = [i for i, (_, is_trained) in enumerate(layers) if is_trained]
     whole = [4 * n for n, _ in layers]
@@ -322,10 +366,16 @@ def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int
         moments = part if shard != "none" else whole
         assert memory.optimizer == sum(2 * moments[i] + 4 for i in trained)
         if shard == "full" and sharing > 1:
-            assert memory.weights == sum(part) + max(whole)
+            there = [n * (i != beside) for i, n in enumerate(whole)]
+            learned = [n * (i in trained) for i, n in enumerate(there)]
+            two, unreduced = (max(a + b for a, b in pairwise([0, *each, 0])) for each in (there, learned))
+            assert memory.weights == sum(part) + two + (whole[beside] if beside < len(whole) else 0)
             assert memory.weights_once == sum(part) + sum(whole)
-            assert memory.gradients == sum(part[i] for i in trained) + max((whole[i] for i in trained), default=0)
+            unreduced += whole[beside] if beside in trained else 0
+            assert memory.gradients == sum(part[i] for i in trained) + unreduced
             assert memory.gradients_once == sum(whole[i] for i in trained)
+            assert memory.weights_run == (memory.weights if memory.rank in by_layer else memory.weights_once)
+            assert memory.gradients_run == (memory.gradients if memory.rank in by_layer else memory.gradients_once)
         else:
             assert memory.weights == memory.weights_once == sum(whole)
             assert memory.gradients == memory.gradients_once == sum(whole[i] for i in trained)

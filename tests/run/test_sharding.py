@@ -78,8 +78,9 @@ def check_training(
     """
     ours = adamw(parallel.named_parameters()) if list(parallel.named_parameters()) else None
     theirs = adamw(alone.named_parameters())
+    groups = samples if isinstance(samples[0], list) else [samples]
     for number in range(STEPS):
-        loss, gradients = oracle(alone, [samples])
+        loss, gradients = oracle(alone, groups)
         norm = norm_of(gradients, alone)
         result = parallel.step(samples, **step)
         assert abs(result.loss - loss) <= 1e-5 * abs(loss), f"{where}step {number}: loss {result.loss}, not {loss}"
@@ -105,7 +106,7 @@ def check_training(
         cut = None if parallel.channel is None else here.cut.get(name)
         due = weights[name] if cut is None else cut.piece(weights[name])
         assert torch.allclose(parameter, due, atol=1e-5), f"{where}{name} is {float((parameter - due).abs().max())} off"
-    loss, _ = oracle(alone, [samples])
+    loss, _ = oracle(alone, groups)
     assert parallel.evaluate(samples).loss == pytest.approx(loss, rel=1e-5), where
 
 

@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -310,6 +311,16 @@ def test_who_gathers_layer_by_layer_meets_in_one_order() -> None:
         lists[0].insert(0, replace(lists[0][0], op=Op.UNSHARD))
 
     refused(changed(sound, both), "all ranks gather weights once, or all of them layer by layer")
+    cuts = [[0, 1, 2], [0, 2]]
+    pipelines = tuple(
+        Pipeline("m", r, tuple(Stage("m", i, *ends, Lane((2 * r + i,))) for i, ends in enumerate(pairwise(cuts[r]))))
+        for r in range(2)
+    )
+    spec = ParallelSpec(pp=2, dp=2, shard="full")
+    uneven = StageGraph(Layout({"m": (spec, pipelines)}, 3), (), {"m": (True, True)})
+    once = gpipe(uneven, StepTable.aligned([], [{"m"}], replicas=2))
+    check(once)
+    refused(changed(once, lambda lists: gather(lists, Op.UNSHARD_LAYERS)), "other stages too, .* gather them once")
 
 
 def test_checker_and_oracle_agree_on_gathers_layer_by_layer() -> None:

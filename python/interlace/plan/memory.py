@@ -9,14 +9,15 @@ it is shared out over the ranks of a layout, under any degrees and any sharding 
     "full"       1 / n, and gathered   1 / n, and unreduced  1 / n
 
 "Whole" is what tensor parallelism leaves of it on a rank, n the ranks that share state (`Layout.shard_groups`). With
-"full", what is gathered is one layer at a time, or all of a rank's layers once per step, as `interlace.run.sharding`
-does; both are given.
+"full", what is gathered is all of a rank's layers once per step (`interlace.run.sharding`), or layer by layer
+(`interlace.run.layers`): then of one stage what lies beside its layers, the layer that computes and the one that is on
+its way. Both are given, and which of them applies to each module in the step that is planned.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class WeightSize:
     layers: those of `module` that use it; several where it is tied. rows: [tp], of its dimension 0 those that each
     place of a lane holds, fewer than it has where tensor parallelism cuts it there. width: elements of a row, as a rank
     holds it. itemsize: bytes of an element. in_part: whether ranks of a lane hold it whole, but use it on their own
-    rows or heads. sharable: whether ranks that hold the same of it can share its state by rows.
+    rows or heads. sharable: whether ranks that hold the same of it can share its state by rows. beside: whether it
+    lies beside the repeated layers, or in several of them.
     """
 
     name: str
@@ -46,6 +48,7 @@ class WeightSize:
     trainable: bool
     in_part: bool = False
     sharable: bool = True
+    beside: bool = False
 
     def count(self, place: int) -> int:
         """Elements on the rank at `place` of a lane."""
@@ -140,8 +143,9 @@ class RankMemory:
     in_flight: the most chunks whose activations wait for a backward at once, and activations what they keep. messages:
     the largest that arrives and the largest that leaves. sums: the largest bucket of gradients that travels while the
     gradients are there still. workspace: what one backward makes and drops. weights_once, gradients_once: with what is
-    sharded "full" gathered once per step, not layer by layer; equal to weights and gradients where nothing is. host:
-    optimizer state in host memory, where it is kept there and not on the device.
+    sharded "full" gathered once per step, not layer by layer; equal to weights and gradients where nothing is.
+    weights_run, gradients_run: with each module gathered as it is in the step that is planned. host: optimizer state in
+    host memory, where it is kept there and not on the device.
     """
 
     rank: int
@@ -156,6 +160,8 @@ class RankMemory:
     workspace: int
     weights_once: int
     gradients_once: int
+    weights_run: int
+    gradients_run: int
     host: int = 0
 
     @property
@@ -167,6 +173,11 @@ class RankMemory:
     def peak_once(self) -> int:
         """The same where what is sharded "full" is gathered once per step."""
         return self.weights_once + self.gradients_once + self._rest
+
+    @property
+    def peak_run(self) -> int:
+        """The same in the step that is planned."""
+        return self.weights_run + self.gradients_run + self._rest
 
     @property
     def _rest(self) -> int:
@@ -198,12 +209,14 @@ def rank_memory(
     *,
     bucket_bytes: int,
     offload_optimizer: bool = False,
+    by_layer: Collection[tuple[int, str]] = (),
 ) -> tuple[RankMemory, ...]:
     """What every rank of `layout` holds.
 
     weights: of the model, as ranks of its lanes hold them. loads: module -> its largest chunk. held: per rank, the most
     chunks in flight and bytes kept (`interlace.schedule.memory.peak`). bucket_bytes: of gradients that are summed
-    together. offload_optimizer: whether optimizer state is in host memory.
+    together. offload_optimizer: whether optimizer state is in host memory. by_layer: the (rank, module) whose weights
+    the step gathers layer by layer.
     """
     by_module: dict[str, list[WeightSize]] = {name: [] for name in layout.modules}
     for weight in weights:
@@ -221,11 +234,11 @@ def rank_memory(
     for rank, (in_flight, kept) in enumerate(held):
         stages = layout.of_rank(rank)
         own: list[_Own] = []
-        total = _State(0, 0, 0, 0, 0, 0)
+        total = _State(*(0,) * len(_State._fields))
         for name in dict.fromkeys(stage.module for stage in stages):
             mine = list(_owned(layout, rank, name, by_module[name], shards.get(rank, ())))
-            layers = {i for stage in stages if stage.module == name for i in range(stage.start, stage.stop)}
-            more = _state(mine, layers, layout.spec(name).shard)
+            layers = [range(stage.start, stage.stop) for stage in stages if stage.module == name]
+            more = _state(mine, layers, layout.spec(name).shard, (rank, name) in by_layer)
             total = _State(*(a + b for a, b in zip(total, more, strict=True)))
             own += mine
         shares = [(stage, activations[stage.module], _share_of(layout, stage, loads)) for stage in stages]
@@ -244,6 +257,8 @@ def rank_memory(
                 workspace=math.ceil(max(what.workspace(stage.start, stage.stop, load) for stage, what, load in shares)),
                 weights_once=total.weights_once,
                 gradients_once=total.gradients_once,
+                weights_run=total.weights_run,
+                gradients_run=total.gradients_run,
                 host=total.optimizer if offload_optimizer else 0,
             )
         )
@@ -269,6 +284,8 @@ class _State(NamedTuple):
     optimizer: int
     weights_once: int
     gradients_once: int
+    weights_run: int
+    gradients_run: int
 
 
 def _owned(
@@ -291,21 +308,29 @@ def _owned(
         yield _Own(weight, home, weight.count(place), rows * size, -(-rows // sharers) * size, sharers)
 
 
-def _state(own: Sequence[_Own], layers: Iterable[int], shard: str) -> _State:
+def _state(own: Sequence[_Own], stages: Sequence[range], shard: str, by_layer: bool) -> _State:
+    """stages: the layers of each stage of the rank."""
     trained = [each for each in own if each.weight.trainable]
     count = sum(each.elements for each in own)
     optimizer = sum(MOMENTS * each.part + STEP_BYTES for each in trained)
     whole, gradients = (sum(each.whole for each in some) for some in (own, trained))
     if shard != "full":
-        return _State(count, whole, gradients, optimizer, whole, gradients)
+        return _State(count, whole, gradients, optimizer, whole, gradients, whole, gradients)
     shared, shared_trained = ([each for each in some if each.sharers > 1] for some in (own, trained))
     parts, gradient_parts = (sum(each.part for each in some) for some in (own, trained))
-    gathered, unreduced = (
-        max((sum(each.whole for each in some if layer in each.weight.layers) for layer in layers), default=0)
-        for some in (shared, shared_trained)
-    )
-    once = parts + sum(each.whole for each in shared)
-    return _State(count, parts + gathered, gradient_parts + unreduced, optimizer, once, gradients)
+    layered = parts + _at_a_time(shared, stages), gradient_parts + _at_a_time(shared_trained, stages)
+    once = parts + sum(each.whole for each in shared), gradients
+    return _State(count, *layered, optimizer, *once, *(layered if by_layer else once))
+
+
+def _at_a_time(own: Sequence[_Own], stages: Sequence[range]) -> int:
+    """The most bytes of what lies beside the layers of a stage and of two of its layers, one after the other."""
+
+    def of(layers: range, beside: bool) -> int:
+        some = (each for each in own if each.weight.beside is beside)
+        return sum(each.whole for each in some if any(layer in layers for layer in each.weight.layers))
+
+    return max(of(stage, True) + max(of(stage[i : i + 2], False) for i in range(len(stage))) for stage in stages)
 
 
 def _summed(own: Iterable[_Own], reduction: Reduction) -> list[_Own]:

@@ -182,6 +182,7 @@ class LayerByLayer:
             if self._at < len(self._units):
                 self._sum(self._at)
             self._sum(0)
+            self._add()
         for unit in self._units:
             if any(weight.whole.grad is not None for weight in unit.weights):
                 raise PipelineError(

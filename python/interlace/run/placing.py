@@ -56,9 +56,9 @@ def parallelize(
 
     A module with tp > 1 is cut inside its blocks, and a language model's vocabulary too, among the ranks of each lane.
     Between processes a rank's parameters are then its pieces (see `named_parameters`), copied from the weights of
-    ``mllm``, and of what is sharded its rows. Weights that stages compute with are whole from the first action of a
-    step; outside of steps they are out of date with shard = "optimizer" and NaN with "full", in ``mllm`` too where they
-    are its own.
+    ``mllm``, and of what is sharded its rows. Weights that stages compute with are whole in a step, with shard = "full"
+    for a layer at a time where replicas run equally many chunks; outside of steps they are out of date with
+    "optimizer" and NaN with "full", in ``mllm`` too where they are its own.
     sequence_parallel: cut the rows there too, between the products. By default so: norms and residuals then take 1 / tp
         of the memory and work, and the same bytes travel, under the products. Rows may be of any number; modules that
         mix tokens outside attention (``mllm.packing`` is not "packed") keep them whole.

@@ -12,6 +12,7 @@ that. Where context parallelism cuts an encoder's, what lies before and after it
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -66,6 +67,7 @@ def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> 
     for name, parameter in whole.items():
         aliases.setdefault(id(parameter), []).append(name)
     found = []
+    users = Counter(id(p) for name in layout.modules for layer in mllm.layer_list(name) for p in layer.parameters())
     for names in aliases.values():
         parameter, (module, _) = held[names[0]], layers[names[0]]
         rows = _rows(parameter, cuts.get(names[0]), layout.spec(module).tp)
@@ -81,6 +83,7 @@ def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> 
                 trainable=parameter.requires_grad,
                 in_part=shared_use,
                 sharable=parameter.is_floating_point() and not (shared_use and parameter.requires_grad),
+                beside=users[id(whole[names[0]])] != 1,
             )
         )
     return found

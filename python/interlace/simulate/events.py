@@ -7,7 +7,8 @@ pairs). A RECV lasts until its message has arrived, from a lane of several ranks
 the rank free at once, too: it goes on beside the computing, and ends when its ranks have all reached it and its seconds
 have passed. It follows earlier reductions of the same ranks (they share links); that of a tied weight follows all
 others of its ranks. An UNSHARD takes its seconds before anything else, as if nothing computed beside the gather; a
-RESHARD takes none. The step ends when everything has ended.
+RESHARD takes none, nor does an UNSHARD_LAYERS: what ranks that gather layer by layer wait for is left out. The step
+ends when everything has ended.
 
 The rows are played in C++ (`arrays`); `reference` is the same in Python, kept as its oracle. Cost: about a microsecond
 per action, nearly all of it for making objects that people can read; 0.06 by `simulate_arrays`.

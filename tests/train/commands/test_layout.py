@@ -62,6 +62,8 @@ def test_json_has_the_keys_of_its_version(tiny: Path, capfd: pytest.CaptureFixtu
             "bytes",
             "bytes_on_host",
             "bytes_gathered_once",
+            "bytes_as_run",
+            "gathered_by_layer",
         }
         assert rank["rank"] == number
         held = rank["bytes"]
@@ -69,10 +71,24 @@ def test_json_has_the_keys_of_its_version(tiny: Path, capfd: pytest.CaptureFixtu
         assert set(held) == state | {"peak"} and all(isinstance(each, int) and each >= 0 for each in held.values())
         larger = max(held["gradient_sums"], held["workspace"])
         rest = sum(held[kind] for kind in state - {"gradient_sums", "workspace"})
-        assert held["peak"] == rest + larger == rank["bytes_gathered_once"]["peak"]  # nothing is sharded
+        assert held["peak"] == rest + larger == rank["bytes_gathered_once"]["peak"] == rank["bytes_as_run"]["peak"]
+        assert rank["gathered_by_layer"] == []  # nothing is sharded
     assert [rank["stages"] for rank in found["ranks"][:2]] == [
         [{"module": "vision", "stage": 0, "replica": replica}] for replica in (0, 1)
     ]
+
+
+def test_both_peaks_of_full_shards_and_which_applies(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    more = ["parallel.placement='shared'", "parallel.vision={dp=2, shard='full'}"]
+    more += [f"parallel.{LLM}={{dp=2, shard='full'}}", f"model.{LLM}.config.num_hidden_layers=8"]
+    words = [word for each in more for word in ("--set", each)]
+    for rank in said_as_json(capfd, str(tiny), *words)["ranks"]:
+        assert rank["gathered_by_layer"] == ["vision", LLM]
+        assert rank["bytes_as_run"]["peak"] == rank["bytes"]["peak"] < rank["bytes_gathered_once"]["peak"]
+        assert rank["bytes_as_run"]["weights"] == rank["bytes"]["weights"] < rank["bytes_gathered_once"]["weights"]
+    assert main(["plan", str(tiny), *words, "--tflops", "1"]) == 0
+    said = capfd.readouterr().out
+    assert f"{LLM}: weights are gathered layer by layer" in said
 
 
 def test_all_weights_of_the_model_are_on_some_rank(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +167,8 @@ def test_ranks_as_blocks() -> None:
 
     def memory(rank: int, *sizes: int) -> RankMemory:
         weights, gradients, optimizer, activations, messages = sizes
-        return RankMemory(rank, 10, weights, gradients, optimizer, activations, 1, messages, 0, 0, weights, gradients)
+        more = (weights, gradients) * 2
+        return RankMemory(rank, 10, weights, gradients, optimizer, activations, 1, messages, 0, 0, *more)
 
     held = (memory(0, 20, 20, 40, 0, 0), memory(1, 20, 20, 40, 0, 0), memory(2, 100, 100, 200, 300, 100))
     stages = (StageFacts("vision", 0, 0, 0, 3, ((0, 1),), 10, 1.0),)

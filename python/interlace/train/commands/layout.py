@@ -44,7 +44,11 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class LayoutFacts:
-    """A config's layout with all that is shown of it. shown: how many of the ranks, all others being alike."""
+    """A config's layout with all that is shown of it.
+
+    shown: how many of the ranks, all others being alike. by_layer: the (rank, module) whose weights the step gathers
+    layer by layer.
+    """
 
     name: str
     placement: str
@@ -55,6 +59,7 @@ class LayoutFacts:
     memory: tuple[RankMemory, ...]
     shown: int
     origin: str
+    by_layer: frozenset[tuple[int, str]] = frozenset()
 
     def to_json(self) -> str:
         """Sorted keys, no NaN: see docs/what-ranks-hold.md."""
@@ -117,6 +122,12 @@ class LayoutFacts:
                 "gradients": memory.gradients_once,
                 "peak": memory.peak_once,
             },
+            "bytes_as_run": {
+                "weights": memory.weights_run,
+                "gradients": memory.gradients_run,
+                "peak": memory.peak_run,
+            },
+            "gathered_by_layer": [name for name in self.layout.modules if (memory.rank, name) in self.by_layer],
         }
 
 
@@ -151,6 +162,7 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
         sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
         peaks = [peak(actions, sizes) for actions in schedule.actions]
         held = [(found.in_flight, found.bytes) for found in peaks]
+        by_layer = _by_layer(schedule)
         memory = rank_memory(
             layout,
             weights,
@@ -159,6 +171,7 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
             held,
             bucket_bytes=BUCKET_BYTES,
             offload_optimizer=config.train.offload_optimizer,
+            by_layer=by_layer,
         )
     except ValueError as error:
         raise ConfigError(f"{source}: [parallel]: {error}") from None
@@ -185,8 +198,20 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
     shown = layout.world // config.parallel.replicas("language_model") if config.uniform() else layout.world
     return LayoutFacts(
         config.run.name, layout.placement, config.parallel.schedule, microbatches, layout, stages, memory, shown,
-        costs.origin,
+        costs.origin, by_layer,
     )  # fmt: skip
+
+
+def _by_layer(schedule: Any) -> frozenset[tuple[int, str]]:
+    """The (rank, module) whose weights a schedule gathers layer by layer, in all of the rank's stages."""
+    from interlace.schedule import Op
+
+    ways: dict[tuple[int, str], set[Op]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.op in (Op.UNSHARD, Op.UNSHARD_LAYERS):
+                ways.setdefault((rank, action.module), set()).add(action.op)
+    return frozenset(key for key, ops in ways.items() if ops == {Op.UNSHARD_LAYERS})
 
 
 def _items(config: Config, model: Any) -> dict[str, tuple[int, ...]]:
@@ -243,9 +268,11 @@ def show(facts: LayoutFacts, console: Any) -> None:
     console.print(table)
     if any(spec.dp > 1 for spec, _ in layout.modules.values()):
         console.print("stages of the first replica of each module; seconds are those of a chunk on one rank")
-    once = any(spec.shard == "full" for spec, _ in layout.modules.values())
+    full = [name for name, (spec, _) in layout.modules.items() if spec.shard == "full"]
     table = Table(title="bytes per rank, estimated", title_justify="left")
-    columns = ["rank", "stages", "parameters", "in flight", *_KINDS, "peak", *(["if gathered by layer"] * once)]
+    columns = ["rank", "stages", "parameters", "in flight", *_KINDS, "peak"]
+    if full:  # of which the peak is one, where all modules gather alike
+        columns += ["gathered by layer", "gathered once"]
     for column in columns:
         table.add_column(column, justify="left" if column == "stages" else "right", overflow="fold")
     for memory in facts.memory[:shown]:
@@ -256,10 +283,16 @@ def show(facts: LayoutFacts, console: Any) -> None:
             f"{memory.parameters / 1e6:,.2f} M",
             str(memory.in_flight),
             *(size(held[kind]) for kind in _KINDS),
-            size(memory.peak_once),
-            *([size(memory.peak)] * once),
+            size(memory.peak_run),
+            *([size(memory.peak), size(memory.peak_once)] if full else []),
         )
     console.print(table)
+    for name in full:
+        ranks = {rank for rank in range(layout.world) if any(s.module == name for s in layout.of_rank(rank))}
+        way = "once per step"
+        if ranks == {rank for rank, other in facts.by_layer if other == name}:
+            way = "layer by layer, and once in a step whose replicas have different numbers of chunks"
+        console.print(f"{name}: weights are gathered {way}")
     if shown < layout.world:
         rest = "hold the same, replica by replica" if facts.shown < layout.world else "are in --json"
         console.print(f"ranks {shown} to {layout.world - 1} {rest}")
@@ -276,7 +309,7 @@ def blocks(facts: LayoutFacts) -> list[str]:
         for name in names
     }
     widths = {name: max(len(name), *(len(cells[rank, name]) + 2 for rank in range(shown))) for name in names}
-    most = max(memory.peak_once for memory in facts.memory[:shown]) or 1
+    most = max(memory.peak_run for memory in facts.memory[:shown]) or 1
     lines = ["rank  " + "  ".join(name.ljust(widths[name]) for name in names)]
     for rank in range(shown):
         boxes = [f"[{cells[rank, n]}]" if cells[rank, n] else "." for n in names]
@@ -286,7 +319,7 @@ def blocks(facts: LayoutFacts) -> list[str]:
             end = round(_BAR * total / most)
             bar, done = bar + _KINDS[kind] * (end - done), end
         line = "  ".join(box.ljust(widths[name]) for box, name in zip(boxes, names, strict=True))
-        lines.append(f"{rank:4}  {line}  {bar} {size(facts.memory[rank].peak_once)}")
+        lines.append(f"{rank:4}  {line}  {bar} {size(facts.memory[rank].peak_run)}")
     return [*lines, "      " + ", ".join(f"{letter} = {kind}" for kind, letter in _KINDS.items())]
 
 
@@ -305,14 +338,14 @@ def draw(facts: LayoutFacts, path: Path) -> None:
 
 
 def _held(memory: RankMemory) -> dict[str, int]:
-    """Bytes by kind, as a step runs: what is sharded is gathered once. They add up to the peak."""
+    """Bytes by kind, as the step that is planned runs. They add up to the peak."""
     found = {
-        "weights": memory.weights_once,
-        "gradients": memory.gradients_once,
+        "weights": memory.weights_run,
+        "gradients": memory.gradients_run,
         "optimizer": memory.optimizer,
         "activations": memory.activations,
     }
-    return {**found, "buffers": memory.peak_once - sum(found.values())}
+    return {**found, "buffers": memory.peak_run - sum(found.values())}
 
 
 def size(count: float) -> str:

@@ -1,0 +1,198 @@
+"""Weights that are gathered layer by layer: when which of them is there, what it does not touch, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.layout import Layout, ParallelSpec
+from interlace.model import MultimodalModel
+from interlace.run import ParallelModel, PipelineError, parallelize
+from interlace.run.layers import LayerByLayer
+from interlace.schedule import Op
+from tests.run.test_parity import oracle
+from tests.run.test_sharding import two_replicas
+from tests.run.test_tensor_parallel import LLM, assert_gradient, model, norm_of
+from tests.tiny import random_microbatches
+
+
+def gathers_by_layer(parallel: ParallelModel, module: str = LLM) -> bool:
+    ops = {action.op for actions in parallel.timeline().actions for action in actions if action.module == module}
+    return Op.UNSHARD_LAYERS in ops and Op.UNSHARD not in ops
+
+
+def check_step(parallel: ParallelModel, alone: MultimodalModel, batch: Any) -> None:
+    """Gradients begin at none."""
+    loss, gradients = oracle(alone, batch)
+    assert parallel.step(batch).loss == pytest.approx(loss, rel=1e-5)
+    for name, parameter in parallel.mllm.named_parameters():
+        assert_gradient(name, parameter.grad, gradients[name], norm_of(gradients, alone))
+
+
+def test_no_more_than_a_layer_and_what_lies_beside_is_there() -> None:
+    """Where the middle of each layer computes, forward and backward; with its gradients."""
+    mllm = model(encoders=())
+    alone, batch = copy.deepcopy(mllm), random_microbatches(mllm, "text")
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)
+    stage = parallel.stages[1][LLM, 0]
+    wholes = {n: p for n, p in stage.named_parameters()}
+    seen: list[tuple[str, int]] = []
+
+    def look(way: str, layer: int) -> None:
+        there = {name for name, whole in wholes.items() if whole.untyped_storage().nbytes() > whole.itemsize}
+        beside = {name for name in wholes if ".layers." not in name}
+        assert there == beside | {name for name in wholes if f".layers.{layer}." in name}, (way, layer)
+        assert all(p.grad is None for n, p in wholes.items() if n not in there), (way, layer)
+        seen.append((way, layer))
+
+    layers = stage.layers
+    assert len(layers) > 1
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_hook(lambda *_, n=number: look("forward", n))
+        layer.mlp.register_full_backward_hook(lambda *_, n=number: look("backward", n))
+    check_step(parallel, alone, batch)
+    assert gathers_by_layer(parallel)
+    numbers = range(len(layers))
+    chunk = [*(("forward", n) for n in numbers), *(("backward", n) for n in reversed(numbers))]
+    assert sorted(seen) == sorted(chunk * (len(seen) // len(chunk))) and len(seen) >= len(chunk)
+    assert all(p.untyped_storage().nbytes() <= p.itemsize and p.isnan().all() for p in wholes.values())
+    seen.clear()
+    parallel.evaluate(batch)
+    assert {way for way, _ in seen} == {"forward"}
+    assert all(p.untyped_storage().nbytes() <= p.itemsize and p.isnan().all() for p in wholes.values())
+
+
+@pytest.fixture
+def sequence(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the stages of the module "vision" begin (gather, sum) and wait for, in order; of all ranks."""
+    said: list[str] = []
+    for name in ("_gather", "_await", "_sum"):
+        method = getattr(LayerByLayer, name)
+
+        def note(self: LayerByLayer, number: int, name: str = name, method: Any = method) -> None:
+            if self._sharded.shard.module == "vision" and self._sharded.place == 0:
+                said.append(f"{name[1:]} {number}")
+            method(self, number)
+
+        monkeypatch.setattr(LayerByLayer, name, note)
+    return said
+
+
+@pytest.mark.parametrize("trained", ["all", "last layer"])
+def test_the_next_layer_is_on_its_way_while_one_computes(sequence: list[str], trained: str) -> None:
+    """And nothing is gathered for a backward that comes to no trained layer."""
+    mllm = model(encoders=("vision",))
+    if trained != "all":
+        mllm.freeze("vision")
+        mllm.freeze("vision.projector")
+        mllm.encoders["vision"].layers[-1].requires_grad_(True)
+    count = len(mllm.encoders["vision"].layers)
+    assert count == 2
+    mllm.train()
+    alone, batch = copy.deepcopy(mllm), random_microbatches(mllm, "all")
+    specs = {"vision": ParallelSpec(dp=2, shard="full"), LLM: ParallelSpec(dp=2)}
+    parallel = parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=30)
+    check_step(parallel, alone, batch)
+    assert gathers_by_layer(parallel, "vision")
+    forward = ["gather 0", "gather 1", "await 0", "gather 2", "await 1", "await 2"]
+    backward = {
+        "all": "gather 0, gather 2, await 0, gather 1, await 2, sum 2, await 1, sum 1, sum 0".split(", "),
+        "last layer": "gather 0, gather 2, await 0, await 2, sum 2, sum 0".split(", "),
+    }[trained]
+    chunks = sequence.count("sum 0")
+    assert chunks
+    assert sequence in (forward * chunks + backward * chunks, (forward + backward) * chunks)
+
+
+def test_autocast_changes_nothing_of_what_is_gathered() -> None:
+    """The same numbers as with weights that are there all the time."""
+    mllm = model(encoders=("vision",))
+    batch = random_microbatches(mllm, "all")
+    found = []
+    for shard in ("none", "full"):
+        own = copy.deepcopy(mllm)
+        parallel = parallelize(own, two_replicas(own, shard), autocast=torch.bfloat16, checkpointing="full", timeout=30)
+        found.append((float(parallel.step(batch).loss), {n: p.grad for n, p in own.named_parameters()}))
+    assert gathers_by_layer(parallel)
+    (loss, gradients), (other, others) = found
+    assert other == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (gradient - others[name]).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+def test_gradients_of_chunks_add_up_in_fp32() -> None:
+    """Eight chunks with bf16 weights: the sum is off by its own rounding, and not by that of every addition."""
+    mllm = model(encoders=()).bfloat16()
+    batch = [random_microbatches(mllm, "text")[0] for _ in range(16)]
+    one = copy.deepcopy(mllm)
+    parallelize(one, two_replicas(one, "full"), timeout=30).step([batch[0], batch[0]])
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)
+    parallel.step(batch)
+    assert gathers_by_layer(parallel)
+    for (name, parameter), other in zip(mllm.named_parameters(), one.parameters(), strict=True):
+        assert parameter.grad.dtype is torch.bfloat16
+        off = (parameter.grad.float() - other.grad.float()).norm()
+        assert off <= 2**-7 * other.grad.float().norm(), name
+
+
+def test_a_step_that_failed_leaves_weights_that_can_be_read() -> None:
+    mllm = model(encoders=())
+    alone, batch = copy.deepcopy(mllm), random_microbatches(mllm, "text")
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)
+
+    def no_memory(*_: Any) -> None:
+        raise OSError("no memory")
+
+    layer = parallel.stages[1][LLM, 0].layers[1]
+    for register in (layer.mlp.register_forward_hook, layer.mlp.register_full_backward_hook):
+        broken = register(no_memory)
+        with pytest.raises(PipelineError, match=r"rank 1, (FOR|BACK)WARD language_model\[0\] chunk \d+: OSError"):
+            parallel.step(batch)
+        broken.remove()
+        for stages in parallel.stages.values():
+            for parameter in stages[LLM, 0].parameters():
+                assert repr(parameter)
+                assert parameter.isnan().all() or parameter.isfinite().all()
+        parallel.zero_grad()
+        check_step(parallel, alone, batch)
+        parallel.zero_grad()
+
+
+def test_what_gathering_for_one_layer_cannot_serve_is_refused() -> None:
+    mllm = model(encoders=())
+    batch = random_microbatches(mllm, "text")
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)
+    stages = [parallel.stages[rank][LLM, 0] for rank in (0, 1)]
+
+    def again(_: Any, args: Any, kwargs: Any, first: Any) -> None:
+        first(*args, **kwargs)
+
+    hooks = [
+        s.layers[1].register_forward_pre_hook(lambda *given, s=s: again(*given, s.layers[0]), with_kwargs=True)
+        for s in stages
+    ]
+    with pytest.raises(PipelineError, match=r"layer 0 of language_model layers 0 to \d ran twice in one forward"):
+        parallel.step(batch)
+    for hook in hooks:
+        hook.remove()
+
+    def reads(_: Any, __: Any, output: Any, first: Any) -> Any:
+        return output + first.mlp.up_proj.weight.sum()
+
+    for s in stages:  # of a layer that is not there
+        s.layers[1].mlp.register_forward_hook(lambda *given, s=s: reads(*given, s.layers[0]))
+    assert parallel.evaluate(batch).loss != parallel.evaluate(batch).loss  # NaN
+
+
+@pytest.mark.slow
+def test_layers_that_are_compiled_gather_too() -> None:
+    mllm = model(encoders=())
+    alone, batch = copy.deepcopy(mllm), random_microbatches(mllm, "text")
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)
+    for stages in parallel.stages.values():
+        stages[LLM, 0].layers[0].compile(backend="eager")
+    check_step(parallel, alone, batch)
+    assert gathers_by_layer(parallel)
