@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +89,8 @@ def _steps(rank: int, layout: str, fault: Fault | None, folder: str) -> dict[str
         return begin(kind, what, ranks)
 
     channel.recorder.begin = begun  # type: ignore[method-assign]
+    for group in list(dist.distributed_c10d._world.pg_map):  # gloo ends a group when its operations have run out
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
     for transport in lanes.values():
         transport.timeout = TIMEOUT
         transport.before = lambda _, step: reached(f"lane: {step}")  # type: ignore[attr-defined]
@@ -101,7 +104,7 @@ def _steps(rank: int, layout: str, fault: Fault | None, folder: str) -> dict[str
         dist.barrier()
     channel.close()
     dist.destroy_process_group()
-    del parallel, channel, lanes, transport
+    del parallel, channel, lanes, transport, group
     return {"loss": loss, "text": text, "told": told, "events": events, "grown": grown(before, used())}
 
 
