@@ -251,9 +251,8 @@ class Events:
         self.by_layer = {place for place, op in kinds if op is Op.UNSHARD_LAYERS}
         if len({place for place, _ in kinds}) < len(kinds):
             raise Unsound("two ways of gathering one shard")
-        self.lists = [
-            [replace(a, op=Op.UNSHARD) if a.op in UNSHARDS else a for a in actions] for actions in schedule.actions
-        ]
+        once = {op: Op.UNSHARD for op in UNSHARDS}
+        self.lists = [[replace(a, op=once.get(a.op, a.op)) for a in actions] for actions in schedule.actions]
         self._complete()
         self._own_order()
         self.joined = self._meetings()
@@ -355,8 +354,8 @@ class Events:
                 event = found[event]
             return event
 
-        for place in self.by_layer:
-            shard, runs = graph.shards[place], []
+        for place, shard in ((place, graph.shards[place]) for place in self.by_layer):
+            runs = []
             for n, node in enumerate(graph.nodes):
                 if not any(place in d.uses(n, rank) for rank in d.ranks(node.lane)):
                     continue
@@ -374,22 +373,17 @@ class Events:
 
     def _reductions(self) -> None:
         graph, together = self.schedule.graph, (Op.REDUCE_GRAD, Op.UNSHARD)
-        queues: list[list[object]] = [
-            [
-                (a.op, a.other) if a.op in together else self.joined[event]
-                for a in actions
-                if a.op in together or (a.op in COMPUTE and (event := ("lane", self._lane(rank, a), a)) in self.joined)
-            ]
-            for rank, actions in enumerate(self.lists)
-        ]
+        queues: list[list[object]] = [[] for _ in self.lists]
+        for rank, actions in enumerate(self.lists):
+            for a in actions:
+                event = ("lane", self._lane(rank, a), a) if a.op in COMPUTE else None
+                if a.op in together or event in self.joined:
+                    queues[rank].append((a.op, a.other) if event is None else self.joined[event])
         left = set().union(*queues)
-        meeting: dict[object, set[int]] = {}
-        for event, one in self.joined.items():
-            meeting.setdefault(one, set()).update(self.demand.ranks(event[1]))  # type: ignore[index]
 
         def ranks(each: Any) -> Iterable[int]:
-            if each in meeting:
-                return meeting[each]
+            if each in self.joined:
+                return {r for event, one in self.joined.items() if one == each for r in self.demand.ranks(event[1])}
             return (graph.reductions if each[0] is Op.REDUCE_GRAD else graph.shards)[each[1]].ranks
 
         while left:
