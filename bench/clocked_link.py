@@ -43,7 +43,11 @@ class Counted(Absent):
 
 
 class Link(Forwarding):
-    """Bytes move over `inner`. bandwidth: bytes per second. waited: seconds since `begin`, by operation."""
+    """Bytes move over `inner`. bandwidth: bytes per second.
+
+    waited: seconds since `begin` for which the computing thread waited for the link, by operation; late: for how many
+    it waited for ranks that had not asked yet.
+    """
 
     def __init__(self, inner: Transport, bandwidth: float) -> None:
         super().__init__(inner)
@@ -54,14 +58,14 @@ class Link(Forwarding):
     def begin(self) -> None:
         """Time starts here, on every rank."""
         self._thread, self._began = threading.get_ident(), time.thread_time()
-        self._free = self._ready = self._added = 0.0
+        self._free = self._ready = self._added = self.late = 0.0
         self._issued.clear()
         self._settled = 0
         self.waited: dict[str, float] = {}
 
     def now(self) -> float:
         assert threading.get_ident() == self._thread, "one thread computes"
-        return time.thread_time() - self._began + self._added + sum(self.waited.values())
+        return time.thread_time() - self._began + self._added + self.late + sum(self.waited.values())
 
     def copy_batch(
         self, outgoing: Sequence[Copy], incoming: Sequence[Copy], label: str,
@@ -98,7 +102,10 @@ class Link(Forwarding):
             if batch.adding:  # the next one may send the sum
                 self._ready = batch.due + batch.adding
             self._settled += 1
-        self.waited[issued.operation] = self.waited.get(issued.operation, 0.0) + max(issued.due - self.now(), 0.0)
+        now = self.now()
+        late = max(max(float(when) for when in issued.theirs) - now, 0.0)
+        self.late += late
+        self.waited[issued.operation] = self.waited.get(issued.operation, 0.0) + max(issued.due - now - late, 0.0)
         self._added += issued.adding
 
 
@@ -127,7 +134,7 @@ class _Issued:
 
 
 class Clocked(NamedTuple):
-    """Seconds of the slower rank, and for how many of them a rank waited, by operation, in the mean over ranks."""
+    """Seconds of the slower rank, and for how many of them ranks waited for the link, by operation, in the mean."""
 
     seconds: float
     waited: dict[str, float]

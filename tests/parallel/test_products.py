@@ -156,6 +156,26 @@ def test_no_product_waits_for_a_sum(operation, monkeypatch):
     assert held and all(held)
 
 
+def test_compiled_code_stops_at_them_and_goes_on_behind():
+    generator = torch.Generator().manual_seed(0)
+    x, into, back = small(generator, 4, 3), small(generator, 2, 3), small(generator, 3, 2)
+
+    def rank(group):
+        def block(rows):
+            _, (inner,) = copied_products(rows * 2, [into], Ranks(group), 2)
+            return sum_of_products(inner + 1, back, Ranks(group), 2) - 1
+
+        found = []
+        for function in (block, torch.compile(block, backend="eager")):
+            mine = x.clone().requires_grad_()
+            y = function(mine)
+            y.sum().backward()
+            found.append((y.detach(), mine.grad))
+        assert all(torch.equal(plain, compiled) for plain, compiled in zip(*found, strict=True))
+
+    run_local(2, rank)
+
+
 def test_ranks_that_pass_other_shapes_are_told():
     def rank(group):
         sum_of_products(torch.ones(4 + group.rank, 3), torch.ones(2, 3), Ranks(group))

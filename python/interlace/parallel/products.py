@@ -28,6 +28,7 @@ from interlace.comm.transports.base import Transport
 from interlace.parallel.mappings import Ranks
 
 
+@torch.compiler.disable
 def copied_products(
     x: Tensor, weights: Sequence[Tensor], ranks: Ranks, num_chunks: int | Literal["auto"] = "auto"
 ) -> tuple[Tensor, list[Tensor]]:
@@ -48,6 +49,7 @@ def copied_products(
     return rows, products
 
 
+@torch.compiler.disable
 def sum_of_products(x: Tensor, weight: Tensor, ranks: Ranks, num_chunks: int | Literal["auto"] = "auto") -> Tensor:
     """The sum over ranks of their x [..., K] @ weight [N, K].T, the same bits everywhere: [..., N].
 
