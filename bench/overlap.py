@@ -93,6 +93,37 @@ class Case(NamedTuple):
     prepare: Callable[[Transport, int], Callable[[], object]]
 
 
+Call = Callable[[Transport, int], torch.Tensor | Sequence[torch.Tensor]]
+"""An operation over a transport in so many chunks."""
+
+
+def forward(call: Call) -> Callable[[Transport, int], Callable[[], object]]:
+    """What a Case prepares to time `call` itself."""
+
+    def prepare(group: Transport, chunks: int) -> Callable[[], object]:
+        def run() -> object:
+            with torch.no_grad():
+                return call(group, chunks)
+
+        return run
+
+    return prepare
+
+
+def backward(call: Call, inputs: list[torch.Tensor]) -> Callable[[Transport, int], Callable[[], object]]:
+    """The same of its gradients of `inputs`."""
+
+    def prepare(group: Transport, chunks: int) -> Callable[[], object]:
+        for tensor in inputs:
+            tensor.requires_grad_()
+        found = call(group, chunks)
+        outs = [found] if isinstance(found, torch.Tensor) else list(found)
+        grads = [torch.ones_like(out) for out in outs]
+        return lambda: torch.autograd.grad(outs, inputs, grads)
+
+    return prepare
+
+
 def cases(rank: int, quick: bool) -> list[Case]:
     """Sizes at which each operation computes for some 100 ms; every chunk divides."""
     generator = torch.Generator().manual_seed(rank)
@@ -117,28 +148,6 @@ def cases(rank: int, quick: bool) -> list[Case]:
 
     def attended(group: Transport, chunks: int) -> torch.Tensor:
         return comm.context_parallel_attention(q, k, v, mask, shards, group=group, heads_per_chunk=heads // chunks)
-
-    def forward(call: Callable[[Transport, int], torch.Tensor]) -> Callable[[Transport, int], Callable[[], object]]:
-        def prepare(group: Transport, chunks: int) -> Callable[[], object]:
-            def run() -> object:
-                with torch.no_grad():
-                    return call(group, chunks)
-
-            return run
-
-        return prepare
-
-    def backward(
-        call: Callable[[Transport, int], torch.Tensor], inputs: list[torch.Tensor]
-    ) -> Callable[[Transport, int], Callable[[], object]]:
-        def prepare(group: Transport, chunks: int) -> Callable[[], object]:
-            for tensor in inputs:
-                tensor.requires_grad_()
-            out = call(group, chunks)
-            grad = torch.ones_like(out)
-            return lambda: torch.autograd.grad(out, inputs, grad)
-
-        return prepare
 
     return [
         Case("all_gather_matmul forward", forward(gathered)),

@@ -117,6 +117,16 @@ def test_hidden_communication_on_the_page_is_that_of_the_report():
     assert quoted in (ROOT / "README.md").read_text(), quoted
 
 
+def test_hidden_communication_of_whole_steps_is_that_of_the_report():
+    report = json.loads((ROOT / "bench" / "results" / "overlapped_step.json").read_text())
+    assert not report["settings"]["quick"] and len(report["rows"]) == 3
+    for row in report["rows"]:
+        edges = 1 - row["in_layers"]
+        line = f"| {row['layout']} | {row['hidden']:.0%} | {row['single_hidden']:.0%} | {abs(edges):.0%} |"
+        assert line in COPIES.read_text(), line
+        assert row["gap_points"] <= 10, "the page says so"
+
+
 def test_the_simulators_error_is_that_of_the_report():
     report = json.loads((ROOT / "bench" / "results" / "simulated_step.json").read_text())
     rows = list(report["layouts"].values())

@@ -204,7 +204,7 @@ def test_the_last_remap_of_backward_runs_beside_the_weight_gradient(monkeypatch)
     place = overlap.SideStream.run
     jobs: dict[overlap.SideStream, int] = {}
     lanes = {}
-    of, weight_gradient = overlap.SideStream.of, matmul._weight_gradient
+    of, weight_gradient = overlap.SideStream.of, matmul.weight_gradient
 
     def remember(transport):
         lanes[of(transport)] = transport.rank
@@ -229,7 +229,7 @@ def test_the_last_remap_of_backward_runs_beside_the_weight_gradient(monkeypatch)
 
     monkeypatch.setattr(overlap.SideStream, "of", staticmethod(remember))
     monkeypatch.setattr(overlap.SideStream, "run", held)
-    monkeypatch.setattr(matmul, "_weight_gradient", computes)
+    monkeypatch.setattr(matmul, "weight_gradient", computes)
     case = make("scatter", world)
 
     def rank(group):

@@ -23,7 +23,7 @@ from interlace.comm import (
     unshard,
 )
 from interlace.masks import BitfieldMask
-from interlace.parallel import mappings
+from interlace.parallel import mappings, products
 
 MASK = BitfieldMask.causal(1, 32)
 SHARDS = distribute_tokens(AttentionPlan.build(MASK, block=16).row_blocks(), 2, block=16, lengths=32)
@@ -61,9 +61,9 @@ OPERATIONS = {
     "matmul_reduce_scatter": lambda x, group: matmul_reduce_scatter(x, WEIGHT, group=group),
     "context_parallel_attention": attention,
     "unshard": lambda x, group: unshard(x[None], SHARDS, group),
-    "copy_to_ranks": lambda x, group: mappings.copy_to_ranks(x, mappings.Ranks(group)),
+    "copied_products": lambda x, group: products.copied_products(x, [WEIGHT], mappings.Ranks(group))[1][0],
     "sum_over_ranks": lambda x, group: mappings.sum_over_ranks(x, mappings.Ranks(group)),
-    "sum_of_products": lambda x, group: mappings.sum_of_products(x, WEIGHT, mappings.Ranks(group)),
+    "sum_of_products": lambda x, group: products.sum_of_products(x, WEIGHT, mappings.Ranks(group)),
     "split": lambda x, group: mappings.split(x, mappings.Ranks(group), 0),
     "gather": lambda x, group: mappings.gather(x, mappings.Ranks(group), 0),
 }

@@ -217,7 +217,7 @@ def test_one_gather_serves_all_layers_of_an_attention(sequence_parallel):
     for trace in compare(2, model, inputs, sequence_parallel=sequence_parallel, num_chunks=1):
         labels = [event.label.split(",")[0] for event in trace.of("issue")]
         block = ["all_gather_matmul", "matmul_reduce_scatter"] * 2
-        wanted = [*block * 2, "all_gather_into_tensor"] if sequence_parallel else ["all_reduce"] * 4
+        wanted = [*block * 2, "all_gather_into_tensor"] if sequence_parallel else ["sum_of_products"] * 4
         assert labels == ["tensor_parallel", *wanted]
 
 

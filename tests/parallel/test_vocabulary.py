@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import BartConfig, BartForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from interlace.comm import run_local
+from interlace.comm import run_local, traced
 from interlace.model import loss
 from interlace.model.loss import head_cross_entropy, head_of
 from interlace.parallel import Ranks, check_plan, dtensor_state_dict, full_state_dict, plan_for, tensor_parallel
@@ -149,6 +149,25 @@ def test_no_rank_ever_makes_the_logits_of_all_words_or_of_all_its_rows(monkeypat
         return seen.elements
 
     assert run_local(2, rank) == [35 * 8] * 2
+
+
+def test_gradients_of_hidden_states_are_summed_part_by_part(monkeypatch):
+    """So that a sum runs under the gradient of the head. Ranks of unequally many words have the same parts."""
+    torch.manual_seed(0)
+    whole, targets = nn.Linear(4, 7), torch.randint(7, (12,))
+    hidden = torch.randn(12, 4, requires_grad=True)
+    cross_entropy(whole(hidden), targets, reduction="sum").backward()
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 12)  # 3 rows of 4 words, or 4 rows of 3
+
+    def rank(group):
+        cut, mine = VocabularyHead.from_linear(whole, group), hidden.detach().clone().requires_grad_()
+        found = head_cross_entropy(mine, cut, targets)
+        with traced(group) as trace:
+            found.backward()
+        torch.testing.assert_close(mine.grad, hidden.grad, rtol=1e-5, atol=1e-6)
+        return [event.label for event in trace.of("issue")]
+
+    assert run_local(2, rank) == [["all_reduce"] * 4] * 2
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -160,13 +160,7 @@ def _scatter(call: _Call, output: Tensor, input: Tensor, op: str) -> list[Ticket
 
 
 def _reduce(call: _Call, tensor: Tensor, _: Tensor, op: str) -> list[Ticket]:
-    transport, flat = call.transport, tensor.view(-1)
-    if flat.numel() * flat.element_size() <= ONE_ROUND:
-        return [reduce_pieces(transport, [flat] * transport.world, flat, call.name, call.arguments, op)]
-    pieces = list(flat.tensor_split(transport.world))
-    mine = pieces[transport.rank]
-    first = reduce_pieces(transport, pieces, mine, f"{call.name}, reduce", call.arguments, op)
-    return [first, gather_pieces(transport, mine, pieces, f"{call.name}, gather", call.arguments)]
+    return reduce_whole(call.transport, tensor.view(-1), call.name, call.arguments, op)
 
 
 def _exchange(call: _Call, output: Tensor, input: Tensor, splits: tuple[list[int], list[int]]) -> list[Ticket]:
@@ -204,6 +198,16 @@ def reduce_pieces(
         lambda: reduce_in_order([part.view_as(output) for part in arrived], output, op),
         arguments,
     )
+
+
+def reduce_whole(transport: Transport, flat: Tensor, label: str, arguments: Arguments, op: str = "sum") -> list[Ticket]:
+    """Starts flat [n] = the reduction over ranks of all of it, in place; contiguous."""
+    if flat.numel() * flat.element_size() <= ONE_ROUND:
+        return [reduce_pieces(transport, [flat] * transport.world, flat, label, arguments, op)]
+    pieces = list(flat.tensor_split(transport.world))
+    mine = pieces[transport.rank]
+    first = reduce_pieces(transport, pieces, mine, f"{label}, reduce", arguments, op)
+    return [first, gather_pieces(transport, mine, pieces, f"{label}, gather", arguments)]
 
 
 def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") -> None:

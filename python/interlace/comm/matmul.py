@@ -88,7 +88,7 @@ def all_gather_matmul(
     x = x.reshape(leading.numel(), rows, width)
     watched = torch.is_grad_enabled()
     again = "with gradients of weights" if watched and any(weight.requires_grad for weight in weights) else "alone"
-    chunking = _chunking(
+    chunking = chunking_of(
         "all_gather_matmul", x, transport, num_chunks, layout, x.shape, watched and x.requires_grad,
         x=torch.Size((*leading, rows, width)), regather=again if regather else False,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def matmul_reduce_scatter(
     shape = torch.Size((leading.numel(), total // world, weight.shape[0]))
     result = torch.Size((*leading, *shape[1:]))
     backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    chunking = _chunking("matmul_reduce_scatter", x, transport, num_chunks, layout, shape, backward, result=result)
+    chunking = chunking_of("matmul_reduce_scatter", x, transport, num_chunks, layout, shape, backward, result=result)
     with transport.used_for(chunking.label):
         return _MatmulReduceScatter.apply(x, transport, chunking, weight).view(result)
 
@@ -152,7 +152,7 @@ def chunks_for(rows: int, row_bytes: int, batch: int, world: int) -> int:
     return max(1, min(MAX_CHUNKS, rows, by_bytes, by_rows))
 
 
-def _chunking(
+def chunking_of(
     name: str, like: Tensor, transport: Transport, num_chunks: int | str, layout: str, shape: torch.Size,
     backward: bool, **options: object,
 ) -> Chunking:  # fmt: skip
@@ -218,7 +218,7 @@ class _AllGatherMatmul(torch.autograd.Function):
             with computing(transport, f"{chunking.label}, weight gradient"):
                 for i, grad in enumerate(grads):
                     if needs[i] and grad is not None:
-                        d_weights[i] = _weight_gradient(grad, rows)
+                        d_weights[i] = weight_gradient(grad, rows)
 
         d_x = None
         if needs_x:
@@ -265,7 +265,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
                 done.wait_rows()
                 # The remap of the last products may still run beside this one.
                 with computing(transport, f"{chunking.label}, weight gradient"):
-                    d_weight = _weight_gradient(done.rows, x)
+                    d_weight = weight_gradient(done.rows, x)
             done.wait()
         return done.products[0] if needs_x else None, None, None, d_weight
 
@@ -287,11 +287,11 @@ class _Regather:
         return self._rows
 
 
-def _weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
-    """[N, K] = grad [B, W, m, N].T @ rows [B, W, m, K], both contiguous."""
+def weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
+    """[N, K] = grad [..., N].T @ rows [..., K], both contiguous."""
     # With `out`, so that an autocast region around backward does not change dtypes.
     result = grad.new_empty(grad.shape[-1], rows.shape[-1])
-    return torch.mm(grad.flatten(0, 2).t(), rows.flatten(0, 2), out=result)
+    return torch.mm(grad.flatten(0, -2).t(), rows.flatten(0, -2), out=result)
 
 
 def _backward_of(chunking: Chunking) -> Chunking:

@@ -1,4 +1,4 @@
-"""Transfers beside the matrix products that use or make their rows: gather -> product, product -> reduce-scatter.
+"""Transfers beside the matrix products that use or make their rows: gather -> product, product -> reduce-scatter, sum.
 
 A transfer is cut into chunks of rows; while the transport moves one, the products of another run (DistTrain section 7,
 StepCCL; Figures 13 and 14). Two things go beyond the paper:
@@ -33,7 +33,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from interlace.comm.collectives import reduce_in_order, reduce_pieces
+from interlace.comm.collectives import reduce_in_order, reduce_pieces, reduce_whole
 from interlace.comm.trace import computing
 from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Copy, Ticket, Transport, peers_of
 
@@ -391,6 +391,42 @@ def _sum(transport: Transport, arrived: Tensor, own: Tensor, out: Tensor) -> Non
     parts = list(arrived.unbind())
     parts.insert(transport.rank, own)
     reduce_in_order(parts, out)
+
+
+# ---------------------------------------------------------------------- product -> sum on every rank
+
+
+def sum_products(
+    transport: Transport,
+    terms: Sequence[tuple[Tensor, Tensor]],
+    extra: Tensor | None,
+    out: Tensor,
+    chunking: Chunking,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """out = the sum over ranks of (rows @ matrix summed over `terms`) + extra, all rows of it on every rank.
+
+    The sum of chunk i is under way while the product of chunk i + 1 runs, and during `meanwhile`; without that nothing
+    hides the last one. Sums over ranks are made in float32 in the order of the ranks.
+
+    Args:
+        terms: (rows [n, K], contiguous; matrix [K, N] of any strides).
+        extra: [n, N] or None.
+        out: [n, N], contiguous.
+    """
+    tickets: list[Ticket] = []
+    for i, cut in enumerate(chunking.cuts(len(out))):
+        piece = out[cut]
+        with computing(transport, chunking.chunk(i)):
+            if extra is not None:
+                piece.copy_(extra[cut])
+            for number, (rows, matrix) in enumerate(terms):
+                multiply(rows[None, None, cut], matrix, piece[None, None], add=number > 0 or extra is not None)
+        tickets += reduce_whole(transport, piece.view(-1), chunking.chunk(i), chunking.arguments)
+    if meanwhile is not None:
+        meanwhile()
+    for ticket in tickets:
+        ticket.wait()
 
 
 # ---------------------------------------------------------------------- ranks and rows

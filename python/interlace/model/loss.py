@@ -6,9 +6,10 @@ many, they are made a few rows at a time, in the backward pass once more: a thir
 of the size of the head for every chunk that waits for its backward.
 
 Ranks that share a head by its words make the logits of their own. They tell each other, once for all rows, the log of
-the sum of exponentials and the target's logit, and later sum their gradients of the hidden states. Of libraries with
-such a loss, torch's `loss_parallel` and Megatron-LM's take logits of all rows, and those of Liger-Kernel and Apple's
-cut cross-entropy need a GPU with Triton; this one runs wherever torch does, for any number of words.
+the sum of exponentials and the target's logit, and later sum their gradients of the hidden states, of some rows while
+the gradients of the head and of the next rows are made. Of libraries with such a loss, torch's `loss_parallel` and
+Megatron-LM's take logits of all rows, and those of Liger-Kernel and Apple's cut cross-entropy need a GPU with Triton;
+this one runs wherever torch does, for any number of words.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def head_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
     """
     words = None
     if isinstance(head, VocabularyHead) and head.ranks.world > 1:
-        words = Words(head.ranks, head.first)
+        words = Words(head.ranks, head.first, max(head.ranks.counts(head.out_features)))
         check_reverse_mode("head_cross_entropy", hidden, head.weight)
         known = (targets >= 0) & (targets < head.out_features)
         # Such a target would be nobody's word, and its logit 0 without a word. Does not wait for a GPU.
@@ -76,10 +77,11 @@ def head_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
 
 
 class Words(NamedTuple):
-    """Among whom a head is cut by its words, and the first word of this rank's."""
+    """Among whom a head is cut by its words, the first word of this rank's, and how many a rank has at most."""
 
     ranks: Ranks
     first: int
+    most: int
 
 
 def _rows(words: int) -> int:
@@ -129,10 +131,12 @@ class _HeadCrossEntropy(torch.autograd.Function):
         # Sums over parts in fp32: of many parts rounding would add up.
         d_weight = torch.zeros(weight.shape, device=weight.device) if to_weight else None
         d_bias = torch.zeros(bias.shape, device=weight.device) if to_bias else None
+        sums: list[Any] = []
         with torch.autocast(hidden.device.type, enabled=False):
             rows, words, shift = (None if x is None else x.to(ctx.dtype) for x in (hidden, weight, bias))
             assert rows is not None and words is not None
-            for part in _parts(len(hidden), len(weight)):
+            # Ranks sum part by part, and one may have a word more than another: all cut alike.
+            for part in _parts(len(hidden), len(weight) if ctx.words is None else ctx.words.most):
                 d_logits = _logits(part, rows, words, shift).sub_(norms[part, None]).exp_()
                 at, here = _places(targets[part], len(weight), ctx.words)
                 d_logits.scatter_(1, at, d_logits.gather(1, at) - here.float()).mul_(gradient)
@@ -141,14 +145,17 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 narrow = d_logits.to(ctx.dtype)
                 if d_hidden is not None:
                     d_hidden[part] = narrow @ words
+                    if ctx.words is not None:  # under the product of the weight gradient, and the next part
+                        whole = d_hidden[part]
+                        sums.append(all_reduce(whole, group=ctx.words.ranks.transport(whole), async_op=True))
                 if d_weight is None:
                     continue
                 if ctx.dtype is torch.float32:
                     d_weight.addmm_(narrow.T, rows[part])
                 else:
                     d_weight += narrow.T @ rows[part]
-        if ctx.words is not None and d_hidden is not None and len(d_hidden):
-            all_reduce(d_hidden, group=ctx.words.ranks.transport(d_hidden))
+        for handle in sums:
+            handle.wait()
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None

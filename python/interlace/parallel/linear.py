@@ -5,7 +5,7 @@
 
 With sequence parallelism, the default, a rank holds m rows of the sequence before and after such a pair, gathers them
 on the way in and scatters sums on the way out, both under the products (`interlace.comm.matmul`). Without, every rank
-holds all rows, and the sums are all-reduced.
+holds all rows, and the sums are all-reduced, under the products too (`interlace.parallel.products`).
 
 Parameters keep the names of nn.Linear. An ordinary checkpoint of the whole layer loads with `load_state_dict`, each
 rank taking its piece; `full_state_dict` of `interlace.parallel` and `to_linear` give it back.
@@ -17,12 +17,13 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from interlace.comm import all_gather_matmul, matmul_reduce_scatter
 from interlace.comm.group import Group
 from interlace.parallel.layer import ParallelLayer
-from interlace.parallel.mappings import Ranks, copy_to_ranks, gather, sum_gradient, sum_of_products
+from interlace.parallel.mappings import Ranks, gather, sum_gradient
+from interlace.parallel.products import copied_products, sum_of_products
 
 P = TypeVar("P", bound="ParallelLinear")
 
@@ -52,7 +53,7 @@ class ParallelLinear(ParallelLayer):
             in_features, out_features: of the whole layer.
             group: a Transport, ProcessGroup, one-dimensional DeviceMesh, None (see `interlace.comm.group`) or a Ranks.
             sequence_parallel: the side that is not cut by features is cut by rows of the sequence.
-            num_chunks: of `all_gather_matmul` and `matmul_reduce_scatter`.
+            num_chunks: into which rows are cut to hide transfers, see `all_gather_matmul`.
         """
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -146,7 +147,7 @@ class ColumnParallelLinear(ParallelLinear):
                     x, [self.weight], group=self.ranks.transport(x), num_chunks=self.num_chunks, regather=self.regather
                 )
             else:
-                y = linear(copy_to_ranks(x, self.ranks), self.weight)
+                _, (y,) = copied_products(x, [self.weight], self.ranks, self.num_chunks)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return gather(y, self.ranks, -1, self.out_features) if self.gather_output else y
@@ -179,5 +180,5 @@ class RowParallelLinear(ParallelLinear):
             if self.bias is not None and self.sum_gradients:
                 sum_gradient(self.bias, self.ranks)
         else:
-            y = sum_of_products(x, self.weight, self.ranks)
+            y = sum_of_products(x, self.weight, self.ranks, self.num_chunks)
         return y if self.bias is None else y + self.bias.to(y.dtype)

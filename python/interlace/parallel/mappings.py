@@ -1,14 +1,13 @@
 """What happens where tensors change between whole and cut: forward, and its transpose in backward.
 
     forward                       backward                      where
-    copy_to_ranks    identity     sum over ranks                whole rows enter products cut by columns
     sum_over_ranks   sum          identity                      partial results leave whole rows
-    sum_of_products  x @ w.T, sum that of the product           the same, of products cut by rows
     split            own piece    gather                        a replicated tensor becomes pieces
     gather           gather       own piece                     pieces become a tensor that every rank uses alike
 
 A loss of replicated tensors is one loss, computed by everybody: that is why sums have the identity as their backward,
-unlike the collectives of `interlace.comm`, whose every rank has a loss of its own.
+unlike the collectives of `interlace.comm`, whose every rank has a loss of its own. `products` has what goes with matrix
+products.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from interlace.comm import Transport, all_gather_into_tensor, all_reduce, resolve
 from interlace.comm.group import Group, here, members
-from interlace.comm.matmul import cast_operands
 from interlace.comm.one_operation import as_one_operation
 from interlace.comm.reverse_mode import check_reverse_mode
 from interlace.comm.transports.base import Arguments, Copy, peers_of
@@ -106,11 +102,6 @@ class Ranks:
         return self
 
 
-def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """x, whose gradient is summed over ranks."""
-    return _mapped("copy_to_ranks", _Copy, x, ranks)
-
-
 def whole_on_each(x: Tensor, ranks: Ranks) -> Tensor:
     """x, of which each rank computes the whole gradient, though the backward pass of x adds up those of all ranks."""
     return _mapped("whole_on_each", _WholeOnEach, x, ranks)
@@ -119,18 +110,6 @@ def whole_on_each(x: Tensor, ranks: Ranks) -> Tensor:
 def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of all ranks' x, the same bits everywhere."""
     return _mapped("sum_over_ranks", _Sum, x, ranks)
-
-
-def sum_of_products(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over ranks of their x [..., K] @ weight [N, K].T, the same bits everywhere: [..., N].
-
-    One function, so that selective activation checkpointing keeps the sum and not the product, too. Under autocast x
-    and weight are cast as for torch.matmul.
-    """
-    if ranks.world == 1:
-        return linear(x, weight)
-    check_reverse_mode("sum_of_products", x, weight)
-    return _SumOfProducts.apply(*cast_operands(x, weight), ranks)  # type: ignore[no-any-return]
 
 
 def split(x: Tensor, ranks: Ranks, dim: int, *, fill: bool = False) -> Tensor:
@@ -158,17 +137,6 @@ def _mapped(name: str, function: type[torch.autograd.Function], x: Tensor, ranks
     return function.apply(x, ranks, *rest)  # type: ignore[no-any-return]
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _reduced(grads[0], ctx.ranks), None
-
-
 class _WholeOnEach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -188,24 +156,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None
-
-
-class _SumOfProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        return _as_one(lambda: _reduced(linear(x, weight), ranks), x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, weight = ctx.saved_tensors
-        with torch.autocast(grad.device.type, enabled=False):
-            d_x = None if weight is None else grad @ weight
-            d_weight = None if x is None else grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        return d_x, d_weight, None
 
 
 class _Split(torch.autograd.Function):

@@ -43,7 +43,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from interlace.comm import all_gather_matmul
 from interlace.comm.agreement import Fingerprint
@@ -51,7 +50,8 @@ from interlace.comm.group import Group
 from interlace.parallel.families import around, plan_for
 from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from interlace.parallel.mappings import Ranks, SummedGradients, copy_to_ranks, gather, split, whole_on_each
+from interlace.parallel.mappings import Ranks, SummedGradients, gather, split, whole_on_each
+from interlace.parallel.products import copied_products
 from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, can_be_cut, has_hooks, is_plain
 
 PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
@@ -83,7 +83,7 @@ def tensor_parallel(
         group: a Transport, ProcessGroup, one-dimensional DeviceMesh or None (see `interlace.comm.group`), or a Ranks.
         sequence_parallel: cut the sequence between the products; its length must then be a multiple of the ranks, or
             be told by `length`.
-        num_chunks, regather: of `all_gather_matmul`.
+        num_chunks: of every product whose rows or sums travel, see `all_gather_matmul`; regather: of that.
         length: says how many rows the whole sequence has that is running, any number of them. Asked in every forward
             with sequence parallelism, also in one that a backward pass recomputes, where it must say the same again.
         sum_gradients: sum the gradients of what is `used_in_part` in every backward. False leaves that to the caller.
@@ -303,9 +303,8 @@ class SharedInput:
             if self.length is not None and rows.shape[-2] != (due := self.length()):
                 rows, *products = (tensor[..., :due, :].contiguous() for tensor in (rows, *products))
         else:
-            rows = copy_to_ranks(given, self.ranks)
-            products = [linear(rows, weight) for weight in weights]
-        # What the module makes of these rows gets to the column layers through copy_to_ranks, which adds up gradients.
+            rows, products = copied_products(given, weights, self.ranks, self.num_chunks)
+        # What the module makes of these rows gets to the column layers through copied_products, which sums gradients.
         handed = whole_on_each(rows[..., : weights[0].shape[0]] if self.narrow else rows, self.ranks)
         for column, product in zip(columns, products):
             column.handed = (handed, product)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from interlace.comm.channel import Channel
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
+from interlace.comm.transports import Transport
 from interlace.layout import Layout
 from interlace.model import Checkpointing, Media, MultimodalModel
 from interlace.parallel.region import Region
@@ -82,12 +83,13 @@ class ParallelModel:
         self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, rows, self._views, self._pieces, device)
         self._trained = Trained(mllm)
         self._lanes = groups_of(layout)
+        self._through: Callable[[Transport], Transport] = lambda transport: transport
         if channel is not None:
             (number,) = self.ranks
             with as_pipeline_errors():
                 channel.add_groups(groups(self.graph))
                 channel.add_edges(edges(self.graph))
-                self._ranks[number].connect(channel.connect(self._lanes))
+                self._connect(number, channel)
 
     # -- what lives here -------------------------------------------------------------------------------------
 
@@ -120,6 +122,21 @@ class ParallelModel:
         for stages in self.stages.values():
             for stage in stages.values():
                 stage.train(mode)
+
+    def connect_lanes(self, through: Callable[[Transport], Transport]) -> None:
+        """From now on the ranks of each lane speak through what `through` makes of the transport that connects them.
+
+        For what is told by what travels: a `Forwarding` that counts, or an `EmulatedTransport` of another speed. It may
+        be called again, with what takes the place of the last; by all ranks alike, between steps.
+        """
+        self._through = through
+        if self.channel is not None:
+            (number,) = self.ranks
+            self._connect(number, self.channel)
+
+    def _connect(self, number: int, channel: Channel) -> None:
+        """Connect a rank with those of its lanes."""
+        self._ranks[number].connect({ranks: self._through(t) for ranks, t in channel.connect(self._lanes).items()})
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -309,7 +326,7 @@ class ParallelModel:
 
         def play(number: int) -> None:
             channels[number].begin(digest)
-            self._ranks[number].connect(channels[number].connect(self._lanes))
+            self._connect(number, channels[number])
             executor = self._ranks[number].executor(channels[number])
             with current(device), contextlib.ExitStack() as stack:
                 if self._lanes or self.graph.shards:

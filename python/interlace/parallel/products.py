@@ -1,0 +1,145 @@
+"""Products of whole rows with cut weights, their sums over ranks hidden under the products.
+
+    forward                                              backward
+    copied_products   x @ w.T of each weight, local      x's gradient summed over ranks, under weight gradients
+    sum_of_products   x @ w.T, summed over ranks         that of the product, local
+
+For ranks that all hold all rows: tensor parallelism without sequence parallelism, whose sums are all-reduces. Rows are
+cut into chunks; while the sum of one is under way the products of the next are made. In the backward pass the weight
+gradients hide the last one; in the forward pass nothing does, so that 1 - 1/C of C chunks can be hidden there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from interlace.comm.matmul import cast_operands, chunking_of, weight_gradient
+from interlace.comm.one_operation import as_one_operation
+from interlace.comm.overlap import Chunking, sum_products
+from interlace.comm.reverse_mode import check_reverse_mode
+from interlace.comm.trace import computing
+from interlace.comm.transports.base import Transport
+from interlace.parallel.mappings import Ranks
+
+
+@torch.compiler.disable
+def copied_products(
+    x: Tensor, weights: Sequence[Tensor], ranks: Ranks, num_chunks: int | Literal["auto"] = "auto"
+) -> tuple[Tensor, list[Tensor]]:
+    """(x, [x @ w.T for each w]), where x is the same on every rank and its gradient the sum over ranks.
+
+    x [..., K]; weights [N, K] each, N may differ between weights and ranks; their gradients are local. Under autocast
+    all are cast as for torch.matmul, the x that is returned too. num_chunks: of the sum, as for `all_gather_matmul`.
+
+    Whether x requires a gradient must be the same on every rank.
+    """
+    if ranks.world == 1:
+        return x, [linear(x, weight) for weight in weights]
+    check_reverse_mode("copied_products", x, *weights)
+    x, *weights = cast_operands(x, *weights)
+    transport = ranks.transport(x)
+    chunking = _chunking("copied_products", x, x.shape, transport, num_chunks)
+    rows, *products = _CopiedProducts.apply(x, transport, chunking, *weights)
+    return rows, products
+
+
+@torch.compiler.disable
+def sum_of_products(x: Tensor, weight: Tensor, ranks: Ranks, num_chunks: int | Literal["auto"] = "auto") -> Tensor:
+    """The sum over ranks of their x [..., K] @ weight [N, K].T, the same bits everywhere: [..., N].
+
+    One function, so that selective activation checkpointing keeps the sum and not the product, too. Under autocast x
+    and weight are cast as for torch.matmul. num_chunks: as for `matmul_reduce_scatter`.
+    """
+    if ranks.world == 1:
+        return linear(x, weight)
+    check_reverse_mode("sum_of_products", x, weight)
+    x, weight = cast_operands(x, weight)
+    transport = ranks.transport(x)
+    shape = torch.Size((*x.shape[:-1], len(weight)))
+    chunking = _chunking("sum_of_products", x, shape, transport, num_chunks)
+    with transport.used_for(chunking.label):
+        return _SumOfProducts.apply(x, weight, transport, chunking)  # type: ignore[no-any-return]
+
+
+def _chunking(
+    name: str, like: Tensor, summed: torch.Size, transport: Transport, num_chunks: int | Literal["auto"]
+) -> Chunking:
+    """How a sum over ranks of rows [..., columns] is cut: as if each rank sent the others its share of the rows."""
+    rows = summed[:-1].numel()
+    share = torch.Size((1, rows // transport.world, summed[-1]))
+    return chunking_of(name, like, transport, num_chunks, "direct", share, False, summed=summed)
+
+
+class _CopiedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transport: Transport, chunking: Chunking, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.transport, ctx.chunking = transport, chunking
+        ctx.save_for_backward(*weights, *((x,) if any(ctx.needs_input_grad[3:]) else ()))
+        ctx.set_materialize_grads(False)
+        rows = x.view_as(x)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(rows)
+        return rows, *(linear(x, weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor | None, *d_products: Tensor | None) -> tuple[Tensor | None, ...]:
+        transport, chunking = ctx.transport, ctx.chunking._replace(label=f"backward of {ctx.chunking.label}")
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        saved = ctx.saved_tensors  # once: under activation checkpointing every access unpacks anew
+        weights, kept = saved[: len(needs)], saved[len(needs) :]
+        grads = [None if grad is None else _rows(grad) for grad in d_products]
+        d_weights: list[Tensor | None] = [None] * len(weights)
+
+        def weight_gradients() -> None:
+            with computing(transport, f"{chunking.label}, weight gradient"):
+                for i, grad in enumerate(grads):
+                    if needs[i] and grad is not None:
+                        d_weights[i] = weight_gradient(grad, _rows(kept[0]))
+
+        if not needs_x:
+            weight_gradients()
+            return None, None, None, *d_weights
+        like = next(grad for grad in (d_rows, *d_products) if grad is not None)
+        d_x = like.new_empty(*like.shape[:-1], weights[0].shape[1])
+        terms = [(grad, weight) for grad, weight in zip(grads, weights) if grad is not None]
+        with transport.used_for(chunking.label):
+            sum_products(
+                transport, terms, None if d_rows is None else _rows(d_rows), _rows(d_x), chunking, weight_gradients
+            )
+        return d_x, None, None, *d_weights
+
+
+class _SumOfProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transport: Transport, chunking: Chunking) -> Tensor:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+
+        def compute() -> list[Tensor]:
+            y = x.new_empty(*x.shape[:-1], len(weight))
+            sum_products(transport, [(_rows(x), weight.t())], None, _rows(y), chunking)
+            return [y]
+
+        return as_one_operation(compute, x)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            d_x = None if weight is None else grad @ weight
+            d_weight = None if x is None else _rows(grad).t() @ _rows(x)
+        return d_x, d_weight, None, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[n, columns] of [..., columns], contiguous: of a tensor that is so already, a view."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
