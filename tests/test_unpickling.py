@@ -34,6 +34,7 @@ ALLOWED = {
     ("bench/context_parallel.py", "torch.multiprocessing"): "starts processes",
     ("bench/simulated_step.py", "torch.multiprocessing"): "starts processes",
     ("bench/overlap.py", "torch.multiprocessing"): "starts processes",
+    ("bench/overlapped_step.py", "torch.multiprocessing"): "starts processes",
     ("python/interlace/run/traced.py", "torch.multiprocessing.reductions.StorageWeakRef"): "reads nothing",
     ("bench/scheduling_peers.py", "multiprocessing"): "starts processes",
     ("bench/scheduling_peers.py", "concurrent.futures.ProcessPoolExecutor"): "starts processes",

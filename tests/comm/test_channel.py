@@ -131,14 +131,16 @@ def test_a_rank_that_is_missed_in_a_gather_is_named(pool: Any) -> None:
 
 def connected_twice(rank: int) -> str:
     here = channel()
-    assert list(here.connect([(0, 1)])) == ([(0, 1)] if rank < 2 else [])
-    return told(lambda: here.connect([(0, 1)]))
+    lanes = here.connect([(0, 1)])
+    assert list(lanes) == ([(0, 1)] if rank < 2 else []) and here.connect([(0, 1)]) == lanes
+    return told(lambda: here.connect([(0, 1), (1, 2)]))
 
 
 def test_lanes_are_connected_once(pool: Any) -> None:
-    """A second time the rank outside the lane would wait for a group that those inside do not make."""
+    """For another one later, the ranks outside would wait for groups that those inside do not make."""
     said = pool.returned(3, connected_twice)
-    assert said == [f"rank {rank}: the lanes are connected already: name all of them in one call" for rank in range(3)]
+    wanted = "other lanes are connected already: name all of them in one call"
+    assert said == [f"rank {rank}: {wanted}" for rank in range(3)]
 
 
 # ---------------------------------------------------------------------- what is no header, no message, no gradient

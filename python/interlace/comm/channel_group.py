@@ -101,7 +101,7 @@ class GroupChannel:
         self._sent = Sent()
         self._early: dict[tuple[int, Tag], Part] = {}
         self._lanes: dict[tuple[int, ...], Transport] = {}
-        self._connected = False
+        self._connected: list[tuple[int, ...]] | None = None
 
     def begin(self, digest: int) -> None:
         self._digest = digest
@@ -129,11 +129,13 @@ class GroupChannel:
                         work.wait()
 
     def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
-        if self._connected:  # who is in a lane knows it and would make no second group, which others would wait for
-            raise CommError(f"rank {self.rank}: the lanes are connected already: name all of them in one call")
-        self._connected = True
-        # All groups first: making one takes every rank, and connecting one only its own.
         new = list(dict.fromkeys(map(tuple, lanes)))
+        if self._connected is not None:
+            if new != self._connected:  # all ranks would have to make groups, which those of a known lane would not
+                raise CommError(f"rank {self.rank}: other lanes are connected already: name all of them in one call")
+            return dict(self._lanes)
+        self._connected = new
+        # All groups first: making one takes every rank, and connecting one only its own.
         groups = [self._group(lane, SUMS) for lane in new]
         for lane, group in zip(new, groups, strict=True):
             if self.rank in lane:
