@@ -141,7 +141,7 @@ def play(schedule: Schedule, table: StepTable, stages: Any, rows: Tensor) -> Non
     def run(rank: int) -> None:
         channel = LocalChannel(rank, network)
         step = Step(routes, ends, lambda *_: {"rows": rows}, lambda *given: given[-1], 1.0)
-        executor = Executor(rank, stages[rank], channel, graph.modules, lanes, graph.reductions, lambda _: [])
+        executor = Executor(rank, stages[rank], channel, graph.modules, lanes, graph.reductions, lambda _: [], {}, {})
         executor.run(schedule.of_rank(rank), step)
 
     if len(stages) == 1:

@@ -110,6 +110,8 @@ def damaged(folders: dict[str, Path], tmp_path: Path, name: str, change: Any) ->
 WRONG: list[tuple[Any, str]] = [
     (lambda w, t: w.pop("model.layers.1.mlp.up_proj.weight"), "has no weight 'model.layers.1.mlp.up_proj.weight'"),
     (lambda w, t: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), "which LlamaForCausalLM with"),
+    (lambda w, t: w.update({"model.layers.1.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight', which Llama"),
+    (lambda w, t: t.update(num_hidden_layers=1), "has 'model.layers.1.input_layernorm.weight', which LlamaForCausalLM"),
     (lambda w, t: w.update({"model.norm.weight": torch.zeros(7)}), r"model.norm.weight is \[7\], the config makes"),
     (lambda w, t: w.clear(), "has no model.safetensors"),
     (lambda w, t: t.update(num_hidden_layers=3), "has no weight 'model.layers.2"),
@@ -129,6 +131,18 @@ def test_a_folder_that_does_not_fit_is_refused(
     assert str(error.value).startswith("mine.toml: [model.language_model] path: ") or "config: [model" in str(
         error.value
     )
+
+
+def test_settings_beside_a_path_are_those_of_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = damaged(folders, tmp_path, "tied", lambda w, t: t.update(rms_norm_eps=1e-5))
+    sizes = LLM | {"tie_word_embeddings": True}
+    with pytest.raises(ConfigError, match=r"saved with rms_norm_eps = 1e-05, which \[model"):
+        named = config_with(language_model={"family": "llama", "path": str(folder), "config": sizes})
+        stored_weights(named, build(named, ByteTokenizer()))
+    named = config_with(
+        language_model={"family": "llama", "path": str(folder), "config": sizes | {"rms_norm_eps": 1e-5}}
+    )
+    assert stored_weights(named, build(named, ByteTokenizer()))
 
 
 def test_what_is_no_folder_of_weights_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:

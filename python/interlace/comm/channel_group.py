@@ -18,9 +18,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +96,8 @@ class GroupChannel:
         self._star = Star(self._host, _HOST, self._roll)
         self._digest = 0
         self._sends: deque[_Send] = deque()
-        self._arrivals: list[tuple[dist.Work, tuple[int, ...], str]] = []  # from whom, what
+        # Whether it has come, from whom, what. Not torch's own Work: with NCCL that holds all that it brought.
+        self._arrivals: list[tuple[Callable[[], bool], tuple[int, ...], str]] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._edges: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._reductions = Reductions()
@@ -134,12 +137,12 @@ class GroupChannel:
             if new != self._connected:  # all ranks would have to make groups, which those of a known lane would not
                 raise CommError(f"rank {self.rank}: other lanes are connected already: name all of them in one call")
             return dict(self._lanes)
-        self._connected = new
         # All groups first: making one takes every rank, and connecting one only its own.
         groups = [self._group(lane, SUMS) for lane in new]
         for lane, group in zip(new, groups, strict=True):
             if self.rank in lane:
                 self._lanes[lane] = connect(group, device=self.device, timeout=self.timeout)
+        self._connected = new
         return dict(self._lanes)
 
     def close(self) -> None:
@@ -256,7 +259,7 @@ class GroupChannel:
                 work.wait(timedelta(seconds=self.timeout))
             else:  # only the GPU waits: with a timeout the program would, which does so when the step is over
                 work.wait()
-                self._arrivals.append((work, (peer,), f"RECV {tag}"))
+                self._arrivals.append((_done(self.device), (peer,), f"RECV {tag}"))
         except RuntimeError as error:
             raise self._lost_peer(peer, f"RECV {tag}", error) from error
 
@@ -269,16 +272,14 @@ class GroupChannel:
 
     def start_reduce_scatter(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         mine = torch.empty_like(tensor[0])
-        parts = list(tensor.unbind())
-        return self._start(
-            "reduce_scatter", tensor, ranks, key, mine,
-            lambda group: dist.reduce_scatter(mine, parts, group=group, async_op=True),
-        )  # fmt: skip
+        flat, parts = mine.view(-1), tensor.contiguous().view(-1)
+        begin = partial(_reduce_scatter, flat, parts)
+        return self._start("reduce_scatter", tensor, ranks, key, mine, begin)
 
     def start_gather(self, tensor: Tensor, ranks: Sequence[int], key: str) -> Pending:
         whole = tensor.new_empty(len(ranks), *tensor.shape)
-        flat, mine = whole.view(-1), tensor.contiguous().view(-1)  # in one piece: of a list NCCL would make a copy
-        return self._start("gather", tensor, ranks, key, whole, lambda group: _all_gather(flat, mine, group))
+        begin = partial(_all_gather, whole.view(-1), tensor.contiguous().view(-1))
+        return self._start("gather", tensor, ranks, key, whole, begin)
 
     def _start(
         self,
@@ -307,7 +308,7 @@ class GroupChannel:
             try:
                 if self._apart and kind == "gather":  # only the GPU waits, as in `_receive_into`
                     work.wait()
-                    self._arrivals.append((work, tuple(ranks), what))
+                    self._arrivals.append((_done(self.device), tuple(ranks), what))
                 else:
                     work.wait(timedelta(seconds=self.timeout))
             except RuntimeError as error:
@@ -378,8 +379,15 @@ class GroupChannel:
         arrivals, self._arrivals = self._arrivals, []
         self._sent.clear()
         waiting = self.recorder.begin("finish", "", tuple(sorted({sent.peer for sent in pending})))
-        for work, ranks, what in arrivals:
-            self._wait(work, ranks, what)
+        until = time.monotonic() + self.timeout
+        for done, ranks, what in arrivals:
+            try:
+                while not done():
+                    if time.monotonic() > until:
+                        raise RuntimeError(f"timed out after {self.timeout:g} s")
+                    time.sleep(1e-4)
+            except RuntimeError as error:
+                raise self._lost_some(ranks, what, error) from error
         for sent in pending:
             self._end(sent)
         self.recorder.end(waiting)
@@ -430,8 +438,24 @@ class GroupChannel:
         return CommError(f"rank {self.rank}, {what}: {lost}", culprits, why)
 
 
+def _done(device: torch.device) -> Callable[[], bool]:
+    """Tells whether the device has done what it was asked until now."""
+    if device.type == "cpu":
+        return lambda: True
+    event = torch.get_device_module(device).Event()
+    event.record()
+    return event.query  # type: ignore[no-any-return]
+
+
+def _reduce_scatter(mine: Tensor, parts: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Begin to sum everybody's [ranks * n] into this rank's [n]. In one piece: of a list NCCL would make a copy."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
+    work: dist.Work | None = scatter(mine, parts, group=group, async_op=True)
+    return work
+
+
 def _all_gather(whole: Tensor, mine: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Begin to gather everybody's [n] into [ranks * n]."""
+    """Begin to gather everybody's [n] into [ranks * n], in one piece."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     work: dist.Work | None = gather(whole, mine, group=group, async_op=True)
     return work

@@ -22,7 +22,7 @@ from torch import Tensor
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError, nearest
 from interlace.train.costs import flop_costs
-from interlace.train.families import FAMILIES
+from interlace.train.families import FAMILIES, differences
 from interlace.train.schema import MOST, Config, Encoder, LanguageModel
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def materialize(model: MultimodalModel, *, seed: int, device: torch.device | str
 def stored_weights(config: Config, model: MultimodalModel, *, source: str = "config") -> dict[str, Stored]:
     """Where the folders that the config names (``path``) have the weights of `model`, by parameter.
 
-    Raises ConfigError for a folder that lacks one, or has it in another shape: every rank reads all folders' headers.
+    Raises ConfigError for a folder that lacks one, has it in another shape, or was saved with settings that the config
+    does not say: every rank reads all folders' headers.
     """
     from interlace.train.pretrained import find
 
@@ -129,7 +130,14 @@ def stored_weights(config: Config, model: MultimodalModel, *, source: str = "con
             continue
         place = name if name == "language_model" else f"encoders.{name}.module"
         try:
-            stored = find(model.get_submodule(place), Path(spec.path))
+            module: Any = model.get_submodule(place)
+            said = differences(Path(spec.path), spec.family, module.config)
+            if unsaid := [key for key in said if key not in spec.config]:
+                raise ValueError(
+                    f"{spec.path} was saved with {unsaid[0]} = {said[unsaid[0]]!r}, which [model.{name}.config] does "
+                    "not say: leave out family and config, so that they are read from the folder, or say it"
+                )
+            stored = find(module, Path(spec.path))
         except ValueError as error:
             raise ConfigError(f"{source}: [model.{name}] path: {error}") from None
         found |= {f"{place}.{key}": weight for key, weight in stored.items()}

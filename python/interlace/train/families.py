@@ -35,10 +35,26 @@ BESIDE |= {"model_type", "transformers_version"}
 
 
 def describe(folder: Path, families: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """(family, the keys of its HuggingFace config that differ from the defaults) of a folder of `save_pretrained`.
+    """(family, keys of its HuggingFace config) of a folder of `save_pretrained`: those that its config.json decides.
 
     families: those that fit where the model is to stand. Raises ValueError for anything else.
     """
+    family, config = _read_config(folder, families)
+    keys = _known(family, config)
+    return family, {key: value for key, value in config.to_diff_dict().items() if key in keys and value is not None}
+
+
+def differences(folder: Path, family: str, config: Any) -> dict[str, Any]:
+    """Key -> the folder's value, where a model of this HuggingFace `config` would be another than the folder's.
+
+    Ids of tokens aside, which say nothing of what it computes. Raises ValueError as `describe` does.
+    """
+    _, theirs = _read_config(folder, [family])
+    keys = sorted(key for key in _known(family, theirs) if not key.endswith("_token_id"))
+    return {key: getattr(theirs, key) for key in keys if getattr(theirs, key) != getattr(config, key, None)}
+
+
+def _read_config(folder: Path, families: Collection[str]) -> tuple[str, Any]:
     path = folder / CONFIG
     table = read_json(path)
     kind = table.get("model_type")
@@ -52,11 +68,14 @@ def describe(folder: Path, families: Collection[str]) -> tuple[str, dict[str, An
     module, config_class, _, ours = FAMILIES[family]
     made: Any = getattr(importlib.import_module(f"transformers.models.{module}.configuration_{module}"), config_class)
     try:
-        differs = made(**{**inner, **ours}).to_diff_dict()
+        return family, made(**{**inner, **ours})
     except Exception as error:  # the library's own checks, of values that may be anything
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
-    known = {key for key in vars(made()) if not key.startswith("_")} - BESIDE - set(ours)
-    return family, {key: value for key, value in differs.items() if key in known and value is not None}
+
+
+def _known(family: str, config: Any) -> set[str]:
+    """The keys that the family's config class knows, and that decide what a model computes."""
+    return {key for key in vars(type(config)()) if not key.startswith("_")} - BESIDE - set(FAMILIES[family][3])
 
 
 def read_json(path: Path) -> dict[str, Any]:

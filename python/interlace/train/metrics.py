@@ -169,15 +169,19 @@ def memory_gib() -> float:
 def free_memory() -> int | None:
     """Bytes of host memory that this process could have, as Linux tells; None where nobody tells.
 
-    What is available on the machine, or the limit of this process's container where that is less.
+    What is available on the machine, or what is left of the limit of this process's container where that is less.
     """
     found = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found.append(1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))))
-        for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        groups = Path("/sys/fs/cgroup")
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+        ):
             with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-                found.append(int(Path(limit).read_text()))
+                found.append(int((groups / limit).read_text()) - int((groups / used).read_text()))
     return min(found, default=None)
 
 

@@ -6,6 +6,7 @@ encoder in one of Whisper.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from interlace.parallel.region import Region
 from interlace.train.families import read_json
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+MADE_ANEW = (".inv_freq", ".position_ids")  # buffers that older versions of the library saved
 
 
 class Stored(NamedTuple):
@@ -48,8 +50,8 @@ def find(module: nn.Module, folder: Path) -> dict[str, Stored]:
     """Where `folder` has each parameter of `module`, by its first name.
 
     The module's names and those of the folder may differ by what stands before all of them. Raises ValueError when a
-    parameter is missing or of another shape, and when the folder has more of a layer than the module: a bias that would
-    be left out changes every result.
+    parameter is missing or of another shape, and when the folder has more than the module beside a parameter or among
+    the layers: a bias, a norm or a layer that would be left out changes every result.
     """
     stored = _contents(folder)
     names = dict(module.named_parameters(remove_duplicate=False))
@@ -60,14 +62,25 @@ def find(module: nn.Module, folder: Path) -> dict[str, Stored]:
     if missing := [name for name in wanted if key_of[name] not in stored or not name.startswith(own)]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{folder} has no weight {key_of[missing[0]]!r}{more}, which {kind} needs")
-    layers = {key.rpartition(".")[0] for key in key_of.values()}
-    if left := sorted(key for key in set(stored) - set(key_of.values()) if key.rpartition(".")[0] in layers):
+    if left := _left_over(set(stored) - set(key_of.values()), key_of.values()):
         raise ValueError(
             f"{folder} has {left[0]!r}, which {kind} with this config has not: it would compute something else than "
             "the model that was saved; leave out family and config, so that they are read from the folder"
         )
     _check_shapes(wanted, {name: stored[key_of[name]] for name in wanted})
     return {name: stored[key_of[name]] for name in wanted}
+
+
+def _left_over(more: Collection[str], used: Collection[str]) -> list[str]:
+    """Those of the keys `more` that lie beside keys that are `used`, or in the same list of layers."""
+    beside = {key.rpartition(".")[0] for key in used}
+    lists = {match[1] for key in used if (match := re.match(r"(.*?\.)\d+\.", key))}
+    return sorted(
+        key
+        for key in more
+        if (key.rpartition(".")[0] in beside or any(key.startswith(each) for each in lists))
+        and not key.endswith(MADE_ANEW)
+    )
 
 
 def _prefixes(wanted: Collection[str], stored: Collection[str]) -> tuple[str, str]:
