@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from interlace.layout import Layout, ParallelSpec
-from interlace.model import MultimodalModel
+from interlace.model import ModalityModule, MultimodalModel
 from interlace.run import ParallelModel, PipelineError, parallelize
 from interlace.run.layers import LayerByLayer
 from interlace.schedule import Op
+from tests.model.test_packing import qwen2_audio
 from tests.run.test_parity import oracle
+from tests.run.test_sequence_parallel import mixing
 from tests.run.test_sharding import two_replicas
 from tests.run.test_tensor_parallel import LLM, assert_gradient, model, norm_of
-from tests.tiny import random_microbatches
+from tests.tiny import PLACEHOLDERS, random_microbatches
 
 
 def gathers_by_layer(parallel: ParallelModel, module: str = LLM) -> bool:
@@ -196,3 +198,36 @@ def test_layers_that_are_compiled_gather_too() -> None:
         stages[LLM, 0].layers[0].compile(backend="eager")
     check_step(parallel, alone, batch)
     assert gathers_by_layer(parallel)
+
+
+def rows_of_an_encoder() -> MultimodalModel:
+    plain = model(encoders=())
+    encoder = ModalityModule(qwen2_audio(), projector="linear")
+    return MultimodalModel({"audio": encoder}, plain.language_model, placeholders={"audio": PLACEHOLDERS["audio"]})
+
+
+def samples_alone() -> MultimodalModel:
+    plain = model(encoders=())
+    mixing(plain)
+    return MultimodalModel({}, plain.language_model)
+
+
+def over_the_limit() -> MultimodalModel:
+    mllm = model(encoders=())
+    mllm.language_settings.limit = 4
+    return mllm
+
+
+@pytest.mark.parametrize(
+    ("make", "module"), [(rows_of_an_encoder, "audio"), (samples_alone, LLM), (over_the_limit, LLM)]
+)
+def test_layers_that_run_several_times_for_a_chunk_are_gathered_once(make: Any, module: str) -> None:
+    mllm = make()
+    assert mllm.packing[module] == {rows_of_an_encoder: "rows", samples_alone: "alone"}.get(make, "packed")
+    alone, batch = copy.deepcopy(mllm), random_microbatches(mllm, "all")
+    lengths = {media.shape for group in batch for sample in group for media in sample.media.get("audio", ())}
+    assert module == LLM or len(lengths) > 1
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)
+    check_step(parallel, alone, batch)
+    assert not gathers_by_layer(parallel, module)
+    assert module == LLM or gathers_by_layer(parallel)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from interlace.layout import Layout
+from interlace.model.rows import PACKED, ROWS
 from interlace.parallel.route import pairs as met
 from interlace.plan import ModuleCosts, layer_costs
 from interlace.schedule import Op, StageGraph, StepTable
@@ -30,7 +31,21 @@ def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
         if layers != placed:
             raise ValueError(f"{name} has {layers} layers, but the layout places {placed}")
     trainable = {name: tuple(layer.trainable for layer in mllm.layers(name)) for name in modules}
-    return StageGraph(layout, tuple(mllm.edges()), trainable, _tied(mllm, layout))
+    return StageGraph(layout, tuple(mllm.edges()), trainable, _tied(mllm, layout), repeating=_repeating(mllm))
+
+
+def _repeating(mllm: Any) -> frozenset[str]:
+    """The modules that may run a layer several times for one chunk: those that may call their layers for some of its
+    samples or items at a time, and those that have one layer at several places."""
+    found = set()
+    for name in mllm.modules_order():
+        layers, packing, limit = mllm.layer_list(name), mllm.packing[name], None
+        if name not in mllm.encoders:
+            limit = mllm.language_settings.limit
+            packing = PACKED if packing == ROWS else packing  # its samples are one batch then, those of encoders not
+        if packing != PACKED or limit is not None or len(set(map(id, layers))) < len(layers):
+            found.add(name)
+    return frozenset(found)
 
 
 def edges(graph: StageGraph) -> list[tuple[int, int]]:
