@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from interlace.layout import Layout
 from interlace.model.rows import PACKED, ROWS
@@ -138,6 +139,23 @@ def parameter_layers(mllm: Any) -> dict[str, tuple[str, int]]:
                 # What is registered beside the layers and is no part of its own precedes them.
                 found[name] = module, next((index for prefix, index in homes if name.startswith(prefix)), 0)
     return found
+
+
+def users_of(whole: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int]]:
+    """id of a parameter of `whole` -> which layers have it, counted from 1; 0: what lies beside these has it, too."""
+    users: dict[int, set[int]] = {}
+    for number, layer in enumerate(layers, 1):
+        for parameter in layer.parameters():
+            users.setdefault(id(parameter), set()).add(number)
+    found, seen = [whole], set(map(id, layers))
+    while found:
+        module = found.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found += module.children()
+            for beside in module.parameters(recurse=False):
+                users.setdefault(id(beside), set()).add(0)
+    return users
 
 
 def stage_durations(
