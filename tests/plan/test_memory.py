@@ -157,7 +157,8 @@ def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[
     parameters: of the rank.
     """
     alive, forward, backward = Alive(), Executor._forward, Executor._backward
-    wait, begin = LayerByLayer._await, LayerByLayer._sum
+    wait, begin, give = LayerByLayer._await, LayerByLayer._sum, LayerByLayer.sums
+    layered: dict[LayerByLayer, int] = {}  # the most that gradients which were not summed took, in a backward
 
     def whole(units: Iterable[Unit], trained: bool = False) -> int:
         wholes = [weight.whole for unit in units for weight in unit.weights]
@@ -175,8 +176,15 @@ def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[
         there = [w.whole for unit in self._units for w in unit.weights if w.whole.grad is not None]
         if number:
             travels = [self._units[number + 1]] if self._scattered else []
-            held.gradients = max(held.gradients, own[1] + gradient_bytes(there) + whole(travels, trained=True))
+            now = gradient_bytes(there) + whole(travels, trained=True)
+            layered[self] = max(layered.get(self, 0), now)
         begin(self, number)
+
+    def gives(self: LayerByLayer) -> Any:
+        due = [weights for unit in self._units for weights, _ in unit.summed]
+        sums = [total[: -len(weights)] for weights, total in zip(due, self._sums, strict=True) if total is not None]
+        held.gradients = max(held.gradients, sum(total.nbytes for total in sums) + layered.pop(self, 0))
+        return give(self)
 
     def noted(self: Executor, *action: Any) -> None:
         with Alive():  # a recomputation is to be as the forward, where a mode is active: not what it makes is counted
@@ -203,6 +211,7 @@ def activations_counted(held: Held, parameters: list[nn.Parameter]) -> Iterator[
         mock.patch.object(Executor, "_backward", noted),
         mock.patch.object(LayerByLayer, "_await", waits),
         mock.patch.object(LayerByLayer, "_sum", sums),
+        mock.patch.object(LayerByLayer, "sums", gives),
     ):
         yield
 
@@ -372,7 +381,7 @@ def test_state_is_shared_by_the_replicas(layers: list[tuple[int, bool]], dp: int
             assert memory.weights == sum(part) + two + (whole[beside] if beside < len(whole) else 0)
             assert memory.weights_once == sum(part) + sum(whole)
             unreduced += whole[beside] if beside in trained else 0
-            assert memory.gradients == sum(part[i] for i in trained) + unreduced
+            assert memory.gradients == sum(2 * part[i] for i in trained) + unreduced  # sums in fp32, twice the size
             assert memory.gradients_once == sum(whole[i] for i in trained)
             assert memory.weights_run == (memory.weights if memory.rank in by_layer else memory.weights_once)
             assert memory.gradients_run == (memory.gradients if memory.rank in by_layer else memory.gradients_once)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from interlace.layout import Layout, ParallelSpec
-from interlace.model import MultimodalModel
+from interlace.model import ModalityModule, MultimodalModel
 from interlace.run import ParallelModel, PipelineError, parallelize
+from interlace.run.executor import Executor
 from interlace.run.layers import LayerByLayer
+from interlace.run.traced import weights_of
 from interlace.schedule import Op
+from tests.model.test_packing import qwen2_audio
 from tests.run.test_parity import oracle
+from tests.run.test_sequence_parallel import mixing
 from tests.run.test_sharding import two_replicas
 from tests.run.test_tensor_parallel import LLM, assert_gradient, model, norm_of
-from tests.tiny import random_microbatches
+from tests.tiny import PLACEHOLDERS, random_microbatches
 
 
 def gathers_by_layer(parallel: ParallelModel, module: str = LLM) -> bool:
@@ -174,7 +181,9 @@ def test_what_gathering_for_one_layer_cannot_serve_is_refused() -> None:
         s.layers[1].register_forward_pre_hook(lambda *given, s=s: again(*given, s.layers[0]), with_kwargs=True)
         for s in stages
     ]
-    with pytest.raises(PipelineError, match=r"layer 0 of language_model layers 0 to \d ran twice in one forward"):
+    with pytest.raises(
+        PipelineError, match=r"rank \d, FORWARD .*: layer 0 of .* layers 0 to \d ran twice in one forward"
+    ):
         parallel.step(batch)
     for hook in hooks:
         hook.remove()
@@ -196,3 +205,101 @@ def test_layers_that_are_compiled_gather_too() -> None:
         stages[LLM, 0].layers[0].compile(backend="eager")
     check_step(parallel, alone, batch)
     assert gathers_by_layer(parallel)
+
+
+def rows_of_an_encoder() -> MultimodalModel:
+    plain = model(encoders=())
+    encoder = ModalityModule(qwen2_audio(), projector="linear")
+    return MultimodalModel({"audio": encoder}, plain.language_model, placeholders={"audio": PLACEHOLDERS["audio"]})
+
+
+def samples_alone() -> MultimodalModel:
+    plain = model(encoders=())
+    mixing(plain)
+    return MultimodalModel({}, plain.language_model)
+
+
+def over_the_limit() -> MultimodalModel:
+    mllm = model(encoders=())
+    mllm.language_settings.limit = 4
+    return mllm
+
+
+@pytest.mark.parametrize(
+    ("make", "module"), [(rows_of_an_encoder, "audio"), (samples_alone, LLM), (over_the_limit, LLM)]
+)
+def test_layers_that_run_several_times_for_a_chunk_are_gathered_once(make: Any, module: str) -> None:
+    mllm = make()
+    assert mllm.packing[module] == {rows_of_an_encoder: "rows", samples_alone: "alone"}.get(make, "packed")
+    alone, batch = copy.deepcopy(mllm), random_microbatches(mllm, "all")
+    lengths = {media.shape for group in batch for sample in group for media in sample.media.get("audio", ())}
+    assert module == LLM or len(lengths) > 1
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)
+    check_step(parallel, alone, batch)
+    assert not gathers_by_layer(parallel, module)
+    assert module == LLM or gathers_by_layer(parallel)
+
+
+def test_a_step_leaves_no_sums_behind() -> None:
+    """Also one that fails, whose error is kept; without the help of Python's collector of circles."""
+    mllm = model(encoders=("vision",))
+    batch = random_microbatches(mllm, "all")
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)
+    made: list[weakref.ref[Any]] = []
+    sums: list[weakref.ref[Any]] = []
+    begin, add = Executor.run, LayerByLayer._add
+
+    def run(self: Executor, *args: Any) -> None:
+        made.append(weakref.ref(self))
+        begin(self, *args)
+
+    def added(self: LayerByLayer) -> None:
+        add(self)
+        made.append(weakref.ref(self))
+        sums.extend(weakref.ref(each) for each in self._sums if each is not None)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(Executor, "run", run), mock.patch.object(LayerByLayer, "_add", added):
+            parallel.step(batch)
+            assert made and sums and not any(each() is not None for each in (*made, *sums))
+            layer = parallel.stages[1]["vision", 0].layers[0]
+            layer.register_full_backward_hook(lambda *_: 1 / 0)
+            sums.clear()
+            with pytest.raises(PipelineError, match=r"rank 1, BACKWARD vision.*ZeroDivisionError"):
+                parallel.step(batch)
+            assert sums and not any(each() is not None for each in sums)
+    finally:
+        gc.enable()
+
+
+def test_a_model_of_another_dtype_is_followed() -> None:
+    mllm = model(encoders=("audio",))
+    batch = random_microbatches(mllm, "all")
+    parallel = parallelize(mllm, two_replicas(mllm, "full"), timeout=30)
+    mllm.double()
+    check_step(parallel, copy.deepcopy(mllm), batch)
+    assert gathers_by_layer(parallel)
+
+
+@pytest.mark.parametrize("shared", ["weight", "module"])
+def test_what_is_used_in_a_layer_and_beside_it_lies_beside(shared: str) -> None:
+    mllm = model(encoders=())
+    whole = mllm.language_model.model
+    if shared == "weight":
+        whole.layers[1].input_layernorm.weight = whole.norm.weight
+    else:
+        whole.norm = whole.layers[1].input_layernorm
+    alone, batch = copy.deepcopy(mllm), random_microbatches(mllm, "text")
+    layout = two_replicas(mllm, "full")
+    parallel = parallelize(mllm, layout, timeout=30)
+    check_step(parallel, alone, batch)
+    assert gathers_by_layer(parallel)
+    beside, *_ = parallel._ranks[0].by_layer[0].units
+    weight = parallel.stages[0][LLM, 0].language_model.model.norm.weight
+    assert any(each.whole is weight for each in beside.weights)
+    sizes = {size.name: size.beside for size in weights_of(alone, layout)}
+    assert [name for name, lies in sizes.items() if lies and "layernorm" in name] == [
+        f"{LLM}.model.layers.1.input_layernorm.weight"
+    ]

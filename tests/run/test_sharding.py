@@ -45,6 +45,8 @@ from tests.tiny import random_microbatches
 SEEDS = 5
 STEPS = 3
 DUE = DRAWN - {"custom"} | {"copies", "sets of slices"}
+GATHERED = {Op.UNSHARD_LAYERS: "gathered by layer", Op.UNSHARD: "gathered once"}
+DUE |= set(GATHERED.values())
 DUE |= {
     f"{side} {kind}" for side in ("encoder", "language") for kind in ("tp2", "cp2", "pp2", "dp2", "optimizer", "full")
 }
@@ -129,7 +131,10 @@ def check_case(seed: int, transport: str = "local", worlds: range = range(2, 13)
     if transport == "local":
         compare_holders(parallel)
     check_training(parallel, alone, samples, where, microbatches=rng.choice([1, 2, 3]))
-    return {placement, *what, *(f"{name}={value}" for name, value in options.items())} | kinds(layout)
+    rows = [action for actions in parallel.schedule(parallel.table(samples)).actions for action in actions]
+    full = [action.op for action in rows if action.op in GATHERED and parallel.graph.shards[action.other].full]
+    found = {placement, *what, *(f"{name}={value}" for name, value in options.items()), *(GATHERED[op] for op in full)}
+    return found | kinds(layout)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

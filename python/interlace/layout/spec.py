@@ -16,9 +16,9 @@ class ParallelSpec:
     ...).
 
     shard: of what the ranks that hold the same weights, those of dp and cp, keep a slice each instead of all. "none";
-        "optimizer": summed gradients and optimizer state (ZeRO-1); "full": weights too, which are then whole only from
-        the beginning of a step to their last use. shard_ranks: so many ranks, at least 2, share one set of slices, and
-        there are as many sets as that gives (default: all share one).
+        "optimizer": summed gradients and optimizer state (ZeRO-1); "full": weights too, which are then whole only
+        while their layer needs them, or from the beginning of a step to their last use. shard_ranks: so many ranks, at
+        least 2, share one set of slices, and there are as many sets as that gives (default: all share one).
 
     Raises ValueError for a degree below 1, a `shard` that is none of these, a `shard_ranks` that means nothing, and for
     what this version does not run: virtual stages.

@@ -11,7 +11,8 @@ it is shared out over the ranks of a layout, under any degrees and any sharding 
 "Whole" is what tensor parallelism leaves of it on a rank, n the ranks that share state (`Layout.shard_groups`). With
 "full", what is gathered is all of a rank's layers once per step (`interlace.run.sharding`), or layer by layer
 (`interlace.run.layers`): then of one stage what lies beside its layers, the layer that computes and the one that is on
-its way. Both are given, and which of them applies to each module in the step that is planned.
+its way, and gradients are summed in fp32. Both are given, and which of them applies to each module in the step that is
+planned.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from interlace.layout import Layout, ParallelSpec, Reduction, Shard, Stage
 
 MOMENTS = 2  # of AdamW, each of the weight's shape and dtype
 STEP_BYTES = 4  # of AdamW's count of steps, a float32 for each weight
+SUM_BYTES = 4  # the least of an element of gradients that are added up layer by layer, in fp32
 
 
 @dataclass(frozen=True)
@@ -317,8 +319,11 @@ def _state(own: Sequence[_Own], stages: Sequence[range], shard: str, by_layer: b
     if shard != "full":
         return _State(count, whole, gradients, optimizer, whole, gradients, whole, gradients)
     shared, shared_trained = ([each for each in some if each.sharers > 1] for some in (own, trained))
-    parts, gradient_parts = (sum(each.part for each in some) for some in (own, trained))
-    layered = parts + _at_a_time(shared, stages), gradient_parts + _at_a_time(shared_trained, stages)
+    parts = sum(each.part for each in own)
+    # Layer by layer they are added up in fp32, and each bucket of sums is dropped once it is a gradient.
+    sums = sum(each.part * max(SUM_BYTES // each.weight.itemsize, 1) for each in shared_trained)
+    sums += sum(each.part for each in trained if each.sharers == 1)
+    layered = parts + _at_a_time(shared, stages), sums + _at_a_time(shared_trained, stages)
     once = parts + sum(each.whole for each in shared), gradients
     return _State(count, *layered, optimizer, *once, *(layered if by_layer else once))
 

@@ -49,6 +49,9 @@ Message = tuple[str, int, int, int, int]
 FORWARD, BACKWARD, SEND, RECV = (CODES[op] for op in (Op.FORWARD, Op.BACKWARD, Op.SEND, Op.RECV))
 REDUCE_GRAD, UNSHARD = CODES[Op.REDUCE_GRAD], CODES[Op.UNSHARD]
 UNSHARD_LAYERS, RESHARD = CODES[Op.UNSHARD_LAYERS], CODES[Op.RESHARD]
+# By name: an executor that held its own methods would keep the sums of a step until Python looks for such circles.
+METHODS = {FORWARD: "_forward", BACKWARD: "_backward", SEND: "_send", RECV: "_receive", REDUCE_GRAD: "_reduce"}
+METHODS |= {UNSHARD: "_unshard", UNSHARD_LAYERS: "_unshard_layers", RESHARD: "_reshard"}
 
 
 @dataclass
@@ -117,24 +120,22 @@ class Executor:
     ) -> None:
         self.rank, self.stages, self.channel, self._sharded, self._layers = rank, dict(stages), channel, sharded, layers
         self._modules, self._lanes, self._reductions, self._parameters = modules, lanes, reductions, parameters
-        self._handlers: dict[int, Callable[..., None]] = {
-            FORWARD: self._forward,
-            BACKWARD: self._backward,
-            SEND: self._send,
-            RECV: self._receive,
-            REDUCE_GRAD: self._reduce,
-            UNSHARD: self._unshard,
-            UNSHARD_LAYERS: self._unshard_layers,
-            RESHARD: self._reshard,
-        }
 
     def run(self, rows: NDArray[Any], step: Step) -> None:
         """Do the actions `rows` (int32 [n, 7]) in order. Raises PipelineError that names the action that failed."""
         actions = rows.tolist()
         self._step = step
         self._read(actions)
-        handlers, modules, times, recorder = self._handlers, self._modules, step.times, self.channel.recorder
-        mark = step.mark
+        try:
+            self._run(actions, step)
+        finally:
+            for by_layer in self._by_layer.values():
+                by_layer.end()
+            self._by_layer.clear()
+            self._sums.clear()
+
+    def _run(self, actions: Sequence[Sequence[int]], step: Step) -> None:
+        modules, times, mark, recorder = self._modules, step.times, step.mark, self.channel.recorder
         started = False
         for row in actions:
             op, module, *rest = row
@@ -144,17 +145,14 @@ class Executor:
             begin = mark()
             computing = recorder.begin("compute", action_of(row, modules), self._together(row)) if op < SEND else -1
             try:
-                handler = handlers.get(op)
-                if handler is None:
+                if op not in METHODS:
                     raise PipelineError(f"this executor does not know {OPS[op].name}: use a GPipe or 1F1B schedule")
-                handler(modules[module], *rest)
-            except PipelineError:
-                raise
+                getattr(self, METHODS[op])(modules[module], *rest)
             except CommError as error:
                 raise PipelineError(f"{self._where(row)}{error}") from error
             except Exception as error:
-                text = f"rank {self.rank}, {_describe(row, modules)}: {type(error).__name__}: {error}"
-                raise PipelineError(text) from error
+                kind = "" if isinstance(error, PipelineError) else f"{type(error).__name__}: "
+                raise PipelineError(f"rank {self.rank}, {_describe(row, modules)}: {kind}{error}") from error
             if computing >= 0:
                 recorder.end(computing)
             times.append((begin, mark()))
@@ -435,8 +433,8 @@ class Executor:
         due = shares(parts_of_regions(regions, len(others), lane.world, receives=not grad), lane.world)
         if (mine.shape[-2], rows) != (due[lane.rank], sum(regions)):
             raise PipelineError(
-                f"rank {self.rank}, RECV {tag}: {mine.shape[-2]} rows of {rows} came where {due[lane.rank]} of "
-                f"{sum(regions)} were due: do all ranks run one version of the program?"
+                f"{mine.shape[-2]} rows of {rows} came where {due[lane.rank]} of {sum(regions)} were due: do all ranks "
+                "run one version of the program?"
             )
         self._arrive(tag, mine, place, due)
 
@@ -448,7 +446,7 @@ class Executor:
 
     def _unshard(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
         sharded = self._sharded[number]
-        self._gathers[number] = sharded.start_gather(self.channel, sharded.gathered, f"{sharded.name} weights")
+        self._gathers[number] = sharded.start_gather(self.channel, sharded.gathered, sharded.name)
 
     def _unshard_layers(self, module: str, stage: int, _chunk: int, number: int, *_: int) -> None:
         self._by_layer[module, stage] = LayerByLayer(self._layers[number], self.channel)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from interlace.layout import Layout
+from interlace.model.rows import PACKED, ROWS
 from interlace.parallel.route import pairs as met
 from interlace.plan import ModuleCosts, layer_costs
 from interlace.schedule import Op, StageGraph, StepTable
@@ -30,7 +32,21 @@ def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
         if layers != placed:
             raise ValueError(f"{name} has {layers} layers, but the layout places {placed}")
     trainable = {name: tuple(layer.trainable for layer in mllm.layers(name)) for name in modules}
-    return StageGraph(layout, tuple(mllm.edges()), trainable, _tied(mllm, layout))
+    return StageGraph(layout, tuple(mllm.edges()), trainable, _tied(mllm, layout), repeating=_repeating(mllm))
+
+
+def _repeating(mllm: Any) -> frozenset[str]:
+    """The modules that may run a layer several times for one chunk: those that may call their layers for some of its
+    samples or items at a time, and those that have one layer at several places."""
+    found = set()
+    for name in mllm.modules_order():
+        layers, packing, limit = mllm.layer_list(name), mllm.packing[name], None
+        if name not in mllm.encoders:
+            limit = mllm.language_settings.limit
+            packing = PACKED if packing == ROWS else packing  # its samples are one batch then, those of encoders not
+        if packing != PACKED or limit is not None or len(set(map(id, layers))) < len(layers):
+            found.add(name)
+    return frozenset(found)
 
 
 def edges(graph: StageGraph) -> list[tuple[int, int]]:
@@ -123,6 +139,23 @@ def parameter_layers(mllm: Any) -> dict[str, tuple[str, int]]:
                 # What is registered beside the layers and is no part of its own precedes them.
                 found[name] = module, next((index for prefix, index in homes if name.startswith(prefix)), 0)
     return found
+
+
+def users_of(whole: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int]]:
+    """id of a parameter of `whole` -> which layers have it, counted from 1; 0: what lies beside these has it, too."""
+    users: dict[int, set[int]] = {}
+    for number, layer in enumerate(layers, 1):
+        for parameter in layer.parameters():
+            users.setdefault(id(parameter), set()).add(number)
+    found, seen = [whole], set(map(id, layers))
+    while found:
+        module = found.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found += module.children()
+            for beside in module.parameters(recurse=False):
+                users.setdefault(id(beside), set()).add(0)
+    return users
 
 
 def stage_durations(

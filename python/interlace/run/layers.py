@@ -31,20 +31,21 @@ from torch import Tensor, nn
 from interlace.comm.channel import Channel, Pending
 from interlace.model import StageModule
 from interlace.run.errors import PipelineError
+from interlace.run.graph import users_of
 from interlace.run.sharding import Bucket, Sharded, Weight, parts
 
 
 class Unit(NamedTuple):
     """What is gathered together: of the layer `layer`, or beside the layers (None).
 
-    places: where modules have the weights, each with the weight and what stands for it while it is not there.
+    places: where modules have the weights, each with the weight and what stands for it while that is not there.
     """
 
     layer: nn.Module | None
     weights: list[Weight]
     gathered: list[Bucket]
     summed: list[Bucket]
-    places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]]
+    places: list[tuple[dict[str, nn.Parameter | None], str, Weight, nn.Parameter]]
 
 
 class Layers:
@@ -56,14 +57,11 @@ class Layers:
     def __init__(self, sharded: Sharded, stage: StageModule, lowest: int) -> None:
         self.sharded, self.lowest = sharded, lowest
         layers = stage.layers
-        users: dict[int, set[int]] = {}  # id of a parameter -> the layers that have it
-        for number, layer in enumerate(layers, 1):
-            for parameter in layer.parameters():
-                users.setdefault(id(parameter), set()).add(number)
+        users = users_of(stage, layers)
         found: list[list[Weight]] = [[] for _ in range(len(layers) + 1)]
         for weight in sharded.weights.values():
-            having = users.get(id(weight.whole), {0})
-            found[having.pop() if len(having) == 1 else 0].append(weight)
+            (user, *others) = users[id(weight.whole)]
+            found[0 if others else user].append(weight)
         places: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
         for module in stage.modules():
             for key, each in module._parameters.items():
@@ -75,7 +73,7 @@ class Layers:
                 sharded.in_buckets(weights),
                 sharded.in_buckets([weight for weight in weights if weight.whole.requires_grad]),
                 [
-                    (parameters, key, weight.whole, nn.Parameter(weight.gone(), requires_grad=False))
+                    (parameters, key, weight, nn.Parameter(weight.gone(), requires_grad=False))
                     for weight in weights
                     for parameters, key in places[id(weight.whole)]
                 ],
@@ -95,10 +93,14 @@ class LayerByLayer:
         self._at = 0  # the layer that this backward has come to
         self._scattered: list[tuple[int, Pending]] = []  # sums under way: of which bucket
         self._sums: list[Tensor | None] = []  # of each bucket, what all chunks so far have
+        self._left: list[int] = []  # of each bucket, how many of its weights have not been asked for
         self._first: list[int] = []  # of each unit, the place of its buckets there
         for unit in self._units:
             self._first.append(len(self._sums))
             self._sums += [None] * len(unit.summed)
+            self._left += [len(weights) for weights, _ in unit.summed]
+            for _, _, weight, gone in unit.places:
+                gone.data = weight.gone()  # the model may have been moved, or have another dtype
             for weight in unit.weights:
                 weight.appear()
                 weight.vanish()
@@ -137,8 +139,8 @@ class LayerByLayer:
                 self._show(number)
 
     def _show(self, number: int) -> None:
-        for parameters, key, whole, _ in self._units[number].places:
-            parameters[key] = whole
+        for parameters, key, weight, _ in self._units[number].places:
+            parameters[key] = weight.whole
 
     def _hide(self, number: int) -> None:
         for parameters, key, _, gone in self._units[number].places:
@@ -210,7 +212,7 @@ class LayerByLayer:
 
     def _gather(self, number: int) -> None:
         unit = self._units[number]
-        key = f"{self._sharded.name} unit {number} weights"
+        key = f"{self._sharded.name} unit {number}"
         self._gathers[number] = self._sharded.start_gather(self._channel, unit.gathered, key)
 
     def _await(self, number: int) -> None:
@@ -241,7 +243,8 @@ class LayerByLayer:
     def sums(self) -> list[tuple[list[Weight], Pending]]:
         """What `Sharded.start_scatter` gives for all that is trained, of all chunks of the step.
 
-        In the same buckets: other sets of ranks, with which they are summed, may have gathered once.
+        In the same buckets: other sets of ranks, with which they are summed, may have gathered once. To be asked for
+        once: what has been given is forgotten.
         """
         return [(bucket, Pending(partial(self._sum_of, bucket, width))) for bucket, width in self._sharded.summed]
 
@@ -261,7 +264,14 @@ class LayerByLayer:
                 for weight, count in zip(weights, total[-len(weights) :], strict=True):
                     if weight in counts:
                         counts[weight].copy_(count)
+                        self._left[place] -= 1
+                if not self._left[place]:  # else some of its weights are in another bucket
+                    self._sums[place] = None
         return flat
+
+    def end(self) -> None:
+        """The step is over, or has failed: its sums are dropped, also where its error keeps what it went through."""
+        self._sums = []
 
 
 def _around(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:

@@ -12,7 +12,6 @@ that. Where context parallelism cuts an encoder's, what lies before and after it
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -37,7 +36,7 @@ from interlace.model.stage import StageModule
 from interlace.parallel import Ranks
 from interlace.parallel.vocabulary import VocabularyHead
 from interlace.plan.memory import Activations, Kept, WeightSize
-from interlace.run.graph import parameter_layers
+from interlace.run.graph import parameter_layers, users_of
 from interlace.run.lanes import cut, how_cut, rows_of_plan
 from interlace.run.weights import Cut, cut_weights
 
@@ -67,7 +66,7 @@ def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> 
     for name, parameter in whole.items():
         aliases.setdefault(id(parameter), []).append(name)
     found = []
-    users = Counter(id(p) for name in layout.modules for layer in mllm.layer_list(name) for p in layer.parameters())
+    users = users_of(mllm, [layer for name in layout.modules for layer in mllm.layer_list(name)])
     for names in aliases.values():
         parameter, (module, _) = held[names[0]], layers[names[0]]
         rows = _rows(parameter, cuts.get(names[0]), layout.spec(module).tp)
@@ -83,7 +82,7 @@ def weights_of(mllm: Any, layout: Layout, *, sequence_parallel: bool = True) -> 
                 trainable=parameter.requires_grad,
                 in_part=shared_use,
                 sharable=parameter.is_floating_point() and not (shared_use and parameter.requires_grad),
-                beside=users[id(whole[names[0]])] != 1,
+                beside=0 in (having := users[id(whole[names[0]])]) or len(having) > 1,
             )
         )
     return found

@@ -173,7 +173,10 @@ def _why_not(schedule: Schedule, rank: int, action: Action) -> str:
     if action.op is Op.UNSHARD_LAYERS and 0 <= action.other < len(graph.shards):
         shard = graph.shards[action.other]
         if rank in shard.owners and not graph.by_layer(shard):
-            return "its ranks have such weights in other stages too, or not sharded in full: gather them once"
+            return (
+                "its ranks have such weights in other stages too, or not sharded in full, or its module may run a "
+                "layer several times for one chunk: gather them once"
+            )
     if action.op in (Op.UNSHARD, Op.UNSHARD_LAYERS, Op.RESHARD):
         return "that rank keeps no slices of such weights in this step"
     if action.op not in COMPUTE | {Op.SEND, Op.RECV}:

@@ -81,6 +81,7 @@ class StageGraph:
     trainable: per module, for each layer whether anything in it is trained.
     tied: groups of (module, layer) that hold one trained weight (input embedding and output head of one module).
     in_part: modules with weights that the ranks of a lane use in part each, so that all of them sum the gradients.
+    repeating: modules that may run a layer several times for one chunk, as those that take its samples apart do.
 
     Raises ValueError, naming what does not fit.
     """
@@ -90,6 +91,7 @@ class StageGraph:
     trainable: Mapping[str, tuple[bool, ...]]
     tied: tuple[tuple[tuple[str, int], ...], ...] = ()
     in_part: frozenset[str] = frozenset()
+    repeating: frozenset[str] = frozenset()
     _number: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -225,9 +227,11 @@ class StageGraph:
 
     def by_layer(self, shard: Shard) -> bool:
         """Whether `shard` may be gathered layer by layer: each of its ranks has all of its layers, and only them, in
-        one stage, so that what the ranks of one stage gather is gathered by all of them."""
+        one stage, so that what the ranks of one stage gather is gathered by all of them; and each layer runs once for
+        a chunk, so that all of them gather it equally often."""
         stages = [self.pipelines[self.nodes[n].pipeline].stages[self.nodes[n].stage] for n in self.shard_members(shard)]
-        return shard.full and all((stage.start, stage.stop) == (shard.start, shard.stop) for stage in stages)
+        alike = all((stage.start, stage.stop) == (shard.start, shard.stop) for stage in stages)
+        return shard.full and shard.module not in self.repeating and alike
 
     def _first_nodes(self, groups: Iterable[Reduction | Shard], members: Sequence[Sequence[int]]) -> list[int]:
         """Of the ranks of each group in turn, the first of its members that each is in."""

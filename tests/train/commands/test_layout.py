@@ -91,6 +91,12 @@ def test_both_peaks_of_full_shards_and_which_applies(tiny: Path, capfd: pytest.C
     assert f"{LLM}: weights are gathered layer by layer" in said
 
 
+def test_nothing_is_gathered_where_nobody_shares(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tiny), "--set", f"parallel.{LLM}={{shard='full'}}", "--tflops", "1"]) == 0
+    said = capfd.readouterr().out
+    assert "full" in said and "gathered" not in said
+
+
 def test_all_weights_of_the_model_are_on_some_rank(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The tied embeddings once per rank that has them: both stages of the language model do."""
     model = build(load(tiny, []), ByteTokenizer())

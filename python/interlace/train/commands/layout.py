@@ -268,7 +268,7 @@ def show(facts: LayoutFacts, console: Any) -> None:
     console.print(table)
     if any(spec.dp > 1 for spec, _ in layout.modules.values()):
         console.print("stages of the first replica of each module; seconds are those of a chunk on one rank")
-    full = [name for name, (spec, _) in layout.modules.items() if spec.shard == "full"]
+    full = list(dict.fromkeys(shard.module for shard in layout.shard_groups() if shard.full))
     table = Table(title="bytes per rank, estimated", title_justify="left")
     columns = ["rank", "stages", "parameters", "in flight", *_KINDS, "peak"]
     if full:  # of which the peak is one, where all modules gather alike
