@@ -227,23 +227,26 @@ class Runner {
                 return is_unshard(lists_.rows[i].op) && lists_.rows[i].other == shard;
             };
             const Ragged &sharing = graph_.stages.shard_ranks;
-            return *std::find_if(sharing.begin(shard), sharing.end(shard), [&](int32_t other) {
+            return first_of(sharing, shard, rank, [&](int32_t other) {
                 for (int64_t i = at_[other]; i < lists_.first[other + 1]; ++i)
                     if (starts(i)) return true;
                 return false;
             });
         }
-        if (const int32_t meeting = meeting_of(rank); meeting >= 0) {
-            const Ragged &meeting_ranks = meetings_.ranks;
-            return *std::find_if(meeting_ranks.begin(meeting), meeting_ranks.end(meeting),
-                                 [&](int32_t other) { return !waiting_[other] || meeting_of(other) != meeting; });
-        }
+        if (const int32_t meeting = meeting_of(rank); meeting >= 0)
+            return first_of(meetings_.ranks, meeting, rank,
+                            [&](int32_t other) { return !waiting_[other] || meeting_of(other) != meeting; });
         // All ranks of a lane meet its actions in one order: who waits elsewhere has not come to this one.
-        const Ragged &ranks = graph_.stages.lane_ranks;
-        const int32_t lane = graph_.lane(meaning.id);
-        return *std::find_if(ranks.begin(lane), ranks.end(lane), [&](int32_t other) {
-            return lists_.meanings[at_[other]].id != meaning.id || !waiting_[other];
+        return first_of(graph_.stages.lane_ranks, graph_.lane(meaning.id), rank, [&](int32_t other) {
+            return !waiting_[other] || lists_.meanings[at_[other]].id != meaning.id;
         });
+    }
+
+    // The first rank of a group of which `missing` is so; the one that waits itself if there is none.
+    template <typename Missing>
+    static int32_t first_of(const Ragged &ranks, int32_t group, int32_t rank, Missing missing) {
+        const auto *const found = std::find_if(ranks.begin(group), ranks.end(group), missing);
+        return found == ranks.end(group) ? rank : *found;
     }
 
     const Lists &lists_;

@@ -60,6 +60,12 @@ std::optional<Fault> check_sums(const Lists &lists) {
     return std::nullopt;
 }
 
+// The row at or behind `i` with which the rank gathers what is at `place` of the shards: read_rows has seen one.
+static ActionRow later_unshard(const Lists &lists, int32_t rank, int64_t i, int32_t place) {
+    while (i + 1 < lists.first[rank + 1] && !(is_unshard(lists.rows[i].op) && lists.meanings[i].id == place)) ++i;
+    return lists.rows[i];
+}
+
 std::optional<Fault> check_shards(const Lists &lists) {
     Poll poll;
     const StepGraph &graph = lists.graph;
@@ -79,7 +85,7 @@ std::optional<Fault> check_shards(const Lists &lists) {
                 if (gone[place])
                     fault = Fault{FaultKind::AFTER_RESHARD, rank, row, other(ActionOp::RESHARD)};
                 else if (!whole[place])
-                    fault = Fault{FaultKind::NO_UNSHARD, rank, row, other(ActionOp::UNSHARD)};
+                    fault = Fault{FaultKind::NO_UNSHARD, rank, row, later_unshard(lists, rank, i, place)};
             };
             if (is_unshard(row.op)) {
                 whole[id] = 1;

@@ -42,6 +42,7 @@ class Reader {
         reduced_.assign(graph.stages.reduction_ranks.items.size(), 0);
         unsharded_.assign(graph.stages.shard_ranks.items.size(), 0);
         resharded_ = unsharded_;
+        by_layer_.assign(graph.stages.shard_ranks.size(), 0);
     }
 
     Meaning meaning(int32_t rank, const ActionRow &row) const {
@@ -55,6 +56,7 @@ class Reader {
     // Whether the row stands there for the first time.
     bool mark(const ActionRow &row, const Meaning &found) {
         char *seen = nullptr;
+        if (row.op == ActionOp::UNSHARD_LAYERS) by_layer_[row.other] = 1;
         if (is_compute(row.op))
             seen = &computed_[COMPUTE_OPS * (job_first_[found.id] + found.place) + static_cast<int32_t>(row.op)];
         else if (row.op == ActionOp::SEND)
@@ -94,7 +96,8 @@ class Reader {
             for (int32_t i = sharing.first[s]; active_shards_[s] && i < sharing.first[s + 1]; ++i)
                 for (const ActionOp op : {ActionOp::UNSHARD, ActionOp::RESHARD})
                     if (op == ActionOp::UNSHARD ? !unsharded_[i] : graph_.stages.shard_full[s] && !resharded_[i])
-                        return Fault{FaultKind::LACKS, sharing.items[i], graph_.shard_row(op, s, i)};
+                        return Fault{FaultKind::LACKS, sharing.items[i],
+                                     graph_.shard_row(op == ActionOp::UNSHARD ? unshard_of(s) : op, s, i)};
         return std::nullopt;
     }
 
@@ -156,6 +159,9 @@ class Reader {
         return i >= 0 && same(row, graph_.shard_row(row.op, row.other, i)) ? Meaning{i, 0} : NONE;
     }
 
+    // What gathers the shard in these lists.
+    ActionOp unshard_of(int32_t shard) const { return by_layer_[shard] ? ActionOp::UNSHARD_LAYERS : ActionOp::UNSHARD; }
+
     std::optional<Fault> missing_of(int32_t job, int32_t place, int32_t rank) const {
         const char *const seen = &computed_[COMPUTE_OPS * (job_first_[job] + place)];
         const auto row = [&](ActionOp op) { return graph_.compute_row(op, job); };
@@ -182,6 +188,7 @@ class Reader {
     std::vector<int64_t> job_first_, send_first_, receive_first_;
     int64_t job_slots_ = 0, send_slots_ = 0, receive_slots_ = 0;
     std::vector<char> computed_, sent_, received_, reduced_, unsharded_, resharded_;
+    std::vector<char> by_layer_;  // shard -> whether a rank gathers it so
 };
 
 }  // namespace

@@ -216,15 +216,15 @@ def test_weights_are_whole_where_they_are_used() -> None:
             2,
             "UNSHARD_LAYERS:m/0+0",
             "SEND:m/0@3>3",
-            "rank 2 runs F:m/0@3 before UNSHARD:m/0+0, which makes weights whole",
+            "rank 2 runs F:m/0@3 before UNSHARD_LAYERS:m/0+0, which makes weights whole",
         ),
         (1, "RESHARD:m/1+1", "B:m/1@2", "rank 1 runs B:m/1@2 after RESHARD:m/1+1, which gives up weights"),
-        (0, "RESHARD:m/0+0", "UNSHARD_LAYERS:m/0+0", "rank 0 runs RESHARD:m/0+0 before UNSHARD:m/0+0"),
+        (0, "RESHARD:m/0+0", "UNSHARD_LAYERS:m/0+0", "rank 0 runs RESHARD:m/0+0 before UNSHARD_LAYERS:m/0+0"),
     ):
         refused(changed(sound, lambda lists, r=rank, t=text, b=before: move(lists[r], t, b)), re.escape(says))
     for rank, text in ((3, "RESHARD:m/1+1"), (0, "UNSHARD_LAYERS:m/0+0")):
         drop = changed(sound, lambda lists, r=rank, t=text: lists[r].remove(Action.parse(t)))
-        refused(drop, rf"rank {rank} lacks {text.replace('+', '.').replace('_LAYERS', '')}")
+        refused(drop, rf"rank {rank} lacks {text.replace('+', '.')}")
     evaluation = one_f_one_b(graph, StepTable.aligned([], [{"m"}], replicas=1), backward=False)
     check(evaluation)  # the second replica has no chunk, but slices that the first needs
     assert evaluation.to_text().splitlines()[2] == "UNSHARD:m/0+0,RESHARD:m/0+0"

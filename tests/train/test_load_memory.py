@@ -91,4 +91,5 @@ def test_a_rank_takes_the_memory_of_its_part_and_little_more(tmp_path: Path, lay
             assert kind == "returned", value
             most, weights = value
             assert weights > 45e6, weights
-            assert 0.9 * weights < most <= 1.3 * weights, f"{most / weights:.2f} of the weights, {source}"
+            # Less only by what the process had free before; far less would say that nothing was measured.
+            assert 0.8 * weights < most <= 1.3 * weights, f"{most / weights:.2f} of the weights, {source}"

@@ -142,8 +142,8 @@ class Channel(Protocol):
     def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
         """Lane -> a transport between its ranks, of those lanes that this rank is in.
 
-        lanes: ranks in ascending order. Collective: every rank passes the same lanes in the same order, each time the
-        same.
+        lanes: ranks in ascending order. Collective: every rank passes the same lanes in the same order; later calls
+        name none that the first one did not, and return all of them.
         """
 
     def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:

@@ -134,7 +134,7 @@ class GroupChannel:
     def connect(self, lanes: Sequence[Sequence[int]]) -> dict[tuple[int, ...], Transport]:
         new = list(dict.fromkeys(map(tuple, lanes)))
         if self._connected is not None:
-            if new != self._connected:  # all ranks would have to make groups, which those of a known lane would not
+            if not set(new) <= set(self._connected):  # groups that every rank would have to make, between two steps
                 raise CommError(f"rank {self.rank}: other lanes are connected already: name all of them in one call")
             return dict(self._lanes)
         # All groups first: making one takes every rank, and connecting one only its own.
