@@ -183,9 +183,9 @@ class Sharded:
     @torch.no_grad()
     def _spread_out(self, gathered: Sequence[Bucket], pending: list[Pending]) -> None:
         for bucket, _ in gathered:
-            for weight in bucket:
-                weight.appear()
             sections = pending.pop(0).wait()  # and gone with the next: never much more than the weights twice
+            for weight in bucket:  # only now: where the wait fails, nothing has memory without values
+                weight.appear()
             _copy(
                 (weight.owned(weight.whole.data, place), rows)
                 for place, section in zip(self.places, sections, strict=True)
