@@ -230,7 +230,8 @@ def test_weights_are_whole_where_they_are_used() -> None:
     assert evaluation.to_text().splitlines()[2] == "UNSHARD:m/0+0,RESHARD:m/0+0"
 
 
-def test_a_gather_that_two_ranks_start_at_odds_is_found() -> None:
+def two_full_modules() -> StageGraph:
+    """Two modules of a layer each, whose two replicas share their weights, on the same two ranks."""
     modules = {
         name: (
             ParallelSpec(dp=2, shard="full"),
@@ -238,7 +239,11 @@ def test_a_gather_that_two_ranks_start_at_odds_is_found() -> None:
         )
         for name in ("a", "b")
     }
-    graph = StageGraph(Layout(modules, 2), (), {"a": (True,), "b": (True,)})
+    return StageGraph(Layout(modules, 2), (), {"a": (True,), "b": (True,)})
+
+
+def test_a_gather_that_two_ranks_start_at_odds_is_found() -> None:
+    graph = two_full_modules()
     sound = one_f_one_b(graph, StepTable.aligned([], [{"a", "b"}], replicas=2), backward=False)
     assert sound.to_text().splitlines()[0] == (
         "UNSHARD_LAYERS:a/0+0,UNSHARD_LAYERS:b/0+1,F:a/0@0,RESHARD:a/0+0,F:b/0@1,RESHARD:b/0+1"
@@ -266,14 +271,7 @@ def gather(lists: list[list[Action]], op: Op, shards: Collection[int] | None = N
 
 def test_who_gathers_layer_by_layer_meets_in_one_order() -> None:
     """Two modules of two replicas on the same ranks, whose chunks nobody waits for."""
-    modules = {
-        name: (
-            ParallelSpec(dp=2, shard="full"),
-            tuple(Pipeline(name, r, (Stage(name, 0, 0, 1, Lane((r,))),)) for r in range(2)),
-        )
-        for name in ("a", "b")
-    }
-    graph = StageGraph(Layout(modules, 2), (), {"a": (True,), "b": (True,)})
+    graph = two_full_modules()
     sound = gpipe(graph, StepTable.aligned([], [{"a", "b"}] * 2, replicas=2))
     assert {a.op for a in sound.actions[0]} >= {Op.UNSHARD_LAYERS}
     check(sound)

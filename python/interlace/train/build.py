@@ -22,7 +22,7 @@ from torch import Tensor
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError, nearest
 from interlace.train.costs import flop_costs
-from interlace.train.families import FAMILIES, differences
+from interlace.train.families import FAMILIES, RESERVED, differences
 from interlace.train.schema import MOST, Config, Encoder, LanguageModel
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 MOST_LAYERS = 10_000
 MAY_BE_0 = {"chunk_size_feed_forward", "max_window_layers", "mask_time_min_masks", "mask_feature_min_masks"}
-RESERVED = {"attn_implementation", "dtype", "torch_dtype", "architectures", "return_dict", "output_hidden_states"}
 
 
 def build(config: Config, tokenizer: Any, *, source: str = "config") -> MultimodalModel:

@@ -28,10 +28,11 @@ KINDS = {
     "qwen2": ("qwen2", None),
 }
 CONFIG = "config.json"
-# Keys that say nothing of what the model computes, or that the trainer sets.
-BESIDE = {"architectures", "attn_implementation", "dtype", "torch_dtype", "return_dict", "output_hidden_states"}
-BESIDE |= {"output_attentions", "id2label", "label2id", "problem_type", "use_cache", "is_encoder_decoder"}
+RESERVED = {"attn_implementation", "dtype", "torch_dtype", "architectures", "return_dict", "output_hidden_states"}
+"""Keys that the trainer sets."""
+BESIDE = RESERVED | {"output_attentions", "id2label", "label2id", "problem_type", "use_cache", "is_encoder_decoder"}
 BESIDE |= {"model_type", "transformers_version"}
+"""Keys that say nothing of what a model computes, as far as a config may say it."""
 
 
 def describe(folder: Path, families: Collection[str]) -> tuple[str, dict[str, Any]]:
