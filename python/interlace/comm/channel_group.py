@@ -411,7 +411,7 @@ class GroupChannel:
             found, culprits = self._roll.trace(why, waited, self.timeout)
             if set(culprits) == set(waited) and not is_slow(why):
                 found = ""  # which `reason` says
-        self._roll.leave(reason, min(self.timeout, 10.0))
+        self._roll.leave(reason, self.timeout)
         return found
 
     def _hang_up(self, waited: Sequence[int], why: str, reason: str) -> None:

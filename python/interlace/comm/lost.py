@@ -78,19 +78,22 @@ class RollCall:
         self.rank, self.world = group.rank(), group.size()
         self._store = private_store(group, f"roll call of the {name}")[1]
         self._said: Word | None = None
+        self._silent = 0  # how many of the lost ranks said nothing
         self.traced = False  # whether it is known who is lost
 
-    def leave(self, reason: str, grace: float) -> None:
-        """This rank gives up for a reason of its own, unless it has given up already.
+    def leave(self, reason: str, timeout: float) -> None:
+        """This rank gives up for a reason of its own, unless it has given up already. timeout: of the others' waits.
 
-        Rank 0, which may hold the store, stays for up to `grace` seconds when it has lost another, until the rest have
-        given up too: they ask there who is lost, and would take rank 0 for it.
+        Rank 0, which may hold the store, stays when it has lost another, until the rest have given up too: they ask
+        there who is lost, and would take rank 0 for it. At most for as long as they may wait, notice, and ask.
         """
         self._say(Word(reason))
-        away = len(self._said.waited) if self._said is not None else 0
+        grace = 2 * min(timeout, _LONGEST) + _grace(timeout)
+        # Not as many as it waited for: in a collective it waited for all, of which most live and will ask.
+        away = self._silent
         if self.rank > 0 or _is_kept_elsewhere():
             bounded(lambda: self._store.add(_DONE, 1), 1.0)
-        elif away:
+        elif self.traced:
 
             def stay() -> bool:
                 deadline, pause = time.monotonic() + grace, _POLL
@@ -118,7 +121,7 @@ class RollCall:
         self.traced = True
         mine = Word(reason, tuple(rank for rank in ranks if rank != self.rank))
         said: dict[int, Word] = {}
-        grace, begin = min(timeout / 2, 10.0), time.monotonic()
+        grace, begin = _grace(timeout), time.monotonic()
         moved = [begin]  # when the store last answered
 
         def listen() -> bool:
@@ -150,6 +153,7 @@ class RollCall:
         culprits = sorted(surely or silent) or list(mine.waited)
         if not answered and 0 not in said and self.rank > 0 and not _is_kept_elsewhere():
             culprits = [0]  # it holds the store, which answers no more
+        self._silent = sum(rank not in said for rank in culprits)
         words = [mine, *said.values()]
         of = next((word for word in words if set(culprits) & set(word.waited)), mine)
         if not is_slow(of.reason):  # then a connection was closed, perhaps by one whose wait ran out
@@ -161,6 +165,11 @@ class RollCall:
             self._said = word
             raw = encode(_WHAT, [word.reason[:500], " ".join(map(str, word.waited))])
             bounded(lambda: self._store.set(_key(self.rank), raw), 1.0)
+
+
+def _grace(timeout: float) -> float:
+    """Seconds beyond a wait in which a rank that lives says so."""
+    return min(timeout / 2, 10.0)
 
 
 def _trail(mine: Word, said: Mapping[int, Word], me: int) -> tuple[list[int], dict[int, Word], bool]:
