@@ -113,3 +113,10 @@ def test_a_module_with_a_collation_of_its_own_is_given_items_without_data():
     item = Media((3, PATCH, PATCH), 1, load=spies["vision"][0])
     mllm.collate_module("vision", [Sample(ids, torch.tensor([-100, -100, 9, 8]), {"vision": [item]})], decode=False)
     assert [each.data for each in seen] == [None] and spies["vision"][0].calls == 0
+
+
+def test_what_an_encoder_is_told_of_an_item_stays_with_its_copies():
+    told = {"grid_thw": (1, 16, 24)}
+    item = Media((384, 1176), 96, torch.zeros(384, 1176), about=told)
+    assert item.about == item.without_data().about == pickle.loads(pickle.dumps(item)).about == told
+    assert Media((3, 8, 8), 1).about == {}

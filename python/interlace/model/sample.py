@@ -26,13 +26,14 @@ class Media:
     tokens: language-model tokens (= placeholders in the text) that it becomes after encoder and projector
     data:   floating tensor of `shape`, normalised as the encoder wants it; None on ranks that do not run the encoder,
             which need shapes only
+    about:  what the encoder is told of the item beside its data, numbers that all ranks know: {"grid_thw": (1, 16, 24)}
     load:   in place of data: a function that returns it. Asking for `data` calls it once and keeps what it returns,
             whichever thread asks; an error is not kept, so the next one who asks tries again
 
     Raises ValueError or TypeError when these contradict each other; what `load` returns is checked when it comes.
     """
 
-    __slots__ = ("_data", "_load", "_lock", "shape", "tokens")
+    __slots__ = ("_data", "_load", "_lock", "about", "shape", "tokens")
 
     def __init__(
         self,
@@ -40,9 +41,11 @@ class Media:
         tokens: int,
         data: Tensor | None = None,
         load: Callable[[], Tensor] | None = None,
+        about: Mapping[str, tuple[float, ...]] | None = None,
     ) -> None:
         self.shape = tuple(int(size) for size in shape)
         self.tokens = tokens
+        self.about = {key: tuple(numbers) for key, numbers in (about or {}).items()}
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"media of shape {self.shape} is empty: every dimension must be at least 1")
         if tokens < 1:
@@ -70,7 +73,7 @@ class Media:
 
     def without_data(self) -> Media:
         """The same item for those who need its shape only."""
-        return Media(self.shape, self.tokens)
+        return Media(self.shape, self.tokens, about=self.about)
 
     def _checked(self, data: Tensor) -> Tensor:
         if tuple(data.shape) != self.shape:
@@ -81,7 +84,7 @@ class Media:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, or what another process gets, has the data themselves: it may not be where they can be loaded.
-        return Media, (self.shape, self.tokens, self.data)
+        return Media, (self.shape, self.tokens, self.data, None, self.about)
 
     def __repr__(self) -> str:
         state = "loaded" if self.loaded else "not loaded" if self._load is not None else "without data"

@@ -33,7 +33,11 @@ def of_samples(groups: Sequence[Sequence[Any]]) -> Arguments:
     """What every rank passes alike to a step: the global batch in its groups, but for the data of media."""
     samples = [sample for group in groups for sample in group]
     media = [
-        {name: [(m.shape, m.tokens) for m in items] for name, items in sorted(s.media.items()) if items}
+        {
+            name: [(m.shape, m.tokens, sorted(m.about.items())) for m in items]
+            for name, items in sorted(s.media.items())
+            if items
+        }
         for s in samples
     ]
     sizes = [len(group) for group in groups]
