@@ -23,7 +23,8 @@ from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError, nearest
 from interlace.train.costs import flop_costs
 from interlace.train.families import FAMILIES, RESERVED, differences
-from interlace.train.schema import MOST, Config, Encoder, LanguageModel
+from interlace.train.schema import Config, Encoder, LanguageModel
+from interlace.train.schema_base import MOST
 
 if TYPE_CHECKING:
     from interlace.layout import Layout
