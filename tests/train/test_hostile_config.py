@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -14,7 +13,8 @@ import pytest
 
 from interlace.data import ByteTokenizer
 from interlace.train import config as configs
-from interlace.train.build import FAMILIES, build, build_layout, materialize
+from interlace.train.architectures import model_class
+from interlace.train.build import build, build_layout, materialize
 from interlace.train.config import ConfigError
 from interlace.train.feed import Feed, datasets
 from interlace.train.optim import Optimizer
@@ -30,16 +30,17 @@ def _numbers(section: Any, path: Place = ()) -> Iterator[Place]:
         inner = configs._section_type(field.annotation)
         if inner is not None:
             yield from _numbers(inner, (*path, name))
+            for own in ("vision", "audio") if inner.free is not None else ():
+                yield from _numbers(inner.free, (*path, name, own))
         elif any(kind in str(field.annotation) for kind in ("int", "float")):
             yield (*path, name)
 
 
-def _family_numbers() -> Iterator[Place]:
+def _keys_of_architectures() -> Iterator[Place]:
     """The places of numbers in the tables of HuggingFace keys."""
     for module, spec in TABLE["model"].items():
-        folder, name, *_ = FAMILIES[spec["family"]]
-        family = getattr(importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"), name)
-        for field in dataclasses.fields(family):
+        found = model_class(spec["architecture"], encoder=module != "language_model")
+        for field in dataclasses.fields(found.config_class):
             kind = str(field.type)
             if ("int" in kind or "float" in kind) and "bool" not in kind:
                 yield "model", module, "config", field.name
@@ -55,7 +56,7 @@ def digits_are_read_once() -> Iterator[None]:
         yield
 
 
-PLACES = [*_numbers(configs.Config), *_family_numbers()]
+PLACES = [*_numbers(configs.Config), *_keys_of_architectures()]
 
 
 def _try(place: Place, value: Any, *, step: bool = True) -> str:
@@ -121,7 +122,7 @@ def test_the_sweep_covers_the_config() -> None:
         ("model.language_model.config.num_hidden_layers", 0, "num_hidden_layers must be between 1 and 10,000, not 0"),
         ("model.vision.config.hidden_size", -16, "hidden_size must be between 1 and 2,147,483,647, not -16"),
         ("model.vision.config.image_size", 2, "image_size = 2 is less than patch_size = 4: no picture has a patch"),
-        ("model.vision.config.patch_size", [4, 4], r"patch_size must be one number, the side of a square, not [4, 4]"),
+        ("model.vision.config.patch_size", [4, 2], "takes no pictures (3, height, width) of square patches"),
         ("model.vision.config.num_channels", 1, "num_channels must be 3, as pictures are read in colour"),
         ("model.vision.config.layer_norm_eps", -1e-6, "layer_norm_eps must be more than 0"),
         ("model.audio.config.dropout", 1.5, "dropout must be between 0 and 1, not 1.5"),
@@ -133,7 +134,7 @@ def test_the_sweep_covers_the_config() -> None:
         (
             "model.language_model.config.id2label",
             3,
-            "[model.language_model.config] llama: the library cannot make a model of hidden_size, id2label",
+            "[model.language_model.config] LlamaForCausalLM: the library cannot make a model of hidden_size, id2label",
         ),
     ],
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.parallel.region import Region
-from interlace.train.families import read_json
+from interlace.train.architectures import read_json
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 MADE_ANEW = (".inv_freq", ".position_ids")  # buffers that older versions of the library saved
@@ -65,7 +65,7 @@ def find(module: nn.Module, folder: Path) -> dict[str, Stored]:
     if left := _left_over(set(stored) - set(key_of.values()), key_of.values()):
         raise ValueError(
             f"{folder} has {left[0]!r}, which {kind} with this config has not: it would compute something else than "
-            "the model that was saved; leave out family and config, so that they are read from the folder"
+            "the model that was saved; leave out config, so that it is read from the folder"
         )
     _check_shapes(wanted, {name: stored[key_of[name]] for name in wanted})
     return {name: stored[key_of[name]] for name in wanted}
