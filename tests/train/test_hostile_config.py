@@ -122,7 +122,7 @@ def test_the_sweep_covers_the_config() -> None:
         ("model.language_model.config.num_hidden_layers", 0, "num_hidden_layers must be between 1 and 10,000, not 0"),
         ("model.vision.config.hidden_size", -16, "hidden_size must be between 1 and 2,147,483,647, not -16"),
         ("model.vision.config.image_size", 2, "image_size = 2 is less than patch_size = 4: no picture has a patch"),
-        ("model.vision.config.patch_size", [4, 2], "takes no pictures (3, height, width) of square patches"),
+        ("model.vision.config.patch_size", [4, 4], r"patch_size must be one number, the side of a square, not [4, 4]"),
         ("model.vision.config.num_channels", 1, "num_channels must be 3, as pictures are read in colour"),
         ("model.vision.config.layer_norm_eps", -1e-6, "layer_norm_eps must be more than 0"),
         ("model.audio.config.dropout", 1.5, "dropout must be between 0 and 1, not 1.5"),

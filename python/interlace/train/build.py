@@ -21,13 +21,13 @@ from interlace.train.architectures import differences
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError
 from interlace.train.costs import flop_costs
-from interlace.train.modules import make_encoder, make_language_model
+from interlace.train.modules import check_projector, make_encoder, make_language_model
 from interlace.train.schema import Config
 
 if TYPE_CHECKING:
     from interlace.layout import Layout
     from interlace.model import MultimodalModel
-    from interlace.train.pretrained import Stored
+    from interlace.train.pretrained import Source
 
 
 def build(config: Config, tokenizer: Any, *, source: str = "config") -> MultimodalModel:
@@ -49,6 +49,7 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
         except (ValueError, KeyError) as error:  # a name that torch's own tables of modules have taken, too
             raise ConfigError(f"{source}: [model]: {error.args[0]}") from None
     for name, encoder in spec.encoders().items():
+        check_projector(model.encoders[name], encoder, f"{source}: [model.{name}] projector")
         if encoder.freeze:
             model.freeze(name)
         if encoder.freeze_projector:
@@ -113,7 +114,7 @@ def materialize(model: MultimodalModel, *, seed: int, device: torch.device | str
     return model
 
 
-def stored_weights(config: Config, model: MultimodalModel, *, source: str = "config") -> dict[str, Stored]:
+def stored_weights(config: Config, model: MultimodalModel, *, source: str = "config") -> dict[str, Source]:
     """Where the folders that the config names (``path``) have the weights of `model`, by parameter.
 
     Raises ConfigError for a folder that lacks one, has it in another shape, or was saved with settings that the config
@@ -121,7 +122,7 @@ def stored_weights(config: Config, model: MultimodalModel, *, source: str = "con
     """
     from interlace.train.pretrained import find
 
-    found: dict[str, Stored] = {}
+    found: dict[str, Source] = {}
     for name, spec in config.model.modules().items():
         if spec.path is None or spec.architecture is None:
             continue
@@ -143,7 +144,7 @@ def stored_weights(config: Config, model: MultimodalModel, *, source: str = "con
 
 
 @torch.no_grad()
-def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Stored] | None = None) -> None:
+def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Source] | None = None) -> None:
     """Gives values to what this process holds of a model: `parallel` is what `parallelize` made of it.
 
     stored: what `stored_weights` found; of these weights this process reads the parts that it holds. Random values

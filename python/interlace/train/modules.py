@@ -7,14 +7,17 @@ the name of a key tells is checked here, of random weights. Keys of a folder of 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from interlace.model.projector import ItemProjector
 from interlace.train.architectures import RESERVED, SETTINGS, config_keys, model_class
 from interlace.train.config import ConfigError, nearest
 from interlace.train.schema_base import MOST
@@ -107,6 +110,43 @@ def _own_class(path: str, where: str) -> Any:
     return found
 
 
+def check_projector(encoder: Any, spec: Encoder, where: str) -> None:
+    """Raises ConfigError for a projector of the user's own that could not be trained, or not be filled with values."""
+    if spec.projector in PROJECTORS:
+        return
+    from transformers import PreTrainedModel
+
+    where, projector = f"{where} = {spec.projector!r}", encoder.projector
+    library = [name for name, part in projector.named_modules() if isinstance(part, PreTrainedModel)]
+    for name, part in projector.named_modules():
+        if any(name == each or name.startswith(f"{each}.") for each in library):
+            continue
+        loose = [key for key, value in vars(part).items() if isinstance(value, Tensor)]
+        own = [key for table in (part._parameters, part._buffers) for key, value in table.items() if value is not None]
+        if loose:
+            raise ConfigError(f"{where} keeps the tensor {loose[0]!r} as it is: use register_buffer({loose[0]!r}, ...)")
+        if own and not callable(getattr(part, "reset_parameters", None)):
+            raise ConfigError(
+                f"{where}: {name or type(part).__name__} has {own[0]!r} but no reset_parameters(), which fills it: "
+                "models are built without memory, and values that __init__ gives are lost"
+            )
+    if isinstance(projector, ItemProjector):
+        return
+    like = next(encoder.module.parameters())
+    given = torch.empty(6, encoder.hidden_size * spec.downsample, device="meta", dtype=like.dtype)
+    try:
+        made = projector(given)
+    except Exception as error:  # whatever the user's own code raises
+        if "meta" in str(error):  # it looks at values, and there are none yet
+            return
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{where} does not take features {list(given.shape)}: {text}") from None
+    wanted = [6, encoder.out_features]
+    if not isinstance(made, Tensor) or list(made.shape) != wanted:
+        got = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise ConfigError(f"{where} makes {got} of features {list(given.shape)}, where {wanted} are wanted")
+
+
 # ---------------------------------------------------------------------- the library's class
 
 
@@ -141,11 +181,15 @@ def _made(name: str, spec: Module, source: str, *, encoder: bool, **defaults: An
 def _checked(spec: Module, model: Any, where: str) -> dict[str, Any]:
     """The keys of a config table, Nones included. Raises ConfigError for those that the class does not know."""
     fields = config_keys(model.config_class)
+    defaults = {field.name: field.default for field in dataclasses.fields(model.config_class)}
     for key in spec.config:
         if key not in fields or key in RESERVED:
             hint = "it is set by the trainer" if key in RESERVED else nearest(key, fields - RESERVED)
             raise ConfigError(f"{where} has no key {key!r} for {model.__name__}; {hint}")
-        problem = _problem_of(key, spec.config[key]) if spec.path is None or key in DROPPED else ""
+        given, default = spec.config[key], defaults.get(key)
+        problem = _problem_of(key, given) if spec.path is None or key in DROPPED else ""
+        if key in ("image_size", "patch_size") and isinstance(default, int) and isinstance(given, list):
+            problem = f"must be one number, the side of a square, not {given!r}"
         if problem:
             raise ConfigError(f"{where} {key} {problem}")
     keys: dict[str, Any] = copy.deepcopy(spec.config)
