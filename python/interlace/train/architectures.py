@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -176,7 +177,7 @@ def _check_role(model: Any, encoder: bool) -> None:
     name = getattr(model, "__name__", str(model))
     if not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
         raise ValueError(f"{name} of transformers is no model class")
-    config = model.config_class
+    config: Any = getattr(model, "config_class", None)
     if config is None:
         raise ValueError(f"{name} is a base class of transformers, not a model")
     parts = config.sub_configs and any(key.endswith("text_config") for key in config.sub_configs)
@@ -307,8 +308,8 @@ def _part_of(folder: Path, name: str | None, encoder: bool) -> Part:
         model = model_class(name, encoder=encoder)
         if found := [each for each in configs if type(each) is model.config_class]:
             return Part(model, found[0])
-        parts = ", ".join(each.model_type for each in configs)
-        raise ValueError(f"{path} describes no {model.__name__}: it is of model_type {parts}")
+        kinds = ", ".join(each.model_type for each in configs)
+        raise ValueError(f"{path} describes no {model.__name__}: it is of model_type {kinds}")
     parts = [Part(model, each) for each in configs if (model := _fitting(each, encoder)) is not None]
     if len(parts) == 1:
         return parts[0]
@@ -343,19 +344,26 @@ def _fitting(config: Any, encoder: bool) -> Any:
 
 def config_keys(config: Any) -> set[str]:
     """The keys that a config class takes."""
-    fields = {field.name for field in dataclasses.fields(config) if not field.name.startswith("_")}
-    return fields | set(getattr(config, "attribute_map", {}))
+    return _fields(config) | set(config.attribute_map)
+
+
+def _fields(config: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(config) if not field.name.startswith("_")}
 
 
 def _known(config: Any) -> set[str]:
-    """The keys of a config class that decide what a model computes."""
-    return config_keys(config) - set(config.attribute_map) - BESIDE - set(SETTINGS.get(config.__name__, ()))
+    """The keys of a config class that decide what a model computes, each under one name."""
+    fields = _fields(config)
+    twice = {alias for alias, name in config.attribute_map.items() if name in fields}
+    return fields - twice - BESIDE - set(SETTINGS.get(config.__name__, ()))
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """What a config says, as TOML could."""
-    table: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    return {key: _bare(value) for key, value in table.items()}
+    """What a config says, as TOML could. Not what its to_dict says, which keeps some keys under another name."""
+    table = {key: getattr(config, key, None) for key in _fields(type(config))}
+    inner = {key: value.to_dict() for key, value in table.items() if hasattr(value, "to_dict")}
+    plain: dict[str, Any] = json.loads(json.dumps(table | inner, default=str))
+    return {key: _bare(value) for key, value in plain.items()}
 
 
 def _bare(value: Any) -> Any:

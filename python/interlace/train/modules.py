@@ -30,7 +30,7 @@ MAY_BE_0 = {"chunk_size_feed_forward", "max_window_layers"}
 DROPPED = {"attention_dropout", "attention_probs_dropout_prob"}
 
 
-def make_language_model(spec: LanguageModel, vocab_size: int, source: str) -> nn.Module:
+def make_language_model(spec: LanguageModel, vocab_size: int, source: str) -> Any:
     """The language model of a config. Raises ConfigError naming the wrong key."""
     defaults: dict[str, Any] = {}
     if "vocab_size" not in spec.config:  # ids that the class's defaults name would be others of this vocabulary
