@@ -41,7 +41,7 @@ def held_out_answers(model: Any, dataset: Any, indices: Sequence[int], tokenizer
     samples = [dataset.sample(i, 0) for i in indices]
     said = greedy.answer(
         model,
-        [greedy.prompt_of(sample) for sample in samples],
+        [greedy.prompt_of(sample, model.placeholders) for sample in samples],
         end=tokenizer.EOS,
         max_new_tokens=config.log.max_new_tokens,
     )
@@ -63,7 +63,7 @@ def spread_by_kind(dataset: Any, count: int) -> list[int]:
     """Indices of up to `count` held-out samples that take the kinds of samples in turn."""
     kinds: dict[str, list[int]] = {}
     for index in range(min(len(dataset), 64 * max(count, 1))):
-        kinds.setdefault(dataset.recipe(index, 0).kind, []).append(index)
+        kinds.setdefault(dataset.kind(index), []).append(index)
     chosen: list[int] = []
     while len(chosen) < count and any(kinds.values()):
         for indices in kinds.values():
@@ -122,6 +122,8 @@ def _pictures(answer: Answer, pixels: tuple[Any, Any]) -> list[tuple[str, np.nda
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in pixels)
     pictures = []
     for item in answer.sample.media.get("vision", []):
+        if len(item.shape) != 3:  # patches or tiles, as a processor cut them
+            continue
         image = (item.data.float() * std + mean).clamp(0, 1)
         pictures.append(("image", (image * 255).round().byte().permute(1, 2, 0).numpy()))
     for item in answer.sample.media.get("audio", []):
