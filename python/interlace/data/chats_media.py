@@ -26,6 +26,8 @@ BLANK = (200, 90, 30)  # no channel of it is 0 after normalisation, so padding, 
 REMEMBERED = 4096
 Size = tuple[int, int]
 """(width, height) in pixels, upright."""
+Runs = list[tuple[int, int]]
+"""Runs of placeholders of one medium: (start, tokens)."""
 
 # Kind of media -> the processor's tensor with its data, and what the encoder is told beside it: the processor's key ->
 # the keyword of the encoder's call.
@@ -194,19 +196,32 @@ def _light(value: Any) -> Any:
     return kept[(..., *[None] * per_item)].expand(value.shape)
 
 
+def in_tiles(runs: Sequence[Runs], raw: Mapping[str, Any], who: str) -> list[Runs]:
+    """The runs of each medium, where a processor writes the tiles of a picture as one run cut into its tiles.
+
+    raw: what its part for pictures returned; it counts their tiles. Raises ValueError when these do not fit.
+    """
+    if "num_patches" not in raw:
+        return list(runs)
+    counts = [int(count) for count in _tensor(raw["num_patches"]).flatten()]
+    if len(counts) != len(runs) or any(len(of) != 1 or of[0][1] % n for of, n in zip(runs, counts)):
+        raise ValueError(f"{who} counts {counts} tiles for {len(runs)} pictures in runs of {runs}")
+    pieces = [(start, tokens // n, n) for ((start, tokens),), n in zip(runs, counts, strict=True)]
+    return [[(start + k * tokens, tokens) for k in range(n)] for start, tokens, n in pieces]
+
+
 def cut(
     kind: str,
     out: Mapping[str, Any],
-    raw: Mapping[str, Any],
-    runs: Sequence[Sequence[int]],
+    runs: Sequence[Runs],
     who: str,
     shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Cut]:
     """The items of one kind of a sample, in the order of their runs.
 
-    out: what the processor returned; raw: what its part for this kind did; runs: of each medium the tokens of its runs;
-    who: the processor, for messages; shapes: of the items where they are known, as blank pictures told them. Raises
-    ValueError for an output that says not which rows belong to which run.
+    out: what the processor returned; runs: of each medium; who: the processor, for messages; shapes: of the items where
+    they are known, as blank pictures told them. Raises ValueError for an output that says not which rows belong to
+    which run.
     """
     names, about = FIELDS[kind]
     name = next((name for name in names if name in out), None)
@@ -222,11 +237,6 @@ def cut(
     if "image_sizes" in told:
         return _by_size(values, told["image_sizes"], single, who, shapes)
     rows = values.flatten(0, 1) if values.dim() == 5 else values
-    if "num_patches" in raw:  # tiles of one run
-        counts = [int(count) for count in _tensor(raw["num_patches"]).flatten()]
-        if not single or sum(counts) != len(rows) or len(counts) != len(runs):
-            raise ValueError(f"{who} made {len(rows)} tiles where it counts {counts} for {len(runs)} {kind}s")
-        return [Cut(tuple(piece.shape), {}, piece) for piece in rows.split(counts)]
     total = sum(len(of_medium) for of_medium in runs)
     if len(rows) != total:
         raise ValueError(

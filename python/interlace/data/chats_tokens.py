@@ -347,20 +347,20 @@ class ProcessorFormat(ChatFormat):
         moved: Sequence[Mapping[str, Any]],
     ) -> list[Item]:
         """The media items of what the processor returned for the whole chat."""
-        runs = []
+        found = []
         for medium, replaced in zip(chat.media, moved, strict=True):
             wanted = self.placeholders[ENCODER_OF[medium.kind]]
-            runs.append(_runs(ids, offsets, replaced["new_span"], wanted))
-            if not runs[-1][1]:
+            found.append(_runs(ids, offsets, replaced["new_span"], wanted))
+            if not found[-1][1]:
                 raise ValueError(
                     f"{self.who} wrote no placeholder (id {wanted}) for a file of kind {medium.kind}: these are not "
                     "the placeholders of its model"
                 )
-        if not runs:
+        if not found:
             return []
-        counts = [[count for _, count in found] for _, found in runs]
-        pieces = chats_media.cut("image", out, part.last, counts, self.who)
-        places = [(medium, before, run) for medium, (before, found) in enumerate(runs) for run in found]
+        runs = chats_media.in_tiles([of_medium for _, of_medium in found], part.last, self.who)
+        pieces = chats_media.cut("image", out, runs, self.who)
+        places = [(medium, found[medium][0], run) for medium, of_medium in enumerate(runs) for run in of_medium]
         return [
             self._check_tokens(Item("vision", medium, start, count, before, piece.shape, piece.about))
             for (medium, before, (start, count)), piece in zip(places, pieces, strict=True)
@@ -378,14 +378,12 @@ class ProcessorFormat(ChatFormat):
         moved = out["text_replacement_offsets"][0]
         offsets = [(int(first), int(last)) for first, last in out["offset_mapping"][0]]
         whole = [int(token) for token in out["input_ids"][0]]
-        counts = [
-            [count for _, count in _runs(whole, offsets, replaced["new_span"], self.placeholders["vision"])[1]]
-            for replaced in moved
-        ]
-        raw = self._real.image_processor.last
+        wanted = self.placeholders["vision"]
+        runs = [_runs(whole, offsets, replaced["new_span"], wanted)[1] for replaced in moved]
+        runs = chats_media.in_tiles(runs, self._real.image_processor.last, self.who)
         known = [item.shape for item in encoded.items]
-        known += [(1,)] * (sum(map(len, counts)) - len(known))  # of what was cut off nothing is kept
-        pieces = chats_media.cut("image", out, raw, counts, self.who, known)[: len(encoded.items)]
+        known += [(1,)] * (sum(map(len, runs)) - len(known))  # of what was cut off nothing is kept
+        pieces = chats_media.cut("image", out, runs, self.who, known)[: len(encoded.items)]
         return [piece.data.float() for piece in pieces if piece.data is not None]
 
     def signature(self) -> str:
@@ -410,7 +408,7 @@ def _shifted(place: int, moved: Sequence[Mapping[str, Any]]) -> int:
 
 def _runs(
     ids: Sequence[int], offsets: Sequence[tuple[int, int]], span: tuple[int, int], wanted: Sequence[int]
-) -> tuple[int, list[tuple[int, int]]]:
+) -> tuple[int, chats_media.Runs]:
     """The first token of a span of characters, and the runs (start, count) of `wanted` ids in it."""
     start, end = span
     inside = [place for place, (first, last) in enumerate(offsets) if first < end and last > start]
