@@ -19,7 +19,7 @@ name = "own"
 folder = "{folder}/runs"
 
 [model.vision]
-family = "siglip"
+architecture = "SiglipVisionModel"
 downsample = 2
 
 [model.vision.config]
@@ -31,7 +31,7 @@ image_size = 32
 patch_size = 8
 
 [model.language_model]
-family = "llama"
+architecture = "LlamaForCausalLM"
 
 [model.language_model.config]
 hidden_size = 16

@@ -21,7 +21,7 @@ def tokenizer_of(config: Config, *, source: str = "config") -> Any:
     if config.data.dataset != "chats":
         from interlace.data import ByteTokenizer
 
-        return ByteTokenizer()
+        return ByteTokenizer(config.model.encoders())
     try:
         return ModelTokenizer(config)
     except (ValueError, ImportError) as error:

@@ -64,19 +64,17 @@ def _caption(config: Config, model: Any, tokenizer: Any, options: argparse.Names
     import torch
 
     from interlace import data
-    from interlace.train.feed import media_specs
+    from interlace.train.feed import kinds, media_specs
 
-    specs = media_specs(config, model)
+    specs = media_specs(config, model, source=str(folder / "config.toml"))
     items: list[tuple[str, Any]] = []
-    for modality, paths, read in (
-        ("vision", options.image, data.load_image),
-        ("audio", options.speech, data.load_audio),
-    ):
+    for kind, paths, read in (("image", options.image, data.load_image), ("audio", options.speech, data.load_audio)):
+        encoders = [name for name, its in kinds(model).items() if its == kind]
         for path in paths:
-            if modality not in specs:
-                raise ConfigError(f"{path}: the model of {folder} has no {modality} encoder")
+            if not encoders:
+                raise ConfigError(f"{path}: the model of {folder} has no encoder of {kind}")
             try:
-                items.append((modality, read(path, specs[modality])))
+                items += [(name, read(path, specs[name])) for name in encoders]
             except ImportError as error:
                 raise ConfigError(f"{path}: {error}") from None
     media: dict[str, list[Any]] = {}
