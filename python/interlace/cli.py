@@ -1,4 +1,4 @@
-"""The command line: ``interlace train | generate | doctor | mask | plan | simulate``.
+"""The command line: ``interlace train | generate | doctor | data | mask | plan | simulate``.
 
 Every command imports what it needs when it runs, so that ``--help`` and a wrong option answer at once. What the user
 can mend (config, files, ranks) is one line and exit code 2; a run that failed is one line and exit code 1; a defect of
@@ -127,6 +127,22 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", type=Path, metavar="FILE", help="with --distributed: write the report there")
 
+    data = commands.add_parser("data", parents=[common], help="check files of chats before training on them")
+    check = data.add_subparsers(dest="action", metavar="action", required=True).add_parser(
+        "check",
+        parents=[common],
+        help="lengths, broken records and files, and a page of samples as the model will see them",
+        description="Read all records of a config's data, or of files alone (JSON lines, JSON, parquet, folders of "
+        "datasets), and say what is in them: lengths, what is cut or left out and why. With a config samples are shown "
+        "in tokens, as its model will see them. Exit code: 0 when all is well, 1 when something is broken, 2 when the "
+        "files cannot be read at all.",
+    )
+    check.add_argument("files", type=Path, nargs="+", metavar="CONFIG|FILE", help="a TOML file, or files of chats")
+    _add_set(check)
+    check.add_argument("--samples", type=int, default=12, help="samples on the page; 0 writes none (default: 12)")
+    check.add_argument("--out", type=Path, default=Path("data.html"), help="page to write (default: data.html)")
+    check.add_argument("--headers", action="store_true", help="read headers of pictures and clips, decode none: faster")
+
     mask = commands.add_parser("mask", parents=[config], help="draw the attention mask of a config's batch")
     mask.add_argument("--samples", type=int, default=4, help="samples packed into the row (default: 4)")
     mask.add_argument("--out", type=Path, default=Path("mask.png"), help="picture to write (default: mask.png)")
@@ -186,6 +202,10 @@ def _command(options: argparse.Namespace) -> int:
         from interlace.train.commands.mask import mask
 
         return mask(options)
+    if options.command == "data":
+        from interlace.train.commands.data import check
+
+        return check(options)
     if options.command == "doctor":
         if options.crash is not None:
             from interlace.train.commands.crash import crash

@@ -181,7 +181,7 @@ def decode_image(path: str | Path, shape: tuple[int, int, int]) -> np.ndarray:
             image = _render_svg(path, width, height)
         else:
             with image_module.open(path) as file:
-                image = file.convert("RGBA")
+                image = _library("PIL.ImageOps").exif_transpose(file).convert("RGBA")
         if image.size != (width, height):
             # Premultiplied, else the colour of transparent pixels bleeds into the edges.
             resample = image_module.Resampling.BICUBIC

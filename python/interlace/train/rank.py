@@ -24,6 +24,7 @@ from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
 from interlace.train.metrics import HELD_OUT, LOSS, free_memory
 from interlace.train.schema import Config
+from interlace.train.texts import tokenizer_of
 from interlace.train.trainer import BLANK, StopRequest, Trainer
 
 MOST_OF_FREE = 0.8
@@ -88,10 +89,9 @@ def _train(
     torch.set_num_threads(config.parallel.threads or launcher.default_threads(local_world))
     torch.manual_seed(config.run.seed)
 
-    from interlace.data import ByteTokenizer
     from interlace.run import parallelize
 
-    tokenizer = ByteTokenizer(config.model.encoders())
+    tokenizer = tokenizer_of(config, source=source)
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
     stored = stored_weights(config, model, source=source) if resume is None else {}  # a checkpoint has all of them
@@ -139,7 +139,12 @@ def _train(
         batch_size=config.train.batch_size,
         seed=config.run.seed,
         validation_samples=config.train.validation_samples,
-        wanted=partial(parallel.wanted, microbatches=config.train.microbatches, chunks=config.chunks()),
+        wanted=partial(
+            parallel.wanted,
+            microbatches=None if config.data.pack else config.train.microbatches,
+            chunks=config.chunks(),
+        ),
+        row_tokens=config.data.max_tokens if config.data.pack else None,
     )
     cleanup.callback(feed.close)
     with startup.bounded("making the process group of the trainer"):
@@ -257,7 +262,7 @@ def close(
     report.write_summary(folder, rows)
     with optional("the baselines"):
         baselines = feed.baselines(tokenizer.vocab_size)
-        rows |= {f"{name.split('_')[0]}_byte_baseline": nats for name, nats in baselines.items()}
+        rows |= {f"{name}_baseline": nats for name, nats in baselines.items()}
     wants_accuracy = held_out.name == "digits" and config.log.accuracy_samples > 0
     if config.log.samples or wants_accuracy:
         with optional("the answers to held-out samples"):
