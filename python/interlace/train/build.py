@@ -25,6 +25,7 @@ from interlace.train.costs import flop_costs
 from interlace.train.families import FAMILIES, RESERVED, differences
 from interlace.train.schema import Config, Encoder, LanguageModel
 from interlace.train.schema_base import MOST
+from interlace.train.tuning import tune
 
 if TYPE_CHECKING:
     from interlace.layout import Layout
@@ -57,8 +58,9 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
             model.freeze(f"{name}.projector")
     if spec.language_model.freeze:
         model.freeze("language_model")
+    tune(config, model, source=source)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"{source}: [model] freezes everything; leave at least a projector to train")
+        raise ConfigError(f"{source}: [model] and [train] freeze everything; leave at least a projector to train")
     return model
 
 
@@ -179,12 +181,14 @@ def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Stored] | None 
 
 
 def architecture(config: Config) -> dict[str, Any]:
-    """The part of a config that decides whether weights fit: families, their settings, projectors, downsampling."""
-    spec = config.model
-    return {
+    """The part of a config that decides whether weights fit: families, settings, projectors, downsampling, adapters."""
+    spec, lora = config.model, config.train.lora
+    modules = {
         name: module.model_dump(include={"family", "config", "projector", "downsample"})
         for name, module in [*spec.encoders().items(), ("language_model", spec.language_model)]
     }
+    # The scale of adapters is seen in no weight.
+    return modules | ({} if lora is None else {"lora": lora.model_dump(include={"rank", "alpha", "use_rslora"})})
 
 
 def _check_library() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from interlace.model.patterns import base_name, is_adapter
 from interlace.parallel.region import Region
 from interlace.train.families import read_json
 
@@ -47,17 +48,17 @@ class Stored(NamedTuple):
 
 
 def find(module: nn.Module, folder: Path) -> dict[str, Stored]:
-    """Where `folder` has each parameter of `module`, by its first name.
+    """Where `folder` has each parameter of `module`, by its first name; adapters (LoRA) are in no such folder.
 
     The module's names and those of the folder may differ by what stands before all of them. Raises ValueError when a
     parameter is missing or of another shape, and when the folder has more than the module beside a parameter or among
     the layers: a bias, a norm or a layer that would be left out changes every result.
     """
     stored = _contents(folder)
-    names = dict(module.named_parameters(remove_duplicate=False))
-    wanted = dict(module.named_parameters())
-    own, theirs = _prefixes(wanted, stored)
-    key_of = {name: theirs + name.removeprefix(own) for name in names}
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not is_adapter(name)]
+    wanted = {name: weight for name, weight in module.named_parameters() if not is_adapter(name)}
+    own, theirs = _prefixes([base_name(name) for name in wanted], stored)
+    key_of = {name: theirs + base_name(name).removeprefix(own) for name in names}
     kind = type(module).__name__
     if missing := [name for name in wanted if key_of[name] not in stored or not name.startswith(own)]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
