@@ -172,7 +172,7 @@ class MultimodalModel(nn.Module):
         encoder = self.encoders[name]
         keys = context if context is not None else self.nominal_length(name)
         path = f"module.{encoder.layer_path}"
-        return describe_layers(encoder, f"encoders.{name}", path, keys, encoder.downsample)
+        return describe_layers(encoder, f"encoders.{name}", path, keys, encoder.downsample * encoder.unit**2)
 
     def tied_parameters(self) -> list[tuple[str, ...]]:
         """Groups of names that are one weight (tied embeddings), each with two names or more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,3 +18,6 @@ class Section(BaseModel):
     """Base of all sections: strict types, no unknown keys, field docstrings become descriptions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True)
+
+    free: ClassVar[type[Section] | None] = None
+    """Of which section tables under names of their own are, where there may be such."""
