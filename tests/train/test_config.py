@@ -66,6 +66,14 @@ def test_defaults_and_overrides() -> None:
         ("parallel.vison.pp=2", r"\[parallel.vison\] speaks of an encoder that .*; did you mean \[parallel.vision\]\?"),
         ("train.microbatches=9", "microbatches = 9 is more than batch_size = 8"),
         ("train.warmup_steps=101", "warmup_steps = 101 is more than steps = 100"),
+        ("train.epochs=2", r"\[train\]: give steps or epochs, one of the two: there are both"),
+        ("train.decay_steps=5", "decay_steps = 5 is of schedule = 'wsd', not of 'cosine'"),
+        ("train.groups=[{pattern='*', lrr=1}]", r"\[train.groups\] has no key 'lrr'; did you mean 'lr'\?"),
+        ("train.groups=[{pattern='*'}]", r"the group '\*' says neither lr nor weight_decay"),
+        ("train.optimizer=adamW", r"train.optimizer should be .*; did you mean 'adamw'\?"),
+        ("train={steps=9, batch_size=8, optimizer='sgd', offload_optimizer=true}", "for adamw alone, not for 'sgd'"),
+        ("train.early_stop.patience=0", "train.early_stop.patience should be greater than 0"),
+        ("train.lora.rnk=4", r"\[train.lora\] has no key 'rnk'; did you mean 'rank'\?"),
         ("parallel.audio.pp=2", r"\[parallel.audio\] speaks of an encoder that \[model\] does not have"),
         ("parallel.ranks=5", "has work for 2; use 1 to 2"),
         ("parallel.placement=chain", "placement 'chain' needs parallel.ranks"),
@@ -134,13 +142,15 @@ def test_state_is_not_moved_to_the_host_where_it_is() -> None:
 
 def test_errors_name_the_file_the_section_and_the_meaning() -> None:
     table = copy.deepcopy(BASE)
-    del table["train"]["steps"]
+    del table["train"]["batch_size"]
     del table["run"]
     with pytest.raises(ConfigError) as error:
         config.from_table(table, source="tiny.toml")
     lines = str(error.value).splitlines()
     assert lines[0].startswith("tiny.toml: the top level misses the key 'run' (")
-    assert lines[1] == "tiny.toml: [train] misses the key 'steps' (Optimizer steps of the whole run)"
+    assert lines[1] == (
+        "tiny.toml: [train] misses the key 'batch_size' (Samples per step, over all microbatches of all replicas)"
+    )
 
 
 def test_colocated_encoders_need_equal_stages_and_ranks_follow_the_placement() -> None:

@@ -18,6 +18,7 @@ from interlace.train.build import build, build_layout, materialize
 from interlace.train.config import ConfigError
 from interlace.train.feed import Feed, datasets
 from interlace.train.optim import Optimizer
+from interlace.train.tuning import rates
 from tests.train.test_build import TABLE
 
 HOSTILE = (0, -1, -(2**40), 10**20, 2**40, 3, float("nan"), float("inf"), float("-inf"), 1e308, -0.5, 1e-320)
@@ -88,7 +89,7 @@ def _try(place: Place, value: Any, *, step: bool = True) -> str:
         samples = feed.next().samples[:2]
     if sum(parameter.numel() for parameter in model.parameters()) < 5_000_000:
         materialize(model, seed=config.run.seed)
-        optimizer = Optimizer(model.named_parameters(), config)
+        optimizer = Optimizer(model.named_parameters(), config, rates(config, model))
         model(**model.collate(samples)).loss.backward()
         optimizer.step(1)
     return "ran"

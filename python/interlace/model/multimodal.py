@@ -22,7 +22,7 @@ from interlace.model.rows import ROWS
 from interlace.model.sample import IGNORE, Sample, refuse_copies
 from interlace.model.shared import check_cut
 from interlace.model.slice import carve, find_layers
-from interlace.model.stage import StageModule, keep_frozen
+from interlace.model.stage import StageModule, frozen_modules, keep_frozen
 from interlace.model.switch import use_bitfield_attention
 from interlace.model.trial_encoder import encoder_cuts
 from interlace.model.trial_language import allowed_cuts, caches_right, language_packing
@@ -248,6 +248,18 @@ class MultimodalModel(nn.Module):
                 parameter.requires_grad_(True)
         self.train(self.training)
 
+    def train_only(self, names: Collection[str]) -> None:
+        """Train the parameters `names` (of tied ones their first name) and no others.
+
+        A module all of whose parameters are frozen stays in evaluation mode, as by `freeze`. One that has both kinds is
+        in training, and drops at random there. Weights that are constants by design stay so.
+        """
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name in names and name not in self._constant)
+        self._frozen.clear()
+        self._frozen.update(dict.fromkeys(frozen_modules(self), True))
+        self.train(self.training)
+
     def _forget(self, name: str) -> None:
         """What was said about `name` and its inside; in place, as stages share the dictionary."""
         for said in [said for said in self._frozen if said == name or said.startswith(f"{name}.")]:
@@ -271,11 +283,16 @@ class MultimodalModel(nn.Module):
 
     _checkpointing: Checkpointing = "none"
 
-    def _resolve(self, path: str) -> str:
+    def short_names(self) -> dict[str, str]:
+        """Short name -> the path of what it stands for: "vision" is an encoder without its projector."""
         valid = {LANGUAGE_MODEL: LANGUAGE_MODEL}
         for name in self.encoders:
             valid[name] = f"encoders.{name}.module"
             valid[f"{name}.projector"] = f"encoders.{name}.projector"
+        return valid
+
+    def _resolve(self, path: str) -> str:
+        valid = self.short_names()
         if path in valid:
             return valid[path]
         inside = {name for name, _ in self.named_modules() if name.count(".") > 0 or name == LANGUAGE_MODEL}

@@ -34,6 +34,7 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     """The config's model on the meta device, frozen as configured. Raises ConfigError naming the wrong key."""
     _check_library()
     from interlace.model import MultimodalModel
+    from interlace.train.tuning import tune
 
     spec = config.model
     with torch.device("meta"):
@@ -56,8 +57,9 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
             model.freeze(f"{name}.projector")
     if spec.language_model.freeze:
         model.freeze("language_model")
+    tune(config, model, source=source)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"{source}: [model] freezes everything; leave at least a projector to train")
+        raise ConfigError(f"{source}: [model] and [train] freeze everything; leave at least a projector to train")
     return model
 
 
@@ -178,10 +180,12 @@ def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Source] | None 
 
 
 def architecture(config: Config) -> dict[str, Any]:
-    """The part of a config that decides whether weights fit: classes, their settings, projectors, callbacks."""
+    """The part of a config that decides whether weights fit: classes, settings, projectors, callbacks, adapters."""
     keys = {"architecture", "config", "unset", "projector", "projector_config", "downsample", "tokens"}
     keys |= {"preprocess", "postprocess", "postprocess_projector"}
-    return {name: module.model_dump(include=keys, exclude_none=True) for name, module in config.model.modules().items()}
+    table = {name: each.model_dump(include=keys, exclude_none=True) for name, each in config.model.modules().items()}
+    lora = config.train.lora  # whose scale is seen in no weight
+    return table | ({} if lora is None else {"lora": lora.model_dump(include={"rank", "alpha", "use_rslora"})})
 
 
 def _check_library() -> None:

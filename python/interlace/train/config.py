@@ -136,8 +136,10 @@ def check_keys(
             place = _place(full, where, source)
             raise ConfigError(f"{place}: {_section(path)} has no key {key!r}; {nearest(key, known)}")
         inner = _section_type(model.model_fields[key].annotation)
-        if inner is not None and isinstance(value, dict):
-            check_keys(inner, value, full, where, source)
+        if inner is not None:
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, dict):
+                    check_keys(inner, each, full, where, source)
 
 
 def nearest(name: str, valid: Any) -> str:
@@ -206,10 +208,10 @@ def _place(path: tuple[str, ...], where: dict[tuple[str, ...], str], source: str
 
 
 def _section_type(annotation: Any) -> type[BaseModel] | None:
-    """The section class behind ``Encoder``, ``Encoder | None`` and the like; None for plain values."""
+    """The section class behind ``Encoder``, ``Encoder | None``, ``list[Group]`` and the like; None for plain values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (Union, types.UnionType):
+    if get_origin(annotation) in (Union, types.UnionType, list):
         for inner in get_args(annotation):
             found = _section_type(inner)
             if found is not None:

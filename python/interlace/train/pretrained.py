@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from interlace.model.patterns import base_name, is_adapter
 from interlace.parallel.region import Region
 from interlace.train.architectures import read_json
 
@@ -82,7 +83,7 @@ Source = Stored | Made
 
 
 def find(module: nn.Module, folder: Path) -> dict[str, Source]:
-    """Where `folder` has each parameter of `module`, by its first name.
+    """Where `folder` has each parameter of `module`, by its first name; adapters (LoRA) are in no such folder.
 
     The module's names and those of the folder may differ by what stands before all of them, and as the library's own
     conversions say. Raises ValueError when a parameter is missing or of another shape, and when the folder has more
@@ -90,8 +91,8 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
     every result.
     """
     contents = _contents(folder)
-    names = dict(module.named_parameters(remove_duplicate=False))
-    wanted = dict(module.named_parameters())
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not is_adapter(name)]
+    wanted = {name: weight for name, weight in module.named_parameters() if not is_adapter(name)}
     kind = type(module).__name__
     stored: Mapping[str, Source] = contents
     key_of = _keys(wanted, names, stored)
@@ -115,8 +116,9 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
 
 def _keys(wanted: Collection[str], names: Collection[str], stored: Collection[str]) -> dict[str, str]:
     """Name of a parameter -> the key that it should have in the folder."""
-    own, theirs = _prefixes(wanted, stored)
-    return {name: theirs + name.removeprefix(own) if name.startswith(own) else name for name in names}
+    base = {name: base_name(name) for name in names}
+    own, theirs = _prefixes([base[name] for name in wanted], stored)
+    return {name: theirs + key.removeprefix(own) if key.startswith(own) else key for name, key in base.items()}
 
 
 def _converted(module: nn.Module, contents: Mapping[str, Stored]) -> dict[str, Source]:

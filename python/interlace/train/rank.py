@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from interlace.train import device as devices
 from interlace.train import offload, report, runfolder
@@ -25,6 +26,7 @@ from interlace.train.launch.startup import Startup
 from interlace.train.metrics import HELD_OUT, LOSS, free_memory
 from interlace.train.schema import Config
 from interlace.train.texts import tokenizer_of
+from interlace.train.schema_train import Train
 from interlace.train.trainer import BLANK, StopRequest, Trainer
 
 MOST_OF_FREE = 0.8
@@ -114,13 +116,15 @@ def _train(
                 checkpointing=config.train.activation_checkpointing,
                 sequence_parallel=config.parallel.sequence_parallel,
                 context_order=config.parallel.context_order,
-                autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+                autocast=devices.AUTOCAST[config.train.precision],
                 timeout=config.parallel.timeout,
                 crash_folder=folder / "crash",
             )
     except ValueError as error:  # of the layout: every rank has it, before any has met another
         raise ConfigError(f"{source}: [parallel]: {error}") from None
     initialize(parallel, seed=config.run.seed, stored=stored)
+    if config.train.compile:
+        devices.compile_layers(parallel, device, source=source)
     gather = startup.gather if world > 1 else None
     train, held_out, note = datasets(config, model, tokenizer, gather=gather, source=source)
     if note and train.name != config.data.dataset:
@@ -128,7 +132,9 @@ def _train(
         if rank == 0:
             launcher.say(f"interlace: {note}")
     check_data(train.fingerprint(), startup)
+    config = with_steps(config, len(train), source=source)
     if rank == 0:
+        say_trained(config, model)
         report_left_out(train, folder, lambda line: launcher.say(f"interlace: {line}"))
         if resume is None:
             runfolder.write_config(folder, config)
@@ -157,6 +163,10 @@ def _train(
             launcher.say(f"going on from {path}")
             if trainer.step == config.train.steps:
                 launcher.say(f"all {trainer.step} steps are trained already; raise train.steps to train more")
+            elif trainer.verdict.ends(config.train.early_stop):
+                launcher.say(
+                    f"the run was ended after step {trainer.step} by train.early_stop; raise its patience to train more"
+                )
     elif rank == 0:
         draw_mask(model, feed, folder / "mask.png")
     outcome = trainer.run()
@@ -170,6 +180,33 @@ def _train(
     if rank != 0:
         return 0
     return folder, outcome, model, tokenizer, feed
+
+
+def with_steps(config: Config, samples: int, *, source: str = "config") -> Config:
+    """The config with as many steps as its epochs make of `samples`, whose last, incomplete batch is left out.
+
+    Raises ConfigError where they are fewer than the warm-up, or none.
+    """
+    train = config.train
+    if train.epochs is None:
+        return config
+    steps = round(train.epochs * (samples // train.batch_size))
+    table = train.model_dump() | {"steps": steps, "epochs": None}
+    try:
+        return config.model_copy(update={"train": Train.model_validate(table)})
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        raise ConfigError(
+            f"{source}: [train] epochs = {train.epochs:g} of {samples:,} samples make steps = {steps}: {why}"
+        ) from None
+
+
+def say_trained(config: Config, model: Any) -> None:
+    """Says what is trained, and how."""
+    from interlace.train.tuning import rates, summary
+
+    for line in summary(model, rates(config, model)):
+        launcher.say(f"interlace: {line}")
 
 
 def other_data(config: Config, note: str, name: str, *, prepared: bool, source: str) -> Config:
@@ -259,6 +296,9 @@ def close(
     }
     if BLANK in metrics:
         rows["items_read_as_blank"] = metrics[BLANK]
+    best = -1 if config.checkpoint.best is None else outcome["verdict"].step
+    if best >= 0:
+        rows |= {"best_step": best, "best_held_out_loss": outcome["verdict"].best}
     report.write_summary(folder, rows)
     with optional("the baselines"):
         baselines = feed.baselines(tokenizer.vocab_size)
@@ -267,7 +307,7 @@ def close(
     if config.log.samples or wants_accuracy:
         with optional("the answers to held-out samples"):
             check_room(model)
-            whole = load_whole(config, folder, tokenizer, source)
+            whole = load_whole(config, folder, tokenizer, source, best=best)
             if wants_accuracy:
                 rows["held_out_accuracy"] = report.accuracy(whole, held_out, tokenizer, config)
             if config.log.samples:
@@ -294,11 +334,13 @@ def check_room(model: Any) -> None:
         )
 
 
-def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any:
-    """The whole model in this process, from the run's newest checkpoint."""
+def load_whole(config: Config, folder: Path, tokenizer: Any, source: str, *, best: int = -1) -> Any:
+    """The whole model in this process, from the run's checkpoint of step `best`, by default the newest."""
     model = build(config, tokenizer, source=source)
     materialize(model, seed=config.run.seed)
-    path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
+    path: Path | None = runfolder.checkpoints_of(folder) / checkpointfolder.name_of(best)
+    if best < 0:
+        path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
     if path is None:
         raise checkpoints.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
     checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))

@@ -43,6 +43,8 @@ class Checkpoint(Section):
     """Steps between two checkpoints; 0 saves only at the end and on SIGTERM."""
     keep: Positive = 2
     """How many checkpoints stay; older ones are removed after a newer one is complete."""
+    best: Literal["loss"] | None = None
+    """Keep the checkpoint with the least held-out loss, too: it is saved when it is measured."""
     asynchronous: bool = True
     """Write while training goes on, from a copy in host memory. false: training waits, and no copy is made."""
 
@@ -221,6 +223,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _state_has_a_place(self) -> Config:
+        if self.checkpoint.best is not None and not self.train.validate_every:
+            raise ValueError(
+                f"checkpoint.best = {self.checkpoint.best!r} goes by validations: set train.validate_every to the "
+                "steps between two"
+            )
         if self.train.offload_optimizer and self.run.device == "cpu":
             raise ValueError(
                 "train.offload_optimizer = true moves the optimizer's state from a GPU to host memory, but with "

@@ -133,8 +133,6 @@ class LayoutFacts:
 
 def of_config(config: Config, model: Any, costs: Costs, microbatches: int, source: str) -> LayoutFacts:
     """The facts of the config's own layout, all replicas of it. Raises ConfigError where a rank could not hold it."""
-    import torch
-
     from interlace.plan.memory import activation_bytes, rank_memory
     from interlace.run import stage_durations
     from interlace.run.gradients import BUCKET_BYTES
@@ -143,9 +141,11 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
     from interlace.schedule.memory import peak
     from interlace.train.build import build_layout
     from interlace.train.commands import planning
+    from interlace.train.device import AUTOCAST
+    from interlace.train.optim import state_sizes
+    from interlace.train.tuning import rates
 
     layout = build_layout(config, model, source=source)
-    autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     try:
         rows = config.parallel.sequence_parallel
         weights = weights_of(model, layout, sequence_parallel=rows)
@@ -154,7 +154,7 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
             layout,
             checkpointing=config.train.activation_checkpointing,
             sequence_parallel=rows,
-            autocast=autocast,
+            autocast=AUTOCAST[config.train.precision],
             items=_items(config, model),
         )
         loads = _loads(config, model, activations, planning.chunk_sizes(config, layout, microbatches))
@@ -171,6 +171,7 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
             held,
             bucket_bytes=BUCKET_BYTES,
             offload_optimizer=config.train.offload_optimizer,
+            state=state_sizes(config, model, rates(config, model)),
             by_layer=by_layer,
         )
     except ValueError as error:

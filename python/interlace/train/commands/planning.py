@@ -37,6 +37,7 @@ def plan(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     from interlace.train.commands import layout as layouts
+    from interlace.train.tuning import rates, summary
 
     config, model, costs = _load(options)
     microbatches = options.microbatches or config.train.microbatches
@@ -59,6 +60,8 @@ def plan(options: argparse.Namespace) -> int:
     layouts.show(found, console)
     if options.picture is not None:
         console.print(f"wrote {options.picture}")
+    for line in summary(model, rates(config, model)):
+        console.print(line)
     console.print()
     table = Table(
         title=f"{config.run.name}: {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch')}", title_justify="left"
