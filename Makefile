@@ -3,6 +3,7 @@
 # make test-all   what `make test` does, then the tests that are (long sweeps, real installs), then `make test-asan`
 # make test-asan  the tests of csrc/ on a build with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint       ruff (rules and format), mypy and clang-format
+# make docs       the pages of docs/ as a site in build/docs; a link that leads nowhere is an error
 # make wheel      dist/*.whl for this Python, tagged for the oldest glibc that it runs with (auditwheel)
 # make bench      every benchmark under pytest-benchmark; each also runs alone: python -m bench.NAME
 # make clean      remove the environment and everything that was built
@@ -23,7 +24,7 @@ ASAN := build/asan/.stamp
 CSRC := $(shell find csrc -type f)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-all test-asan lint bench wheel clean setup
+.PHONY: train test test-all test-asan lint bench docs wheel clean setup
 .DELETE_ON_ERROR:
 
 train: $(CORE)
@@ -64,6 +65,12 @@ lint: $(CORE)
 
 bench: $(CORE)
 	$(BIN)/python -m pytest bench -o python_files='*.py' --benchmark-only $(PYTEST_ARGS)
+
+# What pyproject.toml lists as the extra `docs`; installing the package with it once more would compile csrc/ again.
+docs: $(CORE)
+	$(PIP) install -qq $$($(BIN)/python -c "from importlib.metadata import requires; \
+	    print(*(line.split(';')[0].strip() for line in requires('interlace') if 'extra == \"docs\"' in line))")
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # auditwheel reads which versions of glibc's symbols the extension uses; the tag is never newer than this machine's.
 wheel: $(DEPS)

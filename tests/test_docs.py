@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+import interlace
 from bench.scheduling_report import readme_table
+from interlace.train.schema import Config
 
 ROOT = Path(__file__).parents[1]
 WHO = ROOT / "docs" / "who-computes-what.md"
@@ -27,6 +29,7 @@ EXECUTED = [
     ROOT / "docs" / "what-ranks-hold.md",
     ROOT / "docs" / "encoders.md",
 ]
+REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 DRAW = runpy.run_path(str(ROOT / "docs" / "draw.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -76,6 +79,43 @@ def test_drawing_a_page_writes_its_output(tmp_path):
     assert once == "# A\n\n```python\nx = 1\n```\n\nb\n\n```python\nprint(x)\n```\n\n```text\n1\n```\n\nc\n"
     DRAW["main"](page)
     assert page.read_text() == once
+
+
+def test_the_config_reference_is_that_of_the_schema():
+    assert REFERENCE["PAGE"].read_text() == REFERENCE["render"](Config.model_json_schema()), "run docs/reference.py"
+
+
+def test_keys_that_the_page_for_other_trainers_names_are_there():
+    """In our column (the second) of its tables, and in its config."""
+    text = (ROOT / "docs" / "from-other-trainers.md").read_text()
+    sections = re.split(r"^## `\[+([\w.]+)\]+`$", REFERENCE["PAGE"].read_text(), flags=re.M)[1:]
+    keys = {
+        name: set(re.findall(r"^\| `(\w+)` \|", table, flags=re.M))
+        for name, table in zip(sections[::2], sections[1::2], strict=True)
+    }
+    named = re.findall(r"`((?:train|data|model|parallel|checkpoint|log)\.[\w.]+)", text)
+    assert len(named) > 40
+    for name in named:
+        section, _, key = name.rpartition(".")
+        assert key in keys.get(section, ()) or name in keys, name
+    (config,) = re.findall(r"```toml\n(.*?)```", text, flags=re.S)
+    for name, table in re.findall(r"^\[([\w.]+)\]\n(.*?)(?=^\[|\Z)", config, flags=re.S | re.M):
+        for key in re.findall(r"^(\w+) =", table, flags=re.M):
+            assert key in keys[name], f"[{name}] {key}"
+
+
+def test_every_page_has_its_place_on_the_site():
+    places = re.findall(r"^ +- (?:[\w ]+: )?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
+    assert sorted(places) == sorted(page.name for page in PAGES if page.name != "README.md")
+
+
+def test_the_page_of_the_api_has_all_public_names():
+    listed = set(re.findall(r"^::: interlace\.(\w+)[\w.]*\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.M))
+    public = {("masks", "Segment"), ("masks", "BitfieldMask"), ("masks", "word")}
+    for part in ("attention", "model", "run", "layout"):
+        home = getattr(interlace, part)
+        public |= {(part, name) for name in home.__all__ if hasattr(getattr(home, name), "__module__")}
+    assert listed == public - {("model", "Checkpointing")}  # the type of an argument
 
 
 def test_scheduling_figures_of_the_readme_are_those_of_the_report():
