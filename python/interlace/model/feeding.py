@@ -42,7 +42,9 @@ def feeds_of(module: nn.Module, config: Any, layer_path: str, parameters: Sequen
     if argument == "pixel_values":
         return [ImageInputs.of(config, parameters)]
     if argument == "input_features" and getattr(config, "max_source_positions", None) is not None:
-        return [AudioInputs.of(module, config)]
+        audio = AudioInputs.of(module, config)
+        if audio.channels:
+            return [audio]
     return ClipInputs.of(module, config, argument, layer_path)
 
 

@@ -40,6 +40,7 @@ from interlace.model.trial import (
 if TYPE_CHECKING:
     from interlace.model.modality import ModalityModule
 
+OWN = "eager"  # attention where an encoder's is not one that a plan could be followed with
 LARGEST = 1600  # tokens of an item of nominal size with which an encoder is still compared with its own forward
 
 
@@ -52,10 +53,23 @@ def encoder_packing(encoder: ModalityModule) -> Packing:
 
 
 def _packing(encoder: ModalityModule) -> Packing:
+    try:
+        return _packing_with(encoder, encoder.implementation)
+    except ValueError:
+        if encoder.in_one_row:
+            raise
+        try:  # its own attention (biases of the scores, relative positions) on items that need no mask
+            return replace(_packing_with(encoder, OWN), implementation=OWN)
+        except ValueError:
+            pass
+        raise
+
+
+def _packing_with(encoder: ModalityModule, implementation: str) -> Packing:
     name = type(encoder.module).__name__
     with cheaply():
         try:
-            trial = _Trial(encoder)
+            trial = _Trial(encoder, implementation=implementation)
         except Unanswerable as error:
             return one_by_one(name, error)
         if isinstance(encoder.feed, PatchInputs):
@@ -74,10 +88,12 @@ def _packing(encoder: ModalityModule) -> Packing:
 
 
 class _Trial:
-    def __init__(self, encoder: ModalityModule, keep: int | None = None):
+    def __init__(self, encoder: ModalityModule, keep: int | None = None, implementation: str | None = None):
         options = {} if keep is None else {"keep": keep}
         self.encoder = clone(encoder)
         self.encoder.module = stand_in(encoder.module, encoder.layer_path, **options)
+        self.encoder.implementation = implementation or encoder.implementation
+        self.encoder.module.set_attn_implementation(self.encoder.implementation)  # type: ignore[operator]
         self.encoder.projector, self.encoder.downsample, self.encoder.backend = nn.Identity(), 1, None
         self.encoder.preprocess = self.encoder.postprocess = self.encoder.postprocess_projector = None
         self.encoder._collate = None
@@ -98,13 +114,16 @@ class _Trial:
         """
         problems: list[str] = []
         for patch in feed.patches(self.encoder.module):
-            self.encoder.feed = replace(feed, patch=patch)
+            self.encoder.feed = replace(feed, patch=patch, videos=False)
             try:
                 [images, _] = _items(self.encoder.feed)
                 self.choose(images)
                 patches, features = zip(*((one.shape[0], len(self._own(one))) for one in self.items))
-                merged = {count // made for count, made in zip(patches, features) if count == count // made * made}
-                if len(merged) == 1 and all(patches):
+                if set(features) == {1}:  # a vector per item
+                    self.encoder.feed = replace(self.encoder.feed, pooled=False)
+                    features = tuple(len(self._own(one)) for one in self.items)
+                merged = {count / made for count, made in zip(patches, features)}
+                if len(merged) == 1 and min(merged).is_integer():
                     break
                 problems.append(f"it makes {features} features of {patches} patches, whose number does not follow")
             except Exception as error:  # whatever a model may raise
@@ -114,7 +133,7 @@ class _Trial:
                 f"{type(self.encoder.module).__name__} takes grid_thw, but not patches of it one behind the other "
                 f"({'; '.join(problems)}): use an encoder like those of Qwen2-VL, or give it a forward like theirs"
             )
-        self.encoder.feed = replace(self.encoder.feed, merged=merged.pop())
+        self.encoder.feed = replace(self.encoder.feed, merged=int(merged.pop()))
         video = self.encoder.feed.item(2, UNIT, UNIT)
         self.choose([video])
         try:
@@ -181,7 +200,7 @@ def _items(feed: Feed) -> list[list[Item]]:
     """Sets of items to try: the first and the last of a set are alike; several sizes where the encoder takes them."""
     default = feed.default
     if isinstance(feed, PatchInputs):
-        images = [feed.item(1, UNIT, 2 * UNIT), feed.item(1, 2 * UNIT, UNIT), feed.item(1, UNIT, 2 * UNIT)]
+        images = [feed.item(1, UNIT, 2 * UNIT), feed.item(1, 3 * UNIT, UNIT), feed.item(1, UNIT, 2 * UNIT)]
         if feed.videos:
             images[1:1] = [feed.item(2, UNIT, UNIT), feed.item(1, 3 * UNIT, 3 * UNIT)]
         return [images, [feed.item(1, UNIT, UNIT)] * 3]
