@@ -1,7 +1,7 @@
 """Makes Markdown lists of the parameters that a docstring explains line by line, for the page of the Python API.
 
-Docstrings here are plain text, which help() shows as it is: a line that begins with the name of a parameter or field and
-a colon explains it. Markdown would join such lines. Used by mkdocs.yml.
+Docstrings here are plain text, which help() shows as it is: a line that begins with the name of a parameter or field
+and a colon explains it. Markdown would join such lines. Used by mkdocs.yml.
 """
 
 from __future__ import annotations

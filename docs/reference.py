@@ -22,9 +22,9 @@ INTRODUCTION = """# Config reference
 
 <!-- written by docs/reference.py from the docstrings of the schema: change those -->
 
-A training config is a TOML file. `interlace train CONFIG --set train.lr=1e-4` changes one key from the command line. Types are
-strict (`"100"` is no number), an unknown key is refused with the nearest one that exists, and so is what cannot work together. A key
-without a default must be given.
+A training config is a TOML file. `interlace train CONFIG --set train.lr=1e-4` changes one key from the command line.
+Types are strict (`"100"` is no number), an unknown key is refused with the nearest one that exists, and so is what
+cannot work together. A key without a default must be given.
 """
 WORDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "table"}
 UNBOUNDED = 2**31 - 1  # what merely keeps counts inside of an int32 is not worth a reader's time

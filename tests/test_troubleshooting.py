@@ -11,7 +11,9 @@ import pytest
 from tests.test_layering import PACKAGE, ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-MESSAGES = [message for line in re.findall(r"^### (.*)$", PAGE, flags=re.M) for message in re.findall("`([^`]+)`", line)]
+MESSAGES = [
+    message for line in re.findall(r"^### (.*)$", PAGE, flags=re.M) for message in re.findall("`([^`]+)`", line)
+]
 
 
 @cache
