@@ -185,6 +185,16 @@ class ModalityModule(nn.Module):
         if self.projector is None:
             raise ValueError(f'an encoder needs a projector: "linear", "mlp" or a module, for {self.kind}')
 
+    @property
+    def tower_names(self) -> list[str]:
+        """What is frozen with the encoder alone, names in this module."""
+        return ["module"]
+
+    @property
+    def projector_names(self) -> list[str]:
+        """What makes the language model's features of the encoder's, names in this module."""
+        return ["projector"]
+
     # ------------------------------------------------------------------ lengths
 
     @property
@@ -362,7 +372,7 @@ class ModalityModule(nn.Module):
             pieces = self._run_apart(inputs, shapes, lengths, like, hidden)
             if not self.is_last:
                 return torch.cat(pieces).unsqueeze(0)
-        return self._project(inputs, [self._without_prefix(piece, n) for piece, n in zip(pieces, lengths)])
+        return self._project(inputs, [self.without_prefix(piece, n) for piece, n in zip(pieces, lengths)])
 
     def _run_packed(
         self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor, hidden: Tensor | None
@@ -456,7 +466,7 @@ class ModalityModule(nn.Module):
         features: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
         return features
 
-    def _without_prefix(self, features: Tensor, length: int) -> Tensor:
+    def without_prefix(self, features: Tensor, length: int) -> Tensor:
         """Features [n, D] without class tokens, as far as what follows the layers has not pooled all tokens."""
         return features[self.prefix :] if len(features) == length else features
 

@@ -96,9 +96,7 @@ class _Trial:
                 f"{type(module).__name__} runs by itself but not inside a ModalityModule ({type(problem).__name__}: "
                 f"{one_line(problem)}): its layers may want more than tokens [B, N, D]. Use another encoder"
             ) from problem
-        if len(own) == encoder.nominal_length:
-            own = own[encoder.prefix :]
-        error = far([found], [own])
+        error = far([found], [encoder.without_prefix(own, encoder.nominal_length)])
         if error > TOLERANCE:
             raise ValueError(
                 f"{type(module).__name__} gives other features inside a ModalityModule than by itself (relative error "

@@ -53,7 +53,7 @@ def find(module: nn.Module, folder: Path) -> dict[str, Stored]:
     parameter is missing or of another shape, and when the folder has more than the module beside a parameter or among
     the layers: a bias, a norm or a layer that would be left out changes every result.
     """
-    stored = _contents(folder)
+    stored = contents(folder)
     names = dict(module.named_parameters(remove_duplicate=False))
     wanted = dict(module.named_parameters())
     own, theirs = _prefixes(wanted, stored)
@@ -67,7 +67,7 @@ def find(module: nn.Module, folder: Path) -> dict[str, Stored]:
             f"{folder} has {left[0]!r}, which {kind} with this config has not: it would compute something else than "
             "the model that was saved; leave out family and config, so that they are read from the folder"
         )
-    _check_shapes(wanted, {name: stored[key_of[name]] for name in wanted})
+    check_shapes(wanted, {name: stored[key_of[name]] for name in wanted})
     return {name: stored[key_of[name]] for name in wanted}
 
 
@@ -94,7 +94,7 @@ def _prefixes(wanted: Collection[str], stored: Collection[str]) -> tuple[str, st
     return max(votes, key=lambda pair: (votes[pair], -len(pair[0]), -len(pair[1])), default=("", ""))
 
 
-def _contents(folder: Path) -> dict[str, Stored]:
+def contents(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder's safetensors files, by key."""
     if (folder / INDEX).exists():
         files = read_json(folder / INDEX).get("weight_map")
@@ -121,7 +121,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
         raise ValueError(f"{file} is damaged: {error}; copy it again") from None
 
 
-def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Stored]) -> None:
+def check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Stored]) -> None:
     shapes = {file: _shapes(file) for file in {stored.file for stored in found.values()}}
     for name, parameter in wanted.items():
         file, key = found[name]
