@@ -45,8 +45,8 @@ def llava() -> nn.Module:
 def llava_full() -> nn.Module:
     """All tokens of two layers, the class token among them."""
     vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
-    options = {"vision_feature_select_strategy": "full", "vision_feature_layer": [-2, -1]}
-    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=TOKEN, **options))
+    options = {"vision_feature_select_strategy": "full", "vision_feature_layer": [-2, -1], "image_token_id": TOKEN}
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, **options))
 
 
 def gemma3() -> nn.Module:

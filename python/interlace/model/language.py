@@ -105,11 +105,13 @@ def run_language(
     positions = inputs["position_ids"].to(device)
     call = partial(_call, module, inputs.get("attend") or settings.backend, first_layer, head)
     if not parts:
-        output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted, deep)
+        output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted, deep=deep)
     else:
         tensors = (positions, given, per_layer, hidden, wanted)
         deeps = [None if deep is None else deep.of(part.row, part.start, part.stop) for part in parts]
-        outputs = [call(part.plan.to(device), *(part.of(x) for x in tensors), each) for part, each in zip(parts, deeps)]
+        outputs = [
+            call(part.plan.to(device), *(part.of(x) for x in tensors), deep=each) for part, each in zip(parts, deeps)
+        ]
         left = outputs[0][1]
         pieces = [output for output, _ in outputs]
         output = _joined(pieces, parts, given, wanted) if head is None else torch.cat(pieces)
@@ -138,6 +140,7 @@ def _call(
     per_layer: Tensor | None,
     hidden: Tensor | None,
     wanted: Tensor | None,
+    *,
     deep: Deepstack | None,
 ) -> tuple[Any, bool]:
     """One call of the module; (its output, False) or (hidden state, True), as `run` of slice.py."""

@@ -118,6 +118,7 @@ class ModalityModule(nn.Module):
         self.preprocess, self.postprocess = preprocess, postprocess
         self.postprocess_projector = postprocess_projector
         self._tokens, self._collate = tokens, collate
+        self.tower_names, self.projector_names = ["module"], ["projector"]  # what freezing the one or the other freezes
         self.out_features = 0
         config: Any = getattr(module, "config", None)
         self.hidden_size = int(getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
@@ -184,16 +185,6 @@ class ModalityModule(nn.Module):
             self.projector = made.to(device=like.device, dtype=like.dtype)
         if self.projector is None:
             raise ValueError(f'an encoder needs a projector: "linear", "mlp" or a module, for {self.kind}')
-
-    @property
-    def tower_names(self) -> list[str]:
-        """What is frozen with the encoder alone, names in this module."""
-        return ["module"]
-
-    @property
-    def projector_names(self) -> list[str]:
-        """What makes the language model's features of the encoder's, names in this module."""
-        return ["projector"]
 
     # ------------------------------------------------------------------ lengths
 

@@ -35,7 +35,8 @@ class RopeIndex:
         for number, token in enumerate(self.tokens, start=1):
             kinds[ids == token] = number
         grids: dict[int, list[tuple[float, ...]]] = {}
-        seconds, behind = [], -1
+        seconds: list[float] = []
+        behind = -1
         for i, places in enumerate(kinds.nonzero().squeeze(1).split([item.tokens for item in items])):
             kind, first = int(kinds[places[0]]), int(places[0])
             if first == behind and int(kinds[first - 1]) == kind:

@@ -107,22 +107,14 @@ class WholeEncoder(ModalityModule):
     def __init__(self, whole: Any, parts: Parts):
         module = tower_of(whole, parts)
         super().__init__(module, projector=nn.Identity(), layers=f"{parts.base}.{parts.tower}.{parts.layers}")
+        self.tower_names = [f"module.{parts.base}.{parts.tower}"]
+        self.projector_names = [f"module.{parts.base}.{name}" for name in parts.beside]
 
     @property
     def parts(self) -> Parts:
         """Of the whole model that this is the encoder of."""
         parts: Parts = self.module.parts  # type: ignore[assignment]
         return parts
-
-    @property
-    def tower_names(self) -> list[str]:
-        """See ModalityModule."""
-        return [f"module.{self.parts.base}.{self.parts.tower}"]
-
-    @property
-    def projector_names(self) -> list[str]:
-        """See ModalityModule; parameters that lie beside the modules among them."""
-        return [f"module.{self.parts.base}.{name}" for name in self.parts.beside]
 
     def _measure(self) -> None:
         super()._measure()
