@@ -24,7 +24,7 @@ VOCAB = 32
 
 TABLE: dict[str, Any] = {
     "run": {"name": "toy"},
-    "model": {"language_model": {"family": "llama"}},
+    "model": {"language_model": {"architecture": "LlamaForCausalLM"}},
     "data": {"dataset": "digits"},
     "train": {"steps": 12, "batch_size": 4, "microbatches": 2, "warmup_steps": 3, "lr": 1e-2, "validate_every": 5},
     "checkpoint": {"every": 4, "keep": 2},

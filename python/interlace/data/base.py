@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from interlace.data.media import AudioSpec, DecodeError, ImageSpec, to_tensor
+from interlace.data.media import AudioSpec, DecodeError, ImageSpec, modality_of, to_tensor
 from interlace.data.tokenizer import ByteTokenizer
 from interlace.model.sample import IGNORE, Media, Sample
 
-MODALITIES = ("vision", "audio")
 MOST_BLANK = 8  # items read as blank, and
 MOST_BLANK_SHARE = 0.01  # the share of all items read, beyond both of which the data are lost rather than damaged
 _COUNTING = threading.Lock()  # media are decoded by the thread that reads ahead and by those that compute
@@ -33,7 +32,8 @@ log = logging.getLogger("interlace.data")
 
 @dataclass(frozen=True)
 class MediaRef:
-    """One media item of a recipe: where it is (``source``: a path or a key) and the shape it decodes to."""
+    """One media item of a recipe: which encoder reads it (``modality``, its name), where it is (``source``: a path or a
+    key) and the shape it decodes to."""
 
     modality: str
     source: str
@@ -55,17 +55,19 @@ class Recipe:
 class MultimodalDataset(Dataset[Sample], ABC):
     """Base of the datasets: map-style, yields uncollated samples, deterministic per (seed, epoch, index).
 
-    ``tokens``: modality -> function from an item's shape to its LLM tokens (ModalityModule.tokens); its keys are the
-    modalities that the model reads. Raises ValueError for unknown modalities.
+    ``tokens``: encoder -> function from an item's shape to its LLM tokens (ModalityModule.tokens); its keys are the
+    encoders that the model has. ``specs``: encoder -> how its files become tensors, hence whether it sees or hears. A
+    picture is an item of every encoder that sees, one after the other. Raises ValueError for an encoder without a spec
+    or a placeholder.
     """
 
     name = "dataset"
-    specs: Mapping[str, ImageSpec | AudioSpec] = {}
 
     def __init__(
         self,
         *,
         tokens: Mapping[str, Callable[[tuple[int, ...]], int]],
+        specs: Mapping[str, ImageSpec | AudioSpec],
         split: str = "train",
         seed: int = 0,
         tokenizer: ByteTokenizer | None = None,
@@ -74,9 +76,10 @@ class MultimodalDataset(Dataset[Sample], ABC):
             raise ValueError(f'split must be "train" or "heldout", not {split!r}')
         self.tokenizer = tokenizer or ByteTokenizer()
         for modality in tokens:
-            if modality not in MODALITIES or modality not in self.tokenizer.placeholders:
-                raise ValueError(f"the data has no modality {modality!r}; it has {', '.join(MODALITIES)}")
+            if modality not in specs or modality not in self.tokenizer.placeholders:
+                raise ValueError(f"the data has no modality {modality!r}; it has {', '.join(specs)}")
         self.tokens = dict(tokens)
+        self.specs = dict(specs)
         self.split = split
         self.seed = seed
         self.epoch = 0
@@ -91,6 +94,10 @@ class MultimodalDataset(Dataset[Sample], ABC):
         self.blank_items = 0
         """How many of these could no longer be read, so that the sample has a blank instead."""
         self._token_counts: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def encoders(self, modality: str) -> list[str]:
+        """The model's encoders of files of "vision" or "audio"."""
+        return [name for name in self.tokens if modality_of(self.specs[name]) == modality]
 
     # What a dataset defines -------------------------------------------------------------------------------
 

@@ -288,6 +288,11 @@ def load_audio(path: str | Path, spec: AudioSpec) -> torch.Tensor:
     return to_tensor(decode_audio(path, spec), spec)
 
 
+def modality_of(spec: ImageSpec | AudioSpec) -> str:
+    """ "vision" or "audio": which kind of file a spec is for."""
+    return "audio" if isinstance(spec, AudioSpec) else "vision"
+
+
 def decoder_versions(modality: str) -> dict[str, str]:
     """Versions of the libraries that decode: part of the key of everything cached from their output.
 

@@ -10,7 +10,13 @@ from interlace.model.generate import generate
 from interlace.model.language import merge_tokens
 from interlace.model.modality import ModalityModule
 from interlace.model.multimodal import MultimodalModel, MultimodalOutput
-from interlace.model.projector import LinearProjector, MLPProjector
+from interlace.model.projector import (
+    ItemProjector,
+    LinearProjector,
+    MLPProjector,
+    PixelShuffleProjector,
+    QFormerProjector,
+)
 from interlace.model.sample import IGNORE, Media, Sample, shift_labels
 from interlace.model.slice import carve, find_layers
 from interlace.model.stage import StageModule
@@ -18,6 +24,7 @@ from interlace.model.stage import StageModule
 __all__ = [
     "IGNORE",
     "Checkpointing",
+    "ItemProjector",
     "LayerInfo",
     "LayerPart",
     "LinearProjector",
@@ -26,6 +33,8 @@ __all__ = [
     "ModalityModule",
     "MultimodalModel",
     "MultimodalOutput",
+    "PixelShuffleProjector",
+    "QFormerProjector",
     "Sample",
     "StageModule",
     "carve",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from interlace.attention import AttentionPlan
 from interlace.attention.hf import FLASH_NAME, NAME, use_plan
 from interlace.masks import BitfieldMask
 from interlace.model.images import ImageInputs, Size, stack_images
-from interlace.model.projector import PROJECTORS, stack_tokens
+from interlace.model.projector import PROJECTORS, Grid, ItemProjector, count_tokens, make_projector, stack_tokens
 from interlace.model.rows import ALONE, PACKED, mask_of, packed_plan
 from interlace.model.sample import Media
 from interlace.model.slice import changing_output, epilogue, find_layers, leave, prologue, run
@@ -58,8 +58,9 @@ class ModalityModule(nn.Module):
 
     module: HuggingFace model whose attention goes through its attention interface. Its main input decides the kind:
     `pixel_values` images (3, H, W), `input_features` audio (mel bins, frames), `input_ids` text.
-    projector: "linear", "mlp", or your own module [n, downsample * D] -> [n, D_llm]; the named ones are made when the
-    module joins a MultimodalModel, which knows D_llm.
+    projector: "linear", "mlp", "pixel_shuffle", "qformer" or a class, called with (downsample * D, D_llm,
+    **projector_config) when the module joins a MultimodalModel, which knows D_llm; or your own module
+    [n, downsample * D] -> [n, D_llm], or an ItemProjector.
     preprocess(inputs) -> inputs, before the encoder. It runs on every stage, on those after the first with meta
     tensors: let it depend on shapes only.
     postprocess(inputs, output) -> output, features [N, D] of the encoder in item order, class tokens dropped.
@@ -76,8 +77,9 @@ class ModalityModule(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        projector: str | nn.Module | None = "linear",
+        projector: str | nn.Module | type[nn.Module] | None = "linear",
         *,
+        projector_config: Mapping[str, Any] | None = None,
         preprocess: Callable[[Inputs], Inputs] | None = None,
         postprocess: Callable[..., Any] | None = None,
         postprocess_projector: Callable[[Inputs, Tensor], Tensor] | None = None,
@@ -113,7 +115,8 @@ class ModalityModule(nn.Module):
         if isinstance(projector, str) and projector not in PROJECTORS:
             raise ValueError(f"unknown projector {projector!r}: use {', '.join(PROJECTORS)} or your own module")
         self.projector = projector if isinstance(projector, nn.Module) else None
-        self._projector_name = projector if isinstance(projector, str) else None
+        self._projector = PROJECTORS.get(projector) if isinstance(projector, str) else projector  # class of one to make
+        self._projector_config = dict(projector_config or {})
         self.downsample = downsample
         self.preprocess, self.postprocess = preprocess, postprocess
         self.postprocess_projector = postprocess_projector
@@ -179,9 +182,10 @@ class ModalityModule(nn.Module):
     def connect(self, out_features: int) -> None:
         """Make the projector for a language model of this hidden size (called by MultimodalModel)."""
         self.out_features = out_features
-        if self._projector_name is not None and self.projector is None:
+        if isinstance(self._projector, type) and self.projector is None:
             like = next(self.module.parameters())
-            made = PROJECTORS[self._projector_name](self.hidden_size * self.downsample, out_features)
+            width = self.hidden_size * self.downsample
+            made = make_projector(self._projector, width, out_features, self._projector_config)
             self.projector = made.to(device=like.device, dtype=like.dtype)
         if self.projector is None:
             raise ValueError(f'an encoder needs a projector: "linear", "mlp" or a module, for {self.kind}')
@@ -229,7 +233,20 @@ class ModalityModule(nn.Module):
         """
         if self._tokens is not None:
             return self._tokens(tuple(shape))
-        return -(-self._feature_count(tuple(shape)) // self.downsample)
+        count = -(-self._feature_count(tuple(shape)) // self.downsample)
+        return count_tokens(self.projector or self._projector, count, self._grid(tuple(shape), count))
+
+    @property
+    def unit(self) -> int:
+        """Rows and columns of an image's patches must be multiples of it."""
+        return self.projector.unit if isinstance(self.projector, ItemProjector) else 1
+
+    def _grid(self, shape: tuple[int, ...], features: int) -> Grid | None:
+        """Rows and columns of an item's features; None where they are no grid."""
+        if self.images is None:
+            return None
+        rows, columns = shape[1] // self.images.patch[0], shape[2] // self.images.patch[1]
+        return (rows, columns) if rows * columns == features else None
 
     def _feature_count(self, shape: tuple[int, ...]) -> int:
         """Features of an item of this shape, before downsampling."""
@@ -363,7 +380,7 @@ class ModalityModule(nn.Module):
             pieces = self._run_apart(inputs, shapes, lengths, like, hidden)
             if not self.is_last:
                 return torch.cat(pieces).unsqueeze(0)
-        return self._project(inputs, [self.without_prefix(piece, n) for piece, n in zip(pieces, lengths)])
+        return self._project(inputs, [self.without_prefix(piece, n) for piece, n in zip(pieces, lengths)], shapes)
 
     def _run_packed(
         self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor, hidden: Tensor | None
@@ -461,23 +478,29 @@ class ModalityModule(nn.Module):
         """Features [n, D] without class tokens, as far as what follows the layers has not pooled all tokens."""
         return features[self.prefix :] if len(features) == length else features
 
-    def _project(self, inputs: Inputs, pieces: Sequence[Tensor]) -> Tensor:
+    def _project(self, inputs: Inputs, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Tensor:
         features, lengths = torch.cat(list(pieces)), [len(piece) for piece in pieces]
         if self.postprocess is not None:
             features = self.postprocess(inputs, features)
             if features.shape[0] != sum(lengths):
-                lengths = [features.shape[0]] if self.downsample == 1 else self._bad_postprocess(features, lengths)
+                apart = self.downsample > 1 or isinstance(self.projector, ItemProjector)
+                lengths = self._bad_postprocess(features, lengths) if apart else [features.shape[0]]
         features = stack_tokens(features, lengths, self.downsample)
         assert self.projector is not None
-        features = self.projector(features)
+        if isinstance(self.projector, ItemProjector):
+            lengths = [-(-n // self.downsample) for n in lengths]
+            features = self.projector(features, lengths, [self._grid(*item) for item in zip(shapes, lengths)])
+        else:
+            features = self.projector(features)
         if self.postprocess_projector is not None:
             features = self.postprocess_projector(inputs, features)
         return features
 
     def _bad_postprocess(self, features: Tensor, lengths: list[int]) -> list[int]:
         raise ValueError(
-            f"postprocess made {features.shape[0]} tokens of {sum(lengths)}, so downsample={self.downsample} cannot "
-            "tell items apart: stack tokens in the callback and set downsample=1"
+            f"postprocess made {features.shape[0]} tokens of {sum(lengths)}, so downsample={self.downsample} or a "
+            "projector that looks at items as a whole cannot tell them apart: stack tokens in the callback, set "
+            'downsample=1 and use the projector "linear" or "mlp"'
         )
 
 

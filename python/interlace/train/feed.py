@@ -19,14 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from interlace.train.architectures import HALF, pixel_statistics
 from interlace.train.config import ConfigError
 from interlace.train.schema import Config
 
-# Pixel statistics that the families were pretrained with.
-PIXELS = {
-    "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
-}
+MODALITY = {"image": "vision", "audio": "audio"}
+"""What an encoder takes -> what datasets call files of that kind."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +137,11 @@ def datasets(
     from interlace.data import load_dataset
 
     tokens = {name: model.encoders[name].tokens for name in config.model.encoders()}
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "held_out": config.data.held_out}
-    if "vision" in tokens:
-        spec = media_specs(config, model)["vision"]
-        settings["patch_size"], settings["max_image_tokens"] = spec.patch_size, spec.max_tokens
-        settings["mean"], settings["std"] = spec.mean, spec.std
+    specs = media_specs(config, model, source=source)
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "held_out": config.data.held_out, "specs": specs}
     if config.data.dataset == "digits":
-        if "vision" not in tokens:
-            raise ConfigError(f"{source}: the digits are images, but the model has no [model.vision]")
+        if "image" not in kinds(model).values():
+            raise ConfigError(f"{source}: the digits are images, but the model has no encoder of images in [model]")
         settings["image_size"] = config.data.digit_size
         settings["jitter"] = config.data.digit_jitter
     else:
@@ -167,19 +162,52 @@ def datasets(
     return train, held_out, note
 
 
-def media_specs(config: Config, model: Any) -> dict[str, Any]:
-    """How files become the encoders' inputs: modality -> ImageSpec or AudioSpec of `interlace.data`."""
+def kinds(model: Any) -> dict[str, str]:
+    """What the encoders take, by name: "image" or "audio"."""
+    return {name: encoder.kind for name, encoder in model.encoders.items()}
+
+
+def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[str, Any]:
+    """How files become the encoders' inputs: encoder -> ImageSpec or AudioSpec of `interlace.data`.
+
+    Raises ConfigError for an encoder that takes neither pictures of three colours nor mel frames, and for one with
+    trained weights of whose pixels nobody says how they are scaled.
+    """
     from interlace.data import AudioSpec, ImageSpec
 
     specs: dict[str, Any] = {}
-    vision = config.model.vision
-    if vision is not None:
-        patch = model.encoders["vision"].module.config.patch_size
-        mean, std = PIXELS[vision.family]
-        specs["vision"] = ImageSpec(patch, config.data.max_image_tokens, mean, std)
-    if config.model.audio is not None:
-        specs["audio"] = AudioSpec(model.encoders["audio"].module.config.num_mel_bins, config.data.max_audio_seconds)
+    for name, kind in kinds(model).items():
+        encoder = model.encoders[name]
+        if kind == "audio" and len(encoder.default_shape) == 2:
+            specs[name] = AudioSpec(encoder.default_shape[0], config.data.max_audio_seconds)
+            continue
+        images = encoder.images
+        if images is None or images.patch[0] != images.patch[1]:
+            what = "no pictures (3, height, width) of square patches" if kind == "image" else "no mel frames"
+            raise ConfigError(
+                f"{source}: [model.{name}] {type(encoder.module).__name__} takes {what}, which is what the dataset "
+                f"{config.data.dataset!r} has: use another encoder or another data.dataset"
+            )
+        unit = encoder.unit  # patches that a projector joins on each side
+        budget = max(1, config.data.max_image_tokens // unit**2)
+        specs[name] = ImageSpec(images.patch[0] * unit, budget, *pixels(config, model, name, source))
     return specs
+
+
+def pixels(config: Config, model: Any, name: str, source: str = "config") -> tuple[Any, Any]:
+    """Mean and standard deviation of an image encoder's pixels: the config's, its folder's, or its architecture's.
+
+    Raises ConfigError where trained weights were made with nobody knows which.
+    """
+    spec = config.model.encoders()[name]
+    known = pixel_statistics(model.encoders[name].module.config.model_type)
+    if known is None and spec.path is not None and (spec.mean is None or spec.std is None):
+        raise ConfigError(
+            f"{source}: {spec.path} has no preprocessor_config.json that says which mean and std of pixels the encoder "
+            f"was trained with: give [model.{name}] mean and std, three numbers each"
+        )
+    mean, std = known or HALF
+    return tuple(spec.mean or mean), tuple(spec.std or std)
 
 
 def prepare(config: Config, say: Callable[[str], None], *, source: str = "config") -> Config:
@@ -199,7 +227,7 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     from interlace.data import ByteTokenizer
     from interlace.train.build import build
 
-    tokenizer = ByteTokenizer()
+    tokenizer = ByteTokenizer(config.model.encoders())
     train, _, note = datasets(config, build(config, tokenizer, source=source), tokenizer, source=source, say=say)
     if note:
         say(note)
@@ -288,13 +316,11 @@ def _check_context(config: Config, model: Any, splits: list[Any], source: str) -
 def _stamps_settings(config: Config, model: Any, source: str) -> dict[str, Any]:
     from interlace.data.stamps import KINDS
 
-    spec, encoders = config.data, set(config.model.encoders())
+    spec, heard = config.data, {MODALITY[kind] for kind in kinds(model).values()}
     named = {kind.replace("+", "_"): kind for kind in KINDS}
     settings: dict[str, Any] = {
         "weights": {
-            named[key]: weight
-            for key, weight in spec.mixture.model_dump().items()
-            if set(KINDS[named[key]]) <= encoders
+            named[key]: weight for key, weight in spec.mixture.model_dump().items() if set(KINDS[named[key]]) <= heard
         },
         "on_too_large": spec.on_too_large,
         "max_images": spec.max_images,
@@ -303,14 +329,18 @@ def _stamps_settings(config: Config, model: Any, source: str) -> dict[str, Any]:
     }
     if spec.languages is not None:
         settings["languages"] = spec.languages
-    if "audio" in encoders:
-        audio = model.encoders["audio"].module.config
-        settings["mel_bins"] = audio.num_mel_bins
-        longest = audio.max_source_positions / 50.0  # 10 ms frames, halved by the second convolution
+    for name, kind in kinds(model).items():
+        if kind != "audio":
+            continue
+        longest = model.encoders[name].default_shape[1] / 100.0  # frames of 10 ms
         if spec.max_audio_seconds > longest:
+            positions = getattr(model.encoders[name].module.config, "max_source_positions", None)
+            where, hint = f"[model.{name}]", "lower it"
+            if positions is not None:
+                where = f"[model.{name}.config] max_source_positions = {positions}"
+                hint = f"lower the one or raise the other to {math.ceil(spec.max_audio_seconds * positions / longest)}"
             raise ConfigError(
-                f"{source}: [data] max_audio_seconds = {spec.max_audio_seconds:g}, but [model.audio.config] "
-                f"max_source_positions = {audio.max_source_positions} holds only {longest:g} s; lower the one or "
-                f"raise the other to {math.ceil(spec.max_audio_seconds * 50)}"
+                f"{source}: [data] max_audio_seconds = {spec.max_audio_seconds:g}, but {where} holds only "
+                f"{longest:g} s; {hint}"
             )
     return settings

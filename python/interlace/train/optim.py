@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from interlace.train.offload import MOMENTS, OffloadedAdamW
-from interlace.train.schema import Config, Train
+from interlace.train.schema import Config
+from interlace.train.schema_train import Train
 
 
 def schedule_length(train: Train) -> int:

@@ -6,56 +6,32 @@ The keys of a file may differ from the names in the model: HuggingFace has renam
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from interlace.train.pretrained import MADE_ANEW, Stored, check_shapes, contents
+from interlace.train.pretrained import MADE_ANEW, Source, check_shapes, contents_of, converted
 
 if TYPE_CHECKING:
     from interlace.model import MultimodalModel
 
 
-def find_whole(model: MultimodalModel, folder: Path) -> dict[str, Stored]:
+def find_whole(model: MultimodalModel, folder: Path) -> dict[str, Source]:
     """Where `folder` has each parameter of a model of `MultimodalModel.of_whole`, by its first name.
 
-    Raises ValueError when one is missing or of another shape, when the folder has more, and for weights that the
-    library computes from several others while it reads them: a rank could not read its part of them alone.
+    Raises ValueError when one is missing or of another shape, and when the folder has more.
     """
-    stored = contents(folder)
-    whole = model.whole()
-    key_of = _keys(whole, stored)
+    files, whole = contents_of(folder), model.whole()
+    stored = converted(whole, files)
+    for key in files.keys() & whole.state_dict().keys():  # saved under today's names: nothing to rename
+        stored[key] = files[key]
     kind = type(whole).__name__
     names = {name: model.name_in_whole(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     wanted = dict(model.named_parameters())
-    if missing := [name for name in wanted if names[name] not in key_of]:
+    if missing := [name for name in wanted if names[name] not in stored]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{folder} has no weight {names[missing[0]]!r}{more}, which {kind} needs")
-    used = {key_of[name] for name in names.values() if name in key_of}
-    if left := sorted(key for key in set(stored) - used if not key.endswith(MADE_ANEW)):
+    known = {*names.values(), *whole.state_dict()}
+    if left := sorted(key for key in stored if key not in known and not key.endswith(MADE_ANEW)):
         raise ValueError(f"{folder} has {left[0]!r}, which {kind} has not: it would compute something else")
-    found = {name: stored[key_of[names[name]]] for name in wanted}
+    found = {name: stored[names[name]] for name in wanted}
     check_shapes(wanted, found)
-    return found
-
-
-def _keys(whole: Any, stored: dict[str, Stored]) -> dict[str, str]:
-    """Name in the model -> key in the files."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    conversions = get_model_conversion_mapping(whole)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    state = whole.state_dict()
-    found: dict[str, str] = {}
-    for key in stored:
-        name, converted = rename_source_key(key, renamings, converters, whole.base_model_prefix, state)
-        if key in state:
-            name, converted = key, None
-        if converted is not None:
-            raise ValueError(
-                f"{stored[key].file} has {key!r}, which the library makes {name!r} of while it reads: save the model "
-                f"again with {type(whole).__name__}.from_pretrained(folder).save_pretrained(new, save_original_format="
-                "False), or load it in Python with MultimodalModel.from_pretrained"
-            )
-        found[name] = key
     return found

@@ -19,7 +19,7 @@ from interlace.train.checkpoint import checkpoints
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.checkpoint.identity import identity_of
 from interlace.train.config import ConfigError
-from interlace.train.feed import PIXELS, Feed, datasets, report_left_out
+from interlace.train.feed import Feed, datasets, kinds, pixels, report_left_out
 from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
 from interlace.train.metrics import HELD_OUT, LOSS, free_memory
@@ -91,7 +91,7 @@ def _train(
     from interlace.data import ByteTokenizer
     from interlace.run import parallelize
 
-    tokenizer = ByteTokenizer()
+    tokenizer = ByteTokenizer(config.model.encoders())
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
     stored = stored_weights(config, model, source=source) if resume is None else {}  # a checkpoint has all of them
@@ -268,8 +268,11 @@ def close(
             if config.log.samples:
                 picks = report.spread_by_kind(held_out, config.log.samples)
                 answers = report.held_out_answers(whole, held_out, picks, tokenizer, config)
-                vision = config.model.vision
-                report.write_page(answers, folder, config, PIXELS[vision.family if vision is not None else "siglip"])
+                shown = {
+                    name: pixels(config, whole, name) if kind == "image" else None
+                    for name, kind in kinds(whole).items()
+                }
+                report.write_page(answers, folder, config, shown)
     report.write_summary(folder, rows)
     with contextlib.suppress(OSError, SystemExit):  # nobody reads it any more
         report.print_summary(rows, f"{config.run.name}: trained")

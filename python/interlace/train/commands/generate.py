@@ -21,7 +21,7 @@ def generate(options: argparse.Namespace) -> int:
     from interlace.train.checkpoint import checkpoints
     from interlace.train.checkpoint import folder as checkpointfolder
     from interlace.train.checkpoint.identity import identity_of
-    from interlace.train.feed import media_specs
+    from interlace.train.feed import kinds, media_specs
 
     folder, at = checkpoint_of(options.run)
     source = str(folder / "config.toml")
@@ -31,21 +31,19 @@ def generate(options: argparse.Namespace) -> int:
     known = languages(config)
     if options.language not in known:
         raise ConfigError(f"--language {options.language}: this run's answers are in {', '.join(known)}")
-    tokenizer = data.ByteTokenizer()
+    tokenizer = data.ByteTokenizer(config.model.encoders())
     model: Any = build(config, tokenizer, source=source)
-    specs = media_specs(config, model)
+    specs = media_specs(config, model, source=source)
     items: list[tuple[str, Any]] = []
-    for modality, paths, read in (
-        ("vision", options.image, data.load_image),
-        ("audio", options.speech, data.load_audio),
-    ):
+    for kind, paths, read in (("image", options.image, data.load_image), ("audio", options.speech, data.load_audio)):
+        encoders = [name for name, its in kinds(model).items() if its == kind]
         for path in paths:
-            if modality not in specs:
-                raise ConfigError(f"{path}: the model of {folder} has no {modality} encoder")
+            if not encoders:
+                raise ConfigError(f"{path}: the model of {folder} has no encoder of {kind}")
             if not path.is_file():
                 raise ConfigError(f"{path}: a folder, not a file" if path.is_dir() else f"{path}: no such file")
             try:
-                items.append((modality, read(path, specs[modality])))
+                items += [(name, read(path, specs[name])) for name in encoders]
             except ImportError as error:
                 raise ConfigError(f"{path}: {error}") from None
     if not items and not options.prompt:

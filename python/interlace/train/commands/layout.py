@@ -215,12 +215,10 @@ def _by_layer(schedule: Any) -> frozenset[tuple[int, str]]:
 
 
 def _items(config: Config, model: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of a clip that fills its budget: shorter ones are padded to the encoder's length in part."""
-    if config.model.audio is None:
-        return {}
-    encoder = model.encoders["audio"]
-    mels, frames = encoder.default_shape
-    return {"audio": (mels, min(frames, round(config.data.max_audio_seconds * 100)))}
+    """Of each encoder that hears, the shape of a clip that fills its budget: it is padded to the encoder's length."""
+    clips = {name: encoder.default_shape for name, encoder in model.encoders.items() if encoder.kind == "audio"}
+    longest = round(config.data.max_audio_seconds * 100)
+    return {name: (*shape[:-1], min(shape[-1], longest)) for name, shape in clips.items()}
 
 
 def _loads(config: Config, model: Any, activations: Mapping[str, Any], sizes: Mapping[str, float]) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
     if options.tflops is not None and options.tflops <= 0:
         raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
     config = load(options.config, options.set)
-    tokenizer = ByteTokenizer()
+    tokenizer = ByteTokenizer(config.model.encoders())
     model = build(config, tokenizer, source=str(options.config))
     if options.profile:
         return config, model, _profiled(config, model, tokenizer, str(options.config))
