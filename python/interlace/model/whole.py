@@ -101,6 +101,17 @@ def build_whole(folder: Path) -> Any:
     return found._from_config(config, attn_implementation=NAME)
 
 
+def modules_of(folder: Path) -> tuple[str, str]:
+    """Name of the encoder that the model in `folder` is cut into, and the model_type of its tower; without memory.
+
+    Raises ValueError as `whole_class`, and for a model that cannot be cut.
+    """
+    with torch.device("meta"):
+        whole = build_whole(folder)
+    parts = Parts.of(whole)
+    return parts.encoder, getattr(getattr(whole, parts.base), parts.tower).config.model_type
+
+
 def take_apart(whole: Any) -> TakenApart:
     """The modules of a HuggingFace model, which share its weights.
 

@@ -9,12 +9,12 @@ from typing import Any
 from interlace.train import runfolder
 from interlace.train.commands.generate import checkpoint_of
 from interlace.train.config import ConfigError, load
+from interlace.train.schema import Config
 
 
 def export(options: argparse.Namespace) -> int:
     """``interlace export RUN FOLDER``: a whole checkpoint key for key, other models as one folder per module."""
-    from interlace import data
-    from interlace.train.build import architecture, build, materialize
+    from interlace.train.build import architecture
     from interlace.train.checkpoint import checkpoints
     from interlace.train.checkpoint import folder as checkpointfolder
     from interlace.train.checkpoint.identity import identity_of
@@ -33,8 +33,7 @@ def export(options: argparse.Namespace) -> int:
             raise ConfigError(f"--step {options.step}: {run} has no checkpoint of that step; it has {have}")
     source = str(run / "config.toml")
     config = load(source)
-    model: Any = build(config, data.ByteTokenizer(), source=source)
-    materialize(model, seed=config.run.seed)
+    model = _model(config, source)
     path = at or checkpointfolder.newest(runfolder.checkpoints_of(run))
     if path is None:
         raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(run)}")
@@ -45,3 +44,17 @@ def export(options: argparse.Namespace) -> int:
         raise ConfigError(f"export to {target}: {error}") from None
     print(f"{target}: step {step} of {run}")
     return 0
+
+
+def _model(config: Config, source: str) -> Any:
+    """The run's model on the CPU, with any weights."""
+    from interlace import data
+    from interlace.model import MultimodalModel
+    from interlace.train.build import build, materialize
+
+    if config.model.path is not None:  # as HuggingFace read it: only then it is saved under the keys that it had
+        try:
+            return MultimodalModel.from_pretrained(config.model.path)
+        except ValueError as error:
+            raise ConfigError(f"{source}: [model] path: {error}") from None
+    return materialize(build(config, data.ByteTokenizer(), source=source), seed=config.run.seed)
