@@ -141,13 +141,13 @@ def check_sample(
         items = sample.media.get(name, [])
         for i, item in enumerate(items):
             try:
-                tokens = encoder.tokens(item.shape)
+                tokens = encoder.tokens(item.shape, item.about)
             except ValueError as error:
                 raise ValueError(f"{where}, {name} item {i}: {error}") from None
             if tokens != item.tokens:
                 raise ValueError(
                     f"{where}, {name} item {i} of shape {item.shape} says it becomes {item.tokens} tokens, but the "
-                    f"encoder makes {tokens}: compute Media.tokens with mllm.encoders[{name!r}].tokens(shape)"
+                    f"encoder makes {tokens}: compute Media.tokens with mllm.encoders[{name!r}].tokens(shape, about)"
                 )
         places = is_placeholder(sample.input_ids, placeholders[name]).nonzero().squeeze(1)
         found = len(places)

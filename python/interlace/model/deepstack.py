@@ -19,6 +19,8 @@ from interlace.model.placeholders import is_placeholder
 
 MASK, FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 """Arguments of a decoder's forward: bool [B, T], and a list of k tensors [n, D]."""
+INDEXES = "deepstack_visual_indexes"
+"""What a tower's config calls the k layers of its own whose features are added."""
 
 
 class Deepstack(NamedTuple):
@@ -87,7 +89,7 @@ def layers_of(tower: Any, decoder: Any) -> int:
 
     Raises ValueError where the tower has such features and the decoder takes none.
     """
-    count = len(getattr(tower.config, "deepstack_visual_indexes", None) or ())
+    count = len(getattr(tower.config, INDEXES, None) or ())
     if count and FEATURES not in inspect.signature(decoder.forward).parameters:
         raise ValueError(f"{type(decoder).__name__} does not take the features of several layers that its tower gives")
     return count

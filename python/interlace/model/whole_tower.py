@@ -8,17 +8,21 @@ the ModalityModule has nothing to project. Parameters have the names that they h
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from interlace.model.deepstack import INDEXES
+from interlace.model.feed import Item
+from interlace.model.feeding import Feed
 from interlace.model.modality import ModalityModule
-from interlace.model.slice import epilogue, run
+from interlace.model.patches import PatchInputs
+from interlace.model.shapes import features_after_layers
 from interlace.model.whole_parts import Parts
-
-Shape = tuple[int, ...]
 
 
 class Tower(nn.Module):
@@ -93,11 +97,22 @@ class GridTower(Tower):
         return self.features(pixel_values, **{f"{self.parts.modality}_grid_thw": grid_thw})
 
 
+class TileTower(Tower):
+    """Of pictures in tiles, with the size of each picture in pixels."""
+
+    def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> BaseModelOutput:
+        """[1, tokens of all items, D_llm]; see `Tower.features`."""
+        return self.features(pixel_values, image_sizes=image_sizes)
+
+
 def tower_of(whole: Any, parts: Parts) -> Tower:
     """The tower of a whole model, with a forward whose arguments tell how its items are given."""
-    inside = getattr(getattr(whole, parts.base), parts.tower)
+    base = getattr(whole, parts.base)
+    inside = getattr(base, parts.tower)
     if "grid_thw" in inspect.signature(inside.forward).parameters:
         return GridTower(whole, parts)
+    if hasattr(base, "pack_image_features"):
+        return TileTower(whole, parts)
     return {"image": ImageTower, "audio": AudioTower}[parts.modality](whole, parts)
 
 
@@ -116,31 +131,28 @@ class WholeEncoder(ModalityModule):
         parts: Parts = self.module.parts  # type: ignore[assignment]
         return parts
 
-    def _measure(self) -> None:
-        super()._measure()
-        if self.images is not None and self.any_size:
+    def connect(self, out_features: int) -> None:
+        """As a ModalityModule's; features are wider where they go to several layers (deepstack.py)."""
+        super().connect(out_features * (1 + len(getattr(self.module.tower.config, INDEXES, None) or ())))
+
+    def _measure(self, feeds: Sequence[Feed]) -> None:
+        super()._measure(feeds)
+        if self.images is not None and self.images.any_size:
             # A pixel shuffle may want squares, or a pooling one size.
-            other = (self.channels, 2 * self.images.size[0], self.images.size[1])
+            channels, tall, wide = self.default_shape
             try:
-                self._features_of_shape(other)
+                self._feature_count(Item((channels, 2 * tall, wide)))
             except Exception:  # whatever a model may raise for a size that it does not take
-                self.any_size = False
+                self.feed = replace(self.images, any_size=False)
 
-    def _feature_count(self, shape: Shape) -> int:
-        self.check_shape(shape)
-        if shape not in self._counts:
-            self._counts[shape] = self._features_of_shape(shape)
-        return self._counts[shape]
-
-    def _features_of_shape(self, shape: Shape) -> int:
-        """Features of an item of this shape; without memory."""
-        like = next(self.layers.parameters())
-        length = self.encoder_length(shape)
-        hidden = torch.empty((1, length, self.hidden_size), device="meta", dtype=like.dtype)
-        shell = epilogue(self.module, self.layer_path, self.returned)
-        kept: Any = shell.get_submodule(self.layer_path)[0]  # type: ignore[index]
-        output, _ = run(shell, kept, self._blank(like, shape), hidden=hidden)
-        return int(self.features_of(output).shape[1])
+    def _feature_count(self, item: Item) -> int:
+        length = self.encoder_length(*item)
+        if isinstance(self.feed, PatchInputs):
+            return self.feed.features(item)
+        key = (item.shape, tuple(sorted(item.about.items())) if self.is_told else ())
+        if key not in self._counts:
+            self._counts[key] = features_after_layers(self, item, length)
+        return self._counts[key]
 
     def without_prefix(self, features: Tensor, length: int) -> Tensor:
         """All of them."""

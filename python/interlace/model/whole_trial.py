@@ -15,17 +15,22 @@ from torch import Tensor, nn
 
 from interlace.attention.hf import NAME
 from interlace.model.collate import collate_language
+from interlace.model.feed import Item
+from interlace.model.feeding import Feed
 from interlace.model.language import LanguageSettings, run_language
+from interlace.model.patches import GRID, UNIT, PatchInputs
 from interlace.model.placeholders import Ids, token_ids
 from interlace.model.sample import IGNORE, Media, Sample
 from interlace.model.slice import find_layers
 from interlace.model.standin import Unanswerable, cheaply, stand_in, takes
+from interlace.model.tiles import TileInputs
 from interlace.model.trial import TOLERANCE, far, one_line, random_rows
 from interlace.model.trial_language import plain_ids
 from interlace.model.whole_parts import decoder_layers
 from interlace.model.whole_positions import RopeIndex
 from interlace.model.whole_tower import Tower, WholeEncoder, tower_of
 
+GRID_OF_IMAGES = "image_grid_thw"
 TEXT = (3, 2, 4)  # tokens before, between and behind two items
 
 
@@ -83,16 +88,16 @@ class _Trial:
         self.twin, self.encoder, self.given = twin, encoder, given
         [(self.name, ids)] = given.placeholders.items()
         self.token = token_ids(ids)[0]
-        shape = encoder.default_shape
-        count = encoder.tokens(shape)
-        self.items = [Media(shape, count, random_rows(shape, seed)) for seed in range(2)]
+        chosen = two_items(encoder.feed)
+        counts = [encoder.tokens(*item) for item in chosen]
+        self.items = [
+            Media(item.shape, count, random_rows(item.shape, seed), about=item.about)
+            for seed, (item, count) in enumerate(zip(chosen, counts))
+        ]
+        first, second = (torch.full((count,), self.token) for count in counts)
         plain = plain_ids(twin, TEXT)
-        item = torch.full((count,), self.token)
-        self.ids = torch.cat([plain[0], item, plain[1], item, plain[2]])
-
-    @property
-    def batch(self) -> Tensor:
-        return torch.stack([item.data for item in self.items])  # type: ignore[misc]
+        self.ids = torch.cat([plain[0], first, plain[1], second, plain[2]])
+        self.batch = encoder.feed.kwargs(encoder.feed.collate(self.items), range(2), torch.zeros(()))
 
     def own(self) -> Tensor:
         """Logits [T, V] by HuggingFace's whole model."""
@@ -101,18 +106,20 @@ class _Trial:
         for name in ("token_type_ids", "mm_token_type_ids"):
             if takes(self.twin, name):
                 given[name] = (ids == self.token).long()
+        items = {GRID_OF_IMAGES if name == GRID else name: value for name, value in self.batch.items()}
+        argument = self.encoder.feed.argument
         if takes(self.twin, "feature_attention_mask"):
-            given["feature_attention_mask"] = torch.ones(len(self.items), self.batch.shape[-1], dtype=torch.long)
+            given["feature_attention_mask"] = torch.ones(2, items[argument].shape[-1], dtype=torch.long)
         logits: Tensor
         try:
-            logits = self.twin(**given, **{self.encoder.input_name: self.batch}).logits[0]
+            logits = self.twin(**given, **items).logits[0]
         except (ValueError, RuntimeError, IndexError):  # models that take items sample by sample
-            logits = self.twin(**given, **{self.encoder.input_name: self.batch[None]}).logits[0]
+            logits = self.twin(**given, **{**items, argument: items[argument][None]}).logits[0]
         return logits
 
     def features(self, tower: Tower) -> Tensor:
         """[n, D_llm] of all items."""
-        made: Tensor = tower.features(self.batch).last_hidden_state
+        made: Tensor = tower(**self.batch).last_hidden_state
         return made.flatten(0, 1)
 
     def logits(self, language_model: Any, layers: str, features: Tensor, bidirectional: bool) -> Tensor:
@@ -130,3 +137,12 @@ class _Trial:
         inputs = {**batch, "features": {self.name: features}}
         logits: Tensor = run_language(language_model, settings, first, inputs, None).logits[0]
         return logits
+
+
+def two_items(feed: Feed) -> list[Item]:
+    """Two items, of different sizes where an encoder takes them."""
+    if isinstance(feed, PatchInputs):
+        return [feed.item(1, UNIT, 2 * UNIT), feed.item(1, 2 * UNIT, 2 * UNIT)]
+    if isinstance(feed, TileInputs):
+        return [feed.examples[0], feed.examples[-1]]
+    return [feed.default, feed.default]
