@@ -138,9 +138,7 @@ def test_what_cannot_be_joined_is_refused() -> None:
     assert eyes.tokens((3, 16, 24)) == 6 and eyes.unit == 2 and model.encoders["ears"].tokens((8, 20)) == 2
     with pytest.raises(ValueError, match=r"2 x 3 patches cannot be joined 2 x 2: resize images so that"):
         eyes.tokens((3, 2 * PATCH, 3 * PATCH))
-    with pytest.raises(
-        ValueError, match=r"how many tokens PixelShuffleProjector makes .* put the encoder into"
-    ):
+    with pytest.raises(ValueError, match=r"how many tokens PixelShuffleProjector makes .* put the encoder into"):
         ModalityModule(siglip(), projector="pixel_shuffle").tokens((3, 16, 16))
     deaf = ModalityModule(whisper(), projector="pixel_shuffle")
     deaf.connect(24)

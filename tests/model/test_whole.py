@@ -47,8 +47,8 @@ def test_same_as_huggingface(family) -> None:
     assert float(output.loss.detach()) == pytest.approx(loss, rel=1e-5)
     pieces = output.logits[0].split([len(sample) for sample in batch])
     with torch.no_grad():
-        for sample, piece in zip(batch, pieces, strict=True):
-            torch.testing.assert_close(piece, wholes.own_logits(name, whole, sample), rtol=1e-4, atol=1e-5)
+        for number, (sample, piece) in enumerate(zip(batch, pieces, strict=True)):
+            torch.testing.assert_close(piece, wholes.own_logits(name, whole, number, sample), rtol=1e-4, atol=1e-5)
     output.loss.backward()
     compare(mllm, whole)
 
@@ -64,8 +64,8 @@ def test_saved_again_it_is_the_same_file(family, tmp_path: Path) -> None:
     assert (tmp_path / "again" / "tokenizer.json").exists()
     again = type(whole).from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
     with torch.no_grad():
-        wanted = wholes.own_logits(name, whole, batch[2])
-        assert torch.equal(wholes.own_logits(name, again, batch[2]), wanted)
+        wanted = wholes.own_logits(name, whole, 2, batch[2])
+        assert torch.equal(wholes.own_logits(name, again, 2, batch[2]), wanted)
     with pytest.raises(ValueError, match="exists and is not empty"):
         mllm.save_pretrained(tmp_path / "again")
 
@@ -89,8 +89,9 @@ def test_frozen_parts(family) -> None:
     mllm.freeze(encoder)
     mllm.freeze(language_model)
     parts = mllm.encoders[encoder].parts
+    after = [*(f"{parts.base}.{each}" for each in parts.beside), *(f"model.visual.{each}" for each in parts.mergers)]
     trained = {mllm.name_in_whole(name) for name, p in mllm.named_parameters() if p.requires_grad}
-    assert trained and all(name.startswith(tuple(f"{parts.base}.{each}" for each in parts.beside)) for name in trained)
+    assert trained and all(name.startswith(tuple(after)) for name in trained)
     mllm(**mllm.collate(batch)).loss.backward()
     assert {mllm.name_in_whole(name) for name, p in mllm.named_parameters() if p.grad is not None} <= trained
     mllm.freeze(f"{encoder}.projector")

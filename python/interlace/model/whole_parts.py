@@ -43,6 +43,10 @@ IN_TURN = {
 """(model_type, modality) -> what makes its features, where the base has no method that a stage may call."""
 
 
+MERGERS = ("merger", "deepstack_merger_list")
+"""Children of towers that are projectors (Qwen-VL and its relatives): HuggingFace has no word for them."""
+
+
 class Gone(nn.Module):
     """Stands where the tower was: some models ask it for a device before they look whether there is anything to see."""
 
@@ -56,7 +60,8 @@ class Parts:
 
     base: attribute of the whole that holds the rest. decoder, tower: attributes of the base. modality: "image" or
     "audio", kind of the tower's items. layers: path of the tower's layers in it. beside: the base's other attributes,
-    modules and parameters, which belong to the encoder.
+    modules and parameters, which belong to the encoder. mergers: those of the tower's children that make the language
+    model's features, where the tower has the projector inside.
     """
 
     base: str
@@ -65,6 +70,7 @@ class Parts:
     modality: str
     layers: str
     beside: tuple[str, ...]
+    mergers: tuple[str, ...]
     in_turn: InTurn | None
 
     @property
@@ -96,6 +102,7 @@ class Parts:
             raise ValueError(f"{name} has {what} beside its language model; whole models of one tower can be cut")
         [(modality, (tower, turns))] = found.items()
         own = [key for key, child in base.named_children() if any(True for _ in child.parameters())]
+        children = getattr(base, tower)._modules
         own += [key for key, parameter in base._parameters.items() if parameter is not None]
         return cls(
             base=at,
@@ -103,6 +110,7 @@ class Parts:
             tower=tower,
             modality=modality,
             layers=find_layers(getattr(base, tower)),
+            mergers=tuple(key for key in MERGERS if key in children),
             beside=tuple(key for key in own if key not in (decoder, tower)),
             in_turn=turns,
         )

@@ -57,6 +57,8 @@ class RopeIndex:
             if kind in grids
         }
         if SECONDS in self._takes and seconds:
+            if len(seconds) != len(grids.get(2, ())):
+                raise ValueError(f"{where}: some of its videos have {SECONDS} in Media.about, others do not")
             given[SECONDS] = torch.tensor(seconds)
         try:
             positions = self.base.get_rope_index(ids[None], mm_token_type_ids=kinds[None].int(), **given)[0]

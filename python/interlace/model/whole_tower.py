@@ -122,8 +122,11 @@ class WholeEncoder(ModalityModule):
     def __init__(self, whole: Any, parts: Parts):
         module = tower_of(whole, parts)
         super().__init__(module, projector=nn.Identity(), layers=f"{parts.base}.{parts.tower}.{parts.layers}")
-        self.tower_names = [f"module.{parts.base}.{parts.tower}"]
-        self.projector_names = [f"module.{parts.base}.{name}" for name in parts.beside]
+        inside = f"module.{parts.base}.{parts.tower}"
+        names = [*module.tower._modules, *module.tower._parameters] if parts.mergers else []
+        self.tower_names = [f"{inside}.{name}" for name in names if name not in parts.mergers] or [inside]
+        self.projector_names = [f"{inside}.{name}" for name in parts.mergers]
+        self.projector_names += [f"module.{parts.base}.{name}" for name in parts.beside]
 
     @property
     def parts(self) -> Parts:
