@@ -24,10 +24,10 @@ SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "nu
 TABLE: dict[str, Any] = {
     "run": {"name": "whole"},
     "data": {"dataset": "digits"},
-    "train": {"steps": 2, "batch_size": 8, "warmup_steps": 1, "validate_every": 0},
-    "parallel": {"ranks": 1},
+    "train": {"steps": 2, "batch_size": 8, "warmup_steps": 1, "validate_every": 2, "validation_samples": 8},
+    "parallel": {"ranks": 1, "threads": 1},
     "checkpoint": {"every": 1},
-    "log": {"samples": 0},
+    "log": {"every": 1, "samples": 0, "accuracy_samples": 4, "max_new_tokens": 2, "tensorboard": False},
 }
 
 
@@ -87,9 +87,10 @@ def test_a_run_is_exported_key_for_key(folder: Path, tmp_path: Path, capsys: pyt
     same = {key for key in before if torch.equal(before[key], after[key])}
     assert same == {key for key in before if "vision_tower" in key}
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
-    wanted = json.loads((folder / "config.json").read_text())
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == wanted
-    LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
+    LlavaForConditionalGeneration.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "by huggingface")
+    for file in ("config.json", "generation_config.json"):
+        wanted = json.loads((tmp_path / "by huggingface" / file).read_text())
+        assert json.loads((tmp_path / "out" / file).read_text()) == wanted
     assert main(["export", str(run), str(tmp_path / "first"), "--step", "1"]) == 0
     first = all_weights(tmp_path / "first")
     assert any(not torch.equal(first[key], after[key]) for key in after)

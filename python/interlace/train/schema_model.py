@@ -121,7 +121,9 @@ class Model(Section):
     def _sources(self) -> Model:
         for name, module in self.modules().items():
             if self.path is not None:
-                if others := sorted(module.model_fields_set - OF_WHOLE):
+                plain = type(module)()
+                said = [key for key in type(module).model_fields if getattr(module, key) != getattr(plain, key)]
+                if others := [key for key in said if key not in OF_WHOLE]:
                     raise ValueError(
                         f"[model.{name}] says {others[0]}, but [model] path is a whole model, of which it says all: "
                         f"leave it out (here go {', '.join(sorted(OF_WHOLE - PIXELS))}), or leave out [model] path"
