@@ -13,10 +13,10 @@ from torch import nn
 
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import ItemProjector, Media, ModalityModule, MultimodalModel, PixelShuffleProjector, Sample
-from interlace.model.projector import make_projector
+from interlace.model.projector import make_projector, unit_of
 from interlace.run import parallelize
 from tests.model.zoo import PATCH, llama, siglip, whisper
-from tests.run.test_parity import assert_same_gradient, oracle
+from tests.run.test_parity import oracle
 
 SIZES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=4)
 
@@ -120,9 +120,12 @@ def test_layouts_give_the_loss_and_gradients_of_one_process(name: str, layout: s
     parallel = parallelize(model, Layout.from_specs(model, LAYOUTS[layout]), timeout=30)
     result = parallel.step(batch, microbatches=2)
     assert result.loss == pytest.approx(loss, rel=1e-5)
-    found = parallel.full_gradients()
+    found, largest = parallel.full_gradients(), max(float(g.norm()) for g in gradients.values() if g is not None)
     for key, expected in gradients.items():
-        assert_same_gradient(key, found.get(key), expected)
+        if expected is None:
+            assert found.get(key) is None, key
+        else:  # a bias of keys changes no softmax: its gradient is rounding alone
+            assert (found[key] - expected).norm() <= 1e-5 * expected.norm() + 1e-8 * largest, key
 
 
 def test_freezing_an_encoder_leaves_its_queries_trainable() -> None:
@@ -135,7 +138,9 @@ def test_freezing_an_encoder_leaves_its_queries_trainable() -> None:
 def test_what_cannot_be_joined_is_refused() -> None:
     model = build("pixel_shuffle")
     eyes = model.encoders["eyes"]
-    assert eyes.tokens((3, 16, 24)) == 6 and eyes.unit == 2 and model.encoders["ears"].tokens((8, 20)) == 2
+    assert (
+        eyes.tokens((3, 16, 24)) == 6 and unit_of(eyes.projector) == 2 and model.encoders["ears"].tokens((8, 20)) == 2
+    )
     with pytest.raises(ValueError, match=r"2 x 3 patches cannot be joined 2 x 2: resize images so that"):
         eyes.tokens((3, 2 * PATCH, 3 * PATCH))
     with pytest.raises(ValueError, match=r"how many tokens PixelShuffleProjector makes .* put the encoder into"):

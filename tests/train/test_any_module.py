@@ -103,7 +103,7 @@ def config_with(**modules: dict[str, Any]) -> configs.Config:
     modules.setdefault("language_model", {"architecture": "LlamaForCausalLM", "config": dict(TEXT)})
     table = {
         "run": {"name": "mine"}, "model": modules, "data": {"dataset": "digits"},
-        "train": {"steps": 2, "batch_size": 4},
+        "train": {"steps": 2, "batch_size": 4, "warmup_steps": 1},
         "parallel": {"timeout": 60.0, "placement": "parallel", "language_model": {"pp": 2}},
     }  # fmt: skip
     return configs.from_table(json.loads(json.dumps(table)), source="mine.toml")

@@ -19,6 +19,7 @@ from interlace.train.trainer import Trainer, read_metrics
 from tests.data.package import build_tree
 from tests.train.test_build import AUDIO, LLAMA, VISION
 
+DINO = {key: VISION[key] for key in VISION if key != "intermediate_size"}
 TABLE: dict[str, Any] = {
     "run": {"name": "three"},
     "model": {
@@ -32,7 +33,7 @@ TABLE: dict[str, Any] = {
         "ears": {"architecture": "WhisperEncoder", "config": AUDIO | {"max_source_positions": 300}, "downsample": 4},
         "sharp": {
             "architecture": "dinov2",
-            "config": VISION | {"image_size": 16, "patch_size": 6, "mlp_ratio": 2},
+            "config": DINO | {"image_size": 16, "patch_size": 6, "mlp_ratio": 2},
             "projector": "qformer",
             "projector_config": {"queries": 3, "layers": 1, "heads": 2},
             "preprocess": "tests.train.own_modules:halved",
@@ -132,8 +133,6 @@ def test_costs_count_every_encoder_and_digits_need_one_that_sees(cache: Path) ->
     deaf["model"] = {key: value for key, value in deaf["model"].items() if key in ("ears", "language_model")}
     deaf["data"] = {"dataset": "digits"}
     config = configs.from_table(deaf, source="three.toml")
-    with pytest.raises(
-        configs.ConfigError, match=r"three\.toml: the digits are images, but the model has no enc"
-    ):
+    with pytest.raises(configs.ConfigError, match=r"three\.toml: the digits are images, but the model has no enc"):
         tokenizer = ByteTokenizer(config.model.encoders())
         datasets(config, build(config, tokenizer), tokenizer, source="three.toml")

@@ -116,8 +116,8 @@ WRONG: list[tuple[Any, str]] = [
     (lambda w, t: w.update({"model.norm.weight": torch.zeros(7)}), r"model.norm.weight is \[7\], the config makes"),
     (lambda w, t: w.clear(), "has no model.safetensors"),
     (lambda w, t: t.update(num_hidden_layers=3), "has no weight 'model.layers.2"),
-    (lambda w, t: t.update(model_type="mamba"), "has 'model.layers.0.input_layernorm.weight', which MambaForCausalLM"),
-    (lambda w, t: t.update(model_type="bert"), "model_type = 'bert', of which nothing is a causal language model"),
+    (lambda w, t: t.update(model_type="mamba"), "has no weight 'backbone.emb.* and 21 more, which MambaF"),
+    (lambda w, t: t.update(model_type="t5"), "model_type = 't5', of which nothing is a causal language model"),
     (lambda w, t: t.update(model_type="lama"), "model_type = 'lama', which transformers 5.* does not know"),
     (lambda w, t: t.update(num_attention_heads="many"), "num_attention_heads"),
 ]

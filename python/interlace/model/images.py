@@ -70,7 +70,7 @@ class ImageInputs:
         """Whether it is given patches, and how many rows and columns of them an image has."""
         return GRID in self.accepted
 
-    def _grid(self, item: Item) -> tuple[int, int]:
+    def grid(self, item: Item) -> tuple[int, int]:
         """Rows and columns of patches."""
         if GRID in item.about:
             rows, columns = item.about[GRID]
@@ -79,7 +79,7 @@ class ImageInputs:
 
     def tokens(self, item: Item) -> int:
         """Patches of an image."""
-        return math.prod(self._grid(item))
+        return math.prod(self.grid(item))
 
     def check(self, item: Item, name: str) -> None:
         """Raise ValueError unless an image (channels, height, width) consists of patches of the encoder `name`, or is
@@ -114,7 +114,7 @@ class ImageInputs:
         data = [data_of(item) for item in items]
         if not self.in_patches:
             return {self.argument: data}
-        grids = [self._grid(Item(item.shape, item.about)) for item in items]
+        grids = [self.grid(Item(item.shape, item.about)) for item in items]
         return {
             self.argument: [self._patches(one[None])[0] if one.dim() == 3 else one for one in data],
             GRID: torch.tensor(grids, dtype=torch.int64, device="cpu").reshape(len(items), 2),
@@ -139,7 +139,7 @@ class ImageInputs:
             return self._arguments(zeros, [(item.shape[1], item.shape[2]) for item in items])
         one = self.default if packing == PACKED else items[0]
         if self.in_patches:
-            grid, numbers = self._grid(one), math.prod(self.patch) * self.channels
+            grid, numbers = self.grid(one), math.prod(self.patch) * self.channels
             patches = torch.empty((1, math.prod(grid), numbers), device="meta", dtype=like.dtype)
             return self._patch_arguments(patches, torch.tensor([grid], dtype=torch.int64, device="cpu"))
         return self._arguments(torch.empty((1, *one.shape), device="meta", dtype=like.dtype), [one.shape[1:]])

@@ -35,7 +35,7 @@ from interlace.model.feed import NOTHING, About, Inputs, Item, Shape
 from interlace.model.feeding import ARGUMENTS, Feed, config_of, features_of, feeds_of
 from interlace.model.images import ImageInputs
 from interlace.model.patches import GRID, PatchInputs
-from interlace.model.projector import PROJECTORS, Grid, ItemProjector, count_tokens, make_projector, stack_tokens
+from interlace.model.projector import PROJECTORS, Grid, count_tokens, make_projector, project
 from interlace.model.rows import PACKED, mask_of, packed_plan
 from interlace.model.sample import Media
 from interlace.model.shapes import features_after_layers, measure, tokens_before_layers
@@ -105,8 +105,10 @@ class ModalityModule(nn.Module):
         if isinstance(projector, str) and projector not in PROJECTORS:
             raise ValueError(f"unknown projector {projector!r}: use {', '.join(PROJECTORS)} or your own module")
         self.projector = projector if isinstance(projector, nn.Module) else None
-        self._projector = PROJECTORS.get(projector) if isinstance(projector, str) else projector  # class of one to make
-        self._projector_config = dict(projector_config or {})
+        self.given_projector = (
+            PROJECTORS.get(projector) if isinstance(projector, str) else projector
+        )  # class of one to make
+        self.projector_config = dict(projector_config or {})
         self.downsample = downsample
         self.preprocess, self.postprocess = preprocess, postprocess
         self.postprocess_projector = postprocess_projector
@@ -180,9 +182,9 @@ class ModalityModule(nn.Module):
         """Make the projector for a language model of this hidden size (called by MultimodalModel)."""
         self.out_features = out_features
         width = self.feature_size * self.downsample
-        if isinstance(self._projector, type) and self.projector is None:
+        if isinstance(self.given_projector, type) and self.projector is None:
             like = next(self.module.parameters())
-            made = make_projector(self._projector, width, out_features, self._projector_config)
+            made = make_projector(self.given_projector, width, out_features, self.projector_config)
             self.projector = made.to(device=like.device, dtype=like.dtype)
         if self.projector is None and (self.kind == "text" or (width != out_features and self.postprocess is None)):
             raise ValueError(
@@ -228,19 +230,13 @@ class ModalityModule(nn.Module):
         """
         if self._tokens is not None:
             return self._tokens(tuple(shape), about)
-        count = -(-self._feature_count(Item(tuple(shape), about)) // self.downsample)
-        return count_tokens(self.projector or self._projector, count, self._grid(tuple(shape), count))
+        item = Item(tuple(shape), about)
+        count = -(-self._feature_count(item) // self.downsample)
+        return count_tokens(self.projector or self.given_projector, count, self._grid(item, count))
 
-    @property
-    def unit(self) -> int:
-        """Rows and columns of an image's patches must be multiples of it."""
-        return self.projector.unit if isinstance(self.projector, ItemProjector) else 1
-
-    def _grid(self, shape: Shape, features: int) -> Grid | None:
+    def _grid(self, item: Item, features: int) -> Grid | None:
         """Rows and columns of an item's features; None where they are no grid."""
-        if self.images is None or len(shape) != 3:
-            return None
-        rows, columns = shape[1] // self.images.patch[0], shape[2] // self.images.patch[1]
+        rows, columns = (0, 0) if self.images is None else self.images.grid(item)
         return (rows, columns) if rows * columns == features else None
 
     def _feature_count(self, item: Item) -> int:
@@ -340,8 +336,7 @@ class ModalityModule(nn.Module):
             pieces = self._run_apart(inputs, items, lengths, like, hidden)
         if not self.is_last:
             return torch.cat(pieces).unsqueeze(0)
-        shapes = [item.shape for item in items]
-        return self._project(inputs, [self.without_prefix(piece, n) for piece, n in zip(pieces, lengths)], shapes)
+        return self._project(inputs, [self.without_prefix(piece, n) for piece, n in zip(pieces, lengths)], items)
 
     @property
     def is_told(self) -> bool:
@@ -459,29 +454,13 @@ class ModalityModule(nn.Module):
         """Features [n, D] without class tokens, as far as what follows the layers has not pooled all tokens."""
         return features[self.prefix :] if len(features) == length else features
 
-    def _project(self, inputs: Inputs, pieces: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Tensor:
+    def _project(self, inputs: Inputs, pieces: Sequence[Tensor], items: Sequence[Item]) -> Tensor:
         features, lengths = torch.cat(list(pieces)), [len(piece) for piece in pieces]
         if self.postprocess is not None:
             features = self.postprocess(inputs, features)
-            if features.shape[0] != sum(lengths):
-                apart = self.downsample > 1 or isinstance(self.projector, ItemProjector)
-                lengths = self._bad_postprocess(features, lengths) if apart else [features.shape[0]]
-        features = stack_tokens(features, lengths, self.downsample)
-        if isinstance(self.projector, ItemProjector):
-            lengths = [-(-n // self.downsample) for n in lengths]
-            features = self.projector(features, lengths, [self._grid(*item) for item in zip(shapes, lengths)])
-        elif self.projector is not None:
-            features = self.projector(features)
-        if self.postprocess_projector is not None:
-            features = self.postprocess_projector(inputs, features)
-        return features
-
-    def _bad_postprocess(self, features: Tensor, lengths: list[int]) -> list[int]:
-        raise ValueError(
-            f"postprocess made {features.shape[0]} tokens of {sum(lengths)}, so downsample={self.downsample} or a "
-            "projector that looks at items as a whole cannot tell them apart: stack tokens in the callback, set "
-            'downsample=1 and use the projector "linear" or "mlp"'
-        )
+        grids = [self._grid(item, -(-n // self.downsample)) for item, n in zip(items, lengths, strict=True)]
+        features = project(self.projector, features, lengths, grids, self.downsample)
+        return features if self.postprocess_projector is None else self.postprocess_projector(inputs, features)
 
 
 def _all(hidden: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from interlace.model.whole import read_module
 FACTS, PROJECTOR = "interlace.json", "projector.safetensors"
 LANGUAGE_MODEL = "language_model"
 FORMAT = 1
+PLAIN = ("linear", "mlp")  # projectors without a config
 CALLBACKS = ("preprocess", "postprocess", "postprocess_projector")
 
 
@@ -49,12 +50,13 @@ def save_modules(
                 f"{name} has a {set_[0]} function, which a folder of weights cannot hold: save it yourself"
             )
         kind = next((key for key, each in PROJECTORS.items() if type(encoder.projector) is each), None)
-        if kind is None:
+        if kind is None or (kind not in PLAIN and not isinstance(encoder.given_projector, type)):
             raise ValueError(
                 f"the projector of {name} is {type(encoder.projector).__name__}, none of {', '.join(PROJECTORS)}: save "
                 "its weights yourself"
             )
         modules[name] = {"class": _class_of(encoder.module), "projector": kind, "downsample": encoder.downsample}
+        modules[name]["projector_config"] = encoder.projector_config
     modules[LANGUAGE_MODEL] = {"class": _class_of(language_model)}
     for name, module in {**{n: e.module for n, e in encoders.items()}, LANGUAGE_MODEL: language_model}.items():
         module.save_pretrained(folder / name)  # type: ignore[operator]
@@ -94,7 +96,8 @@ def read_modules(folder: Path, dtype: torch.dtype | None = None) -> dict[str, An
     for name, (found, each) in made.items():
         if name != LANGUAGE_MODEL:
             module = read_module(found, folder / name, dtype)
-            encoders[name] = ModalityModule(module, projector=each["projector"], downsample=each["downsample"])
+            given = {key: each[key] for key in ("projector", "projector_config", "downsample")}
+            encoders[name] = ModalityModule(module, **given)
     return {
         "encoders": encoders,
         "language_model": read_module(made[LANGUAGE_MODEL][0], folder / LANGUAGE_MODEL, dtype),

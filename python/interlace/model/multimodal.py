@@ -22,6 +22,7 @@ from interlace.model.loss import cross_entropy_sum
 from interlace.model.modality import ModalityModule
 from interlace.model.module_folder import FACTS, load_projectors, read_modules, save_modules
 from interlace.model.placeholders import Ids, check_placeholders, configured
+from interlace.model.projector import unit_of
 from interlace.model.rows import ROWS
 from interlace.model.sample import IGNORE, Sample, refuse_copies
 from interlace.model.shared import check_cut
@@ -251,7 +252,9 @@ class MultimodalModel(nn.Module):
         encoder = self.encoders[name]
         keys = context if context is not None else self.nominal_length(name)
         path = f"module.{encoder.layer_path}"
-        return describe_layers(encoder, f"encoders.{name}", path, keys, encoder.downsample)
+        return describe_layers(
+            encoder, f"encoders.{name}", path, keys, encoder.downsample * unit_of(encoder.projector) ** 2
+        )
 
     def tied_parameters(self) -> list[tuple[str, ...]]:
         """Groups of names that are one weight (tied embeddings), each with two names or more."""

@@ -136,7 +136,8 @@ class WholeEncoder(ModalityModule):
 
     def connect(self, out_features: int) -> None:
         """As a ModalityModule's; features are wider where they go to several layers (deepstack.py)."""
-        super().connect(out_features * (1 + len(getattr(self.module.tower.config, INDEXES, None) or ())))
+        config: Any = self.module.config
+        super().connect(out_features * (1 + len(getattr(config, INDEXES, None) or ())))
 
     def _measure(self, feeds: Sequence[Feed]) -> None:
         super()._measure(feeds)

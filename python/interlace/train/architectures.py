@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -141,16 +142,30 @@ def _of_type(config: Any, encoder: bool) -> Any:
 def _feature_class(config: Any) -> Any:
     """The class that makes features of what a config (or its class) describes: of an encoder-decoder the encoder."""
     name = _class_of_type(config.model_type, encoder=True)
-    found = None if name is None else _class_named(name)
+    found = _beside(config if isinstance(config, type) else type(config)) if name is None else _class_named(name)
     if found is not None and config.model_type in _encoder_decoders():
         return getattr(inspect.getmodule(found), found.__name__.removesuffix("Model") + "Encoder", found)
     return found
 
 
+def _beside(config: Any) -> Any:
+    """The one class of features for a config class, in the file of models beside it: some parts are in no table of the
+    library (the encoders of Qwen2-VL and Qwen2.5-Omni). None where there is not exactly one."""
+    place = config.__module__.replace(".configuration_", ".modeling_")
+    if place == config.__module__ or importlib.util.find_spec(place) is None:
+        return None
+    found = []
+    for model in vars(importlib.import_module(place)).values():
+        own = isinstance(model, type) and model.__module__ == place and getattr(model, "config_class", None) is config
+        if own and "forward" in vars(model) and not reads_text(model) and not re.search(r"For[A-Z]", model.__name__):
+            found.append(model)
+    return found[0] if len(found) == 1 else None
+
+
 def _encoder_decoders() -> frozenset[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
 
-    return frozenset(kind for kind, name in SPEECH.items() if not _parts_of_class(_config_class(kind)))
+    return frozenset(kind for kind in SPEECH if not _config_class(kind).sub_configs)
 
 
 def _parts_of_class(config: Any) -> list[Any]:
@@ -176,7 +191,7 @@ def _check_role(model: Any, encoder: bool) -> None:
     name = getattr(model, "__name__", str(model))
     if not (isinstance(model, type) and issubclass(model, PreTrainedModel)):
         raise ValueError(f"{name} of transformers is no model class")
-    config = model.config_class
+    config: Any = getattr(model, "config_class", None)
     if config is None:
         raise ValueError(f"{name} is a base class of transformers, not a model")
     parts = config.sub_configs and any(key.endswith("text_config") for key in config.sub_configs)
@@ -307,8 +322,8 @@ def _part_of(folder: Path, name: str | None, encoder: bool) -> Part:
         model = model_class(name, encoder=encoder)
         if found := [each for each in configs if type(each) is model.config_class]:
             return Part(model, found[0])
-        parts = ", ".join(each.model_type for each in configs)
-        raise ValueError(f"{path} describes no {model.__name__}: it is of model_type {parts}")
+        kinds = ", ".join(each.model_type for each in configs)
+        raise ValueError(f"{path} describes no {model.__name__}: it is of model_type {kinds}")
     parts = [Part(model, each) for each in configs if (model := _fitting(each, encoder)) is not None]
     if len(parts) == 1:
         return parts[0]
@@ -343,19 +358,26 @@ def _fitting(config: Any, encoder: bool) -> Any:
 
 def config_keys(config: Any) -> set[str]:
     """The keys that a config class takes."""
-    fields = {field.name for field in dataclasses.fields(config) if not field.name.startswith("_")}
-    return fields | set(getattr(config, "attribute_map", {}))
+    return _fields(config) | set(config.attribute_map)
+
+
+def _fields(config: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(config) if not field.name.startswith("_")}
 
 
 def _known(config: Any) -> set[str]:
-    """The keys of a config class that decide what a model computes."""
-    return config_keys(config) - set(config.attribute_map) - BESIDE - set(SETTINGS.get(config.__name__, ()))
+    """The keys of a config class that decide what a model computes, each under one name."""
+    fields = _fields(config)
+    twice = {alias for alias, name in config.attribute_map.items() if name in fields}
+    return fields - twice - BESIDE - set(SETTINGS.get(config.__name__, ()))
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """What a config says, as TOML could."""
-    table: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    return {key: _bare(value) for key, value in table.items()}
+    """What a config says, as TOML could. Not what its to_dict says, which keeps some keys under another name."""
+    table = {key: getattr(config, key, None) for key in _fields(type(config))}
+    inner = {key: value.to_dict() for key, value in table.items() if value is not None and hasattr(value, "to_dict")}
+    plain: dict[str, Any] = json.loads(json.dumps(table | inner, default=str))
+    return {key: _bare(value) for key, value in plain.items()}
 
 
 def _bare(value: Any) -> Any:

@@ -150,6 +150,7 @@ def check_keys(
 ) -> None:
     """Refuses keys that `model` does not have, section by section, naming the nearest one that it has."""
     free: type[BaseModel] | None = getattr(model, "free", None)
+    known = {*model.model_fields, *(key for key, value in table.items() if free and isinstance(value, dict))}
     for key, value in table.items():
         full = (*path, key)
         if free is not None and key not in model.model_fields and isinstance(value, dict):
@@ -157,7 +158,7 @@ def check_keys(
             continue
         if key not in model.model_fields:
             place = _place(full, where, source)
-            raise ConfigError(f"{place}: {_section(path)} has no key {key!r}; {nearest(key, model.model_fields)}")
+            raise ConfigError(f"{place}: {_section(path)} has no key {key!r}; {nearest(key, known)}")
         inner = _section_type(model.model_fields[key].annotation)
         if inner is not None and isinstance(value, dict):
             check_keys(inner, value, full, where, source)

@@ -74,8 +74,8 @@ class Made(NamedTuple):
             made = converter.convert(self.first, config=self.config)[self.name]
         except Exception as error:  # whatever it raises for pieces that do not fit each other
             raise ValueError(f"{self.name} cannot be made of {self.sources[0][1].key} and others: {error}") from None
-        tensor: Tensor = made[0] if isinstance(made, list) else made
-        return tensor
+        result: Tensor = made[0] if isinstance(made, list) else made
+        return result
 
 
 Source = Stored | Made

@@ -59,7 +59,7 @@ class Encoder(Module):
     postprocess_projector: ImportPath | None = None
     """"package.module:function" (inputs, features [n, D of the language model]) -> features, after the projector."""
     tokens: ImportPath | None = None
-    """"package.module:function" (shape) -> tokens of an item for the language model, where callbacks change them."""
+    """"package.module:function" (shape, about) -> language-model tokens of an item, where callbacks change them."""
     mean: Channels | None = None
     """Of the pixels of images (0 to 1) that the encoder was trained with, per channel; by default those of the
     preprocessor_config.json in ``path``, else those known of the architecture."""
