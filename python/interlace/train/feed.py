@@ -235,6 +235,7 @@ def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[s
     trained weights of whose pixels nobody says how they are scaled.
     """
     from interlace.data import AudioSpec, ImageSpec
+    from interlace.model.projector import unit_of
 
     specs: dict[str, Any] = {}
     for name, kind in kinds(model).items():
@@ -249,7 +250,7 @@ def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[s
                 f"{source}: [model.{name}] {type(encoder.module).__name__} takes {what}, which is what the dataset "
                 f"{config.data.dataset!r} has: use another encoder or another data.dataset"
             )
-        unit = encoder.unit  # patches that a projector joins on each side
+        unit = unit_of(encoder.projector)  # patches that it joins on each side
         budget = max(1, config.data.max_image_tokens // unit**2)
         specs[name] = ImageSpec(images.patch[0] * unit, budget, *pixels(config, model, name, source))
     return specs

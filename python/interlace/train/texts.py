@@ -39,7 +39,7 @@ class ModelTokenizer:
         from interlace.data import chats_load
         from interlace.data.chats_video import VideoSpec
 
-        data, whole = config.data, getattr(config.model, "path", None)
+        data, whole = config.data, config.model.path
         folder = data.tokenizer or whole or config.model.language_model.path
         if folder is None:
             raise ValueError("the model comes from no folder, so name one with a tokenizer as data.tokenizer")
