@@ -13,7 +13,7 @@ from torch import nn
 
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import ItemProjector, Media, ModalityModule, MultimodalModel, PixelShuffleProjector, Sample
-from interlace.model.projector import make_projector
+from interlace.model.projector import make_projector, unit_of
 from interlace.run import parallelize
 from tests.model.zoo import PATCH, llama, siglip, whisper
 from tests.run.test_parity import oracle
@@ -138,7 +138,9 @@ def test_freezing_an_encoder_leaves_its_queries_trainable() -> None:
 def test_what_cannot_be_joined_is_refused() -> None:
     model = build("pixel_shuffle")
     eyes = model.encoders["eyes"]
-    assert eyes.tokens((3, 16, 24)) == 6 and eyes.unit == 2 and model.encoders["ears"].tokens((8, 20)) == 2
+    assert (
+        eyes.tokens((3, 16, 24)) == 6 and unit_of(eyes.projector) == 2 and model.encoders["ears"].tokens((8, 20)) == 2
+    )
     with pytest.raises(ValueError, match=r"2 x 3 patches cannot be joined 2 x 2: resize images so that"):
         eyes.tokens((3, 2 * PATCH, 3 * PATCH))
     with pytest.raises(ValueError, match=r"how many tokens PixelShuffleProjector makes .* put the encoder into"):

@@ -151,6 +151,29 @@ PROJECTORS: dict[str, type[nn.Module]] = {
 }
 
 
+def project(
+    projector: nn.Module | None, features: Tensor, lengths: Sequence[int], grids: Sequence[Grid | None], downsample: int
+) -> Tensor:
+    """Features [sum n_i, D] of items -> what the projector makes of them, `downsample` consecutive ones joined before.
+
+    lengths: the n_i before a callback that changed their number; grids: of each item's features after joining. Raises
+    ValueError where items can no longer be told apart, but have to be.
+    """
+    if len(features) != sum(lengths):
+        if downsample > 1 or isinstance(projector, ItemProjector):
+            raise ValueError(
+                f"postprocess made {len(features)} tokens of {sum(lengths)}, so downsample={downsample} or a projector "
+                "that looks at items as a whole cannot tell them apart: stack tokens in the callback, set downsample=1 "
+                'and use the projector "linear" or "mlp"'
+            )
+        lengths = [len(features)]
+    features = stack_tokens(features, lengths, downsample)
+    if isinstance(projector, ItemProjector):
+        made: Tensor = projector(features, [-(-n // downsample) for n in lengths], grids)
+        return made
+    return features if projector is None else projector(features)
+
+
 def count_tokens(projector: nn.Module | type[nn.Module] | None, features: int, grid: Grid | None) -> int:
     """Tokens that an item of so many features becomes. Raises ValueError where that is not known, or not possible."""
     if isinstance(projector, ItemProjector):
@@ -161,6 +184,11 @@ def count_tokens(projector: nn.Module | type[nn.Module] | None, features: int, g
             "MultimodalModel first"
         )
     return features
+
+
+def unit_of(projector: nn.Module | None) -> int:
+    """Rows and columns of an image's features must be multiples of it."""
+    return projector.unit if isinstance(projector, ItemProjector) else 1
 
 
 def make_projector(made: type[nn.Module], inputs: int, outputs: int, config: Mapping[str, Any]) -> nn.Module:

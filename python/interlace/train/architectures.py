@@ -142,16 +142,30 @@ def _of_type(config: Any, encoder: bool) -> Any:
 def _feature_class(config: Any) -> Any:
     """The class that makes features of what a config (or its class) describes: of an encoder-decoder the encoder."""
     name = _class_of_type(config.model_type, encoder=True)
-    found = None if name is None else _class_named(name)
+    found = _beside(config if isinstance(config, type) else type(config)) if name is None else _class_named(name)
     if found is not None and config.model_type in _encoder_decoders():
         return getattr(inspect.getmodule(found), found.__name__.removesuffix("Model") + "Encoder", found)
     return found
 
 
+def _beside(config: Any) -> Any:
+    """The one class of features for a config class, in the file of models beside it: some parts are in no table of the
+    library (the encoders of Qwen2-VL and Qwen2.5-Omni). None where there is not exactly one."""
+    place = config.__module__.replace(".configuration_", ".modeling_")
+    if place == config.__module__ or importlib.util.find_spec(place) is None:
+        return None
+    found = []
+    for model in vars(importlib.import_module(place)).values():
+        own = isinstance(model, type) and model.__module__ == place and getattr(model, "config_class", None) is config
+        if own and "forward" in vars(model) and not reads_text(model) and not re.search(r"For[A-Z]", model.__name__):
+            found.append(model)
+    return found[0] if len(found) == 1 else None
+
+
 def _encoder_decoders() -> frozenset[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as SPEECH
 
-    return frozenset(kind for kind, name in SPEECH.items() if not _parts_of_class(_config_class(kind)))
+    return frozenset(kind for kind in SPEECH if not _config_class(kind).sub_configs)
 
 
 def _parts_of_class(config: Any) -> list[Any]:
@@ -361,7 +375,7 @@ def _known(config: Any) -> set[str]:
 def _plain(config: Any) -> dict[str, Any]:
     """What a config says, as TOML could. Not what its to_dict says, which keeps some keys under another name."""
     table = {key: getattr(config, key, None) for key in _fields(type(config))}
-    inner = {key: value.to_dict() for key, value in table.items() if hasattr(value, "to_dict")}
+    inner = {key: value.to_dict() for key, value in table.items() if value is not None and hasattr(value, "to_dict")}
     plain: dict[str, Any] = json.loads(json.dumps(table | inner, default=str))
     return {key: _bare(value) for key, value in plain.items()}
 

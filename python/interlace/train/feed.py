@@ -17,11 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interlace.train.architectures import HALF, pixel_statistics
 from interlace.train.config import ConfigError
 from interlace.train.schema import Config
+from interlace.train.texts import tokenizer_of
+
+if TYPE_CHECKING:
+    from interlace.data import ChatDataset
 
 MODALITY = {"image": "vision", "audio": "audio"}
 """What an encoder takes -> what datasets call files of that kind."""
@@ -34,6 +38,13 @@ class Batch:
     samples: list[Any]
     epoch: int
     position: int
+    rows: list[list[Any]] | None = None
+    """The samples in their rows, where these are packed: each is a microbatch."""
+
+    @property
+    def given(self) -> list[Any]:
+        """What a step is given: the rows, or samples that it spreads itself."""
+        return self.samples if self.rows is None else self.rows
 
     @property
     def tokens(self) -> int:
@@ -44,8 +55,8 @@ class Batch:
 class Feed:
     """Batches from `train` and a fixed set of samples from `held_out` (`interlace.data.MultimodalDataset`).
 
-    `batch_size` counts samples of all replicas. `wanted`: the media of a batch that this process will read, which are
-    decoded ahead; None: all.
+    `batch_size` counts samples of all replicas, or with `row_tokens` rows of at most so many tokens. `wanted`: the
+    media of a batch (of samples, or of rows of them) that this process will read, which are decoded ahead; None: all.
     """
 
     def __init__(
@@ -57,12 +68,17 @@ class Feed:
         seed: int,
         validation_samples: int,
         wanted: Callable[[list[Any]], Iterable[Any]] | None = None,
+        row_tokens: int | None = None,
     ) -> None:
-        from interlace.data import Loader
+        from interlace.data import Loader, RowLoader
 
         self.train, self.held_out_data = train, held_out
+        self.in_rows = row_tokens is not None
         try:
-            self.loader = Loader(train, batch_size, seed=seed, wanted=wanted)
+            if row_tokens is None:
+                self.loader = Loader(train, batch_size, seed=seed, wanted=wanted)
+            else:
+                self.loader = RowLoader(train, batch_size, row_tokens, seed=seed, wanted=wanted)
         except ValueError as error:
             raise ConfigError(f"[train] batch_size: {error}") from None
         count = min(validation_samples, len(held_out))
@@ -79,7 +95,10 @@ class Feed:
     def next(self) -> Batch:
         """The next batch."""
         epoch, position = self.loader.epoch, self.loader.position
-        return Batch(next(self.loader), epoch, position)
+        found: list[Any] = next(self.loader)
+        if self.in_rows:
+            return Batch([sample for row in found for sample in row], epoch, position, found)
+        return Batch(found, epoch, position)
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the sequence, and what the sequence is made of."""
@@ -102,7 +121,7 @@ class Feed:
         self.loader.close()
 
     def baselines(self, vocabulary: int, limit: int = 4096) -> dict[str, float]:
-        """Losses in nats that need no model: uniform over bytes, and the frequencies of single target tokens.
+        """Losses in nats that need no model: uniform over bytes (or tokens), and frequencies of single target tokens.
 
         The frequencies are those of (at most `limit`) training samples.
         """
@@ -114,7 +133,9 @@ class Feed:
             (self.held_out_data.answer(i, 0) for i in self.held_out_indices),
             vocabulary,
         )
-        return {"uniform_bytes": math.log(256), "unigram_bytes": unigram}
+        if self.held_out_data.name == "chats":
+            return {"uniform_token": math.log(vocabulary), "unigram_token": unigram}
+        return {"uniform_byte": math.log(256), "unigram_byte": unigram}
 
 
 def datasets(
@@ -134,6 +155,8 @@ def datasets(
     and when any of them cannot, all take the digits. Raises ConfigError for settings that the data, the encoders or the
     language model's context cannot meet, naming the key.
     """
+    if config.data.dataset == "chats":
+        return *_chats(config, model, tokenizer, source, say or _say_on_stderr), ""
     from interlace.data import load_dataset
 
     tokens = {name: model.encoders[name].tokens for name in config.model.encoders()}
@@ -162,6 +185,44 @@ def datasets(
     return train, held_out, note
 
 
+def _chats(
+    config: Config, model: Any, tokenizer: Any, source: str, say: Callable[[str], None]
+) -> tuple[ChatDataset, ChatDataset]:
+    """The training and the validation chats. Raises ConfigError."""
+    from interlace.data import load_chats
+
+    data = config.data
+    chats, rules = chat_format(config, model, tokenizer, source), chat_rules(config, model, source)
+    try:
+        with _progress(say):
+            return load_chats(data.train, data.validation, chats, rules, held_out=data.held_out, cache=data.cache)
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(f"{source}: [data]: {error}") from None
+
+
+def chat_format(config: Config, model: Any, tokenizer: Any, source: str) -> Any:
+    """How chats become tokens of `model` (`interlace.data.chats_tokens.ChatFormat`). Raises ConfigError."""
+    specs = {} if tokenizer.processor is not None else media_specs(config, model, source=source)
+    tokens = {name: encoder.tokens for name, encoder in model.encoders.items()}
+    try:
+        return tokenizer.format(model.placeholders, tokens, specs)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{source}: [data]: {error}") from None
+
+
+def chat_rules(config: Config, model: Any, source: str) -> Any:
+    """What happens to chats that are too long or broken (`interlace.data.chats_store.Rules`). Raises ConfigError."""
+    from interlace.data.chats_store import Rules
+
+    data, most = config.data, model.max_length
+    if data.max_tokens is not None and most is not None and data.max_tokens > most:
+        raise ConfigError(
+            f"{source}: data.max_tokens = {data.max_tokens}, but the language model has positions for {most} "
+            "(max_position_embeddings): lower the one or raise the other"
+        )
+    return Rules(data.media, data.max_tokens or most, data.on_too_long, data.on_broken, data.decode_first)
+
+
 def kinds(model: Any) -> dict[str, str]:
     """What the encoders take, by name: "image" or "audio"."""
     return {name: encoder.kind for name, encoder in model.encoders.items()}
@@ -174,6 +235,7 @@ def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[s
     trained weights of whose pixels nobody says how they are scaled.
     """
     from interlace.data import AudioSpec, ImageSpec
+    from interlace.model.projector import unit_of
 
     specs: dict[str, Any] = {}
     for name, kind in kinds(model).items():
@@ -188,7 +250,7 @@ def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[s
                 f"{source}: [model.{name}] {type(encoder.module).__name__} takes {what}, which is what the dataset "
                 f"{config.data.dataset!r} has: use another encoder or another data.dataset"
             )
-        unit = encoder.unit  # patches that a projector joins on each side
+        unit = unit_of(encoder.projector)  # patches that it joins on each side
         budget = max(1, config.data.max_image_tokens // unit**2)
         specs[name] = ImageSpec(images.patch[0] * unit, budget, *pixels(config, model, name, source))
     return specs
@@ -222,16 +284,19 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     key = (__version__, config.data.model_dump_json(), config.model.model_dump_json(), config.run.seed)
     prepared = cache_folder(config.data.cache) / "prepared"
     marker = prepared / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    if marker.exists() and (config.data.dataset == "digits" or find_stamps(config.data.cache) is not None):
+    # Own files may have changed; what was prepared of them is kept by themselves.
+    own = config.data.dataset == "chats"
+    if not own and marker.exists() and (config.data.dataset == "digits" or find_stamps(config.data.cache) is not None):
         return config
-    from interlace.data import ByteTokenizer
     from interlace.train.build import build
 
-    tokenizer = ByteTokenizer(config.model.encoders())
+    tokenizer = tokenizer_of(config, source=source)
     train, _, note = datasets(config, build(config, tokenizer, source=source), tokenizer, source=source, say=say)
     if note:
         say(note)
         return config.model_copy(update={"data": config.data.model_copy(update={"dataset": train.name})})
+    if own:
+        return config
     try:
         prepared.mkdir(parents=True, exist_ok=True)
         marker.touch()

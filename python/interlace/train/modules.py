@@ -44,7 +44,7 @@ def make_encoder(name: str, spec: Encoder, source: str) -> Any:
 
     where = f"{source}: [model.{name}]"
     callbacks: dict[str, Any] = {}
-    for key, count in (("preprocess", 1), ("postprocess", 2), ("postprocess_projector", 2), ("tokens", 1)):
+    for key, count in (("preprocess", 1), ("postprocess", 2), ("postprocess_projector", 2), ("tokens", 2)):
         if (path := getattr(spec, key)) is not None:
             callbacks[key] = _function(path, count, f"{where} {key}")
     projector: Any = spec.projector
@@ -95,7 +95,7 @@ def _function(path: str, count: int, where: str) -> Callable[..., Any]:
     try:
         inspect.signature(found).bind(*range(count))
     except TypeError:
-        wanted = "(inputs, output)" if count == 2 else "one argument"
+        wanted = {1: "one argument", 2: "two arguments"}[count]
         raise ConfigError(f"{where} = {path!r} must take {wanted}, not {inspect.signature(found)}") from None
     except ValueError:  # of code that is not Python's there is no signature
         pass
@@ -133,7 +133,7 @@ def check_projector(encoder: Any, spec: Encoder, where: str) -> None:
     if isinstance(projector, ItemProjector):
         return
     like = next(encoder.module.parameters())
-    given = torch.empty(6, encoder.hidden_size * spec.downsample, device="meta", dtype=like.dtype)
+    given = torch.empty(6, encoder.feature_size * spec.downsample, device="meta", dtype=like.dtype)
     try:
         made = projector(given)
     except Exception as error:  # whatever the user's own code raises

@@ -43,7 +43,7 @@ def held_out_answers(model: Any, dataset: Any, indices: Sequence[int], tokenizer
     samples = [dataset.sample(i, 0) for i in indices]
     said = greedy.answer(
         model,
-        [greedy.prompt_of(sample) for sample in samples],
+        [greedy.prompt_of(sample, model.placeholders) for sample in samples],
         end=tokenizer.EOS,
         max_new_tokens=config.log.max_new_tokens,
     )
@@ -65,7 +65,7 @@ def spread_by_kind(dataset: Any, count: int) -> list[int]:
     """Indices of up to `count` held-out samples that take the kinds of samples in turn."""
     kinds: dict[str, list[int]] = {}
     for index in range(min(len(dataset), 64 * max(count, 1))):
-        kinds.setdefault(dataset.recipe(index, 0).kind, []).append(index)
+        kinds.setdefault(dataset.kind(index), []).append(index)
     chosen: list[int] = []
     while len(chosen) < count and any(kinds.values()):
         for indices in kinds.values():
@@ -127,6 +127,8 @@ def _pictures(answer: Answer, pixels: Pixels) -> list[tuple[str, np.ndarray]]:
     pictures = []
     for name, scale in pixels.items():
         for item in answer.sample.media.get(name, []):
+            if scale is not None and len(item.shape) != 3:  # patches or tiles, as a processor cut them
+                continue
             if scale is not None:
                 mean, std = (torch.tensor(values).view(3, 1, 1) for values in scale)
                 image = (item.data.float() * std + mean).clamp(0, 1)

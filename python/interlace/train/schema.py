@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from interlace.train.schema_base import MOST, WEEK, NotNegative, Positive, Rate, Section
+from interlace.train.schema_base import NotNegative, Positive, Section
+from interlace.train.schema_data import Data
 from interlace.train.schema_model import Model
 from interlace.train.schema_parallel import EncoderParallel, Parallel
 from interlace.train.schema_train import Train
@@ -33,52 +34,6 @@ class Run(Section):
     deterministic: bool = True
     """Ask torch for deterministic algorithms only, so that runs repeat and resume bit for bit. On a GPU, where torch
     lacks one, such as for interpolated position embeddings, it warns and goes on."""
-
-
-class Mixture(Section):
-    """Relative weights of the kinds of samples drawn from the stamps; 0 leaves a kind out."""
-
-    image: Rate = 0.35
-    """One picture, answer its caption."""
-    speech: Rate = 0.2
-    """A spoken description, answer it in writing, in the language of the speech."""
-    image_speech: Rate = 0.2
-    """A picture and the speech about it, answer the caption."""
-    images: Rate = 0.15
-    """Several pictures, answer all their captions."""
-    text: Rate = 0.1
-    """A caption, answer it in another language."""
-
-
-class Data(Section):
-    """What the model learns from."""
-
-    dataset: Literal["stamps", "digits"]
-    """stamps: Debian's Tux Paint stamps (images, speech, captions in many languages), fetched on first use, or the
-    digits when they cannot be had; digits: scikit-learn's handwritten digits, image -> "seven"."""
-    cache: str | None = None
-    """Folder for fetched files and decoded items; by default ``$INTERLACE_CACHE``, else ``~/.cache/interlace``."""
-    mixture: Mixture = Field(default_factory=Mixture)
-    """Weights of the kinds of samples (stamps); kinds whose encoder the model lacks are left out."""
-    languages: Annotated[list[str], Field(min_length=1)] | None = None
-    """Language codes of captions and speech to use, such as ``["en", "fr"]``; by default the ten with most speech."""
-    held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Fraction of the stamps (with all their languages), or of the digits, that is never trained on."""
-    max_image_tokens: Positive = 64
-    """Most patches of one image, before the encoder's ``downsample`` divides them."""
-    on_too_large: Literal["downscale", "error"] = "downscale"
-    """What happens to an image over its budget: scaled down keeping its aspect, or an error that names it."""
-    max_images: Annotated[int, Field(ge=2, le=MOST)] = 3
-    """Most pictures in a sample with several."""
-    max_audio_seconds: Annotated[float, Field(gt=0.0, le=WEEK)] = 6.0
-    """Longer clips are skipped and counted."""
-    max_caption_bytes: Positive = 160
-    """Longer captions are skipped and counted."""
-    digit_size: Positive | None = None
-    """Side in pixels to which the 8 x 8 digits are enlarged; by default the patch size, at least 8 (digits)."""
-    digit_jitter: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
-    """Strength of random distortions of the training digits, new in every epoch; 1 moves them by up to half a pixel,
-    turns them by up to 8 degrees and stretches them by up to 10 % (digits)."""
 
 
 class Checkpoint(Section):
@@ -254,6 +209,16 @@ class Config(Section):
                     f"train.batch_size = {train.batch_size} is too small for {what} on each of {replicas[name]} "
                     f"replicas of {name}: each needs at least one sample"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_microbatches(self) -> Config:
+        rows = self.train.microbatches * self.parallel.replicas("language_model")
+        if self.data.pack and self.train.batch_size != rows:
+            raise ValueError(
+                f"with data.pack a batch is counted in rows, one per microbatch: train.batch_size = "
+                f"{self.train.batch_size} must be train.microbatches * replicas of the language model = {rows}"
+            )
         return self
 
     @model_validator(mode="after")

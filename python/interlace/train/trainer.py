@@ -257,8 +257,9 @@ class Trainer:
         place = (batch.epoch, batch.position, self.step)
         # With the loss all ranks learn which of them were asked to stop, and so they stop after the same step.
         # Likewise whether all have come to the end of what they write of a checkpoint.
+        cut = self._cut if batch.rows is None else self._cut | {"microbatches": None}  # the rows are microbatches
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        result = self.parallel.step(batch.samples, **self._cut, place=place, note=self._note, loss_scale=scale)
+        result = self.parallel.step(batch.given, **cut, place=place, note=self._note, loss_scale=scale)
         notes = [int(note) for note in result.notes]
         self.stopped = next((note % READY for note in notes if note % READY), 0)
         if all(note >= READY for note in notes):

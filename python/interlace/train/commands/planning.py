@@ -166,8 +166,8 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
-    from interlace.data import ByteTokenizer
     from interlace.train.build import build
+    from interlace.train.texts import tokenizer_of
 
     for name in ("ranks", "microbatches"):
         if getattr(options, name, None) is not None and getattr(options, name) < 1:
@@ -175,7 +175,7 @@ def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
     if options.tflops is not None and options.tflops <= 0:
         raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
     config = load(options.config, options.set)
-    tokenizer = ByteTokenizer(config.model.encoders())
+    tokenizer = tokenizer_of(config, source=str(options.config))
     model = build(config, tokenizer, source=str(options.config))
     if options.profile:
         return config, model, _profiled(config, model, tokenizer, str(options.config))
