@@ -1,4 +1,4 @@
-"""The command line: ``interlace train | generate | doctor | data | mask | plan | simulate``.
+"""The command line: ``interlace train | generate | export | doctor | data | mask | plan | simulate``.
 
 Every command imports what it needs when it runs, so that ``--help`` and a wrong option answer at once. What the user
 can mend (config, files, ranks) is one line and exit code 2; a run that failed is one line and exit code 1; a defect of
@@ -104,6 +104,20 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--language", default="en", help="language code of the answer (default: en)")
     generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in bytes (default: 96)")
 
+    export = commands.add_parser(
+        "export",
+        parents=[common],
+        help="write a checkpoint of a run as HuggingFace loads it",
+        description="Write the model of a run's checkpoint: a whole HuggingFace model key for key as it came, with "
+        "its tokenizer and processor; one that was put together from modules as a folder per module.",
+    )
+    export.add_argument("run", type=Path, help="run folder (its newest checkpoint) or one checkpoint folder")
+    export.add_argument("folder", type=Path, help="folder to write, which must not hold anything")
+    export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+    export.add_argument(
+        "--adapter", action="store_true", help="write the adapters of a LoRA run alone, as peft loads them (not merged)"
+    )
+
     doctor = commands.add_parser("doctor", parents=[common], help="what this machine can run, or why a run failed")
     doctor.add_argument(
         "--crash", type=Path, metavar="FOLDER", help="say who waited for whom, from what the ranks of a failed run left"
@@ -198,6 +212,10 @@ def _command(options: argparse.Namespace) -> int:
         from interlace.train.commands.generate import generate
 
         return generate(options)
+    if options.command == "export":
+        from interlace.train.commands.export import export
+
+        return export(options)
     if options.command == "mask":
         from interlace.train.commands.mask import mask
 

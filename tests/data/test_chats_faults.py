@@ -87,7 +87,7 @@ FAULTS: list[tuple[str, str | bytes]] = [
     ("broken file", talk(user(image("torn.png")), said("b"))),
     ("broken file", talk(user(image("empty.png")), said("b"))),
     ("no encoder", talk(user([{"type": "audio", "audio": "good.png"}]), said("b"))),
-    ("no encoder", talk(user("<video>"), said("b"), videos=["good.png"])),
+    ("broken file", talk(user("<video>"), said("b"), videos=["good.png"])),
     ("size", talk(user(image("long.png")), said("b"))),
     ("placeholder", talk(user([{"type": "text", "text": "the word <image> itself"}]), said("b"))),
     ("too long", talk(user("word " * 300), said("b"))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from interlace.layout import Layout, ParallelSpec
 from interlace.run import parallelize
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.config import ConfigError
+from interlace.train.device import compile_layers
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.schema_train import EarlyStop
 from interlace.train.trainer import Trainer, TrainingError, read_metrics
@@ -235,3 +237,36 @@ def test_what_counts_as_better() -> None:
     assert told == [(True, False), (True, False), (True, False), (True, False), (False, True)]
     assert not verdict.ends(None) and verdict.step == 3
     assert Verdict().add(1, math.nan, None) is False
+
+
+# ---------------------------------------------------------------------- compiled layers
+
+
+def test_compiling_where_it_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("\nno g++ here\nand so on")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(
+        ConfigError, match=r"run.toml: train.compile = true, but .* work here: no g\+\+ here. A CPU needs"
+    ):
+        compile_layers(None, torch.device("cpu"), source="run.toml")
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # the default takes minutes
+    found = []
+    for compiled in (False, True):
+        mllm = tiny_mllm(encoders=("vision",))
+        specs = {name: ParallelSpec() for name in mllm.modules_order()}
+        parallel = parallelize(mllm, Layout.from_specs(mllm, specs, ranks=1), transport="local")
+        if compiled:
+            compile_layers(parallel, torch.device("cpu"))
+        result = parallel.step(random_microbatches(mllm, "all", count=2))
+        held_out = parallel.evaluate(random_microbatches(mllm, "text", count=1, seed=1))
+        found.append(((result.loss, held_out.loss), [parameter.grad for parameter in mllm.parameters()]))
+    (losses, gradients), (others, again) = found
+    assert losses == pytest.approx(others, rel=1e-6)
+    for ours, theirs in zip(gradients, again, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

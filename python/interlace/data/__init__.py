@@ -3,8 +3,8 @@
 fetch (the stamps package into a cache) -> index (what it holds) -> media, pack (files to arrays, verified and kept)
 -> stamps, digits (samples; base: what they share) -> loader (batches). tokenizer, baseline, statistics, load: as named.
 Own chats: chats_files (records) -> chats_shapes (one shape, or broken) -> chats_template, chats_tokens, chats_media
-(ids, targets, items; chats_load: tokenizers and processors) -> chats_store (prepared, kept) -> chats (samples) -> rows
-(packed batches); chats_page: samples as the model will see them.
+(ids, targets, items; chats_video: frames; chats_load: tokenizers, processors) -> chats_store (prepared, kept) -> chats
+(samples) -> rows (packed batches); chats_page: samples as the model will see them.
 
 Names are imported when first used: a process that only decodes or fetches must not wait for torch and transformers.
 """

@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 
 from interlace.data import chats_files
 from interlace.data.base import Reading
-from interlace.data.chats_shapes import BrokenSampleError
 from interlace.data.chats_store import ChatStore, Rules, prepare
 from interlace.data.chats_tokens import ChatFormat, Encoded
 from interlace.data.fetch import cache_folder
@@ -73,7 +72,9 @@ class ChatDataset(Dataset[Sample], Reading):
         """The data of a sample's items. Raises DecodeError."""
         try:
             loaded = self.format.load(self.store.chat(place), encoded)
-        except (BrokenSampleError, OSError) as error:
+        except DecodeError:
+            raise
+        except (ValueError, OSError) as error:  # a broken record, or what a processor thinks of a file that has changed
             raise DecodeError(f"{self.store.where(place)}: {error}") from None
         shapes = [tuple(tensor.shape) for tensor in loaded]
         if shapes != [item.shape for item in encoded.items]:

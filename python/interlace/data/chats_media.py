@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from interlace.data.chats_shapes import BrokenSampleError
+from interlace.data.chats_video import video_size
 from interlace.data.media import DecodeError, _library, clip_info, decode_image, svg_size
 
 BLANK = (200, 90, 30)  # no channel of it is 0 after normalisation, so padding, which is 0, can be told from it
@@ -58,7 +60,7 @@ def check_file(path: str) -> None:
 
 
 def look_at(kind: str, path: str, *, decode: bool) -> Any:
-    """What lengths follow from: (width, height) of a picture, (samples, rate) of a clip, nothing of a video.
+    """What lengths follow from: (width, height) of a picture, with the seconds of a video, (samples, rate) of a clip.
 
     decode: all of the file is decoded, too, which finds damaged ones. Raises BrokenSampleError.
     """
@@ -67,7 +69,7 @@ def look_at(kind: str, path: str, *, decode: bool) -> Any:
     if kind == "image":
         return (drawing_size if path.lower().endswith(".svg") else picture_size)(path, decode=decode)
     check_file(path)
-    return None
+    return video_size(path, decode=decode)
 
 
 def picture_size(path: str, *, decode: bool) -> Size:
@@ -130,6 +132,7 @@ def read_picture(path: str) -> Any:
         raise DecodeError(f"{path}: {error}") from error
 
 
+@lru_cache(maxsize=8)  # a large one takes a while to fill
 def blank_picture(size: Size) -> Any:
     """A picture of `size` without anything on it."""
     return _library("PIL.Image").new("RGB", size, BLANK)

@@ -10,6 +10,7 @@ and what lies between: messages whose text has tags (<image>, <video>, <audio>) 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ def local_path(value: Any, kind: str, folder: Path) -> str:
             f"{kind} is {where[:120]}: training reads local files only, as a network that fails would change the "
             "samples; save it to a file and give its path",
         )
-    return str(folder / value)  # an absolute value replaces the folder
+    return os.path.join(folder, value)  # an absolute value replaces the folder
 
 
 def _turn(turn: Any, number: int, llava: bool, files: Mapping[str, _Files], folder: Path) -> Turn:

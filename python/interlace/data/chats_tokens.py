@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from torch import Tensor
 from interlace.data import chats_media, chats_template
 from interlace.data.chats_media import Remembered, Size, Watched, refused_by
 from interlace.data.chats_shapes import BrokenSampleError, Chat, Part
-from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, to_tensor
+from interlace.data.chats_video import VideoSpec, read_frames
+from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, fitted, to_tensor
 
 ENCODER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
 """The encoders of a whole checkpoint by the kind of media that they take."""
@@ -148,7 +149,7 @@ class TokenizerFormat(ChatFormat):
     """For models put together from modules: tags, encoders' own counts, and files read by `specs`.
 
     tags: encoder -> the text of its placeholder, one token. specs: encoder -> how its files become tensors; an encoder
-    takes the kind of media that its spec is for.
+    takes the kind of media that its spec is for, and encoders of pictures take the frames of videos, each an item.
     """
 
     def __init__(
@@ -160,16 +161,17 @@ class TokenizerFormat(ChatFormat):
         tags: Mapping[str, str],
         specs: Mapping[str, ImageSpec | AudioSpec],
         tokens: Mapping[str, Tokens],
+        video: VideoSpec | None = None,
     ) -> None:
         ids = {encoder: int(tokenizer.convert_tokens_to_ids(tag)) for encoder, tag in tags.items()}
         super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens)
-        self.tags, self.specs = dict(tags), dict(specs)
+        self.tags, self.specs, self.video = dict(tags), dict(specs), video or VideoSpec()
         self._render = chats_template.render_with(template, self.special)
 
     def encoders_of(self, kind: str) -> list[str]:
         """The encoders that take this kind of media; an item goes to each of them. Raises BrokenSampleError."""
-        wanted = {"image": ImageSpec, "audio": AudioSpec}.get(kind)
-        found = [name for name, spec in self.specs.items() if wanted is not None and isinstance(spec, wanted)]
+        wanted = AudioSpec if kind == "audio" else ImageSpec
+        found = [name for name, spec in self.specs.items() if isinstance(spec, wanted)]
         if not found:
             raise BrokenSampleError("no encoder", f"the chat has a file of kind {kind}, the model no encoder for such")
         return found
@@ -201,13 +203,17 @@ class TokenizerFormat(ChatFormat):
         offsets: list[tuple[int, int]] = []
         items: list[Item] = []
         first: dict[int, int] = {}
+        places = iter(wanted)
         for token, span in zip(made["input_ids"], made["offset_mapping"], strict=True):
             count = 1
             if token in tag_ids:
-                medium, encoder = wanted[len(items)]
-                shape = self._shape(encoder, sizes[medium], media[medium].path)
-                count = self.count(encoder, shape)
-                items.append(Item(encoder, medium, len(ids), count, first.setdefault(medium, len(ids)), shape))
+                medium, encoder = next(places)
+                size, before = sizes[medium], first.setdefault(medium, len(ids))
+                shape = self._shape(encoder, size, media[medium].path)
+                each = self.count(encoder, shape)
+                count = self.video.frames(size[2], each) * each if media[medium].kind == "video" else each
+                starts = range(len(ids), len(ids) + count, each)
+                items += [Item(encoder, medium, start, each, before, shape) for start in starts]
             ids += [int(token)] * count
             offsets += [(int(span[0]), int(span[1]))] * count
         return Encoded(ids, self._targets(chat, spans, offsets, ids), items)
@@ -235,10 +241,16 @@ class TokenizerFormat(ChatFormat):
 
     def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
         media = chat.media
+        frames: dict[tuple[int, str], Iterator[Any]] = {}
         made = []
         for item in encoded.items:
-            spec, path = self.specs[item.encoder], media[item.medium].path
-            if isinstance(spec, ImageSpec):
+            spec, path, place = self.specs[item.encoder], media[item.medium].path, (item.medium, item.encoder)
+            if media[item.medium].kind == "video":
+                if place not in frames:
+                    count = sum((other.medium, other.encoder) == place for other in encoded.items)
+                    frames[place] = iter(read_frames(path, count))
+                array = fitted(next(frames[place]), (item.shape[0], item.shape[1], item.shape[2]))
+            elif isinstance(spec, ImageSpec):
                 array = decode_image(path, (item.shape[0], item.shape[1], item.shape[2]))
             else:
                 array = decode_audio(path, spec)
@@ -246,7 +258,8 @@ class TokenizerFormat(ChatFormat):
         return made
 
     def signature(self) -> str:
-        return repr((_tokenizer_text(self.tokenizer), self.template, self.tags, self.specs, self.placeholders))
+        said = (self.template, self.tags, self.specs, self.video, self.placeholders)
+        return repr((_tokenizer_text(self.tokenizer), *said))
 
 
 class ProcessorFormat(ChatFormat):

@@ -181,17 +181,24 @@ def decode_image(path: str | Path, shape: tuple[int, int, int]) -> np.ndarray:
             image = _render_svg(path, width, height)
         else:
             with image_module.open(path) as file:
-                image = _library("PIL.ImageOps").exif_transpose(file).convert("RGBA")
-        if image.size != (width, height):
-            # Premultiplied, else the colour of transparent pixels bleeds into the edges.
-            resample = image_module.Resampling.BICUBIC
-            image = image.convert("RGBa").resize((width, height), resample).convert("RGBA")
-        white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
-        pixels = np.asarray(image_module.alpha_composite(white, image).convert("RGB"))
+                image = _library("PIL.ImageOps").exif_transpose(file)
+        return fitted(image, shape)
     except DecodeError:
         raise
     except Exception as error:  # pillow and resvg raise many types on broken files
         raise DecodeError(f"{path}: {error}") from error
+
+
+def fitted(image: Any, shape: tuple[int, int, int]) -> np.ndarray:
+    """uint8 [3, H, W] of a picture (PIL) resized to ``shape``, on white."""
+    image_module, (_, height, width) = _library("PIL.Image"), shape
+    image = image.convert("RGBA")
+    if image.size != (width, height):
+        # Premultiplied, else the colour of transparent pixels bleeds into the edges.
+        resample = image_module.Resampling.BICUBIC
+        image = image.convert("RGBa").resize((width, height), resample).convert("RGBA")
+    white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
+    pixels = np.asarray(image_module.alpha_composite(white, image).convert("RGB"))
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 

@@ -2,7 +2,7 @@
 
 sample.py and collate.py (data in) · modality.py and projector.py (an encoder) · language.py (merging, loss) ·
 multimodal.py (the whole) · slice.py and stage.py (slicing) · describe.py (costs) · checkpointing.py · generate.py ·
-patterns.py (names of parameters) · lora.py (adapters)
+naming.py and patterns.py (names of parts) · lora.py (adapters)
 """
 
 from interlace.model.checkpointing import Checkpointing, set_checkpointing

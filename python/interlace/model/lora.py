@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.model.multimodal import LANGUAGE_MODEL, MultimodalModel
+from interlace.model.multimodal import MultimodalModel
+from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.patterns import Names, is_adapter
 
 ALL_LINEAR = "all-linear"

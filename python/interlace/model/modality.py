@@ -21,7 +21,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +38,7 @@ from interlace.model.patches import GRID, PatchInputs
 from interlace.model.projector import PROJECTORS, Grid, count_tokens, make_projector, project
 from interlace.model.rows import PACKED, mask_of, packed_plan
 from interlace.model.sample import Media
-from interlace.model.shapes import (
-    features_after_layers,
-    measured_tiles,
-    takes_any_length,
-    takes_any_size,
-    tokens_before_layers,
-)
+from interlace.model.shapes import features_after_layers, measure, tokens_before_layers
 from interlace.model.slice import changing_output, find_layers, leave, run
 from interlace.model.switch import use_bitfield_attention
 from interlace.model.tiles import TileInputs
@@ -112,12 +105,15 @@ class ModalityModule(nn.Module):
         if isinstance(projector, str) and projector not in PROJECTORS:
             raise ValueError(f"unknown projector {projector!r}: use {', '.join(PROJECTORS)} or your own module")
         self.projector = projector if isinstance(projector, nn.Module) else None
-        self._projector = PROJECTORS.get(projector) if isinstance(projector, str) else projector  # class of one to make
-        self._projector_config = dict(projector_config or {})
+        self.given_projector = (
+            PROJECTORS.get(projector) if isinstance(projector, str) else projector
+        )  # class of one to make
+        self.projector_config = dict(projector_config or {})
         self.downsample = downsample
         self.preprocess, self.postprocess = preprocess, postprocess
         self.postprocess_projector = postprocess_projector
         self._tokens, self._collate = tokens, collate
+        self.tower_names, self.projector_names = ["module"], ["projector"]  # what freezing the one or the other freezes
         self.out_features = 0
         self.hidden_size = self.feature_size = 0
         self.implementation = NAME
@@ -182,37 +178,15 @@ class ModalityModule(nn.Module):
         return self.default.shape
 
     def _measure(self, feeds: Sequence[Feed]) -> None:
-        """Learn from runs of the encoder's prologue without memory how many tokens it makes of items.
-
-        feeds: how it may be fed; of several, those that only differ in the shape of clips, the first that it takes is.
-        """
-        images = self.images
-        if images is not None:
-            self.prefix = tokens_before_layers(self, images.default) - images.tokens(images.default)
-            self.feed = replace(images, any_size=images.interpolates or takes_any_size(self, images))
-        if isinstance(self.feed, TileInputs):
-            self.feed = measured_tiles(self, self.feed)
-        problems = []
-        for feed in feeds:
-            if not isinstance(feed, ClipInputs):
-                continue
-            self.feed = feed
-            try:
-                tokens_before_layers(self, self.default)
-                self.feed = replace(feed, any_length=takes_any_length(self, feed))
-                return
-            except Exception as error:  # whatever a model may raise
-                problems.append(error)
-        if problems:
-            raise problems[-1]
+        measure(self, feeds)
 
     def connect(self, out_features: int) -> None:
         """Make the projector for a language model of this hidden size (called by MultimodalModel)."""
         self.out_features = out_features
         width = self.feature_size * self.downsample
-        if isinstance(self._projector, type) and self.projector is None:
+        if isinstance(self.given_projector, type) and self.projector is None:
             like = next(self.module.parameters())
-            made = make_projector(self._projector, width, out_features, self._projector_config)
+            made = make_projector(self.given_projector, width, out_features, self.projector_config)
             self.projector = made.to(device=like.device, dtype=like.dtype)
         if self.projector is None and (self.kind == "text" or (width != out_features and self.postprocess is None)):
             raise ValueError(
@@ -260,7 +234,7 @@ class ModalityModule(nn.Module):
             return self._tokens(tuple(shape), about)
         item = Item(tuple(shape), about)
         count = -(-self._feature_count(item) // self.downsample)
-        return count_tokens(self.projector or self._projector, count, self._grid(item, count))
+        return count_tokens(self.projector or self.given_projector, count, self._grid(item, count))
 
     def _grid(self, item: Item, features: int) -> Grid | None:
         """Rows and columns of an item's features; None where they are no grid."""
@@ -364,7 +338,7 @@ class ModalityModule(nn.Module):
             pieces = self._run_apart(inputs, items, lengths, like, hidden)
         if not self.is_last:
             return torch.cat(pieces).unsqueeze(0)
-        return self._project(inputs, [self._without_prefix(piece, n) for piece, n in zip(pieces, lengths)], items)
+        return self._project(inputs, [self.without_prefix(piece, n) for piece, n in zip(pieces, lengths)], items)
 
     @property
     def is_told(self) -> bool:
@@ -479,7 +453,7 @@ class ModalityModule(nn.Module):
             return features.reshape(1, -1, features.shape[-1])
         return features_of(output)
 
-    def _without_prefix(self, features: Tensor, length: int) -> Tensor:
+    def without_prefix(self, features: Tensor, length: int) -> Tensor:
         """Features [n, D] without class tokens, as far as what follows the layers has not pooled all tokens."""
         return features[self.prefix :] if len(features) == length else features
 

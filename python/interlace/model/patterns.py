@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from interlace.model.multimodal import MultimodalModel
+from interlace.model.naming import short_names
 
 ENCODERS = "encoders."
 _ADAPTER = re.compile(r"\.lora_[AB]\.default\b")  # peft's, inside of the layer that it belongs to
@@ -34,7 +35,7 @@ class Names:
             name: held.setdefault(id(parameter), name)
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-        self.short = model.short_names() if isinstance(model, MultimodalModel) else {}
+        self.short = short_names(model) if isinstance(model, MultimodalModel) else {}
 
     def matching(self, pattern: str) -> set[str]:
         """First names of the parameters that `pattern` names. Raises ValueError, with the nearest name, for none."""
@@ -49,12 +50,12 @@ class Names:
 
     def projectors(self) -> set[str]:
         """The first names of the parameters of all projectors."""
-        places = [place for name, place in self.short.items() if name.endswith(".projector")]
+        places = [place for name, found in self.short.items() if name.endswith(".projector") for place in found]
         return {first for name, first in self.first.items() if any(_inside(name, place) for place in places)}
 
     def _matches(self, pattern: str, name: str) -> bool:
         if pattern in self.short:
-            return _inside(name, self.short[pattern])
+            return any(_inside(name, place) for place in self.short[pattern])
         own = {name, base_name(name)}
         return any(fnmatch.fnmatchcase(path, pattern) for each in own for path in _paths(each))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 
 from interlace.model.clips import ClipInputs
 from interlace.model.feed import Item
+from interlace.model.feeding import Feed
 from interlace.model.images import ImageInputs
 from interlace.model.sample import Media
 from interlace.model.slice import epilogue, prologue, run
@@ -16,6 +18,32 @@ from interlace.model.tiles import TileInputs
 
 if TYPE_CHECKING:
     from interlace.model.modality import ModalityModule
+
+
+def measure(encoder: ModalityModule, feeds: Sequence[Feed]) -> None:
+    """Learn from runs of the encoder's prologue without memory how many tokens it makes of items.
+
+    feeds: how it may be fed; of several, those that only differ in the shape of clips, the first that it takes is.
+    """
+    images = encoder.images
+    if images is not None:
+        encoder.prefix = tokens_before_layers(encoder, images.default) - images.tokens(images.default)
+        encoder.feed = replace(images, any_size=images.interpolates or takes_any_size(encoder, images))
+    if isinstance(encoder.feed, TileInputs):
+        encoder.feed = measured_tiles(encoder, encoder.feed)
+    problems = []
+    for feed in feeds:
+        if not isinstance(feed, ClipInputs):
+            continue
+        encoder.feed = feed
+        try:
+            tokens_before_layers(encoder, encoder.default)
+            encoder.feed = replace(feed, any_length=takes_any_length(encoder, feed))
+            return
+        except Exception as error:  # whatever a model may raise
+            problems.append(error)
+    if problems:
+        raise problems[-1]
 
 
 def tokens_before_layers(encoder: ModalityModule, item: Item) -> int:

@@ -170,8 +170,7 @@ class _Trial:
                     f"{name} runs by itself but not inside a ModalityModule ({type(problem).__name__}: "
                     f"{one_line(problem)}): its layers may want more than tokens [B, N, D]. Use another encoder"
                 ) from problem
-            if len(own) == encoder.encoder_length(one.shape, one.about):
-                own = own[encoder.prefix :]
+            own = encoder.without_prefix(own, encoder.encoder_length(one.shape, one.about))
             error = far([found], [own])
             if error > TOLERANCE:
                 raise ValueError(

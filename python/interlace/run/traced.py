@@ -32,6 +32,7 @@ from interlace.layout import Layout
 from interlace.model import IGNORE, Checkpointing, Media, Sample
 from interlace.model.feed import Item
 from interlace.model.loss import LOGITS_BYTES, head_of
+from interlace.model.placeholders import blank_id, token_ids
 from interlace.model.slice import hidden_argument
 from interlace.model.stage import StageModule
 from interlace.parallel import Ranks
@@ -164,7 +165,7 @@ def _language(
 ) -> Activations:
     """What the language model keeps. features: of each encoder, as it gives them."""
     settings = mllm.language_settings
-    ordinary = next(i for i in range(len(settings.placeholders) + 1) if i not in settings.placeholders.values())
+    ordinary = blank_id(settings.placeholders)
 
     def inputs(count: int, targets: int, mode: FakeTensorMode) -> dict[str, Any]:
         length = min(_LENGTH, mllm.max_length or _LENGTH)
@@ -173,7 +174,7 @@ def _language(
         samples = [Sample(torch.full((length,), ordinary), labels.clone()) for _ in range(count)]
         made: dict[str, Any] = mllm.collate_module(name, samples)
         for place, encoder in enumerate(features, start=1):  # one row of each, so that their gradients are wanted
-            made["input_ids"][0, length - place] = settings.placeholders[encoder]
+            made["input_ids"][0, length - place] = token_ids(settings.placeholders[encoder])[0]
         with mode:
             rows = {n: torch.empty((1, given.shape[1]), dtype=given.dtype) for n, given in features.items()}
         made["features"] = {n: row.requires_grad_(features[n].requires_grad) for n, row in rows.items()}

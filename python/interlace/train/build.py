@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from interlace.train.architectures import differences
+from interlace.train.architectures import differences, read_json
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError
 from interlace.train.costs import flop_costs
@@ -34,9 +34,12 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     """The config's model on the meta device, frozen as configured. Raises ConfigError naming the wrong key."""
     _check_library()
     from interlace.model import MultimodalModel
-    from interlace.train.tuning import tune
 
     spec = config.model
+    if spec.path is not None:
+        model = _whole(Path(spec.path), tokenizer, source)
+        freeze(config, model, source)
+        return model
     with torch.device("meta"):
         language_model = make_language_model(spec.language_model, tokenizer.vocab_size, source)
         _check_vocabulary(language_model.config.vocab_size, tokenizer, source)
@@ -51,6 +54,39 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
             raise ConfigError(f"{source}: [model]: {error.args[0]}") from None
     for name, encoder in spec.encoders().items():
         check_projector(model.encoders[name], encoder, f"{source}: [model.{name}] projector")
+    freeze(config, model, source)
+    return model
+
+
+def _whole(folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
+    """A whole model of HuggingFace, cut into its modules. Raises ConfigError."""
+    from interlace.model import MultimodalModel
+    from interlace.model.placeholders import token_ids
+    from interlace.model.whole import build_whole
+
+    try:
+        with torch.device("meta"):
+            model = MultimodalModel.of_whole(build_whole(folder))
+    except ValueError as error:
+        raise ConfigError(f"{source}: [model] path: {error}") from None
+    model.source = folder
+    for name, given in model.placeholders.items():
+        ours = tokenizer.placeholders.get(name)
+        if ours is not None and not set(token_ids(ours)) <= set(token_ids(given)):
+            raise ConfigError(
+                f"{source}: the data writes {ours} where the model of {folder} wants {given}, its placeholder for "
+                f"{name}: use data whose tokenizer is the model's"
+            )
+    _check_vocabulary(model.vocab_size, tokenizer, source)
+    return model
+
+
+def freeze(config: Config, model: MultimodalModel, source: str) -> None:
+    """Freeze of a model what the config says, and put adapters in. Raises ConfigError, also where nothing is left."""
+    from interlace.train.tuning import tune
+
+    spec = config.model
+    for name, encoder in spec.encoders().items():
         if encoder.freeze:
             model.freeze(name)
         if encoder.freeze_projector:
@@ -60,7 +96,6 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     tune(config, model, source=source)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"{source}: [model] and [train] freeze everything; leave at least a projector to train")
-    return model
 
 
 def build_layout(
@@ -123,7 +158,13 @@ def stored_weights(config: Config, model: MultimodalModel, *, source: str = "con
     does not say: every rank reads all folders' headers.
     """
     from interlace.train.pretrained import find
+    from interlace.train.pretrained_whole import find_whole
 
+    if config.model.path is not None:
+        try:
+            return find_whole(model, Path(config.model.path))
+        except ValueError as error:
+            raise ConfigError(f"{source}: [model] path: {error}") from None
     found: dict[str, Source] = {}
     for name, spec in config.model.modules().items():
         if spec.path is None or spec.architecture is None:
@@ -180,12 +221,21 @@ def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Source] | None 
 
 
 def architecture(config: Config) -> dict[str, Any]:
-    """The part of a config that decides whether weights fit: classes, settings, projectors, callbacks, adapters."""
+    """The part of a config that decides whether weights fit: classes, settings, projectors, callbacks, adapters.
+
+    Of a whole model, all that its config.json says. Raises ConfigError where that cannot be read any more.
+    """
+    lora = config.train.lora  # whose scale is seen in no weight
+    adapters = {} if lora is None else {"lora": lora.model_dump(include={"rank", "alpha", "use_rslora"})}
+    if config.model.path is not None:
+        try:
+            return {"whole": read_json(Path(config.model.path) / "config.json")} | adapters
+        except ValueError as error:
+            raise ConfigError(f"[model] path: {error}") from None
     keys = {"architecture", "config", "unset", "projector", "projector_config", "downsample", "tokens"}
     keys |= {"preprocess", "postprocess", "postprocess_projector"}
     table = {name: each.model_dump(include=keys, exclude_none=True) for name, each in config.model.modules().items()}
-    lora = config.train.lora  # whose scale is seen in no weight
-    return table | ({} if lora is None else {"lora": lora.model_dump(include={"rank", "alpha", "use_rslora"})})
+    return table | adapters
 
 
 def _check_library() -> None:

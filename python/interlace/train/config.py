@@ -70,6 +70,9 @@ def from_table(table: dict[str, Any], overrides: list[str] | None = None, *, sou
 def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], source: str) -> None:
     """What modules that name a folder leave to it, as its config.json says; the folder becomes absolute."""
     modules = table.get("model")
+    if isinstance(modules, dict) and isinstance(modules.get("path"), str):
+        _describe_whole(modules, where, source)
+        return
     for name, section in modules.items() if isinstance(modules, dict) else ():
         path = section.get("path") if isinstance(section, dict) else None
         if not isinstance(path, str):
@@ -93,6 +96,27 @@ def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], s
             section["unset"] = [*section.get("unset", []), *unset]
         if found.pixels is not None and "mean" not in section and "std" not in section:
             section["mean"], section["std"] = found.pixels
+
+
+def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], source: str) -> None:
+    """The tables of a whole model's modules, where the config has none; the folder becomes absolute."""
+    from interlace.model.whole import modules_of
+    from interlace.train.architectures import pixel_statistics
+
+    folder = Path(modules["path"]).expanduser().absolute()
+    modules["path"] = str(folder)
+    try:
+        encoder, kind = modules_of(folder)
+        pixels = pixel_statistics(kind, folder)
+    except ValueError as error:
+        raise ConfigError(f"{_place(('model', 'path'), where, source)}: [model] path: {error}") from None
+    for name, section in modules.items():
+        if isinstance(section, dict) and name not in (encoder, "language_model"):
+            raise ConfigError(f"{source}: [model.{name}] is no module of {folder}, whose are {encoder}, language_model")
+    modules.setdefault("language_model", {})
+    section = modules.setdefault(encoder, {})
+    if pixels is not None and isinstance(section, dict) and "mean" not in section and "std" not in section:
+        section["mean"], section["std"] = pixels
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

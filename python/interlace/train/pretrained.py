@@ -90,17 +90,17 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
     than the module beside a parameter or among the layers: a bias, a norm or a layer that would be left out changes
     every result.
     """
-    contents = _contents(folder)
+    files = contents_of(folder)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not is_adapter(name)]
     wanted = {name: weight for name, weight in module.named_parameters() if not is_adapter(name)}
     kind = type(module).__name__
-    stored: Mapping[str, Source] = contents
+    stored: Mapping[str, Source] = files
     key_of = _keys(wanted, names, stored)
     if any(key_of[name] not in stored for name in wanted):
-        converted = _converted(module, contents)
-        keys = _keys(wanted, names, converted)
-        if sum(keys[name] in converted for name in wanted) >= sum(key_of[name] in stored for name in wanted):
-            stored, key_of = converted, keys
+        renamed = converted(module, files)
+        keys = _keys(wanted, names, renamed)
+        if sum(keys[name] in renamed for name in wanted) >= sum(key_of[name] in stored for name in wanted):
+            stored, key_of = renamed, keys
     if missing := [name for name in wanted if key_of[name] not in stored]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{folder} has no weight {key_of[missing[0]]!r}{more}, which {kind} needs")
@@ -110,7 +110,7 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
             "the model that was saved; leave out config, so that it is read from the folder"
         )
     found = {name: stored[key_of[name]] for name in wanted}
-    _check_shapes(wanted, found)
+    check_shapes(wanted, found)
     return found
 
 
@@ -121,7 +121,7 @@ def _keys(wanted: Collection[str], names: Collection[str], stored: Collection[st
     return {name: theirs + key.removeprefix(own) if key.startswith(own) else key for name, key in base.items()}
 
 
-def _converted(module: nn.Module, contents: Mapping[str, Stored]) -> dict[str, Source]:
+def converted(module: nn.Module, contents: Mapping[str, Stored]) -> dict[str, Source]:
     """The contents of a folder under the names that the library gives them when it reads them into `module`."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -179,7 +179,7 @@ def _prefixes(wanted: Collection[str], stored: Collection[str]) -> tuple[str, st
     return max(votes, key=lambda pair: (votes[pair], -len(pair[0]), -len(pair[1])), default=("", ""))
 
 
-def _contents(folder: Path) -> dict[str, Stored]:
+def contents_of(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder's safetensors files, by key."""
     if (folder / INDEX).exists():
         files = read_json(folder / INDEX).get("weight_map")
@@ -206,7 +206,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
         raise ValueError(f"{file} is damaged: {error}; copy it again") from None
 
 
-def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Source]) -> None:
+def check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Source]) -> None:
     used = [each for source in found.values() for each in _tensors_of(source)]
     shapes = {file: _shapes(file) for file in {stored.file for stored in used}}
     for file, key in used:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
 from interlace.train.metrics import HELD_OUT, LOSS, free_memory
 from interlace.train.schema import Config
-from interlace.train.texts import tokenizer_of
 from interlace.train.schema_train import Train
+from interlace.train.texts import tokenizer_of
 from interlace.train.trainer import BLANK, StopRequest, Trainer
 
 MOST_OF_FREE = 0.8
@@ -132,9 +132,7 @@ def _train(
         if rank == 0:
             launcher.say(f"interlace: {note}")
     check_data(train.fingerprint(), startup)
-    config = with_steps(config, len(train), source=source)
     if rank == 0:
-        say_trained(config, model)
         report_left_out(train, folder, lambda line: launcher.say(f"interlace: {line}"))
         if resume is None:
             runfolder.write_config(folder, config)
@@ -153,6 +151,11 @@ def _train(
         row_tokens=config.data.max_tokens if config.data.pack else None,
     )
     cleanup.callback(feed.close)
+    config = with_steps(config, feed.loader.batches, source=source)
+    if rank == 0:
+        say_trained(config, model)
+        if resume is None:
+            runfolder.write_config(folder, config)  # again, with the steps of its epochs
     with startup.bounded("making the process group of the trainer"):
         trainer = Trainer(config, model, parallel, feed, folder, stop=lambda: stop.number, lock=held)
     startup.close()
@@ -182,22 +185,25 @@ def _train(
     return folder, outcome, model, tokenizer, feed
 
 
-def with_steps(config: Config, samples: int, *, source: str = "config") -> Config:
-    """The config with as many steps as its epochs make of `samples`, whose last, incomplete batch is left out.
+def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "config") -> Config:
+    """The config with as many steps as its epochs have batches; `batches` says how many an epoch has.
 
     Raises ConfigError where they are fewer than the warm-up, or none.
     """
     train = config.train
     if train.epochs is None:
         return config
-    steps = round(train.epochs * (samples // train.batch_size))
+    whole = int(train.epochs)
+    steps = sum(batches(epoch) for epoch in range(whole))
+    if train.epochs > whole:
+        steps += round((train.epochs - whole) * batches(whole))
     table = train.model_dump() | {"steps": steps, "epochs": None}
     try:
         return config.model_copy(update={"train": Train.model_validate(table)})
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
         raise ConfigError(
-            f"{source}: [train] epochs = {train.epochs:g} of {samples:,} samples make steps = {steps}: {why}"
+            f"{source}: [train] epochs = {train.epochs:g} of this data make steps = {steps}: {why}"
         ) from None
 
 

@@ -42,6 +42,10 @@ class Data(Section):
     """Folder with the tokenizer, and for whole checkpoints the processor; by default that of the model (chats)."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     """File with a chat template (Jinja) in place of the tokenizer's own (chats)."""
+    video_fps: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
+    """Frames of a video that become pictures, per second (chats, without a whole checkpoint)."""
+    max_video_tokens: Positive = 512
+    """Most language model tokens of one video; a longer one gives fewer frames per second, at least one (chats)."""
     placeholders: dict[str, Annotated[str, Field(min_length=1)]] = {}
     """Encoder -> the token of the tokenizer that stands for its media, such as a reserved one; by default ``<image>``,
     ``<audio>`` or ``<name>``, added to the tokenizer where it lacks it (chats, without a whole checkpoint)."""

@@ -13,6 +13,9 @@ from interlace.train.schema_base import Positive, Rate, Section
 PROJECTORS = ("linear", "mlp", "pixel_shuffle", "qformer")
 TAKEN = ("text", "language_model")
 """What lengths of samples and the layers of a run already call something else."""
+PIXELS = {"mean", "std"}
+OF_WHOLE = {"freeze", "freeze_projector", "lr", "projector_lr", "weight_decay"} | PIXELS
+"""Keys of a module that is part of a whole model."""
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Channels = Annotated[list[Annotated[float, Field(ge=-1e3, le=1e3)]], Field(min_length=3, max_length=3)]
 
@@ -87,12 +90,15 @@ class LanguageModel(Module):
 
 
 class Model(Section):
-    """The multimodal model: a language model, and [model.NAME] for each encoder, under any name."""
+    """The multimodal model: a language model, and [model.NAME] for each encoder, under any name; or a whole one."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Encoder] = Field(init=False)
     free: ClassVar[type[Section]] = Encoder
 
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder of a whole HuggingFace vision- or audio-language model. Its modules are called "vision" or "audio", and
+    "language_model"; their tables then say only what is frozen and how fast the rest learns."""
     language_model: LanguageModel
     """The language model; the only module that must exist."""
 
@@ -114,7 +120,15 @@ class Model(Section):
     @model_validator(mode="after")
     def _sources(self) -> Model:
         for name, module in self.modules().items():
-            if module.path is None and module.architecture is None:
+            if self.path is not None:
+                plain = type(module)()
+                said = [key for key in type(module).model_fields if getattr(module, key) != getattr(plain, key)]
+                if others := [key for key in said if key not in OF_WHOLE]:
+                    raise ValueError(
+                        f"[model.{name}] says {others[0]}, but [model] path is a whole model, of which it says all: "
+                        f"leave it out (here go {', '.join(sorted(OF_WHOLE - PIXELS))}), or leave out [model] path"
+                    )
+            elif module.path is None and module.architecture is None:
                 others = [other for other in self.modules() if other != name]
                 near = difflib.get_close_matches(name, others, n=1)
                 hint = f" (or did you mean [model.{near[0]}]?)" if near else ""

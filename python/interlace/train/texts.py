@@ -37,8 +37,9 @@ class ModelTokenizer:
 
     def __init__(self, config: Config) -> None:
         from interlace.data import chats_load
+        from interlace.data.chats_video import VideoSpec
 
-        data, whole = config.data, getattr(config.model, "path", None)
+        data, whole = config.data, config.model.path
         folder = data.tokenizer or whole or config.model.language_model.path
         if folder is None:
             raise ValueError("the model comes from no folder, so name one with a tokenizer as data.tokenizer")
@@ -67,6 +68,7 @@ class ModelTokenizer:
         self.placeholders = {name: int(ids(tag)) for name, tag in self.tags.items()}
         if len(set(self.placeholders.values())) < len(self.placeholders):
             raise ValueError(f"two encoders have one placeholder: {self.tags}; set data.placeholders")
+        self.video = VideoSpec(data.video_fps, data.max_video_tokens)
         self.EOS = self._end()
 
     def _tag(self, config: Config, name: str) -> str:
@@ -100,7 +102,9 @@ class ModelTokenizer:
                 self.processor, self.template, name=self.name, placeholders=placeholders, tokens=tokens
             )
         tags = {name: self.tags[name] for name in placeholders}
-        return TokenizerFormat(self.tokenizer, self.template, name=self.name, tags=tags, specs=specs, tokens=tokens)
+        return TokenizerFormat(
+            self.tokenizer, self.template, name=self.name, tags=tags, specs=specs, tokens=tokens, video=self.video
+        )
 
     def _end(self) -> int:
         """The token that ends an answer: the last that is learnt, if that is none of words, else the end of text."""

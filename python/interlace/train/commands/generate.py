@@ -23,7 +23,7 @@ def generate(options: argparse.Namespace) -> int:
     from interlace.train.checkpoint.identity import identity_of
     from interlace.train.texts import tokenizer_of
 
-    folder, at = _checkpoint_of(options.run)
+    folder, at = checkpoint_of(options.run)
     source = str(folder / "config.toml")
     config = load(source)
     if options.max_new_tokens < 1:
@@ -124,7 +124,7 @@ def languages(config: Config) -> tuple[str, ...]:
     return tuple(config.data.languages or LANGUAGES)
 
 
-def _checkpoint_of(path: Path) -> tuple[Path, Path | None]:
+def checkpoint_of(path: Path) -> tuple[Path, Path | None]:
     """(run folder, checkpoint or None for the newest) of what the user named."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such run folder")
