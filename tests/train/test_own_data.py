@@ -131,6 +131,8 @@ def test_two_steps_on_own_chats(own: Path, packed: bool, in_process: None, capfd
         assert main(["generate", str(folder), "--image", picture, "--prompt", "What?", "--max-new-tokens", "3"]) == 0
         assert main(["generate", str(folder), "--image", str(own / "own.toml")]) == 2
         assert "own.toml: cannot identify image file" in capfd.readouterr().err
+        for command in ("plan", "simulate"):
+            assert main([command, str(own / "own.toml"), *["--out", str(own / "out")] * (command == "simulate")]) == 0
         assert main(["mask", str(own / "own.toml"), "--out", str(own / "mask.png")]) == 0
 
 
