@@ -131,12 +131,16 @@ class ChatFormat(ABC):
         return marks
 
     def _check_tokens(self, item: Item) -> Item:
-        """`item`, if its encoder makes as many tokens of it as it has placeholders. Raises ValueError."""
+        """`item`, if its encoder makes as many tokens of it as it has placeholders.
+
+        Raises BrokenSampleError for an item that the encoder refuses, ValueError for another number of tokens.
+        """
         count = self.tokens.get(item.encoder)
         if count is not None:
             key = (item.encoder, item.shape, tuple(item.about.items()))
             if key not in self._counts:
-                self._counts[key] = count(item.shape, item.about) if item.about else count(item.shape)
+                with refused_by(f"the encoder {item.encoder!r}"):
+                    self._counts[key] = count(item.shape, item.about) if item.about else count(item.shape)
             if self._counts[key] != item.tokens:
                 raise ValueError(
                     f"{self.name}: an item of shape {item.shape} has {item.tokens} placeholders, but the encoder "
