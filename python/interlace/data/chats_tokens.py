@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,12 +131,16 @@ class ChatFormat(ABC):
         return marks
 
     def _check_tokens(self, item: Item) -> Item:
-        """`item`, if its encoder makes as many tokens of it as it has placeholders. Raises ValueError."""
+        """`item`, if its encoder makes as many tokens of it as it has placeholders.
+
+        Raises BrokenSampleError for an item that the encoder refuses, ValueError for another number of tokens.
+        """
         count = self.tokens.get(item.encoder)
         if count is not None:
             key = (item.encoder, item.shape, tuple(item.about.items()))
             if key not in self._counts:
-                self._counts[key] = count(item.shape, item.about) if item.about else count(item.shape)
+                with refused_by(f"the encoder {item.encoder!r}"):
+                    self._counts[key] = count(item.shape, item.about) if item.about else count(item.shape)
             if self._counts[key] != item.tokens:
                 raise ValueError(
                     f"{self.name}: an item of shape {item.shape} has {item.tokens} placeholders, but the encoder "
@@ -286,6 +291,7 @@ class ProcessorFormat(ChatFormat):
         if part is not None:
             self._blank.image_processor, self._real.image_processor = Remembered(part), Watched(part)
         self._text = processor
+        self._loading = threading.Lock()
 
     def _messages(self, chat: Chat, media: Sequence[Any]) -> chats_template.Messages:
         """Typed content, each medium with what it is: a picture or its blank."""
@@ -381,7 +387,9 @@ class ProcessorFormat(ChatFormat):
 
     def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
         media = [chats_media.read_picture(part.path) for part in chat.media]
-        out = self._call(self._real, self._messages(chat, media))
+        with self._loading:  # the processor keeps what it made last
+            out = self._call(self._real, self._messages(chat, media))
+            raw = self._real.image_processor.last
         ids = [int(token) for token in out["input_ids"][0]][: len(encoded.ids)]
         if ids != encoded.ids:
             raise DecodeError(
@@ -393,7 +401,7 @@ class ProcessorFormat(ChatFormat):
         whole = [int(token) for token in out["input_ids"][0]]
         wanted = self.placeholders["vision"]
         runs = [_runs(whole, offsets, replaced["new_span"], wanted)[1] for replaced in moved]
-        runs = chats_media.in_tiles(runs, self._real.image_processor.last, self.who)
+        runs = chats_media.in_tiles(runs, raw, self.who)
         known = [item.shape for item in encoded.items]
         known += [(1,)] * (sum(map(len, runs)) - len(known))  # of what was cut off nothing is kept
         pieces = chats_media.cut("image", out, runs, self.who, known)[: len(encoded.items)]
