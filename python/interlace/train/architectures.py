@@ -374,8 +374,8 @@ def _known(config: Any) -> set[str]:
 
 def _plain(config: Any) -> dict[str, Any]:
     """What a config says, as TOML could. Not what its to_dict says, which keeps some keys under another name."""
-    table: dict[str, Any] = {key: getattr(config, key, None) for key in _fields(type(config))}
-    inner = {key: value.to_dict() for key, value in table.items() if hasattr(value, "to_dict")}
+    table = {key: getattr(config, key, None) for key in _fields(type(config))}
+    inner = {key: value.to_dict() for key, value in table.items() if value is not None and hasattr(value, "to_dict")}
     plain: dict[str, Any] = json.loads(json.dumps(table | inner, default=str))
     return {key: _bare(value) for key, value in plain.items()}
 
