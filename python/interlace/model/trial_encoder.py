@@ -22,6 +22,7 @@ from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import Media
 from interlace.model.slice import carve, clone
 from interlace.model.standin import Unanswerable, cheaply, stand_in
+from interlace.model.switch import NAMES
 from interlace.model.tiles import TileInputs
 from interlace.model.trial import (
     TOLERANCE,
@@ -84,6 +85,8 @@ def _packing_with(encoder: ModalityModule, implementation: str) -> Packing:
             found = fastest(name, (PACKED, ROWS), both_modes(trial.together, trial.alone))
             if found.name != ALONE or (encoder.images is not None and encoder.images.any_size):
                 break
+        if found.name != PACKED and not encoder.is_told:
+            trial.check_counts()
         return replace(found, returned=tuple(trial.returned), width=trial.width, feed=trial.encoder.feed)
 
 
@@ -96,7 +99,7 @@ class _Trial:
         self.encoder.module.set_attn_implementation(self.encoder.implementation)  # type: ignore[operator]
         self.encoder.projector, self.encoder.downsample, self.encoder.backend = nn.Identity(), 1, None
         self.encoder.preprocess = self.encoder.postprocess = self.encoder.postprocess_projector = None
-        self.encoder._collate = None
+        self.encoder._collate = self.encoder._tokens = None
         self.items: list[Media] = []
         self.width = 0  # of the features that came last
         self.returned = note_returns(self.encoder.layers)
@@ -145,11 +148,13 @@ class _Trial:
 
     def _own(self, one: Media) -> Tensor:
         """Features [n, D] of an item by the module's own forward and eager attention."""
+        return self.encoder.features_of(self._own_output(one))[0]
+
+    def _own_output(self, one: Media) -> Any:
         encoder: Any = self.encoder
         try:
-            encoder.module.set_attn_implementation("eager")
-            features: Tensor = encoder.features_of(encoder.module(**encoder.kwargs_of([one])))[0]
-            return features
+            encoder.module.set_attn_implementation(OWN)
+            return encoder.module(**encoder.kwargs_of([one]))
         finally:
             encoder.module.set_attn_implementation(encoder.implementation)
 
@@ -159,9 +164,15 @@ class _Trial:
         name = type(encoder.module).__name__
         for one in items:
             try:
-                own = self._own(one)
-            except Exception:  # whatever a model may raise; it says so itself when it is run
-                return
+                output = self._own_output(one)
+            except Exception as problem:  # whatever a model may raise; it says so itself when it is run
+                if encoder.implementation in NAMES:
+                    return
+                raise ValueError(
+                    f"{name} has attention of its own, and does not run by itself on what it would be given "
+                    f"({type(problem).__name__}: {one_line(problem)}): use another encoder"
+                ) from problem
+            own = encoder.features_of(output)[0]
             self.items = [one]
             try:
                 found = self.alone()[0]
@@ -178,6 +189,21 @@ class _Trial:
                     "on random weights): its layers are told more than their tokens. Use another encoder"
                 )
         self.items = items
+
+    def check_counts(self) -> None:
+        """Raise ValueError if an item has other features in number than what follows the layers makes of its tokens."""
+        encoder, one = self.encoder, self.items[0]
+        try:
+            found = len(self._run(ALONE, [one], training=False))
+        except Exception:  # whatever a model may raise; it says so itself when it is run
+            return
+        encoder.returned = tuple(self.returned)
+        wanted = encoder.tokens(one.shape, one.about)
+        if found != wanted:
+            raise ValueError(
+                f"{type(encoder.module).__name__} makes {found} features of an item, where {wanted} follow from the "
+                "tokens that its layers are given: its layers change their number. Use another encoder"
+            )
 
     def alone(self, training: bool = False) -> list[Tensor]:
         """Features of all items, each run by itself: [one tensor [n, D]]."""
