@@ -127,7 +127,7 @@ def test_the_check_sees_every_spelling(module, source, found):
 def sources() -> list[Path]:
     return [
         path
-        for folder in ("python", "kernels", "csrc", "bench", "tests")
+        for folder in ("python", "kernels", "csrc", "bench", "tests", "examples")
         for path in (ROOT / folder).rglob("*")
         if path.suffix in {".py", ".pyi", ".cpp", ".h", ".cu"}
     ]

@@ -24,6 +24,7 @@ import math
 import warnings
 from functools import cache
 from types import ModuleType
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -37,6 +38,34 @@ BACKENDS = ("reference", "cpu", "triton", "gluon")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@overload
+def bitfield_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BitfieldMask | AttentionPlan,
+    *,
+    kv_mask: BitfieldMask | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def bitfield_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BitfieldMask | AttentionPlan,
+    *,
+    kv_mask: BitfieldMask | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 def bitfield_attention(
     q: Tensor,
     k: Tensor,
