@@ -85,26 +85,6 @@ def test_the_config_reference_is_that_of_the_schema():
     assert REFERENCE["PAGE"].read_text() == REFERENCE["render"](Config.model_json_schema()), "run docs/reference.py"
 
 
-def test_keys_that_the_page_for_other_trainers_names_are_there():
-    """In our column (the second) of its tables, and in its config."""
-    text = (ROOT / "docs" / "from-other-trainers.md").read_text()
-    sections = re.split(r"^## `\[+([\w.]+)\]+`$", REFERENCE["PAGE"].read_text(), flags=re.M)[1:]
-    keys = {
-        name: set(re.findall(r"^\| `(\w+)` \|", table, flags=re.M))
-        for name, table in zip(sections[::2], sections[1::2], strict=True)
-    }
-    ours = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| ")]
-    named = re.findall(r"`((?:train|data|model|parallel|checkpoint|log)\.[\w.]+)", "\n".join(ours))
-    assert len(named) > 40
-    for name in named:
-        section, _, key = name.rpartition(".")
-        assert key in keys.get(section, ()) or name in keys, name
-    (config,) = re.findall(r"```toml\n(.*?)```", text, flags=re.S)
-    for name, table in re.findall(r"^\[([\w.]+)\]\n(.*?)(?=^\[|\Z)", config, flags=re.S | re.M):
-        for key in re.findall(r"^(\w+) =", table, flags=re.M):
-            assert key in keys[name], f"[{name}] {key}"
-
-
 def test_every_page_has_its_place_on_the_site():
     places = re.findall(r"^ +- (?:[\w ]+: )?([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
     assert sorted(places) == sorted(page.name for page in PAGES if page.name != "README.md")

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -21,8 +22,12 @@ pytestmark = pytest.mark.slow
 
 
 def python(*arguments: str, cwd: Path) -> str:
+    return run(sys.executable, *arguments, cwd=cwd)
+
+
+def run(*command: str | Path, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -91,3 +96,25 @@ def test_wheel_works_where_it_is_unpacked(distributions, tmp_path):
         "print(core.partition(np.ones(4), 2).tolist(), 'torch' in sys.modules)"
     )
     assert python("-c", program, str(tmp_path / "site"), cwd=tmp_path).split("\n")[0] == "[0, 2, 4] False"
+
+
+def test_an_installed_wheel_computes_trains_and_exports(distributions, tmp_path):
+    """In an environment of its own, where all but Interlace is that of the tests."""
+    home = tmp_path / "venv"
+    python("-m", "venv", "--without-pip", str(home), cwd=tmp_path)
+    install = ("install", "--quiet", "--no-deps", "--no-index", str(distributions[1]))
+    python("-m", "pip", "--python", str(home / "bin" / "python"), *install, cwd=tmp_path)
+    (site,) = home.glob("lib/*/site-packages")  # the others after it, as pip would else find an Interlace to replace
+    (site / "others.pth").write_text("\n".join({sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")}))
+    own = home / "bin" / "python"
+    told = run(own, "-c", "import interlace, interlace._core as c; print(interlace.__file__, c.__file__)", cwd=tmp_path)
+    assert all(Path(path).is_relative_to(home) for path in told.split())
+
+    examples = ROOT / "examples"
+    assert "apart" in run(own, examples / "attention_op.py", cwd=tmp_path)
+    told = run(own, examples / "train_and_export.py", tmp_path / "shapes", cwd=tmp_path)
+    assert "all finite: True" in told
+    again = tmp_path / "again"
+    run(home / "bin" / "interlace", "export", tmp_path / "shapes" / "runs" / "shapes" / "latest", again, cwd=tmp_path)
+    for path in sorted((tmp_path / "shapes" / "exported").rglob("*.safetensors")):
+        assert (again / path.relative_to(tmp_path / "shapes" / "exported")).read_bytes() == path.read_bytes()
