@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -116,13 +117,14 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
 
 def run(*arguments: str | Path) -> None:
     """`interlace` with these arguments."""
-    print("\n$ interlace", *arguments, flush=True)
-    if code := main([str(argument) for argument in arguments]):
+    command = [str(argument) for argument in arguments]
+    print(f"\n$ interlace {shlex.join(command)}", flush=True)
+    if code := main(command):
         sys.exit(code)
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="shapes-")).absolute()
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="shapes-"))
     write_tokenizer(folder, write_data(folder))
     config = folder / "config.toml"
     config.write_text(CONFIG.format(folder=folder))

@@ -50,6 +50,9 @@ def test_pictures_to_a_model_that_huggingface_loads(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "40 records, 40 usable" in done.stdout and "all finite: True" in done.stdout
+    page = (ROOT / "docs" / "a-session.md").read_text()
+    commands = re.findall(r"^\$ .*$", done.stdout.replace(str(folder), "shapes"), flags=re.M)
+    assert commands == re.findall(r"^\$ .*$", page, flags=re.M), "record docs/a-session.md anew"
     assert re.search(r"^A \w+ (disc|square)\.$", done.stdout, flags=re.M), done.stdout
     for kind, part in ((SiglipVisionModel, "vision"), (AutoModelForCausalLM, "language_model")):
         model = kind.from_pretrained(folder / "exported" / part)
