@@ -183,6 +183,8 @@ def test_what_a_folder_of_peft_cannot_say_is_refused(tmp_path: Path) -> None:
         adapter_files(filled("train.lora={targets=['vision']}"), tmp_path)
     with pytest.raises(ValueError, match=r"embed_tokens.weight was trained and is tied to another weight"):
         adapter_files(filled(LORA, "train.train=['*embed_tokens*']"), tmp_path)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj was trained beside its own adapter"):
+        adapter_files(filled(LORA, "train.train=['*.layers.0.self_attn.q_proj']"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
