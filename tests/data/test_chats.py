@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from interlace.data import IGNORE, load_chats
 from interlace.data.chats_shapes import Chat, Part, Turn, parse
@@ -223,6 +223,25 @@ def test_lengths_are_followed_and_told(tmp_path: Path) -> None:
     assert sample.labels[-2] != IGNORE and sample.labels[-1] == IGNORE
     assert torch.equal(sample.media["vision"][0].data, load_image(tmp_path / "a.png", ImageSpec(8, 16)))
     assert "1 cut to" in train.report() and "t.jsonl:1: cut to" in train.listing()
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_pictures_are_the_right_way_up(tmp_path: Path, turn: int) -> None:
+    told = Image.Exif()
+    told[0x0112] = turn
+    Image.effect_noise((56, 24), 90).convert("RGB").save(tmp_path / "a.jpg", exif=told, quality=95)
+    with Image.open(tmp_path / "a.jpg") as taken:
+        ImageOps.exif_transpose(taken).save(tmp_path / "upright.png")
+    lines = [talk(user(image(name)), said("b")) for name in ("a.jpg", "upright.png")]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    (tmp_path / "v.jsonl").write_text(lines[0])
+    wide = _format(TEMPLATE)
+    wide.specs["vision"] = ImageSpec(8, 64)
+    train, _ = load_chats([tmp_path / "t.jsonl"], [tmp_path / "v.jsonl"], wide, Rules(), cache=tmp_path / "cache")
+    turned, upright = (train.sample(i).media["vision"][0] for i in range(2))
+    assert turned.shape == upright.shape == ((3, 56, 24) if turn > 4 else (3, 24, 56))
+    assert torch.equal(turned.data, upright.data)
+    assert torch.equal(turned.data, load_image(tmp_path / "a.jpg", ImageSpec(8, 64)))
 
 
 # --- files, and what is kept of them ----------------------------------------------------------------------
