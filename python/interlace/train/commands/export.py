@@ -31,12 +31,12 @@ def export(options: argparse.Namespace) -> int:
             steps = [checkpointfolder.step_of(path) for path in checkpointfolder.complete(at.parent)]
             have = ", ".join(map(str, sorted(steps))) or "none"
             raise ConfigError(f"--step {options.step}: {run} has no checkpoint of that step; it has {have}")
-    source = str(run / "config.toml")
-    config = load(source)
-    model = _model(config, source)
     path = at or checkpointfolder.newest(runfolder.checkpoints_of(run))
     if path is None:
         raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(run)}")
+    source = str(run / "config.toml")
+    config = load(source)
+    model = _model(config, source)
     step = checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))
     try:
         model.save_pretrained(target)
