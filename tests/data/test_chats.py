@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from interlace.data import IGNORE, load_chats
+from interlace.data import IGNORE, DecodeError, load_chats
 from interlace.data.chats_shapes import Chat, Part, Turn, parse
 from interlace.data.chats_store import Rules, examine, prepare, shortened
 from interlace.data.chats_template import TemplateError
@@ -341,3 +341,17 @@ def test_a_picture_that_changes_is_noticed_and_read_as_blank(tmp_path: Path) -> 
     assert good.data is not None and bool(good.data.any())
     assert bad.data is not None and not bool(bad.data.any())
     assert train.blank_items == 1 and train.read_items == 2 and "b.png" in train.report()
+
+
+def test_a_lost_file_is_counted_once_however_many_items_it_costs(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
+    line = json.dumps({"messages": [user("<image>" * 12), said("b")], "images": ["a.png"] * 12})
+    for name in "tv":
+        (tmp_path / f"{name}.jsonl").write_text(f"{line}\n" * 40)
+    train, _ = load_chats([tmp_path / "t.jsonl"], [tmp_path / "v.jsonl"], chats(), Rules(), cache=tmp_path / "cache")
+    (tmp_path / "a.png").unlink()
+    for index in range(8):
+        assert not any(item.data.any() for item in train.sample(index).media["vision"])
+    assert train.blank_items == 8
+    with pytest.raises(DecodeError, match="9 of 9 items that were verified"):
+        train.sample(8).media["vision"][0].data  # noqa: B018
