@@ -244,6 +244,19 @@ def test_pictures_are_the_right_way_up(tmp_path: Path, turn: int) -> None:
     assert torch.equal(turned.data, load_image(tmp_path / "a.jpg", ImageSpec(8, 64)))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_pictures_over_their_budget_are_scaled_down_or_refused(tmp_path: Path, strict: bool) -> None:
+    Image.new("RGB", (80, 80), "red").save(tmp_path / "a.png")
+    (tmp_path / "t.jsonl").write_text(talk(user(image("a.png")), said("b")))
+    made = chats()
+    made.strict = strict
+    [one] = examine([tmp_path / "t.jsonl"], made, Rules(), tmp_path)
+    if strict:
+        assert one.broken is not None and one.broken.kind == "size" and "max_image_tokens" in str(one.broken)
+    else:
+        assert one.encoded is not None and one.encoded.items[0].shape == (3, 32, 32)
+
+
 # --- files, and what is kept of them ----------------------------------------------------------------------
 
 
