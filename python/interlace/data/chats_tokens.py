@@ -155,6 +155,7 @@ class TokenizerFormat(ChatFormat):
 
     tags: encoder -> the text of its placeholder, one token. specs: encoder -> how its files become tensors; an encoder
     takes the kind of media that its spec is for, and encoders of pictures take the frames of videos, each an item.
+    strict: whether pictures that are too large for their spec are broken, in place of scaled down.
     """
 
     def __init__(
@@ -167,10 +168,12 @@ class TokenizerFormat(ChatFormat):
         specs: Mapping[str, ImageSpec | AudioSpec],
         tokens: Mapping[str, Tokens],
         video: VideoSpec | None = None,
+        strict: bool = False,
     ) -> None:
         ids = {encoder: int(tokenizer.convert_tokens_to_ids(tag)) for encoder, tag in tags.items()}
         super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens)
         self.tags, self.specs, self.video = dict(tags), dict(specs), video or VideoSpec()
+        self.strict = strict
         self._render = chats_template.render_with(template, self.special)
 
     def encoders_of(self, kind: str) -> list[str]:
@@ -235,7 +238,7 @@ class TokenizerFormat(ChatFormat):
         spec = self.specs[encoder]
         if isinstance(spec, ImageSpec):
             with refused_by(f"the encoder {encoder!r}"):
-                return spec.fit(size[0], size[1], path)
+                return spec.fit(size[0], size[1], path, strict=self.strict)
         frames, rate = size
         if frames > spec.max_seconds * rate:
             raise BrokenSampleError("size", f"{path}: {frames / rate:.1f} s, longer than max_audio_seconds")
@@ -263,7 +266,7 @@ class TokenizerFormat(ChatFormat):
         return made
 
     def signature(self) -> str:
-        said = (self.template, self.tags, self.specs, self.video, self.placeholders)
+        said = (self.template, self.tags, self.specs, self.video, self.strict, self.placeholders)
         return repr((_tokenizer_text(self.tokenizer), *said))
 
 

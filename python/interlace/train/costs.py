@@ -74,7 +74,7 @@ def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[f
                 shape = shape[0], min(shape[1], round(config.data.max_audio_seconds * 100))
             media[name] = encoder.encoder_length(shape), encoder.tokens(shape)
             continue
-        image = config.data.max_image_tokens
+        image = config.data.image_tokens(0)
         if digits and encoder.images is not None:
             side = -(-(config.data.digit_size or 8) // encoder.images.patch[0])
             image = min(image, side * side)
