@@ -169,6 +169,18 @@ def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
         stored_weights(config, build(config, ByteTokenizer()))
 
 
+def test_weights_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    """Two towers alike, as in Video-LLaVA: which one is meant nobody says."""
+    folder = saved(tmp_path / "model", FOLDERS["qwen2"][0])
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {f"{tower}.{key}": w.clone() for tower in "ab" for key, w in weights.items()}, folder / "model.safetensors"
+    )
+    config = config_with(language_model={"path": str(folder)})
+    with pytest.raises(configs.ConfigError, match=r"has these weights twice, under 'a\.' and 'b\.': save the one"):
+        stored_weights(config, build(config, ByteTokenizer()))
+
+
 def test_pixels_are_scaled_as_the_folder_says(tmp_path: Path) -> None:
     from interlace.train.feed import media_specs
 
