@@ -14,6 +14,7 @@ from interlace.train.schema import Config
 
 def export(options: argparse.Namespace) -> int:
     """``interlace export RUN FOLDER``: a whole checkpoint key for key, other models as one folder per module."""
+    from interlace.model.whole import dtype_of
     from interlace.train.build import architecture
     from interlace.train.checkpoint import checkpoints
     from interlace.train.checkpoint import folder as checkpointfolder
@@ -39,6 +40,8 @@ def export(options: argparse.Namespace) -> int:
     model = _model(config, source)
     step = checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))
     try:
+        if config.model.path is not None:
+            model.to(dtype_of(Path(config.model.path)))  # trained in fp32
         model.save_pretrained(target)
     except (ValueError, OSError) as error:
         raise ConfigError(f"export to {target}: {error}") from None
@@ -48,13 +51,15 @@ def export(options: argparse.Namespace) -> int:
 
 def _model(config: Config, source: str) -> Any:
     """The run's model on the CPU, with any weights."""
+    import torch
+
     from interlace import data
     from interlace.model import MultimodalModel
     from interlace.train.build import build, materialize
 
     if config.model.path is not None:  # as HuggingFace read it: only then it is saved under the keys that it had
         try:
-            return MultimodalModel.from_pretrained(config.model.path)
+            return MultimodalModel.from_pretrained(config.model.path, dtype=torch.float32)
         except ValueError as error:
             raise ConfigError(f"{source}: [model] path: {error}") from None
     return materialize(build(config, data.ByteTokenizer(), source=source), seed=config.run.seed)
