@@ -59,7 +59,7 @@ def _model(config: Config, source: str) -> Any:
 
     if config.model.path is not None:  # as HuggingFace read it: only then it is saved under the keys that it had
         try:
-            return MultimodalModel.from_pretrained(config.model.path, dtype=torch.float32)
+            return MultimodalModel.from_pretrained(config.model.path).to(torch.float32)
         except ValueError as error:
             raise ConfigError(f"{source}: [model] path: {error}") from None
     return materialize(build(config, data.ByteTokenizer(), source=source), seed=config.run.seed)
