@@ -18,6 +18,7 @@ from transformers import (
     WavLMModel,
 )
 
+from interlace import Layout, ParallelSpec, parallelize
 from interlace.model import Media, ModalityModule
 from tests.model.zoo import COMMON, assert_same_gradients, build, gradients
 
@@ -99,6 +100,14 @@ def test_what_is_refused():
     mllm = build(ENCODERS["wavlm"][0], audio=None)
     with pytest.raises(ValueError, match="need more of the earlier ones than the hidden state"):
         mllm.slice("vision", 1, 3)
+    for degrees in ({"tp": 2}, {"cp": 2}):
+        layout = Layout.from_specs(mllm, {"vision": ParallelSpec(**degrees), "language_model": ParallelSpec()})
+        with pytest.raises(ValueError, match=r"vision cannot be (cut|dealt) among"):  # its attention is its own
+            parallelize(mllm, layout, transport="local")
+    masking = build(lambda: wav2vec2(mask_time_prob=0.05), audio=None).train()
+    layout = Layout.from_specs(masking, {"vision": ParallelSpec(tp=2), "language_model": ParallelSpec()})
+    with pytest.raises(ValueError, match=r"drops at random in training .*mask_time_prob = 0\.05"):
+        parallelize(masking, layout, transport="local")
     stable = build(ENCODERS["wav2vec2, stable"][0], audio=None)
     inputs = stable.encoders["vision"].collate(clips(stable.encoders["vision"], "wav2vec2, stable"))
     with pytest.raises(ValueError, match="Wav2Vec2Model cannot"):  # the norm after its layers is registered before them
