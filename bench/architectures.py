@@ -1,8 +1,9 @@
 """Every architecture of transformers inside MultimodalModel: right, refused, or not built this small. Wrong: none.
 
-All model types with a causal or multimodal language model, and all whose main input is images or sound, are built from
-configs shrunk by rule (architectures_tiny.py; each hybrid also with its other kinds of layers, windows switched on) and
-held against their own eager attention on one sample at a time (architectures_check.py). Outcomes:
+All model types with a causal or multimodal language model, all whose main input is images or sound, and the encoders
+inside larger models are built from configs shrunk by rule (architectures_tiny.py; each hybrid also with its other kinds
+of layers, windows switched on) and held against their own eager attention on one sample at a time
+(architectures_check.py). Outcomes:
 
     right      outputs, gradients, cuts, generation and the drop-in are those of the model itself
     refused    interlace raised ValueError, saying why and what to do instead
@@ -22,14 +23,18 @@ import argparse
 import collections
 import copy
 import importlib
+import inspect
 import json
 import os
+import pkgutil
+import re
 import resource
 import signal
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +57,7 @@ from bench.architectures_table import table
 from bench.architectures_tiny import STRATEGIES, tiny_config, variants
 from bench.measure import command, machine, versions, write_json
 from interlace.model import ModalityModule
+from interlace.model.patches import GRID
 
 ROOT = Path(__file__).parents[1]
 LARGEST = 40_000_000  # parameters that still count as tiny
@@ -68,18 +74,54 @@ def population() -> list[tuple[str, str]]:
     multimodal = set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     multimodal |= set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
     found = [(LANGUAGE, name) for name in sorted(causal | multimodal)]
+    configs = set()
     for name in sorted(set(modeling_auto.MODEL_MAPPING_NAMES) - causal):
         try:
-            inputs = model_class(ENCODER, name).main_input_name
+            made = model_class(ENCODER, name)
+            inputs = made.main_input_name
         except (ImportError, AttributeError):
             continue  # needs a library that is not there
         if MEDIA & {*([inputs] if isinstance(inputs, str) else inputs or [])}:
             found.append((ENCODER, name))
+            configs.add(made.config_class)
+    return found + [(ENCODER, name) for name, made in sorted(towers().items()) if made.config_class not in configs]
+
+
+@cache
+def towers() -> dict[str, Any]:
+    """Class name -> encoder that no table of transformers names: parts of larger models, with forwards of their own."""
+    found = {}
+    folders = [folder.name for folder in pkgutil.iter_modules(transformers.models.__path__) if folder.ispkg]
+    for folder in folders:
+        try:
+            module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        except ImportError:
+            continue  # a folder without models, or one that needs a library that is not there
+        for name, made in vars(module).items():
+            if (
+                isinstance(made, type)
+                and issubclass(made, transformers.PreTrainedModel)
+                and made.__module__ == module.__name__
+                and made.config_class is not None
+                and not re.search(r"For[A-Z]|Backbone|Pre[Tt]rainedModel$|With[A-Z]|Decoder", name)
+            ):
+                arguments = list(inspect.signature(made.forward).parameters)[1:]
+                if _is_tower(arguments):
+                    found[name] = made
     return found
 
 
+def _is_tower(arguments: list[str]) -> bool:
+    """Whether a forward with these arguments takes media, and neither ids nor what a decoder reads."""
+    if any(name == "input_ids" or "decoder" in name or name.startswith("inputs_embeds") for name in arguments):
+        return False
+    return GRID in arguments or (bool(arguments) and arguments[0] in MEDIA)
+
+
 def model_class(kind: str, model_type: str) -> Any:
-    """The class that is built for a model type: its language model, or its base model."""
+    """The class that is built for a model type: its language model, or its base model; or of that name, see towers."""
+    if kind == ENCODER and model_type in towers():
+        return towers()[model_type]
     tables = [modeling_auto.MODEL_MAPPING_NAMES]
     if kind == LANGUAGE:
         tables = [
@@ -107,13 +149,14 @@ def build(kind: str, model_type: str, variant: dict[str, Any] | None = None, see
         try:
             torch.manual_seed(seed)
             made = model_class(kind, model_type)
-            config = _part_for(made, tiny_config(model_type, strategy, variant))
+            tower = made.config_class if kind == ENCODER and model_type in towers() else None
+            config = _part_for(made, tiny_config(model_type, strategy, variant, tower))
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in made(config).parameters())
             if size > LARGEST:
                 raise ValueError(f"{size:,} parameters")
             model: nn.Module = made(config).float().eval()
-            if kind == ENCODER and getattr(config, "is_encoder_decoder", False):
+            if kind == ENCODER and tower is None and getattr(config, "is_encoder_decoder", False):
                 model = model.get_encoder()  # type: ignore[operator]
             model.set_attn_implementation("eager")  # type: ignore[operator]
             if kind == LANGUAGE:

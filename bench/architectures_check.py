@@ -23,6 +23,10 @@ from interlace.attention import AttentionPlan
 from interlace.attention.hf import NAME, carrier, use_plan
 from interlace.masks import BitfieldMask
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample, generate
+from interlace.model.clips import ClipInputs
+from interlace.model.feed import Item
+from interlace.model.images import ImageInputs
+from interlace.model.patches import PatchInputs
 
 LENGTHS = (9, 13, 6)  # longer than the window and the chunk of a tiny config
 NEW_TOKENS = 4
@@ -202,34 +206,46 @@ def check_dropin(eager: nn.Module, ids: Tensor, expected: Tensor) -> str:
 # ---------------------------------------------------------------------- encoders
 
 
-def spread_encoder(model: nn.Module, geometry: ModalityModule) -> list[Tensor]:
-    """`spread`, judged by the features of random items [C, H, W] or [mel bins, frames], which are returned."""
-    default = geometry.default_shape
-    shapes = [default, default, default]
-    if geometry.images is not None and geometry.any_size:
-        tall, wide = geometry.images.patch
-        shapes[1] = (default[0], 2 * tall, 3 * wide)
+def spread_encoder(model: nn.Module, geometry: ModalityModule) -> list[Media]:
+    """`spread`, judged by the features of random items of several sizes, which are returned."""
     g = torch.Generator().manual_seed(1)
-    items = [torch.randn(shape, generator=g) for shape in shapes]
+    items = [
+        Media(one.shape, geometry.tokens(*one), torch.randn(one.shape, generator=g), about=one.about)
+        for one in items_for(geometry)
+    ]
     spread(model, lambda: [eager_features(model, geometry, item) for item in items])
     return items
 
 
-def eager_features(model: nn.Module, geometry: ModalityModule, item: Tensor) -> Tensor:
+def items_for(geometry: ModalityModule) -> list[Item]:
+    """Items of several sizes, as far as an encoder takes them; the first and the last are alike."""
+    feed, default = geometry.feed, geometry.default
+    items = [default, default, default]
+    if isinstance(feed, PatchInputs):
+        items = [feed.item(1, 8, 4), feed.item(1, 4, 12), feed.item(2, 4, 4), feed.item(1, 8, 4)]
+        return items if feed.videos else [item for item in items if item.shape == items[0].shape or item is items[1]]
+    if isinstance(feed, ImageInputs) and feed.any_size:
+        items[1] = Item((feed.channels, 2 * feed.patch[0], 3 * feed.patch[1]))
+    if isinstance(feed, ClipInputs) and feed.any_length:
+        items[1] = feed.with_length(default.shape[feed.time] * 3 // 5)
+    return items
+
+
+def eager_features(model: nn.Module, geometry: ModalityModule, item: Media) -> Tensor:
     """[n, D] of an item alone, class tokens included."""
-    return geometry.features_of(model(**geometry.kwargs_of(item[None])))[0]
+    return geometry.features_of(model(**geometry.kwargs_of([item])))[0]
 
 
-def check_encoder(model: nn.Module, items: list[Tensor], found: dict[str, Any], *, thorough: bool = True) -> None:
+def check_encoder(model: nn.Module, media: list[Media], found: dict[str, Any], *, thorough: bool = True) -> None:
     """As `check_language`, for a vision or audio tower and its items."""
     eager = copy.deepcopy(model)
     encoder = ModalityModule(model, projector=nn.Identity()).eval()
-    encoder.connect(encoder.hidden_size)
-    media = [Media(tuple(item.shape), encoder.tokens(tuple(item.shape)), item) for item in items]
+    encoder.connect(encoder.feature_size)
     expected = []
-    for item in items:
+    for item in media:
         features = eager_features(eager, encoder, item)
-        expected.append(features[encoder.prefix :] if len(features) == encoder.encoder_length(item.shape) else features)
+        whole = len(features) == encoder.encoder_length(item.shape, item.about)
+        expected.append(features[encoder.prefix :] if whole else features)
     inputs = encoder.collate(media)
     found["layout"] = encoder.packing
     features = encoder(**inputs)
@@ -247,7 +263,7 @@ def check_encoder(model: nn.Module, items: list[Tensor], found: dict[str, Any], 
 
 def check_encoder_cuts(encoder: ModalityModule, inputs: dict[str, Any], expected: Tensor) -> str:
     """Two stages at every layer: the features."""
-    sizes = {"hidden_size": encoder.hidden_size, "intermediate_size": 8, "vocab_size": 64, "num_hidden_layers": 1}
+    sizes = {"hidden_size": encoder.feature_size, "intermediate_size": 8, "vocab_size": 64, "num_hidden_layers": 1}
     llm = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1))
     mllm = MultimodalModel({"encoder": encoder}, llm, placeholders={"encoder": 63}).eval()
     refusals = []

@@ -9,11 +9,12 @@ from typing import Any
 INTRODUCTION = """# Which models a MultimodalModel takes
 
 Written by `python -m bench.architectures`; `bench/results/architectures.json` has a row per architecture. Tried are
-all model types of transformers {transformers} with a causal or multimodal language model, and all whose main input is
-images or sound, as tiny random models whose configs are shrunk by rule. Each is held against its own eager attention,
-run whole on one sample at a time: outputs and the gradient of every parameter of three samples in one batch, two
-stages cut at every layer, greedy generation of three prompts at once, and the drop-in attention under a plan. A hybrid
-is tried with its other kinds of layers too, and a model with the windows that its default config leaves off.
+all model types of transformers {transformers} with a causal or multimodal language model, all whose main input is
+images or sound, and the encoders inside larger models, which are named by their class, as tiny random models whose
+configs are shrunk by rule. Each is held against its own eager attention, run whole on one sample at a time: outputs and
+the gradient of every parameter of three samples in one batch, two stages cut at every layer, greedy generation of three
+prompts at once, and the drop-in attention under a plan. A hybrid is tried with its other kinds of layers too, and a
+model with the windows that its default config leaves off.
 
 How samples share a batch is not listed anywhere in the code: `MultimodalModel` finds it out when it is made, by trying
 a stand-in of the model. So a model that is not below is treated by the same rule, and one that mixes tokens where

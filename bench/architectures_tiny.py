@@ -108,13 +108,16 @@ TOKEN = re.compile(r".*(_id|_ids|_index|_token)$|.*_token_(id|ids|index).*")
 
 
 def tiny_config(
-    model_type: str, strategy: Strategy = STRATEGIES[0], variant: dict[str, Any] | None = None
+    model_type: str,
+    strategy: Strategy = STRATEGIES[0],
+    variant: dict[str, Any] | None = None,
+    config_class: type[PreTrainedConfig] | None = None,
 ) -> PreTrainedConfig:
     """The shrunk default config of a model type. Raises what the config class raises for sizes that it refuses.
 
-    variant: one of `variants`.
+    variant: one of `variants`. config_class: in place of that of the model type.
     """
-    return _shrunk(CONFIG_MAPPING[model_type](), strategy, variant or {})
+    return _shrunk((config_class or CONFIG_MAPPING[model_type])(), strategy, variant or {})
 
 
 def variants(model_type: str) -> dict[str, dict[str, Any]]:
@@ -172,6 +175,8 @@ def _shrunk(config: PreTrainedConfig, strategy: Strategy, variant: dict[str, Any
     if {"expand", "num_heads", "head_dim", "hidden_size"} <= given.keys():  # Mamba's heads share expand * hidden
         sizes = {**given, **changes}
         changes["num_heads"] = int(sizes["expand"] * sizes["hidden_size"]) // sizes["head_dim"]
+    if {"window_size", "spatial_merge_size", "patch_size"} <= given.keys():  # pixels, of whole merged patches
+        changes["window_size"] = 2 * given["spatial_merge_size"] * {**given, **changes}["patch_size"]
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         if isinstance(given.get(key), list) and key in accepted:
             changes[key] = 2

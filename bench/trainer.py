@@ -43,6 +43,7 @@ from interlace.train.launch import launcher
 from interlace.train.metrics import LOSS
 from interlace.train.optim import Optimizer
 from interlace.train.schema import Config
+from interlace.train.tuning import rates
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "stamps.toml"
@@ -159,10 +160,10 @@ def train(loop: str, config: Config) -> list[Step]:
     splits = datasets(config, mllm, tokenizer)[:2]
     feed = Feed(*splits, batch_size=config.train.batch_size, seed=config.run.seed, validation_samples=1)
     parameters = list(mllm.parameters())
-    optimizer = Optimizer(mllm.named_parameters(), config)
+    optimizer = Optimizer(mllm.named_parameters(), config, rates(config, mllm))
     loss_of = Plain(mllm) if loop == "plain" else packed(mllm)
     steps = []
-    for step in range(1, config.train.steps + 1):
+    for step in range(1, config.train.last_step + 1):
         began = time.perf_counter()
         batch = feed.next()
         loss = loss_of(batch.samples)

@@ -27,10 +27,10 @@ TINY = """
 name = "tiny"
 folder = "{folder}"
 [model.vision]
-family = "siglip"
+architecture = "SiglipVisionModel"
 config = {{ hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2, image_size = 8, patch_size = 4 }}
 [model.language_model]
-family = "llama"
+architecture = "LlamaForCausalLM"
 config = {{ hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2, num_key_value_heads = 1, max_position_embeddings = 64, tie_word_embeddings = true }}
 [data]
 dataset = "digits"

@@ -20,7 +20,13 @@ from bench.scheduling_report import readme_table
 ROOT = Path(__file__).parents[1]
 WHO = ROOT / "docs" / "who-computes-what.md"
 COPIES = ROOT / "docs" / "where-the-copy-goes.md"
-EXECUTED = [*sorted((ROOT / "docs").glob("attention-in-*.md")), COPIES, WHO, ROOT / "docs" / "what-ranks-hold.md"]
+EXECUTED = [
+    *sorted((ROOT / "docs").glob("attention-in-*.md")),
+    COPIES,
+    WHO,
+    ROOT / "docs" / "what-ranks-hold.md",
+    ROOT / "docs" / "encoders.md",
+]
 DRAW = runpy.run_path(str(ROOT / "docs" / "draw.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

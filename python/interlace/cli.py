@@ -1,4 +1,4 @@
-"""The command line: ``interlace train | generate | doctor | mask | plan | simulate``.
+"""The command line: ``interlace train | generate | export | doctor | data | mask | plan | simulate``.
 
 Every command imports what it needs when it runs, so that ``--help`` and a wrong option answer at once. What the user
 can mend (config, files, ranks) is one line and exit code 2; a run that failed is one line and exit code 1; a defect of
@@ -104,6 +104,20 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--language", default="en", help="language code of the answer (default: en)")
     generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in bytes (default: 96)")
 
+    export = commands.add_parser(
+        "export",
+        parents=[common],
+        help="write a checkpoint of a run as HuggingFace loads it",
+        description="Write the model of a run's checkpoint: a whole HuggingFace model key for key as it came, with "
+        "its tokenizer and processor; one that was put together from modules as a folder per module.",
+    )
+    export.add_argument("run", type=Path, help="run folder (its newest checkpoint) or one checkpoint folder")
+    export.add_argument("folder", type=Path, help="folder to write, which must not hold anything")
+    export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+    export.add_argument(
+        "--adapter", action="store_true", help="write the adapters of a LoRA run alone, as peft loads them (not merged)"
+    )
+
     doctor = commands.add_parser("doctor", parents=[common], help="what this machine can run, or why a run failed")
     doctor.add_argument(
         "--crash", type=Path, metavar="FOLDER", help="say who waited for whom, from what the ranks of a failed run left"
@@ -126,6 +140,22 @@ def parser() -> argparse.ArgumentParser:
         "--slow", type=float, default=0.25, help="with --distributed: the part of the median below which a pair is slow"
     )
     doctor.add_argument("--json", type=Path, metavar="FILE", help="with --distributed: write the report there")
+
+    data = commands.add_parser("data", parents=[common], help="check files of chats before training on them")
+    check = data.add_subparsers(dest="action", metavar="action", required=True).add_parser(
+        "check",
+        parents=[common],
+        help="lengths, broken records and files, and a page of samples as the model will see them",
+        description="Read all records of a config's data, or of files alone (JSON lines, JSON, parquet, folders of "
+        "datasets), and say what is in them: lengths, what is cut or left out and why. With a config samples are shown "
+        "in tokens, as its model will see them. Exit code: 0 when all is well, 1 when something is broken, 2 when the "
+        "files cannot be read at all.",
+    )
+    check.add_argument("files", type=Path, nargs="+", metavar="CONFIG|FILE", help="a TOML file, or files of chats")
+    _add_set(check)
+    check.add_argument("--samples", type=int, default=12, help="samples on the page; 0 writes none (default: 12)")
+    check.add_argument("--out", type=Path, default=Path("data.html"), help="page to write (default: data.html)")
+    check.add_argument("--headers", action="store_true", help="read headers of pictures and clips, decode none: faster")
 
     mask = commands.add_parser("mask", parents=[config], help="draw the attention mask of a config's batch")
     mask.add_argument("--samples", type=int, default=4, help="samples packed into the row (default: 4)")
@@ -182,10 +212,18 @@ def _command(options: argparse.Namespace) -> int:
         from interlace.train.commands.generate import generate
 
         return generate(options)
+    if options.command == "export":
+        from interlace.train.commands.export import export
+
+        return export(options)
     if options.command == "mask":
         from interlace.train.commands.mask import mask
 
         return mask(options)
+    if options.command == "data":
+        from interlace.train.commands.data import check
+
+        return check(options)
     if options.command == "doctor":
         if options.crash is not None:
             from interlace.train.commands.crash import crash

@@ -34,14 +34,14 @@ TABLE: dict[str, Any] = {
     "run": {"name": "tiny", "seed": 3},
     "model": {
         "vision": {
-            "family": "siglip",
+            "architecture": "SiglipVisionModel",
             "config": {
                 "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
                 "image_size": 8, "patch_size": 4,
             },
         },
         "language_model": {
-            "family": "llama",
+            "architecture": "LlamaForCausalLM",
             "config": {
                 "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
                 "num_key_value_heads": 1, "max_position_embeddings": 128,

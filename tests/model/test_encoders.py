@@ -124,6 +124,23 @@ def test_features_and_gradients(name, cuts):
     assert_same_gradients(gradients(encoder), gradients(oracle))
 
 
+def test_patches_as_the_image_processor_makes_them():
+    """NaFlex takes images, or their patches and how many rows and columns of them there are."""
+    mllm = build(siglip2, audio=None)
+    encoder = mllm.encoders["vision"]
+    given = images(encoder.images.patch)
+    whole = [Media(tuple(image.shape), encoder.tokens(image.shape), image) for image in given]
+    patches = []
+    for image in given:
+        grid = (image.shape[1] // PATCH, image.shape[2] // PATCH)
+        rows = image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).permute(1, 2, 3, 4, 0).flatten(0, 1).flatten(1)
+        about = {"spatial_shapes": grid}
+        patches.append(Media(tuple(rows.shape), encoder.tokens(tuple(rows.shape), about), rows, about=about))
+    assert torch.equal(encoder(**encoder.collate(whole)), encoder(**encoder.collate(patches)))
+    with pytest.raises(ValueError, match=r"has shape \(6, 48\), but .* takes .* \(8, 48\)"):
+        encoder.tokens((6, 48), {"spatial_shapes": (2, 4)})
+
+
 def test_layers_that_take_no_rows_of_tokens():
     sizes = {**COMMON, "hidden_size": 16, "image_size": 16, "patch_size": PATCH, "num_pos_feats": 8}
     with pytest.raises(ValueError, match=r"SamVisionModel .* its layers take \[1, 4, 4, 16\], not tokens"):

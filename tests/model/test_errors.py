@@ -177,7 +177,7 @@ def test_modules_that_cannot_be_used():
         def forward(self, hidden_states, grid_thw):
             return hidden_states
 
-    with pytest.raises(ValueError, match=r"Grid takes grid_thw.*Use an encoder that takes pixel_values"):
+    with pytest.raises(ValueError, match=r"Grid is no image encoder that a ModalityModule knows how to feed"):
         ModalityModule(Grid())
 
 

@@ -67,8 +67,8 @@ def test_sliding_windows_reach_back_in_their_own_prompt():
 
 def test_prompts_and_truths_of_training_samples():
     one = Sample(torch.tensor([1, 5, 6, 7]), torch.tensor([-100, 6, 7, 2]), {}, "x")
-    assert prompt_of(one).input_ids.tolist() == [1, 5]
-    assert prompt_of(one).labels.tolist() == [-100, -100]
+    assert prompt_of(one, {}).input_ids.tolist() == [1, 5]
+    assert prompt_of(one, {}).labels.tolist() == [-100, -100]
     assert truth_of(one, 2) == [6, 7] and truth_of(one, 3) == [6, 7, 2]
 
 

@@ -24,7 +24,7 @@ VOCAB = 32
 
 TABLE: dict[str, Any] = {
     "run": {"name": "toy"},
-    "model": {"language_model": {"family": "llama"}},
+    "model": {"language_model": {"architecture": "LlamaForCausalLM"}},
     "data": {"dataset": "digits"},
     "train": {"steps": 12, "batch_size": 4, "microbatches": 2, "warmup_steps": 3, "lr": 1e-2, "validate_every": 5},
     "checkpoint": {"every": 4, "keep": 2},
@@ -108,13 +108,14 @@ class OneProcess:
         chunks: dict[str, int],
         place: tuple[int, int, int],
         note: Callable[[], float],
+        loss_scale: float = 1.0,
     ) -> Result:
         self.places.append(place)
         tokens = sum(int((sample.labels != -100).sum()) for sample in samples)
         total = 0.0
         for sample in samples:
             loss = self.model.loss_sum(sample)
-            (loss / tokens).backward()
+            (loss_scale * loss / tokens).backward()
             total += loss.item()
         return Result(total / tokens, tokens, microbatches, (note(),))
 

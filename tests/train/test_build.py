@@ -37,9 +37,9 @@ AUDIO = {
 TABLE: dict[str, Any] = {
     "run": {"name": "tiny"},
     "model": {
-        "vision": {"family": "siglip", "config": VISION | {"image_size": 8, "patch_size": 4}},
-        "audio": {"family": "whisper", "config": AUDIO, "downsample": 2},
-        "language_model": {"family": "llama", "config": LLAMA},
+        "vision": {"architecture": "SiglipVisionModel", "config": VISION | {"image_size": 8, "patch_size": 4}},
+        "audio": {"architecture": "WhisperEncoder", "config": AUDIO, "downsample": 2},
+        "language_model": {"architecture": "LlamaForCausalLM", "config": LLAMA},
     },
     "data": {"dataset": "digits", "max_audio_seconds": 1.0},
     "train": {"steps": 40, "batch_size": 8},
@@ -79,7 +79,7 @@ def test_freezing_follows_the_config() -> None:
     assert "encoders.audio" in trainable and "encoders.vision" not in trainable
     everything = ["model.language_model.freeze=true"]
     everything += [f"model.{name}.{key}=true" for name in ("vision", "audio") for key in ("freeze", "freeze_projector")]
-    with pytest.raises(ConfigError, match="freezes everything"):
+    with pytest.raises(ConfigError, match="freeze everything"):
         _build(*everything)
 
 
@@ -98,8 +98,11 @@ def test_an_old_library_is_refused_by_name(monkeypatch) -> None:
         ("model.vision.config.hiden_size=4", r"\[model.vision.config\] has no key 'hiden_size' .*mean 'hidden_size'\?"),
         ("model.audio.config.encoder_layer=4", r"\[model.audio.config\] has no key .*mean 'encoder_layers'\?"),
         ("model.vision.config.attn_implementation='sdpa'", "it is set by the trainer"),
-        ("model.vision.config.hidden_size='wide'", r"tiny.toml: \[model.vision.config\] siglip: .*expected int"),
-        ("model.language_model.config.num_attention_heads=3", r"\[model.language_model.config\] llama: .*"),
+        (
+            "model.vision.config.hidden_size='wide'",
+            r"tiny.toml: \[model.vision.config\] SiglipVisionModel: .*expected int",
+        ),
+        ("model.language_model.config.num_attention_heads=3", r"\[model.language_model.config\] LlamaForCausalLM: .*"),
         ("model.language_model.config.vocab_size=100", r"less than the tokenizer's 264; the placeholders of vision"),
         ("parallel.vision.pp=3", r"tiny.toml: \[parallel\]: .*3 stages but only 2 layers"),
     ],
@@ -149,6 +152,7 @@ def test_identities_tell_architectures_apart_and_nothing_else() -> None:
     assert of("train.lr=0.5", "model.vision.freeze=true", "parallel.language_model.pp=2", "run.seed=5") == same
     assert of("model.language_model.config.num_attention_heads=4") != same  # equal shapes, another function
     assert of("model.vision.projector=linear") != same
+    assert of("model.vision.architecture=CLIPVisionModel") != same
 
 
 def test_datasets_follow_the_model() -> None:
@@ -165,7 +169,7 @@ def test_datasets_follow_the_model() -> None:
     blind = copy.deepcopy(TABLE)
     del blind["model"]["vision"]
     config = configs.from_table(blind)
-    with pytest.raises(ConfigError, match=r"no \[model.vision\]"):
+    with pytest.raises(ConfigError, match="no encoder of images"):
         datasets(config, build(config, ByteTokenizer()), ByteTokenizer())
     with pytest.raises(ConfigError, match=r"max_source_positions = 50 holds only 1 s.*to 300"):
         datasets(_config("data.dataset=stamps", "data.max_audio_seconds=6.0"), model, ByteTokenizer(), fetch=False)

@@ -16,8 +16,8 @@ from interlace.train.config import ConfigError
 BASE: dict[str, Any] = {
     "run": {"name": "tiny"},
     "model": {
-        "vision": {"family": "siglip", "config": {"hidden_size": 32}},
-        "language_model": {"family": "llama", "config": {"rope_parameters": {"rope_theta": 1e4}}},
+        "vision": {"architecture": "SiglipVisionModel", "config": {"hidden_size": 32}},
+        "language_model": {"architecture": "LlamaForCausalLM", "config": {"rope_parameters": {"rope_theta": 1e4}}},
     },
     "data": {"dataset": "digits"},
     "train": {"steps": 100, "batch_size": 8},
@@ -31,7 +31,7 @@ def _load(*overrides: str, **replace: Any) -> config.Config:
 def test_defaults_and_overrides() -> None:
     loaded = _load("train.lr=1", "train.betas=[0.8, 0.9]", "run.name=other", "model.vision.freeze=true")
     assert loaded.train.lr == 1.0 and loaded.train.betas == [0.8, 0.9]
-    assert loaded.run.name == "other" and loaded.model.vision is not None and loaded.model.vision.freeze
+    assert loaded.run.name == "other" and loaded.model.encoders()["vision"].freeze
     assert _load("model.vision.config.hidden_size=64").model.encoders()["vision"].config == {"hidden_size": 64}
 
 
@@ -39,7 +39,9 @@ def test_defaults_and_overrides() -> None:
     ("override", "message"),
     [
         ("train.stesp=3", r"--set train.stesp=3: \[train\] has no key 'stesp'; did you mean 'steps'\?"),
-        ("model.vison.freeze=true", r"\[model\] has no key 'vison'; did you mean 'vision'\?"),
+        ("model.vison.freeze=true", r"\[model.vison\] says neither path .* did you mean \[model.vision\]\?"),
+        ("model.vision.frieze=true", r"\[model.vision\] has no key 'frieze'; did you mean 'freeze'\?"),
+        ("model.language_model.projector=mlp", r"\[model.language_model\] has no key 'projector'"),
         ("zzz=1", r"the top level has no key 'zzz'; valid: checkpoint, data, log"),
         ("train.steps=many", r"train.steps should be a valid integer, not the string 'many'"),
         ("train.steps='10'", r"train.steps should be a valid integer, not the string '10'"),
@@ -52,10 +54,26 @@ def test_defaults_and_overrides() -> None:
         ),
         ("train.activation_checkpointing=selectiv", r"or 'selective', not .*; did you mean 'selective'\?"),
         ("train.betas=[0.5,2.0]", r"train.betas.1 should be less than 1"),
-        ("model.vision.family=siglp", r"'siglp'; did you mean 'siglip'\?"),
-        ("model.vision.family=whisper", "which hears; use 'siglip' or 'clip'"),
+        ("model.vision.projector=liner", r"\[model.vision\]: there is no projector 'liner'; did you mean 'linear'\?"),
+        ("model.vision.projector=magic", "there is no projector 'magic'; use linear, mlp, pixel_shuffle, qformer or"),
+        ("model.vision.postprocess=drop_half", "model.vision.postprocess String should match pattern"),
+        ("model.vision.std=[0.5, 0.0, 0.5]", r"std = \[0.5, 0.0, 0.5\] must be more than 0: pixels are divided by it"),
+        ("model.vision.mean=[0.5]", "model.vision.mean List should have at least 3 items"),
+        ("model.vsion=3", r"\[model\] has no key 'vsion'; did you mean"),
+        ("model.text.architecture=ViTModel", "an encoder cannot be called 'text': take another name"),
+        ("model.'my eyes'.architecture=ViTModel", "an encoder cannot be called .*my eyes.*: take another name"),
+        ("model.ranks.architecture=ViTModel", r"cannot be called 'ranks', which is a key of \[parallel\]"),
+        ("parallel.vison.pp=2", r"\[parallel.vison\] speaks of an encoder that .*; did you mean \[parallel.vision\]\?"),
         ("train.microbatches=9", "microbatches = 9 is more than batch_size = 8"),
         ("train.warmup_steps=101", "warmup_steps = 101 is more than steps = 100"),
+        ("train.epochs=2", r"\[train\]: give steps or epochs, one of the two: there are both"),
+        ("train.decay_steps=5", "decay_steps = 5 is of schedule = 'wsd', not of 'cosine'"),
+        ("train.groups=[{pattern='*', lrr=1}]", r"\[train.groups\] has no key 'lrr'; did you mean 'lr'\?"),
+        ("train.groups=[{pattern='*'}]", r"the group '\*' says neither lr nor weight_decay"),
+        ("train.optimizer=adamW", r"train.optimizer should be .*; did you mean 'adamw'\?"),
+        ("train={steps=9, batch_size=8, optimizer='sgd', offload_optimizer=true}", "for adamw alone, not for 'sgd'"),
+        ("train.early_stop.patience=0", "train.early_stop.patience should be greater than 0"),
+        ("train.lora.rnk=4", r"\[train.lora\] has no key 'rnk'; did you mean 'rank'\?"),
         ("parallel.audio.pp=2", r"\[parallel.audio\] speaks of an encoder that \[model\] does not have"),
         ("parallel.ranks=5", "has work for 2; use 1 to 2"),
         ("parallel.placement=chain", "placement 'chain' needs parallel.ranks"),
@@ -124,17 +142,19 @@ def test_state_is_not_moved_to_the_host_where_it_is() -> None:
 
 def test_errors_name_the_file_the_section_and_the_meaning() -> None:
     table = copy.deepcopy(BASE)
-    del table["train"]["steps"]
+    del table["train"]["batch_size"]
     del table["run"]
     with pytest.raises(ConfigError) as error:
         config.from_table(table, source="tiny.toml")
     lines = str(error.value).splitlines()
     assert lines[0].startswith("tiny.toml: the top level misses the key 'run' (")
-    assert lines[1] == "tiny.toml: [train] misses the key 'steps' (Optimizer steps of the whole run)"
+    assert lines[1] == (
+        "tiny.toml: [train] misses the key 'batch_size' (Samples per step, over all microbatches of all replicas)"
+    )
 
 
 def test_colocated_encoders_need_equal_stages_and_ranks_follow_the_placement() -> None:
-    model = BASE["model"] | {"audio": {"family": "whisper"}}
+    model = BASE["model"] | {"audio": {"architecture": "WhisperEncoder"}}
     assert _load(model=model).world_size() == 2
     assert _load("parallel.placement=parallel", model=model).world_size() == 3
     assert _load("parallel.placement=replicated", "parallel.language_model.pp=3", model=model).world_size() == 3
@@ -150,7 +170,7 @@ def test_colocated_encoders_need_equal_stages_and_ranks_follow_the_placement() -
 
 
 def test_modules_have_replicas_of_their_own() -> None:
-    model = BASE["model"] | {"audio": {"family": "whisper"}}
+    model = BASE["model"] | {"audio": {"architecture": "WhisperEncoder"}}
     unequal = _load(
         "parallel={placement='parallel', dp=2, vision={dp=4, pp=2}, language_model={pp=3, dp=1}}", model=model
     )
@@ -169,7 +189,7 @@ def test_modules_have_replicas_of_their_own() -> None:
 
 
 def test_ranks_of_lanes_are_counted() -> None:
-    model = BASE["model"] | {"audio": {"family": "whisper"}}
+    model = BASE["model"] | {"audio": {"architecture": "WhisperEncoder"}}
     specs = "dp=2, vision={tp=2}, language_model={tp=3, pp=2, cp=2}"
     loaded = _load(f"parallel={{placement='parallel', {specs}}}", model=model)
     assert loaded.world_size() == 2 * 2 + 2 * 1 + 2 * 12
@@ -183,7 +203,7 @@ def test_ranks_of_lanes_are_counted() -> None:
 
 
 def test_chunks_are_those_that_encoders_name() -> None:
-    model = BASE["model"] | {"audio": {"family": "whisper"}}
+    model = BASE["model"] | {"audio": {"architecture": "WhisperEncoder"}}
     assert _load("parallel.vision.chunks=3", model=model).chunks() == {"vision": 3}
     assert _load("parallel.placement=shared", model=model).chunks() == {}
 

@@ -102,7 +102,7 @@ def test_weights_are_drawn_on_the_host_a_layer_at_a_time(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(weights, "_on_the_host", watched)
     drawn = torch.get_rng_state()
-    model = materialize(_build("model.vision.family=clip"), seed=0, device="meta")
+    model = materialize(_build("model.vision.architecture=CLIPVisionModel"), seed=0, device="meta")
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     assert len(made) >= len(list(model.parameters())) > 40

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -14,10 +13,12 @@ import pytest
 
 from interlace.data import ByteTokenizer
 from interlace.train import config as configs
-from interlace.train.build import FAMILIES, build, build_layout, materialize
+from interlace.train.architectures import model_class
+from interlace.train.build import build, build_layout, materialize
 from interlace.train.config import ConfigError
 from interlace.train.feed import Feed, datasets
 from interlace.train.optim import Optimizer
+from interlace.train.tuning import rates
 from tests.train.test_build import TABLE
 
 HOSTILE = (0, -1, -(2**40), 10**20, 2**40, 3, float("nan"), float("inf"), float("-inf"), 1e308, -0.5, 1e-320)
@@ -30,16 +31,17 @@ def _numbers(section: Any, path: Place = ()) -> Iterator[Place]:
         inner = configs._section_type(field.annotation)
         if inner is not None:
             yield from _numbers(inner, (*path, name))
+            for own in ("vision", "audio") if inner.free is not None else ():
+                yield from _numbers(inner.free, (*path, name, own))
         elif any(kind in str(field.annotation) for kind in ("int", "float")):
             yield (*path, name)
 
 
-def _family_numbers() -> Iterator[Place]:
+def _keys_of_architectures() -> Iterator[Place]:
     """The places of numbers in the tables of HuggingFace keys."""
     for module, spec in TABLE["model"].items():
-        folder, name, *_ = FAMILIES[spec["family"]]
-        family = getattr(importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"), name)
-        for field in dataclasses.fields(family):
+        found = model_class(spec["architecture"], encoder=module != "language_model")
+        for field in dataclasses.fields(found.config_class):
             kind = str(field.type)
             if ("int" in kind or "float" in kind) and "bool" not in kind:
                 yield "model", module, "config", field.name
@@ -55,7 +57,7 @@ def digits_are_read_once() -> Iterator[None]:
         yield
 
 
-PLACES = [*_numbers(configs.Config), *_family_numbers()]
+PLACES = [*_numbers(configs.Config), *_keys_of_architectures()]
 
 
 def _try(place: Place, value: Any, *, step: bool = True) -> str:
@@ -87,7 +89,7 @@ def _try(place: Place, value: Any, *, step: bool = True) -> str:
         samples = feed.next().samples[:2]
     if sum(parameter.numel() for parameter in model.parameters()) < 5_000_000:
         materialize(model, seed=config.run.seed)
-        optimizer = Optimizer(model.named_parameters(), config)
+        optimizer = Optimizer(model.named_parameters(), config, rates(config, model))
         model(**model.collate(samples)).loss.backward()
         optimizer.step(1)
     return "ran"
@@ -133,7 +135,7 @@ def test_the_sweep_covers_the_config() -> None:
         (
             "model.language_model.config.id2label",
             3,
-            "[model.language_model.config] llama: the library cannot make a model of hidden_size, id2label",
+            "[model.language_model.config] LlamaForCausalLM: the library cannot make a model of hidden_size, id2label",
         ),
     ],
 )

@@ -20,6 +20,7 @@ from interlace.train.checkpoint.identity import identity_of
 from interlace.train.config import ConfigError
 from interlace.train.offload import OffloadedAdamW, check_device
 from interlace.train.optim import Optimizer
+from interlace.train.tuning import Rates
 from tests.train.test_build import _config
 
 SHAPES = st.lists(st.sampled_from([(3,), (), (0, 4), (17, 5), (64, 3), (7, 2, 3)]), min_size=1, max_size=8)
@@ -175,7 +176,8 @@ def test_the_trainers_optimizer_saves_and_goes_on_with_either(tmp_path: Path) ->
         names = ("language_model.model.norm.weight", "language_model.lm_head.weight", "language_model.frozen")
         made = dict(zip(names, parameters([(6,), (5, 6), (4,)], [torch.float32] * 3), strict=True))
         made[names[2]].requires_grad_(False)
-        return made, Optimizer(made.items(), config)
+        same = Rates("all", "adamw", config.train.lr, config.train.weight_decay)
+        return made, Optimizer(made.items(), config, dict.fromkeys(names, same))
 
     def step(named: dict[str, nn.Parameter], optimizer: Optimizer, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -186,7 +188,9 @@ def test_the_trainers_optimizer_saves_and_goes_on_with_either(tmp_path: Path) ->
         assert all(p.grad is None for p in named.values())
 
     runs = {offloaded: make(offloaded) for offloaded in (False, True)}
-    assert isinstance(runs[True][1].adamw, OffloadedAdamW) and not isinstance(runs[False][1].adamw, OffloadedAdamW)
+    assert isinstance(runs[True][1].made["adamw"], OffloadedAdamW) and not isinstance(
+        runs[False][1].made["adamw"], OffloadedAdamW
+    )
     for number in (1, 2):
         for named, optimizer in runs.values():
             step(named, optimizer, number)

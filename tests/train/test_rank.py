@@ -36,7 +36,7 @@ def _close(folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 def test_without_samples_no_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "load_whole", lambda *_: pytest.fail("nothing needs the model"))
+    monkeypatch.setattr(rank, "load_whole", lambda *_, **__: pytest.fail("nothing needs the model"))
     summary = _close(tmp_path, "log.samples=0")
     assert summary["train_loss"] == 1.5 and summary["tokens_per_second"] == 40
     assert summary["uniform_byte_baseline"] == pytest.approx(5.545, abs=1e-3) and "unigram_byte_baseline" in summary
@@ -48,7 +48,7 @@ def test_a_page_that_fails_is_one_line(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rank, "load_whole", lambda *_: ToyModel())
+    monkeypatch.setattr(rank, "load_whole", lambda *_, **__: ToyModel())
     monkeypatch.setattr(report, "spread_by_kind", full)
     monkeypatch.setattr("tests.train.one_process.ToyData.tokens", {}, raising=False)
     assert _close(tmp_path, "log.samples=4")["held_out_loss"] == 1.75
@@ -62,7 +62,7 @@ def test_a_model_that_has_no_room_is_not_loaded_whole(
 ) -> None:
     """Ranks had pieces of it; the system would end the one process that wants it all."""
     loaded: list[str] = []
-    monkeypatch.setattr(rank, "load_whole", lambda *_: loaded.append("whole"))
+    monkeypatch.setattr(rank, "load_whole", lambda *_, **__: loaded.append("whole"))
     size = sum(parameter.nbytes for parameter in ToyModel().parameters())
     for free, found in ((int(size / rank.MOST_OF_FREE) - 8, []), (2 * size, ["whole"]), (None, ["whole"] * 2)):
         monkeypatch.setattr(rank, "free_memory", lambda free=free: free)

@@ -20,7 +20,7 @@ TABLE = {
     "run": {"name": "dropout"},
     "model": {
         "vision": {
-            "family": "siglip",
+            "architecture": "SiglipVisionModel",
             "config": {
                 "hidden_size": 16,
                 "intermediate_size": 24,
@@ -31,7 +31,7 @@ TABLE = {
             },
         },
         "language_model": {
-            "family": "llama",
+            "architecture": "LlamaForCausalLM",
             "config": {
                 "hidden_size": 16,
                 "intermediate_size": 24,

@@ -17,6 +17,7 @@ from interlace.train.config import ConfigError
 from interlace.train.metrics import HELD_OUT, LOSS
 from interlace.train.optim import Optimizer, lr_factor
 from interlace.train.trainer import BLANK, StopRequest, Trainer, TrainingError, read_metrics
+from interlace.train.tuning import rates
 from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
 
 
@@ -325,7 +326,7 @@ def test_optimizer_equals_plain_adamw_with_groups() -> None:
     """Against torch's AdamW with the decay and rates written out by hand."""
     config = toy_config("train.weight_decay=0.3", "model.language_model.lr=0.02")
     ours, theirs = ToyModel(), ToyModel()
-    optimizer = Optimizer(ours.named_parameters(), config)
+    optimizer = Optimizer(ours.named_parameters(), config, rates(config, ours))
     matrices = [p for p in theirs.parameters() if p.dim() > 1]
     vectors = [p for p in theirs.parameters() if p.dim() <= 1]
     reference = torch.optim.AdamW(
@@ -346,7 +347,7 @@ def test_optimizer_equals_plain_adamw_with_groups() -> None:
 
 def test_parameters_without_gradient_keep_weight_and_state() -> None:
     model = ToyModel()
-    optimizer = Optimizer(model.named_parameters(), toy_config())
+    optimizer = Optimizer(model.named_parameters(), toy_config(), rates(toy_config(), model))
     sample = toy_feed(toy_config()).next().samples[0]
     model.loss_sum(sample).backward()
     optimizer.step(1)

@@ -23,8 +23,12 @@ from tests.train.test_build import _build, _config
 HEADS = [f"model.language_model.config.num_{kind}_heads=4" for kind in ("attention", "key_value")]
 MODELS = [
     HEADS,
-    [*HEADS, "model.language_model.family=qwen2", "model.language_model.config.tie_word_embeddings=true"],
-    [*HEADS, "model.vision.family=clip", "model.vision.projector=linear", "model.vision.freeze=true"],
+    [
+        *HEADS,
+        "model.language_model.architecture=Qwen2ForCausalLM",
+        "model.language_model.config.tie_word_embeddings=true",
+    ],
+    [*HEADS, "model.vision.architecture=CLIPVisionModel", "model.vision.projector=linear", "model.vision.freeze=true"],
 ]
 
 

@@ -2,6 +2,9 @@
 
 fetch (the stamps package into a cache) -> index (what it holds) -> media, pack (files to arrays, verified and kept)
 -> stamps, digits (samples; base: what they share) -> loader (batches). tokenizer, baseline, statistics, load: as named.
+Own chats: chats_files (records) -> chats_shapes (one shape, or broken) -> chats_template, chats_tokens, chats_media
+(ids, targets, items; chats_video: frames; chats_load: tokenizers, processors) -> chats_store (prepared, kept) -> chats
+(samples) -> rows (packed batches); chats_page: samples as the model will see them.
 
 Names are imported when first used: a process that only decodes or fetches must not wait for torch and transformers.
 """
@@ -14,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from interlace.data.base import MediaRef, MultimodalDataset, Recipe
     from interlace.data.baseline import unigram_nats
+    from interlace.data.chats import ChatDataset, load_chats
     from interlace.data.digits import DigitsDataset
     from interlace.data.fetch import cache_folder, fetch_stamps, find_stamps
     from interlace.data.load import Splits, load_dataset
     from interlace.data.loader import Loader
     from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarge, load_audio, load_image
+    from interlace.data.rows import RowLoader
     from interlace.data.stamps import StampsDataset
     from interlace.data.statistics import summary
     from interlace.data.tokenizer import ByteTokenizer
@@ -27,11 +32,13 @@ if TYPE_CHECKING:
 _WHERE = {
     "interlace.data.base": ("MediaRef", "MultimodalDataset", "Recipe"),
     "interlace.data.baseline": ("unigram_nats",),
+    "interlace.data.chats": ("ChatDataset", "load_chats"),
     "interlace.data.digits": ("DigitsDataset",),
     "interlace.data.fetch": ("cache_folder", "fetch_stamps", "find_stamps"),
     "interlace.data.load": ("Splits", "load_dataset"),
     "interlace.data.loader": ("Loader",),
     "interlace.data.media": ("AudioSpec", "DecodeError", "ImageSpec", "ImageTooLarge", "load_audio", "load_image"),
+    "interlace.data.rows": ("RowLoader",),
     "interlace.data.stamps": ("StampsDataset",),
     "interlace.data.statistics": ("summary",),
     "interlace.data.tokenizer": ("ByteTokenizer",),
@@ -43,6 +50,7 @@ __all__ = [
     "IGNORE",
     "AudioSpec",
     "ByteTokenizer",
+    "ChatDataset",
     "DecodeError",
     "DigitsDataset",
     "ImageSpec",
@@ -52,6 +60,7 @@ __all__ = [
     "MediaRef",
     "MultimodalDataset",
     "Recipe",
+    "RowLoader",
     "Sample",
     "Splits",
     "StampsDataset",
@@ -59,6 +68,7 @@ __all__ = [
     "fetch_stamps",
     "find_stamps",
     "load_audio",
+    "load_chats",
     "load_dataset",
     "load_image",
     "summary",

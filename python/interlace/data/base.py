@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from interlace.data.media import AudioSpec, DecodeError, ImageSpec, to_tensor
+from interlace.data.media import AudioSpec, DecodeError, ImageSpec, modality_of, to_tensor
 from interlace.data.tokenizer import ByteTokenizer
 from interlace.model.sample import IGNORE, Media, Sample
 
-MODALITIES = ("vision", "audio")
 MOST_BLANK = 8  # items read as blank, and
 MOST_BLANK_SHARE = 0.01  # the share of all items read, beyond both of which the data are lost rather than damaged
 _COUNTING = threading.Lock()  # media are decoded by the thread that reads ahead and by those that compute
@@ -33,7 +32,8 @@ log = logging.getLogger("interlace.data")
 
 @dataclass(frozen=True)
 class MediaRef:
-    """One media item of a recipe: where it is (``source``: a path or a key) and the shape it decodes to."""
+    """One media item of a recipe: which encoder reads it (``modality``, its name), where it is (``source``: a path or a
+    key) and the shape it decodes to."""
 
     modality: str
     source: str
@@ -52,20 +52,62 @@ class Recipe:
     stamp: str = ""
 
 
-class MultimodalDataset(Dataset[Sample], ABC):
+class Reading:
+    """What a dataset could not use, and items that can no longer be read."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+        """File -> why it could not be read. Such files are left out of every sample."""
+        self.skipped: dict[str, str] = {}
+        """File -> why it is left out although it is not broken (too long, too elongated, ...)."""
+        self.read_items = 0
+        """Items that this process has read for samples."""
+        self.blank_items = 0
+        """How many of these could no longer be read, so that the sample has a blank instead."""
+
+    def read_or_blank(self, source: str, load: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        """What `load` makes of `source`. Files were verified before; one that fails all the same (a disk fault, a
+        deleted file) must not change the sequence, which other ranks cannot see: it is reported, counted and read as
+        blank.
+
+        Raises DecodeError when that happens too often: samples would teach answers to nothing.
+        """
+        with _COUNTING:
+            self.read_items += 1
+        try:
+            return load()
+        except (DecodeError, OSError) as error:
+            with _COUNTING:
+                first = source not in self.failures
+                self.failures[source] = f"failed after it was verified: {error}"
+                self.blank_items += 1
+                blank, read = self.blank_items, self.read_items
+            if first:
+                log.error("%s can no longer be read, blank used instead: %s", source, error)
+            if blank > max(MOST_BLANK, MOST_BLANK_SHARE * read):
+                raise DecodeError(
+                    f"{blank} of {read} items that were verified before the run can no longer be read, the last "
+                    f"{source}: {error}; bring the files back and go on with --resume"
+                ) from None
+            return torch.zeros(shape)
+
+
+class MultimodalDataset(Dataset[Sample], Reading, ABC):
     """Base of the datasets: map-style, yields uncollated samples, deterministic per (seed, epoch, index).
 
-    ``tokens``: modality -> function from an item's shape to its LLM tokens (ModalityModule.tokens); its keys are the
-    modalities that the model reads. Raises ValueError for unknown modalities.
+    ``tokens``: encoder -> function from an item's shape to its LLM tokens (ModalityModule.tokens); its keys are the
+    encoders that the model has. ``specs``: encoder -> how its files become tensors, hence whether it sees or hears. A
+    picture is an item of every encoder that sees, one after the other. Raises ValueError for an encoder without a spec
+    or a placeholder.
     """
 
     name = "dataset"
-    specs: Mapping[str, ImageSpec | AudioSpec] = {}
 
     def __init__(
         self,
         *,
         tokens: Mapping[str, Callable[[tuple[int, ...]], int]],
+        specs: Mapping[str, ImageSpec | AudioSpec],
         split: str = "train",
         seed: int = 0,
         tokenizer: ByteTokenizer | None = None,
@@ -74,23 +116,21 @@ class MultimodalDataset(Dataset[Sample], ABC):
             raise ValueError(f'split must be "train" or "heldout", not {split!r}')
         self.tokenizer = tokenizer or ByteTokenizer()
         for modality in tokens:
-            if modality not in MODALITIES or modality not in self.tokenizer.placeholders:
-                raise ValueError(f"the data has no modality {modality!r}; it has {', '.join(MODALITIES)}")
+            if modality not in specs or modality not in self.tokenizer.placeholders:
+                raise ValueError(f"the data has no modality {modality!r}; it has {', '.join(specs)}")
         self.tokens = dict(tokens)
+        self.specs = dict(specs)
         self.split = split
         self.seed = seed
         self.epoch = 0
-        self.failures: dict[str, str] = {}
-        """File -> why it could not be read. Such files are left out of every sample."""
-        self.skipped: dict[str, str] = {}
-        """File -> why it is left out although it is not broken (too long, too elongated, ...)."""
+        Reading.__init__(self)
         self.totals: dict[str, int] = {}
         """Kind of file ("pictures", "clips", "captions") -> how many there are, the broken ones included."""
-        self.read_items = 0
-        """Items that this process has read for samples."""
-        self.blank_items = 0
-        """How many of these could no longer be read, so that the sample has a blank instead."""
         self._token_counts: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def encoders(self, modality: str) -> list[str]:
+        """The model's encoders of files of "vision" or "audio"."""
+        return [name for name in self.tokens if modality_of(self.specs[name]) == modality]
 
     # What a dataset defines -------------------------------------------------------------------------------
 
@@ -107,6 +147,10 @@ class MultimodalDataset(Dataset[Sample], ABC):
         """The decoded item, compact (uint8 or float16). Raises DecodeError."""
 
     # What follows from it ---------------------------------------------------------------------------------
+
+    def kind(self, index: int) -> str:
+        """The kind of a sample of epoch 0."""
+        return self.recipe(index, 0).kind
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that ``[i]`` and ``lengths(i)`` mean when none is given."""
@@ -180,30 +224,9 @@ class MultimodalDataset(Dataset[Sample], ABC):
         return Sample(tokens[:-1], labels, media, f"{recipe.kind} [{recipe.language}] {sources}")
 
     def _data(self, item: MediaRef) -> torch.Tensor:
-        """The item's input tensor. Files were verified before; one that fails all the same (a disk fault, a deleted
-        file) must not change the sequence, which other ranks cannot see: it is reported, counted and read as blank.
-
-        Raises DecodeError when that happens too often: samples would teach answers to nothing.
-        """
+        """The item's input tensor; see `Reading.read_or_blank`."""
         spec = self.specs[item.modality]
-        with _COUNTING:
-            self.read_items += 1
-        try:
-            return to_tensor(self.read(item), spec)
-        except (DecodeError, OSError) as error:
-            with _COUNTING:
-                first = item.source not in self.failures
-                self.failures[item.source] = f"failed after it was verified: {error}"
-                self.blank_items += 1
-                blank, read = self.blank_items, self.read_items
-            if first:
-                log.error("%s can no longer be read, blank used instead: %s", item.source, error)
-            if blank > max(MOST_BLANK, MOST_BLANK_SHARE * read):
-                raise DecodeError(
-                    f"{blank} of {read} items that were verified before the run can no longer be read, the last "
-                    f"{item.source}: {error}; bring the files back and go on with --resume"
-                ) from None
-            return torch.zeros(item.shape)
+        return self.read_or_blank(item.source, lambda: to_tensor(self.read(item), spec), item.shape)
 
     def fingerprint(self) -> str:
         """A hash of everything that determines the sample sequence: equal on all ranks, or they would drift apart."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from interlace.data.base import MediaRef, MultimodalDataset, Recipe
-from interlace.data.media import DecodeError, ImageSpec, ImageTooLarge, _library
+from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarge, _library
 from interlace.data.tokenizer import ByteTokenizer
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -28,6 +28,7 @@ class DigitsDataset(MultimodalDataset):
     jitter: strength of the distortion of training pictures, drawn anew in every epoch from (seed, epoch, digit); at 1
         they move by up to half a pixel of the 8, turn by up to 8 degrees and stretch by up to 10 % each way. Held-out
         pictures stay as they are.
+    specs: encoder -> how its pictures become tensors; by default one encoder "vision", of patch_size, mean and so on.
     Raises ImportError without scikit-learn, ValueError for a size that is no multiple or beyond max_image_tokens, or
     for a negative jitter.
     """
@@ -48,28 +49,23 @@ class DigitsDataset(MultimodalDataset):
         jitter: float = 0.0,
         mean: Sequence[float] = (0.5, 0.5, 0.5),
         std: Sequence[float] = (0.5, 0.5, 0.5),
+        specs: Mapping[str, ImageSpec | AudioSpec] | None = None,
         tokenizer: ByteTokenizer | None = None,
     ) -> None:
-        super().__init__(tokens=tokens, split=split, seed=seed, tokenizer=tokenizer)
-        if "vision" not in tokens:
-            raise ValueError("the digits are pictures: the model needs a vision encoder (tokens has no 'vision')")
+        if specs is None:
+            specs = {"vision": ImageSpec(patch_size, max_image_tokens, tuple(mean), tuple(std)), "audio": AudioSpec()}
+            if "vision" not in tokens:
+                raise ValueError("the digits are pictures: the model needs a vision encoder (tokens has no 'vision')")
+        super().__init__(tokens=tokens, specs=specs, split=split, seed=seed, tokenizer=tokenizer)
+        eyes = {name: specs[name] for name in self.encoders("vision")}
+        if not eyes:
+            raise ValueError("the digits are pictures: the model needs an encoder of images")
         if not 0 < held_out < 1:
             raise ValueError(f"held_out is the share of digits kept for validation, between 0 and 1; got {held_out}")
         if jitter < 0:
             raise ValueError(f"jitter is the strength of the distortion, 0 (none) or more; got {jitter}")
         self.jitter = jitter if split == "train" else 0.0
-        size = -(-8 // patch_size) * patch_size if image_size is None else image_size
-        if size < 1 or size % patch_size:
-            raise ValueError(f"image_size {size} is no multiple of patch_size {patch_size}")
-        self.image_spec = ImageSpec(patch_size, max_image_tokens, tuple(mean), tuple(std))
-        side = size // patch_size
-        if side * side > max_image_tokens:
-            raise ImageTooLarge(
-                f"a digit of {size}x{size} pixels needs {side}x{side} = {side * side} image tokens, the budget is "
-                f"{max_image_tokens}; raise max_image_tokens, or make the digits smaller or the patches larger"
-            )
-        self.specs = {"vision": self.image_spec}
-        self.shape = (3, size, size)
+        self.shapes = {name: _shape(spec, image_size) for name, spec in eyes.items() if isinstance(spec, ImageSpec)}
         digits = _library("sklearn.datasets").load_digits()
         pictures = digits.images.astype(np.uint8)  # [1797, 8, 8], values 0..16
         chosen = [i for i, p in enumerate(pictures) if _held_out(p, held_out) == (split == "heldout")]
@@ -91,7 +87,8 @@ class DigitsDataset(MultimodalDataset):
         if self.jitter:
             drawn = np.random.default_rng([self.seed, 5, self.epoch if epoch is None else epoch, self.indices[index]])
             source += "".join(f" {self.jitter * value:.4f}" for value in drawn.uniform(-1, 1, 5))
-        return Recipe("digit", (MediaRef("vision", source, self.shape),), "en", WORDS[self.targets[index]], stamp=name)
+        media = tuple(MediaRef(encoder, source, shape) for encoder, shape in self.shapes.items())
+        return Recipe("digit", media, "en", WORDS[self.targets[index]], stamp=name)
 
     def read(self, item: MediaRef) -> np.ndarray:
         name, *drawn = item.source.split()
@@ -102,13 +99,28 @@ class DigitsDataset(MultimodalDataset):
         if drawn:
             affine, bilinear = image_module.Transform.AFFINE, image_module.Resampling.BILINEAR
             grey = grey.transform(grey.size, affine, _affine(*map(float, drawn)), bilinear)
-        if grey.size != self.shape[1:]:
-            grey = grey.resize(self.shape[1:], image_module.Resampling.BILINEAR)
+        if grey.size != item.shape[1:]:
+            grey = grey.resize(item.shape[1:], image_module.Resampling.BILINEAR)
         return np.repeat(np.asarray(grey)[None], 3, axis=0)
 
     def stamp_keys(self) -> list[str]:
         """The digits of this split, for showing that splits do not overlap."""
         return [f"digit/{i}" for i in self.indices]
+
+
+def _shape(spec: ImageSpec, image_size: int | None) -> tuple[int, int, int]:
+    """The shape of a digit for one encoder. Raises ValueError and ImageTooLarge."""
+    patch_size = spec.patch_size
+    size = -(-8 // patch_size) * patch_size if image_size is None else image_size
+    if size < 1 or size % patch_size:
+        raise ValueError(f"image_size {size} is no multiple of patch_size {patch_size}")
+    side = size // patch_size
+    if side * side > spec.max_tokens:
+        raise ImageTooLarge(
+            f"a digit of {size}x{size} pixels needs {side}x{side} = {side * side} image tokens, the budget is "
+            f"{spec.max_tokens}; raise max_image_tokens, or make the digits smaller or the patches larger"
+        )
+    return 3, size, size
 
 
 def _affine(right: float, down: float, turn: float, width: float, height: float) -> tuple[float, ...]:

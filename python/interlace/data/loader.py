@@ -59,14 +59,22 @@ class Loader:
         self._closed = False
         self._failures_told = len(getattr(dataset, "failures", ()))  # those are told by who made the dataset
 
-    def indices(self, epoch: int, position: int) -> list[int]:
-        """Dataset indices of the batch at ``position`` (0 .. batches_per_epoch - 1) of ``epoch``."""
+    def order(self, epoch: int) -> np.ndarray:
+        """Dataset indices in the order of ``epoch``."""
         order = self._order
         if order is None or order[0] != epoch:
             size = len(self.dataset)  # type: ignore[arg-type]
             drawn = np.random.default_rng([self.seed, 4, epoch]).permutation(size) if self.shuffle else np.arange(size)
             order = self._order = (epoch, drawn)
-        return order[1][position * self.batch_size : (position + 1) * self.batch_size].tolist()
+        return order[1]
+
+    def indices(self, epoch: int, position: int) -> list[int]:
+        """Dataset indices of the batch at ``position`` (0 .. batches - 1) of ``epoch``."""
+        return self.order(epoch)[position * self.batch_size : (position + 1) * self.batch_size].tolist()
+
+    def batches(self, epoch: int) -> int:
+        """Batches of ``epoch``."""
+        return self.batches_per_epoch
 
     def _make(self, epoch: int, position: int) -> list[Sample]:
         sample = getattr(self.dataset, "sample", None)
@@ -75,13 +83,12 @@ class Loader:
 
     def _load(self, samples: list[Sample]) -> list[Sample]:
         """`samples`, with the media decoded that this process will read."""
-        if self.wanted is not None:
-            wanted = self.wanted(samples)
-        else:
-            wanted = (item for sample in samples for items in sample.media.values() for item in items)
-        for item in wanted:
+        for item in self.wanted(samples) if self.wanted is not None else self._all_media(samples):
             item.data  # noqa: B018 (loads it)
         return samples
+
+    def _all_media(self, samples: list[Sample]) -> Iterable[Media]:
+        return (item for sample in samples for items in sample.media.values() for item in items)
 
     def __iter__(self) -> Iterator[list[Sample]]:
         return self
@@ -112,7 +119,7 @@ class Loader:
 
     def following(self, epoch: int, position: int) -> tuple[int, int]:
         """(epoch, position) after the given one."""
-        return (epoch, position + 1) if position + 1 < self.batches_per_epoch else (epoch + 1, 0)
+        return (epoch, position + 1) if position + 1 < self.batches(epoch) else (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch comes from: plain numbers, the same on every rank."""
@@ -134,16 +141,16 @@ class Loader:
         mine = self.state_dict()
         if set(state) != set(mine) or not all(type(state[key]) is type(mine[key]) for key in mine):
             raise ValueError(f"the saved loader state is damaged: it has {sorted(state)}, not {sorted(mine)}")
-        for key in ("seed", "batch_size", "shuffle", "dataset_size", "fingerprint"):
-            if state[key] != mine[key]:
+        for key in mine:
+            if key not in ("epoch", "position") and state[key] != mine[key]:
                 raise ValueError(
                     f"the saved loader state has {key} = {state[key]!r}, this run {mine[key]!r}: the order of samples "
                     f"would differ; resume with the same data settings, or start anew"
                 )
-        if state["epoch"] < 0 or not 0 <= state["position"] < self.batches_per_epoch:
+        if state["epoch"] < 0 or not 0 <= state["position"] < self.batches(state["epoch"]):
             raise ValueError(
                 f"the saved loader state is at batch {state['position']} of epoch {state['epoch']}; an epoch has "
-                f"batches 0 to {self.batches_per_epoch - 1}"
+                f"batches 0 to {self.batches(max(state['epoch'], 0)) - 1}"
             )
         self._stop()
         self.epoch, self.position = state["epoch"], state["position"]

@@ -181,17 +181,24 @@ def decode_image(path: str | Path, shape: tuple[int, int, int]) -> np.ndarray:
             image = _render_svg(path, width, height)
         else:
             with image_module.open(path) as file:
-                image = file.convert("RGBA")
-        if image.size != (width, height):
-            # Premultiplied, else the colour of transparent pixels bleeds into the edges.
-            resample = image_module.Resampling.BICUBIC
-            image = image.convert("RGBa").resize((width, height), resample).convert("RGBA")
-        white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
-        pixels = np.asarray(image_module.alpha_composite(white, image).convert("RGB"))
+                image = _library("PIL.ImageOps").exif_transpose(file)
+        return fitted(image, shape)
     except DecodeError:
         raise
     except Exception as error:  # pillow and resvg raise many types on broken files
         raise DecodeError(f"{path}: {error}") from error
+
+
+def fitted(image: Any, shape: tuple[int, int, int]) -> np.ndarray:
+    """uint8 [3, H, W] of a picture (PIL) resized to ``shape``, on white."""
+    image_module, (_, height, width) = _library("PIL.Image"), shape
+    image = image.convert("RGBA")
+    if image.size != (width, height):
+        # Premultiplied, else the colour of transparent pixels bleeds into the edges.
+        resample = image_module.Resampling.BICUBIC
+        image = image.convert("RGBa").resize((width, height), resample).convert("RGBA")
+    white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
+    pixels = np.asarray(image_module.alpha_composite(white, image).convert("RGB"))
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
@@ -286,6 +293,11 @@ def load_audio(path: str | Path, spec: AudioSpec) -> torch.Tensor:
             "cut the clip or raise the limit"
         )
     return to_tensor(decode_audio(path, spec), spec)
+
+
+def modality_of(spec: ImageSpec | AudioSpec) -> str:
+    """ "vision" or "audio": which kind of file a spec is for."""
+    return "audio" if isinstance(spec, AudioSpec) else "vision"
 
 
 def decoder_versions(modality: str) -> dict[str, str]:

@@ -36,7 +36,15 @@ from typing import IO, Any
 import numpy as np
 
 from interlace.data.fetch import exclusive
-from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, decoder_versions
+from interlace.data.media import (
+    AudioSpec,
+    DecodeError,
+    ImageSpec,
+    decode_audio,
+    decode_image,
+    decoder_versions,
+    modality_of,
+)
 
 FORMAT = 1
 KEPT_PACKS = 6
@@ -115,7 +123,7 @@ def open_pack(
     the number of items and cores. ``timeout``: seconds to wait for another process that builds it. Raises
     ImportError when a decoder library is missing, RuntimeError when workers cannot start.
     """
-    modality = "audio" if isinstance(spec, AudioSpec) else "vision"
+    modality = modality_of(spec)
     key = [FORMAT, signature, modality, asdict(spec), decoder_versions(modality), sorted(items), limit_bytes]
     name = f"{modality}-{sha256(json.dumps(key).encode()).hexdigest()[:16]}"
     folder = cache / "packs" / name
@@ -309,7 +317,7 @@ def main(arguments: Sequence[str]) -> None:
     job_file, part = arguments
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     spec = {"ImageSpec": ImageSpec, "AudioSpec": AudioSpec}[job["kind"]](**job["spec"])
-    decoder_versions("audio" if isinstance(spec, AudioSpec) else "vision")
+    decoder_versions(modality_of(spec))
     print("ready", flush=True)
     with open(part, "ab", buffering=0) as out:  # unbuffered: what a line reports is in the file
         out.seek(0, os.SEEK_END)

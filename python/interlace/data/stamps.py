@@ -23,7 +23,7 @@ import numpy as np
 
 from interlace.data.base import MediaRef, MultimodalDataset, Recipe, kind_of_file
 from interlace.data.index import Clip, Stamp, is_held_out, load_index
-from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarge
+from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarge, modality_of
 from interlace.data.pack import Item, Pack, open_pack
 from interlace.data.tokenizer import ByteTokenizer
 
@@ -43,9 +43,9 @@ class _Entry:
     """A stamp with what of it can be used."""
 
     stamp: Stamp
-    image: MediaRef | None
+    image: tuple[MediaRef, ...]  # an item of each encoder that sees; none without a usable picture
     captions: dict[str, str]
-    clips: list[tuple[Clip, MediaRef]]
+    clips: list[tuple[Clip, tuple[MediaRef, ...]]]
 
 
 class StampsDataset(MultimodalDataset):
@@ -57,7 +57,8 @@ class StampsDataset(MultimodalDataset):
     length: samples per epoch; default 4 per stamp of the split.
     max_image_tokens: patches per image; larger ones are scaled down, or with on_too_large="error" refused with a
     message naming them. max_audio_seconds: longer clips are skipped and counted, never cut. max_caption_bytes likewise.
-    mean, std: pixel normalisation (ImageSpec). cache: folder for the index and decoded files (default: beside root).
+    mean, std: pixel normalisation (ImageSpec). specs: encoder -> how its files become tensors; by default "vision" and
+    "audio", of the arguments above. cache: folder for the index and decoded files (default: beside root).
     workers: decoding processes of the first run. limit_bytes: most disk per cached modality.
 
     The first construction decodes every file once to find broken ones (``failures``) and to cache the results
@@ -86,12 +87,16 @@ class StampsDataset(MultimodalDataset):
         mel_bins: int = 80,
         max_audio_seconds: float = 8.0,
         max_caption_bytes: int = 256,
+        specs: Mapping[str, ImageSpec | AudioSpec] | None = None,
         tokenizer: ByteTokenizer | None = None,
         cache: str | Path | None = None,
         workers: int | None = None,
         limit_bytes: int = 2 << 30,
     ) -> None:
-        super().__init__(tokens=tokens, split=split, seed=seed, tokenizer=tokenizer)
+        if specs is None:
+            image = ImageSpec(patch_size, max_image_tokens, tuple(mean), tuple(std))
+            specs = {"vision": image, "audio": AudioSpec(mel_bins, max_audio_seconds)}
+        super().__init__(tokens=tokens, specs=specs, split=split, seed=seed, tokenizer=tokenizer)
         if on_too_large not in ("downscale", "error"):
             raise ValueError(f'on_too_large must be "downscale" or "error", not {on_too_large!r}')
         if not 0 < held_out < 1:
@@ -105,9 +110,6 @@ class StampsDataset(MultimodalDataset):
         self.max_images = max_images
         self.max_caption_bytes = max_caption_bytes
         self.root = Path(root)
-        self.image_spec = ImageSpec(patch_size, max_image_tokens, tuple(mean), tuple(std))
-        self.audio_spec = AudioSpec(mel_bins, max_audio_seconds)
-        self.specs = {"vision": self.image_spec, "audio": self.audio_spec}
         self.index = load_index(self.root, cache)
         self.failures.update(self.index.failures)
         for path, (reason, language) in self.index.skipped.items():
@@ -121,21 +123,21 @@ class StampsDataset(MultimodalDataset):
         cache = Path(cache) if cache is not None else self.root.parent
         used = {modality for kind in self.weights for modality in KINDS[kind]}
         self._packs: dict[str, Pack] = {}
-        for modality, items in (
-            ("vision", self._image_items(strict=on_too_large == "error") if "vision" in used else []),
-            ("audio", self._clip_items() if "audio" in used else []),
-        ):
-            if modality in used:
-                self._packs[modality] = open_pack(
+        for name in self.tokens:
+            spec = self.specs[name]
+            if modality_of(spec) in used:
+                self._packs[name] = open_pack(
                     self.root,
-                    items,
-                    self.specs[modality],
+                    self._clip_items(spec)
+                    if isinstance(spec, AudioSpec)
+                    else self._image_items(spec, strict=on_too_large == "error"),
+                    spec,
                     cache,
                     signature=self.index.signature,
                     workers=workers,
                     limit_bytes=limit_bytes,
                 )
-                self.failures.update(self._packs[modality].failures)
+                self.failures.update(self._packs[name].failures)
         stamps = [s for s in self.index.stamps if is_held_out(s, held_out) == (split == "heldout")]
         self.entries = [entry for entry in map(self._entry, stamps) if entry.captions]
         self._pools = self._make_pools()
@@ -152,13 +154,13 @@ class StampsDataset(MultimodalDataset):
 
     def _check_weights(self, weights: Mapping[str, float] | None) -> dict[str, float]:
         if weights is None:
-            return {k: w for k, w in WEIGHTS.items() if set(KINDS[k]) <= set(self.tokens)}
+            return {k: w for k, w in WEIGHTS.items() if all(map(self.encoders, KINDS[k]))}
         for kind, weight in weights.items():
             if kind not in KINDS:
                 raise ValueError(f"unknown kind of sample {kind!r}; known: {', '.join(KINDS)}")
             if weight < 0:
                 raise ValueError(f"the weight of {kind!r} is {weight}; weights are at least 0")
-            missing = set(KINDS[kind]) - set(self.tokens)
+            missing = {modality for modality in KINDS[kind] if not self.encoders(modality)}
             if weight > 0 and missing:
                 raise ValueError(f"{kind!r} samples need an encoder for {sorted(missing)}; set its weight to 0")
         chosen = {k: float(weights[k]) for k in KINDS if weights.get(k, 0) > 0}
@@ -168,29 +170,29 @@ class StampsDataset(MultimodalDataset):
 
     # Files that can be used -------------------------------------------------------------------------------
 
-    def _image_items(self, *, strict: bool) -> list[Item]:
+    def _image_items(self, spec: ImageSpec, *, strict: bool) -> list[Item]:
         items: list[Item] = []
         refused: list[str] = []
         for image in (i for s in self.index.stamps for i in s.images):
             try:
-                items.append((image.path, self.image_spec.fit(image.width, image.height, image.path, strict=strict)))
+                items.append((image.path, spec.fit(image.width, image.height, image.path, strict=strict)))
             except ImageTooLarge as error:
                 refused.append(str(error))
-                self.skipped[image.path] = f"too elongated for {self.image_spec.max_tokens} image tokens"
+                self.skipped[image.path] = f"too elongated for {spec.max_tokens} image tokens"
         if strict and refused:
             raise ImageTooLarge(f"{len(refused)} images exceed the token budget; the first: {refused[0]}")
         return items
 
-    def _clip_items(self) -> list[Item]:
+    def _clip_items(self, spec: AudioSpec) -> list[Item]:
         items: list[Item] = []
         for stamp in self.index.stamps:
             for language in self.languages:
                 clip = stamp.clips.get(language)
                 if clip is None:
                     continue
-                shape = self.audio_spec.shape(clip.frames, clip.rate)
-                if clip.seconds > self.audio_spec.max_seconds:
-                    self.skipped[clip.path] = f"longer than {self.audio_spec.max_seconds:g} s"
+                shape = spec.shape(clip.frames, clip.rate)
+                if clip.seconds > spec.max_seconds:
+                    self.skipped[clip.path] = f"longer than {spec.max_seconds:g} s"
                 elif shape[1] < 2:
                     self.skipped[clip.path] = "shorter than 20 ms"
                 else:
@@ -208,25 +210,30 @@ class StampsDataset(MultimodalDataset):
                 self.skipped[f"{stamp.key}.txt [{language}]"] = reason
         images = self._usable("vision", [i.path for i in stamp.images])
         clips = [stamp.clips[language] for language in captions if language in stamp.clips]
-        refs = {r.source: r for r in self._usable("audio", [c.path for c in clips])}
+        refs = {each[0].source: each for each in self._usable("audio", [c.path for c in clips])}
         return _Entry(
-            stamp, images[0] if images else None, captions, [(c, refs[c.path]) for c in clips if c.path in refs]
+            stamp, images[0] if images else (), captions, [(c, refs[c.path]) for c in clips if c.path in refs]
         )
 
-    def _usable(self, modality: str, paths: Sequence[str]) -> list[MediaRef]:
-        pack = self._packs.get(modality)
-        return [MediaRef(modality, p, pack.shapes[p]) for p in paths if pack is not None and p in pack.shapes]
+    def _usable(self, modality: str, paths: Sequence[str]) -> list[tuple[MediaRef, ...]]:
+        """Those of the files that all encoders of the modality can read: an item of each."""
+        packs = {name: self._packs[name] for name in self.encoders(modality) if name in self._packs}
+        return [
+            tuple(MediaRef(name, path, pack.shapes[path]) for name, pack in packs.items())
+            for path in paths
+            if packs and all(path in pack.shapes for pack in packs.values())
+        ]
 
     # Which sample is which --------------------------------------------------------------------------------
 
     def _make_pools(self) -> dict[str, np.ndarray]:
         """Kind -> the things it walks through: [n, 2] (entry, clip); clip is 0 where the kind has none."""
-        with_image = [(e, 0) for e, entry in enumerate(self.entries) if entry.image is not None]
+        with_image = [(e, 0) for e, entry in enumerate(self.entries) if entry.image]
         clips = [(e, c) for e, entry in enumerate(self.entries) for c in range(len(entry.clips))]
         pools = {
             "image": with_image,
             "speech": clips,
-            "image+speech": [(e, c) for e, c in clips if self.entries[e].image is not None],
+            "image+speech": [(e, c) for e, c in clips if self.entries[e].image],
             "images": with_image if len(with_image) > 1 else [],
             "text": [(e, 0) for e in range(len(self.entries))],
         }
@@ -277,9 +284,9 @@ class StampsDataset(MultimodalDataset):
         rng = np.random.default_rng([self.seed, 3, epoch, index])
         key = entry.stamp.key
         if kind in ("speech", "image+speech"):
-            clip, ref = entry.clips[clip_number]
-            image = (entry.image,) if kind == "image+speech" and entry.image is not None else ()
-            return Recipe(kind, (*image, ref), clip.language, entry.captions[clip.language], stamp=key)
+            clip, refs = entry.clips[clip_number]
+            image = entry.image if kind == "image+speech" else ()
+            return Recipe(kind, (*image, *refs), clip.language, entry.captions[clip.language], stamp=key)
         languages = list(entry.captions)
         language = languages[int(rng.integers(len(languages)))]
         if kind == "text":
@@ -293,7 +300,7 @@ class StampsDataset(MultimodalDataset):
             wanted = min(int(rng.integers(1, self.max_images)), len(others_pool))
             chosen += [int(e) for e in rng.choice(others_pool, wanted, replace=False)]
         picks = [self.entries[e] for e in chosen]
-        images = tuple(p.image for p in picks if p.image is not None)
+        images = tuple(ref for pick in picks for ref in pick.image)
         return Recipe(kind, images, language, "\n".join(p.captions[language] for p in picks), stamp=key)
 
     def extremes(self) -> Iterable[Recipe]:
@@ -307,12 +314,12 @@ class StampsDataset(MultimodalDataset):
                     yield from self._longest_texts(entry) if kind == "text" else self._longest_of(entry, kind)
 
     def _longest_images(self, language: str) -> Iterable[Recipe]:
-        pool = [e for e in self.entries if e.image is not None and language in e.captions]
-        tokens = [self._size(e.image) for e in pool]
+        pool = [e for e in self.entries if e.image and language in e.captions]
+        tokens = [sum(map(self._size, e.image)) for e in pool]
         answers = [self._size(e.captions[language]) for e in pool]
         for weights in ([t + a for t, a in zip(tokens, answers, strict=True)], tokens):
             picks = [pool[i] for i in np.argsort(weights, kind="stable")[-self.max_images :]]
-            images = tuple(e.image for e in picks if e.image is not None)
+            images = tuple(ref for pick in picks for ref in pick.image)
             if images:
                 yield Recipe("images", images, language, "\n".join(e.captions[language] for e in picks))
 
@@ -329,23 +336,23 @@ class StampsDataset(MultimodalDataset):
                     yield Recipe("text", (), language, captions[language], captions[text])
 
     def _longest_of(self, entry: _Entry, kind: str) -> Iterable[Recipe]:
-        image = (entry.image,) if kind != "speech" and entry.image is not None else ()
+        image = entry.image if kind != "speech" else ()
         if kind != "speech" and not image:
             return
         choices: list[tuple[str, tuple[MediaRef, ...]]] = [(language, image) for language in entry.captions]
         if kind != "image":
-            choices = [(clip.language, (*image, ref)) for clip, ref in entry.clips]
+            choices = [(clip.language, (*image, *refs)) for clip, refs in entry.clips]
         prompts = [self._size(language) + sum(map(self._size, media)) for language, media in choices]
         samples = [p + self._size(entry.captions[c[0]]) for p, c in zip(prompts, choices, strict=True)]
         for weights in (samples, prompts) if choices else ():
             language, media = choices[int(np.argmax(weights))]
             yield Recipe(kind, media, language, entry.captions[language])
 
-    def _size(self, part: str | MediaRef | None) -> int:
+    def _size(self, part: str | MediaRef) -> int:
         """Tokens of a text or a media item."""
         if isinstance(part, str):
             return len(self.tokenizer.encode(part))
-        return self.count_tokens(part.modality, part.shape) if part is not None else 0
+        return self.count_tokens(part.modality, part.shape)
 
     def read(self, item: MediaRef) -> np.ndarray:
         try:

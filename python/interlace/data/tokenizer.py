@@ -15,6 +15,9 @@ SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "<audio>", "<sep>", "<lang>")
 class ByteTokenizer:
     """Ids 0..255 are bytes; control tokens follow; ``vocab_size`` is padded to a multiple of 8.
 
+    ``encoders``: names of which each gets a placeholder; <image> is that of "vision", <audio> that of "audio", further
+    names get ids behind the control tokens, in their order.
+
     ``prompt`` builds what a model reads before it answers::
 
         <bos> [<image> * n | <audio> * m]... text <lang> fr <sep>
@@ -25,8 +28,12 @@ class ByteTokenizer:
     BOS, EOS, PAD, IMAGE, AUDIO, SEP, LANG = range(256, 256 + len(SPECIALS))
     vocab_size = -(-(256 + len(SPECIALS)) // 8) * 8
 
-    def __init__(self) -> None:
+    def __init__(self, encoders: Iterable[str] = ()) -> None:
         self.placeholders: dict[str, int] = {"vision": self.IMAGE, "audio": self.AUDIO}
+        self.further = [name for name in encoders if name not in self.placeholders]
+        first = 256 + len(SPECIALS)
+        self.placeholders |= {name: first + i for i, name in enumerate(self.further)}
+        self.vocab_size = -(-(first + len(self.further)) // 8) * 8
 
     def encode(self, text: str) -> list[int]:
         """UTF-8 bytes of ``text``. Lone surrogates (which UTF-8 cannot hold) survive the round trip too."""
@@ -50,8 +57,8 @@ class ByteTokenizer:
             pieces.append(_utf8(run))
             run.clear()
             if not skip_special:
-                name = token - 256
-                pieces.append(SPECIALS[name] if name < len(SPECIALS) else f"<unused{token}>")
+                names = [*SPECIALS, *(f"<{name}>" for name in self.further)]
+                pieces.append(names[token - 256] if token - 256 < len(names) else f"<unused{token}>")
         pieces.append(_utf8(run))
         return "".join(pieces)
 

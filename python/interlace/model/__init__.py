@@ -1,7 +1,8 @@
 """Multimodal models made of unmodified HuggingFace modules, and their slices as pipeline stages.
 
 sample.py and collate.py (data in) · modality.py and projector.py (an encoder) · language.py (merging, loss) ·
-multimodal.py (the whole) · slice.py and stage.py (slicing) · describe.py (costs) · checkpointing.py · generate.py
+multimodal.py (the whole) · slice.py and stage.py (slicing) · describe.py (costs) · checkpointing.py · generate.py ·
+naming.py and patterns.py (names of parts) · lora.py (adapters)
 """
 
 from interlace.model.checkpointing import Checkpointing, set_checkpointing
@@ -10,7 +11,13 @@ from interlace.model.generate import generate
 from interlace.model.language import merge_tokens
 from interlace.model.modality import ModalityModule
 from interlace.model.multimodal import MultimodalModel, MultimodalOutput
-from interlace.model.projector import LinearProjector, MLPProjector
+from interlace.model.projector import (
+    ItemProjector,
+    LinearProjector,
+    MLPProjector,
+    PixelShuffleProjector,
+    QFormerProjector,
+)
 from interlace.model.sample import IGNORE, Media, Sample, shift_labels
 from interlace.model.slice import carve, find_layers
 from interlace.model.stage import StageModule
@@ -18,6 +25,7 @@ from interlace.model.stage import StageModule
 __all__ = [
     "IGNORE",
     "Checkpointing",
+    "ItemProjector",
     "LayerInfo",
     "LayerPart",
     "LinearProjector",
@@ -26,6 +34,8 @@ __all__ = [
     "ModalityModule",
     "MultimodalModel",
     "MultimodalOutput",
+    "PixelShuffleProjector",
+    "QFormerProjector",
     "Sample",
     "StageModule",
     "carve",

@@ -6,13 +6,14 @@
     [ text audio text  -  - ]                             attention (see interlace.model.rows); - is padding
 
 Text is stream 0, encoders are streams 1, 2, ... in the model's order. Every token is causal and attends every stream;
-the tokens of one media item are a span and see each other both ways besides (the rule of Gemma-3).
+where the model is one with bidirectional media, the tokens of one item are a span and see each other both ways besides
+(the rule of Gemma-3).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask, word
 from interlace.model.modality import ModalityModule
+from interlace.model.placeholders import Ids, blank_id, in_words, is_placeholder
 from interlace.model.rows import padded
 from interlace.model.sample import IGNORE, Media, Sample, refuse_copies
 
@@ -27,17 +29,21 @@ from interlace.model.sample import IGNORE, Media, Sample, refuse_copies
 def collate_language(
     samples: Sequence[Sample],
     encoders: Mapping[str, ModalityModule],
-    placeholders: Mapping[str, int],
+    placeholders: Mapping[str, Ids],
     max_length: int | None = None,
     vocab_size: int | None = None,
     *,
     rows: bool = False,
+    bidirectional: bool = True,
+    positions_of: Callable[[Sample], torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Pack `samples` into one row, or with `rows` give each one of its own, padded on the right.
 
     Returns input_ids, labels, position_ids int64 [B, T] (B = 1 when packed), mask (BitfieldMask [B, T]) and plan (its
-    AttentionPlan). Padding is document -1, without a target, and its id is no placeholder. Raises ValueError naming the
-    sample; see check_sample. Labels that were not shifted are refused as in Sample.
+    AttentionPlan). bidirectional: the tokens of a media item see each other both ways. positions_of: sample -> int64
+    [L, k], for models whose tokens have k positions each; then position_ids are [B, T, k]. Padding is document -1,
+    without a target, and its id is no placeholder. Raises ValueError naming the sample; see check_sample. Labels that
+    were not shifted are refused as in Sample.
     """
     if not samples:
         raise ValueError("collate needs at least one sample")
@@ -54,7 +60,7 @@ def collate_language(
             items = sample.media.get(name, [])
             if not items:
                 continue
-            places = (sample.input_ids == placeholders[name]).nonzero().squeeze(1)
+            places = is_placeholder(sample.input_ids, placeholders[name]).nonzero().squeeze(1)
             counts = torch.tensor([item.tokens for item in items])
             span[places] = torch.repeat_interleave(
                 torch.arange(used, used + len(items), dtype=torch.int32), counts, output_size=len(places)
@@ -78,9 +84,12 @@ def collate_language(
     mask = BitfieldMask(
         lay_out(words[torch.cat(streams)], word(0, causal=True)),
         doc=lay_out(torch.repeat_interleave(document, lengths), -1),
-        span=lay_out(torch.cat(spans), -1) if used else None,
+        span=lay_out(torch.cat(spans), -1) if used and bidirectional else None,
         pos=positions.to(torch.int32),
     )
+    if positions_of is not None:
+        every = torch.cat([positions_of(sample) for sample in samples])
+        positions = torch.stack([lay_out(column, 0) for column in every.unbind(1)], dim=-1)
     return {
         "input_ids": lay_out(torch.cat([sample.input_ids for sample in samples]), blank),
         "labels": lay_out(torch.cat([sample.labels for sample in samples]), IGNORE),
@@ -88,11 +97,6 @@ def collate_language(
         "mask": mask,
         "plan": AttentionPlan.build(mask),
     }
-
-
-def blank_id(placeholders: Mapping[str, int]) -> int:
-    """The token id of padding: the first that is no placeholder."""
-    return next(token for token in range(len(placeholders) + 1) if token not in placeholders.values())
 
 
 def collate_media(
@@ -110,7 +114,7 @@ def collate_media(
 def check_sample(
     sample: Sample,
     encoders: Mapping[str, ModalityModule],
-    placeholders: Mapping[str, int],
+    placeholders: Mapping[str, Ids],
     max_length: int | None = None,
     vocab_size: int | None = None,
 ) -> None:
@@ -137,20 +141,20 @@ def check_sample(
         items = sample.media.get(name, [])
         for i, item in enumerate(items):
             try:
-                tokens = encoder.tokens(item.shape)
+                tokens = encoder.tokens(item.shape, item.about)
             except ValueError as error:
                 raise ValueError(f"{where}, {name} item {i}: {error}") from None
             if tokens != item.tokens:
                 raise ValueError(
                     f"{where}, {name} item {i} of shape {item.shape} says it becomes {item.tokens} tokens, but the "
-                    f"encoder makes {tokens}: compute Media.tokens with mllm.encoders[{name!r}].tokens(shape)"
+                    f"encoder makes {tokens}: compute Media.tokens with mllm.encoders[{name!r}].tokens(shape, about)"
                 )
-        places = (sample.input_ids == placeholders[name]).nonzero().squeeze(1)
+        places = is_placeholder(sample.input_ids, placeholders[name]).nonzero().squeeze(1)
         found = len(places)
         wanted = sum(item.tokens for item in items)
         if found != wanted:
             raise ValueError(
-                f"{where}: input_ids hold {found} placeholders (id {placeholders[name]}) for {name!r}, but its "
+                f"{where}: input_ids hold {found} placeholders ({in_words(placeholders[name])}) for {name!r}, but its "
                 f"{len(items)} media item{'s' * (len(items) != 1)} become{'s' * (len(items) == 1)} {wanted} tokens: "
                 "write each item as that many consecutive placeholders, and check that the tokenizer's placeholder id "
                 "is the model's and that text was not truncated inside an item"
@@ -159,9 +163,9 @@ def check_sample(
             first, last = int(piece[0]), int(piece[-1])
             if last - first + 1 != len(piece):
                 raise ValueError(
-                    f"{where}, {name} item {i}: its {len(piece)} placeholders (id {placeholders[name]}) lie between "
-                    f"positions {first} and {last} of input_ids with other tokens among them: write each item as "
-                    "consecutive placeholders, in the order of its media"
+                    f"{where}, {name} item {i}: its {len(piece)} placeholders ({in_words(placeholders[name])}) lie "
+                    f"between positions {first} and {last} of input_ids with other tokens among them: write each item "
+                    "as consecutive placeholders, in the order of its media"
                 )
 
 

@@ -126,6 +126,7 @@ def _flops(module: nn.Module) -> Iterator[float]:
 def _attention_width(layer: nn.Module) -> int:
     """Query heads x head dimension of a layer, from its query projection; 0 if it has none by that name."""
     for name, part in layer.named_modules():
+        name = name.removesuffix(".base_layer")  # of a layer with an adapter
         if isinstance(part, nn.Linear) and name.rsplit(".", 1)[-1] in ("q_proj", "query", "wq", "q"):
             return part.out_features
     return 0

@@ -20,7 +20,9 @@ from transformers import DynamicCache, cache_utils
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import use_plan
 from interlace.masks import BitfieldMask, Tokens, word
-from interlace.model.language import LanguageSettings, embed, plan_after, plan_of
+from interlace.model.deepstack import handing
+from interlace.model.language import LanguageSettings, as_model_wants, embed, plan_after, plan_of
+from interlace.model.placeholders import every_id
 from interlace.model.rows import PACKED, mask_of
 from interlace.model.sample import Sample
 
@@ -56,7 +58,7 @@ def generate(
     room = [max_new_tokens] * len(prompts)
     if mllm.max_length is not None:
         room = [min(max_new_tokens, mllm.max_length - len(prompt)) for prompt in prompts]
-    never = list(mllm.placeholders.values())
+    never = sorted(every_id(mllm.placeholders))
     answers: list[list[int]] = [[] for _ in prompts]
     training = mllm.training
     mllm.eval()
@@ -101,9 +103,10 @@ class Reading:
         plan = plan_after(plan_of(self.inputs), self.inputs, made).to(self.device)
         self.keys, self.sinks = plan.queries(), plan.sinks
         self.ends = self.keys(lambda field: field[:, self.last])
-        positions = self.inputs["position_ids"].to(self.device)
-        self.positions = positions[:, self.last]
-        return self._run(plan, positions, self.last, **_given(made))
+        self.every = self.inputs["position_ids"].to(self.device)
+        self.positions = self._last_positions(plan.q_doc)
+        with handing(self.module, made["deepstack"]):
+            return self._run(plan, self.every, self.last, **_given(made))
 
     def add(self, running: list[int], tokens: list[int]) -> Tensor:
         """Append one token to each of the prompts `running`; logits [running, V], fp32, of the tokens after them."""
@@ -115,12 +118,22 @@ class Reading:
         self.keys = Tokens(*(torch.cat(pair, dim=1) for pair in zip(self.keys, new, strict=True)))
         keys = mask_of(self.keys, self.sinks)
         ids = torch.tensor([tokens], device=self.device)
+        self.every = torch.cat([self.every, self.positions[:, index]], dim=1)
         if self.cache is None:
             self.ids = torch.cat([self.ids, ids], dim=1)
             wanted = torch.tensor([self.ids.shape[1] - 1], device=self.device)
-            return self._run(AttentionPlan.build(keys), self.keys.pos.long(), wanted, **_given(self._embed()))
+            made = self._embed()
+            with handing(self.module, made["deepstack"]):
+                return self._run(AttentionPlan.build(keys), self.every, wanted, **_given(made))
         plan = AttentionPlan.build(mask_of(new, self.sinks), keys)
         return self._run(plan, self.positions[:, index], torch.arange(len(running), device=self.device), input_ids=ids)
+
+    def _last_positions(self, doc: Tensor) -> Tensor:
+        """Where each prompt has come to, [1, prompts] or [1, prompts, k]: text goes on behind the furthest position."""
+        if self.every.dim() == 2:
+            return self.every[:, self.last]
+        furthest = [self.every[0, doc[0] == doc[0, last]].max() for last in self.last]
+        return torch.stack(furthest)[None, :, None].expand(1, -1, self.every.shape[-1]).clone()
 
     def _embed(self) -> dict[str, Any]:
         """The inputs with embeddings of all ids so far; anew, as some models scale them in place."""
@@ -136,7 +149,7 @@ class Reading:
         if "use_cache" in accepted:
             cache["use_cache"] = self.cache is not None
         with use_plan(plan, backend=self.settings.backend):
-            output = self.module(**given, **options, **cache, position_ids=positions)
+            output = self.module(**given, **options, **cache, position_ids=as_model_wants(positions))
         if postprocess is not None:
             output = postprocess(self.inputs, output)
         logits: Tensor = output.logits[0]

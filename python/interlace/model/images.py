@@ -3,7 +3,8 @@
 SigLIP, CLIP, InternVL  pixel_values [n, 3, H, W] of one size
 Pixtral                 pixel_values [n, 3, H, W], padded to the largest, and image_sizes [n, 2]; it lays the patches
                         of all images in one row itself
-SigLIP 2 (NaFlex)       pixel_values [n, patches, pixels of a patch] and spatial_shapes [n, 2]
+SigLIP 2 (NaFlex)       pixel_values [n, patches, numbers of a patch] and spatial_shapes [n, 2]; items may be images, or
+                        what its image processor makes of them, (patches, numbers of a patch) with spatial_shapes
 """
 
 from __future__ import annotations
@@ -16,27 +17,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from interlace.model.feed import Inputs, Item, by_size, data_of, together
+from interlace.model.rows import PACKED
+from interlace.model.sample import Media
+
 Size = tuple[int, int]
+GRID = "spatial_shapes"
 
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """patch and size (of the images that the encoder was configured for, in whole patches): (height, width), pixels."""
+    """patch and size (of the images that the encoder was configured for, in whole patches): (height, width), pixels.
+
+    any_size: whether it takes images of other sizes; channels: of an image.
+    """
 
     patch: Size
     size: Size
+    channels: int
     accepted: frozenset[str]  # arguments of the encoder's forward
+    any_size: bool = False
+    argument: str = "pixel_values"
 
     @staticmethod
     def of(config: Any, accepted: Sequence[str]) -> ImageInputs:
         """Raises ValueError for a config that does not tell the sizes of a patch and of an image."""
-        patch = _pair(config, "patch_size")
+        patch, channels = _pair(config, "patch_size"), int(getattr(config, "num_channels", None) or 0)
         if getattr(config, "image_size", None) is None and isinstance(getattr(config, "num_patches", None), int):
             side = math.isqrt(config.num_patches)  # of the square of learned positions
-            return ImageInputs(patch, (side * patch[0], side * patch[1]), frozenset(accepted))
+            return ImageInputs(patch, (side * patch[0], side * patch[1]), channels, frozenset(accepted))
         size = _pair(config, "image_size")
         whole = (size[0] - size[0] % patch[0], size[1] - size[1] % patch[1])  # SigLIP so400m: 384 pixels, patches of 14
-        return ImageInputs(patch, whole, frozenset(accepted))
+        return ImageInputs(patch, whole, channels, frozenset(accepted))
+
+    @property
+    def default(self) -> Item:
+        """An image of the size that the encoder was configured for."""
+        return Item((self.channels, *self.size))
 
     @property
     def in_one_row(self) -> bool:
@@ -48,37 +65,101 @@ class ImageInputs:
         """Whether the encoder is to be asked for positions that follow an image's size."""
         return "interpolate_pos_encoding" in self.accepted
 
-    def tokens(self, size: Size) -> int:
-        """Patches of an image of `size` pixels."""
-        return (size[0] // self.patch[0]) * (size[1] // self.patch[1])
+    @property
+    def in_patches(self) -> bool:
+        """Whether it is given patches, and how many rows and columns of them an image has."""
+        return GRID in self.accepted
 
-    def check_shape(self, shape: tuple[int, ...], channels: int, name: str) -> None:
-        """Raise ValueError unless an image of `shape` consists of patches of the encoder `name`."""
+    def grid(self, item: Item) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        if GRID in item.about:
+            rows, columns = item.about[GRID]
+            return int(rows), int(columns)
+        return item.shape[1] // self.patch[0], item.shape[2] // self.patch[1]
+
+    def tokens(self, item: Item) -> int:
+        """Patches of an image."""
+        return math.prod(self.grid(item))
+
+    def check(self, item: Item, name: str) -> None:
+        """Raise ValueError unless an image (channels, height, width) consists of patches of the encoder `name`, or is
+        what it is said to be (patches, numbers of a patch) where the encoder takes that."""
         tall, wide = self.patch
-        if len(shape) != 3 or shape[0] != channels or shape[1] < tall or shape[2] < wide:
+        shape = item.shape
+        if self.in_patches and GRID in item.about:
+            wanted = (self.tokens(item), tall * wide * self.channels)
+            if shape != wanted:
+                raise ValueError(
+                    f"an image of {GRID} {item.about[GRID]} has shape {shape}, but {name} takes (patches, numbers of a "
+                    f"patch), {wanted}"
+                )
+            return
+        if len(shape) != 3 or shape[0] != self.channels or shape[1] < tall or shape[2] < wide:
             raise ValueError(
-                f"an image of shape {shape} does not fit {name}, which takes ({channels}, height, width) of at least "
-                f"{tall} x {wide} pixels"
+                f"an image of shape {shape} does not fit {name}, which takes ({self.channels}, height, width) of at "
+                f"least {tall} x {wide} pixels"
             )
         if shape[1] % tall or shape[2] % wide:
             raise ValueError(
                 f"an image of {shape[1]} x {shape[2]} pixels would lose its rim: resize it so that both sides are "
                 f"multiples of the patch, {tall if tall == wide else f'{tall} x {wide}'}"
             )
+        if not self.any_size and shape != self.default.shape:
+            raise ValueError(
+                f"an image of shape {shape} does not fit {name}, whose positions do not interpolate: resize images to "
+                f"{self.default.shape}"
+            )
 
-    def kwargs(self, images: Tensor, sizes: Sequence[Size]) -> dict[str, Any]:
+    def collate(self, items: Sequence[Media]) -> Inputs:
+        data = [data_of(item) for item in items]
+        if not self.in_patches:
+            return {self.argument: data}
+        grids = [self.grid(Item(item.shape, item.about)) for item in items]
+        return {
+            self.argument: [self._patches(one[None])[0] if one.dim() == 3 else one for one in data],
+            GRID: torch.tensor(grids, dtype=torch.int64, device="cpu").reshape(len(items), 2),
+        }
+
+    def items(self, inputs: Inputs) -> list[Item]:
+        shapes = [tuple(image.shape) for image in inputs[self.argument]]
+        if not self.in_patches:
+            return [Item(shape) for shape in shapes]
+        return [Item(shape, {GRID: tuple(grid)}) for shape, grid in zip(shapes, inputs[GRID].tolist(), strict=True)]
+
+    def kwargs(self, inputs: Inputs, which: Sequence[int], like: Tensor) -> dict[str, Any]:
+        images = [inputs[self.argument][i].to(like) for i in which]
+        if self.in_patches:
+            return self._patch_arguments(torch.stack(images), inputs[GRID][list(which)])
+        return self._arguments(stack_images(images), [(image.shape[1], image.shape[2]) for image in images])
+
+    def blank(self, items: Sequence[Item], packing: str, like: Tensor) -> dict[str, Any]:
+        if self.in_one_row:  # its layers are told where each patch lies
+            height, width = (max(item.shape[side] for item in items) for side in (1, 2))
+            zeros = like.new_zeros(()).expand(len(items), self.channels, height, width)
+            return self._arguments(zeros, [(item.shape[1], item.shape[2]) for item in items])
+        one = self.default if packing == PACKED else items[0]
+        if self.in_patches:
+            grid, numbers = self.grid(one), math.prod(self.patch) * self.channels
+            patches = torch.empty((1, math.prod(grid), numbers), device="meta", dtype=like.dtype)
+            return self._patch_arguments(patches, torch.tensor([grid], dtype=torch.int64, device="cpu"))
+        return self._arguments(torch.empty((1, *one.shape), device="meta", dtype=like.dtype), [one.shape[1:]])
+
+    def sets(self, items: Sequence[Item], packing: str) -> list[list[int]]:
+        return together(items, packing) if self.in_one_row else by_size(items, packing)
+
+    def _arguments(self, images: Tensor, sizes: Sequence[tuple[int, ...]]) -> dict[str, Any]:
         """Arguments of forward for images [n, 3, H, W], each of which fills `sizes` from its upper left corner."""
-        made: dict[str, Any] = {"pixel_values": images}
+        made: dict[str, Any] = {self.argument: images}
         if self.interpolates:
             made["interpolate_pos_encoding"] = True
         if self.in_one_row:
             made["image_sizes"] = list(sizes)
-        if "spatial_shapes" in self.accepted:
-            made["pixel_values"] = self._patches(images)
-            made["pixel_attention_mask"] = None  # images of one size: none is padded
-            grid = [(height // self.patch[0], width // self.patch[1]) for height, width in sizes]
-            made["spatial_shapes"] = torch.tensor(grid, dtype=torch.int64, device="cpu")
         return made
+
+    def _patch_arguments(self, patches: Tensor, grids: Tensor) -> dict[str, Any]:
+        """Arguments of forward for patches [n, patches, numbers of a patch] and grids int64 [n, 2]."""
+        # images of as many patches: none is padded
+        return {self.argument: patches, "pixel_attention_mask": None, GRID: grids}
 
     def _patches(self, images: Tensor) -> Tensor:
         """[n, 3, H, W] -> [n, patches, height * width * 3 of a patch], laid out as by the library's image processor."""

@@ -15,7 +15,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import Backend, use_plan
+from interlace.model.deepstack import Deepstack, handing, split_features
+from interlace.model.placeholders import Ids, every_id, in_words, is_placeholder
 from interlace.model.rows import ALONE, PACKED, ROWS, Document, check_rows, documents, longest
+from interlace.model.sample import Sample
 from interlace.model.shared import per_layer_inputs
 from interlace.model.slice import ending_at, run
 
@@ -26,19 +29,20 @@ def merge_tokens(features: Mapping[str, Tensor], inputs: Inputs) -> Inputs:
     """Put each encoder's features where its placeholder id stands (Cornstarch 2025-03 section 5.1, cb_before_llm).
 
     features: encoder name -> [n, D]; inputs: input_ids [B, T], inputs_embeds [B, T, D] of the text and placeholders
-    (encoder name -> id). Returns inputs with inputs_embeds merged. Features replace placeholders in order; a
+    (encoder name -> id or ids). Returns inputs with inputs_embeds merged. Features replace placeholders in order; a
     placeholder's own embedding gets no gradient. Raises ValueError if the counts differ.
     """
     ids, embeds = inputs["input_ids"].reshape(-1), inputs["inputs_embeds"]
     flat = embeds.reshape(-1, embeds.shape[-1])
     for name, token in inputs["placeholders"].items():
-        rows = (ids == token).nonzero().squeeze(1)
+        rows = is_placeholder(ids, token).nonzero().squeeze(1)
         given = features.get(name)
         count = 0 if given is None else len(given)
         if len(rows) != count:
             raise ValueError(
-                f"{name}: input_ids hold {len(rows)} placeholders (id {token}) but the encoder gave {count} features: "
-                f"check that every item has encoder.tokens(shape) placeholders and that its media is in the batch"
+                f"{name}: input_ids hold {len(rows)} placeholders ({in_words(token)}) but the encoder gave {count} "
+                "features: check that every item has encoder.tokens(shape) placeholders and that its media is in the "
+                "batch"
             )
         if given is not None:  # though none of them is here: gradients go back through the layers all the same
             if given.shape[1] != flat.shape[1]:
@@ -55,7 +59,7 @@ class LanguageSettings:
     """What running a language model takes besides its weights."""
 
     layer_path: str
-    placeholders: dict[str, int]
+    placeholders: dict[str, Ids]
     merge: Callable[[Mapping[str, Tensor], Inputs], Inputs] = merge_tokens
     preprocess: Callable[[Inputs], Inputs] | None = None
     postprocess: Callable[[Inputs, Any], Any] | None = None
@@ -63,6 +67,9 @@ class LanguageSettings:
     packing: str = PACKED  # of interlace.model.rows
     limit: int | None = None  # with a longer sample [tokens] in a batch, each is run alone: see Packing
     ends_with_head: bool = False  # its logits are what its head gives: see Packing
+    bidirectional: bool = True  # the tokens of a media item see each other both ways
+    positions: Callable[[Sample], Tensor] | None = None  # int64 [L, k] of a sample, where a token has k of them
+    deepstack: int = 0  # first layers that features are added behind
 
 
 def run_language(
@@ -92,14 +99,19 @@ def run_language(
         if (changed := plan_after(plan, inputs, embedded)) is not plan:
             plan, parts = changed, _parts(settings, changed)
         inputs = embedded
-    given, per_layer = (inputs["inputs_embeds"], inputs["per_layer_inputs"]) if hidden is None else (hidden, None)
+    given, per_layer, deep = hidden, None, None
+    if given is None:
+        given, per_layer, deep = inputs["inputs_embeds"], inputs["per_layer_inputs"], inputs["deepstack"]
     positions = inputs["position_ids"].to(device)
     call = partial(_call, module, inputs.get("attend") or settings.backend, first_layer, head)
     if not parts:
-        output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted)
+        output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted, deep=deep)
     else:
         tensors = (positions, given, per_layer, hidden, wanted)
-        outputs = [call(part.plan.to(device), *(part.of(x) for x in tensors)) for part in parts]
+        deeps = [None if deep is None else deep.of(part.row, part.start, part.stop) for part in parts]
+        outputs = [
+            call(part.plan.to(device), *(part.of(x) for x in tensors), deep=each) for part, each in zip(parts, deeps)
+        ]
         left = outputs[0][1]
         pieces = [output for output, _ in outputs]
         output = _joined(pieces, parts, given, wanted) if head is None else torch.cat(pieces)
@@ -128,9 +140,11 @@ def _call(
     per_layer: Tensor | None,
     hidden: Tensor | None,
     wanted: Tensor | None,
+    *,
+    deep: Deepstack | None,
 ) -> tuple[Any, bool]:
     """One call of the module; (its output, False) or (hidden state, True), as `run` of slice.py."""
-    kwargs: Inputs = {"inputs_embeds": given, "position_ids": positions}
+    kwargs: Inputs = {"inputs_embeds": given, "position_ids": as_model_wants(positions)}
     if per_layer is not None:
         kwargs["per_layer_inputs"] = per_layer
     accepted = inspect.signature(module.forward).parameters
@@ -140,7 +154,8 @@ def _call(
     if wanted is not None and "logits_to_keep" in accepted:
         columns = wanted.any(0).nonzero().squeeze(1)
         kwargs["logits_to_keep"] = columns.to(given.device)
-    with use_plan(plan, backend=backend), nullcontext() if head is None else ending_at(head):
+    ending = nullcontext() if head is None else ending_at(head)
+    with use_plan(plan, backend=backend), handing(module, deep), ending:
         output, left = run(module, first_layer, kwargs, hidden=hidden)
     chosen = wanted if columns is None or wanted is None else wanted[:, columns]
     if head is not None:
@@ -169,15 +184,21 @@ def embed(
 ) -> Inputs:
     """`inputs` with inputs_embeds [B, T, D]: the text's embeddings with the encoders' features merged in.
 
-    And, where the model's layers want them, per_layer_inputs (see interlace.model.shared). parts: samples whose
-    embeddings are made in calls of their own.
+    And, where the model's layers want them, per_layer_inputs (see interlace.model.shared) and deepstack. parts: samples
+    whose embeddings are made in calls of their own.
     """
     ids = inputs["input_ids"].to(device)
     table: Any = module.get_input_embeddings()  # type: ignore[operator]
     embeds = _joined([table(part.of(ids)) for part in parts], parts, ids, None) if parts else table(ids)
     given = {**inputs, "input_ids": ids, "inputs_embeds": embeds, "placeholders": settings.placeholders}
-    given["per_layer_inputs"] = per_layer_inputs(module, ids, settings.placeholders.values())
-    return {**given, **settings.merge(inputs.get("features") or {}, given)}
+    given["per_layer_inputs"] = per_layer_inputs(module, ids, every_id(settings.placeholders))
+    features, given["deepstack"] = split_features(settings.deepstack, inputs.get("features") or {}, given)
+    return {**given, **settings.merge(features, given)}
+
+
+def as_model_wants(positions: Tensor) -> Tensor:
+    """position_ids [B, T] as they are; [B, T, k] of a model with k positions per token as HuggingFace's [k, B, T]."""
+    return positions if positions.dim() == 2 else positions.movedim(-1, 0)
 
 
 def plan_of(inputs: Inputs) -> AttentionPlan:

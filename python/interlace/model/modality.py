@@ -9,6 +9,9 @@ each distinct size (or for all, in encoders that take several: images.py), then 
 its convolutions only; the padding is dropped before the first layer, so it is neither attended nor computed. Attention
 must go through `attn_implementation="interlace"`.
 
+An encoder that is told numbers about each item (grid_thw, as Qwen2-VL) is given all items in one call, and its own
+boundaries keep them apart, in each layer as it wants (patches.py).
+
 An encoder that mixes tokens elsewhere too (pooling or convolutions between or after its layers), as a trial finds out
 (trial_encoder.py), gets a call per size of items instead, or per item (rows.py); stages still hand on one row.
 """
@@ -16,10 +19,8 @@ An encoder that mixes tokens elsewhere too (pooling or convolutions between or a
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,60 +30,59 @@ from torch import Tensor, nn
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import FLASH_NAME, NAME, use_plan
 from interlace.masks import BitfieldMask
-from interlace.model.images import ImageInputs, Size, stack_images
-from interlace.model.projector import PROJECTORS, stack_tokens
-from interlace.model.rows import ALONE, PACKED, mask_of, packed_plan
+from interlace.model.clips import ClipInputs
+from interlace.model.feed import NOTHING, About, Inputs, Item, Shape
+from interlace.model.feeding import ARGUMENTS, Feed, config_of, features_of, feeds_of
+from interlace.model.images import ImageInputs
+from interlace.model.patches import GRID, PatchInputs
+from interlace.model.projector import PROJECTORS, Grid, count_tokens, make_projector, project
+from interlace.model.rows import PACKED, mask_of, packed_plan
 from interlace.model.sample import Media
-from interlace.model.slice import changing_output, epilogue, find_layers, leave, prologue, run
+from interlace.model.shapes import features_after_layers, measure, tokens_before_layers
+from interlace.model.slice import changing_output, find_layers, leave, run
 from interlace.model.switch import use_bitfield_attention
+from interlace.model.tiles import TileInputs
 from interlace.model.trial_encoder import encoder_packing
 
 if TYPE_CHECKING:
     from interlace.parallel.context import Context
 
-Inputs = dict[str, Any]
 Rows = Callable[[Tensor], Tensor]
-KINDS = {"pixel_values": "image", "input_features": "audio", "input_ids": "text"}
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Items that one call of the prologue takes: their indices and what the encoder is called with."""
-
-    items: list[int]
-    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 class ModalityModule(nn.Module):
     """An encoder for one modality, or (with projector=None) a language model with callbacks.
 
     module: HuggingFace model whose attention goes through its attention interface. Its main input decides the kind:
-    `pixel_values` images (3, H, W), `input_features` audio (mel bins, frames), `input_ids` text.
-    projector: "linear", "mlp", or your own module [n, downsample * D] -> [n, D_llm]; the named ones are made when the
-    module joins a MultimodalModel, which knows D_llm.
+    `pixel_values` images (3, H, W), `input_features` audio (mel bins, frames), `input_ids` text; with `grid_thw` beside
+    it images and videos of (patches, numbers of a patch), whose grid Media.about holds.
+    projector: "linear", "mlp", "pixel_shuffle", "qformer" or a class, called with (downsample * D, D_llm,
+    **projector_config) when the module joins a MultimodalModel, which knows D_llm; or your own module
+    [n, downsample * D] -> [n, D_llm], or an ItemProjector. None for an encoder whose features have that width already.
     preprocess(inputs) -> inputs, before the encoder. It runs on every stage, on those after the first with meta
     tensors: let it depend on shapes only.
     postprocess(inputs, output) -> output, features [N, D] of the encoder in item order, class tokens dropped.
     postprocess_projector(inputs, output) -> output, features [n, D_llm]. (Cornstarch 2025-03 section 5.1.)
     downsample: consecutive tokens of an item that become one, so an item of n becomes ceil(n / downsample).
-    tokens: shape -> language-model tokens, where callbacks change the number.
+    tokens: (shape, about) -> language-model tokens, where callbacks change the number.
     collate: items -> inputs, in place of `pixel_values=[...]` or `input_features, lengths`.
     layers: path of the ModuleList that is cut into stages, where it is not plain.
 
-    Raises ValueError for a module without recognisable layers or input, one whose layers take tensors about each image
-    (grid_thw, as in Qwen2-VL), or an unknown projector.
+    Raises ValueError for a module without recognisable layers or input, one that gives other features in here than by
+    itself, or an unknown projector.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        projector: str | nn.Module | None = "linear",
+        projector: str | nn.Module | type[nn.Module] | None = "linear",
         *,
+        projector_config: Mapping[str, Any] | None = None,
         preprocess: Callable[[Inputs], Inputs] | None = None,
         postprocess: Callable[..., Any] | None = None,
         postprocess_projector: Callable[[Inputs, Tensor], Tensor] | None = None,
         downsample: int = 1,
-        tokens: Callable[[tuple[int, ...]], int] | None = None,
+        tokens: Callable[[Shape, About], int] | None = None,
         collate: Callable[[Sequence[Media]], Inputs] | None = None,
         layers: str | None = None,
     ):
@@ -93,50 +93,61 @@ class ModalityModule(nn.Module):
         self.start, self.stop = 0, self.num_layers
         self.backend: str | None = None
         parameters = inspect.signature(module.forward).parameters
-        if "grid_thw" in parameters:
+        argument = next((name for name in parameters if name in ARGUMENTS), "")
+        if not argument and GRID not in parameters:
             raise ValueError(
-                f"{type(module).__name__} takes grid_thw: its layers depend on where each image lies, which stages do "
-                "not pass on. Use an encoder that takes pixel_values (SigLIP, CLIP)"
+                f"{type(module).__name__}.forward takes none of {', '.join(ARGUMENTS)}: it is no image, audio or text "
+                "model"
             )
-        self.input_name = next((name for name in parameters if name in KINDS), "")
-        if not self.input_name:
-            raise ValueError(
-                f"{type(module).__name__}.forward takes none of {', '.join(KINDS)}: it is no image, audio or text model"
-            )
-        self.kind = KINDS[self.input_name]
-        try:
-            self.images = ImageInputs.of(module.config, list(parameters)) if self.kind == "image" else None
-        except ValueError as error:
-            raise self._unknown(error) from None
+        self.kind = ARGUMENTS.get(argument, "image")
         if downsample < 1:
             raise ValueError(f"downsample is {downsample}; it must be at least 1 (tokens that become one)")
         if isinstance(projector, str) and projector not in PROJECTORS:
             raise ValueError(f"unknown projector {projector!r}: use {', '.join(PROJECTORS)} or your own module")
         self.projector = projector if isinstance(projector, nn.Module) else None
-        self._projector_name = projector if isinstance(projector, str) else None
+        self.given_projector = (
+            PROJECTORS.get(projector) if isinstance(projector, str) else projector
+        )  # class of one to make
+        self.projector_config = dict(projector_config or {})
         self.downsample = downsample
         self.preprocess, self.postprocess = preprocess, postprocess
         self.postprocess_projector = postprocess_projector
         self._tokens, self._collate = tokens, collate
+        self.tower_names, self.projector_names = ["module"], ["projector"]  # what freezing the one or the other freezes
         self.out_features = 0
-        config: Any = getattr(module, "config", None)
-        self.hidden_size = int(getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
-        if not self.hidden_size and self.kind != "text":
-            raise ValueError(f"{type(module).__name__} has no config.hidden_size or d_model: is it HuggingFace's?")
-        self.in_one_row = self.images is not None and self.images.in_one_row
-        # An encoder that lays its images in one row keeps them apart by a mask of its own, except under this name.
-        self.implementation = FLASH_NAME if self.in_one_row else NAME
-        use_bitfield_attention(module, self.implementation)
+        self.hidden_size = self.feature_size = 0
+        self.implementation = NAME
         self.packing = PACKED  # of interlace.model.rows
-        self._counts: dict[tuple[int, ...], int] = {}
+        self.prefix = 0  # class tokens before those of an item
+        self._counts: dict[Any, int] = {}  # features, and
+        self._lengths: dict[Shape, int] = {}  # tokens inside the layers, of items of these shapes
         self.returned: tuple[int | None, ...] = ()  # what each layer returns, see slice.Absent
-        if self.kind != "text":
-            try:
-                self._measure()
-            except Exception as error:  # whatever a config lacks, or a model may raise
-                raise self._unknown(error) from error
-            packing = encoder_packing(self)
-            self.packing, self.returned = packing.name, packing.returned
+        if self.kind == "text":
+            use_bitfield_attention(module)
+            return
+        try:
+            config = config_of(module, self.layer_path)
+            feeds = feeds_of(module, config, self.layer_path, list(parameters))
+        except Exception as error:  # whatever a config lacks
+            raise self._unknown(error) from error
+        self.feed: Feed = feeds[0]
+        width = self.feed.width if isinstance(self.feed, PatchInputs) else None
+        self.hidden_size = int(width or getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
+        if not self.hidden_size:
+            raise ValueError(f"{type(module).__name__} has no config.hidden_size or d_model: is it HuggingFace's?")
+        # An encoder that lays its items in one row keeps them apart by a mask of its own, except under this name.
+        apart = self.feed.in_one_row and not isinstance(self.feed, TileInputs)
+        # One that has attention of its own keeps it: items that it is given alone, or with others alike, need no mask.
+        self.implementation = use_bitfield_attention(module, FLASH_NAME if apart else NAME, required=apart)
+        try:
+            self._measure(feeds)
+        except Exception as error:  # whatever a model may raise
+            raise self._unknown(error) from error
+        packing = encoder_packing(self)
+        self.packing, self.returned = packing.name, packing.returned
+        self.feature_size = packing.width or self.hidden_size
+        if packing.feed is not None:
+            self.feed = packing.feed
 
     def _unknown(self, error: Exception) -> ValueError:
         return ValueError(
@@ -144,106 +155,102 @@ class ModalityModule(nn.Module):
             f"({type(error).__name__}: {error}): use one like SigLIP, CLIP or Whisper"
         )
 
-    def _measure(self) -> None:
-        """Learn the encoder's geometry from its config and from one run of its prologue without memory."""
-        config: Any = self.module.config
-        self.channels = int(getattr(config, "num_channels", None) or getattr(config, "num_mel_bins", None) or 0)
-        if self.images is not None:
-            self.default_shape: tuple[int, ...] = (self.channels, *self.images.size)
-            self.prefix = self._tokens_before_layers(self.images.size) - self.images.tokens(self.images.size)
-            self.any_size = self.images.interpolates or self._takes_any_size(self.images)
-        else:
-            convolutions = [m for m in self.module.modules() if isinstance(m, nn.Conv1d)]
-            self.stride = math.prod(int(conv.stride[0]) for conv in convolutions)
-            self.frames = int(config.max_source_positions) * self.stride
-            self.default_shape = (self.channels, self.frames)
-            self.prefix = 0
+    @property
+    def images(self) -> ImageInputs | None:
+        """How images are given to it, if they are what it takes."""
+        return self.feed if isinstance(self.feed, ImageInputs) else None
 
-    def _tokens_before_layers(self, size: Size) -> int:
-        """Tokens that the encoder makes of an image of this size; without memory."""
-        item = torch.empty((1, self.channels, *size), device="meta")
-        hidden, _ = run(prologue(self.module, self.layer_path), self._first_layer, self.kwargs_of(item))
-        if hidden.dim() != 3:
-            raise ValueError(f"its layers take {list(hidden.shape)}, not tokens [B, N, D]")
-        return int(hidden.shape[1])
+    @property
+    def in_one_row(self) -> bool:
+        """Whether one call of the encoder takes all items, and lays their tokens side by side itself."""
+        return self.feed.in_one_row
 
-    def _takes_any_size(self, images: ImageInputs) -> bool:
-        """Whether an image of another shape than the configured one gets the tokens that it should."""
-        other = images.patch[0] * 3, images.patch[1] * 2
-        try:
-            return self._tokens_before_layers(other) == images.tokens(other) + self.prefix
-        except Exception:  # whatever a model may raise for a size that it does not take
-            return False
+    @property
+    def default(self) -> Item:
+        """An item of the size that the encoder was configured for."""
+        return self.feed.default
+
+    @property
+    def default_shape(self) -> Shape:
+        """Its shape."""
+        return self.default.shape
+
+    def _measure(self, feeds: Sequence[Feed]) -> None:
+        measure(self, feeds)
 
     def connect(self, out_features: int) -> None:
         """Make the projector for a language model of this hidden size (called by MultimodalModel)."""
         self.out_features = out_features
-        if self._projector_name is not None and self.projector is None:
+        width = self.feature_size * self.downsample
+        if isinstance(self.given_projector, type) and self.projector is None:
             like = next(self.module.parameters())
-            made = PROJECTORS[self._projector_name](self.hidden_size * self.downsample, out_features)
+            made = make_projector(self.given_projector, width, out_features, self.projector_config)
             self.projector = made.to(device=like.device, dtype=like.dtype)
-        if self.projector is None:
-            raise ValueError(f'an encoder needs a projector: "linear", "mlp" or a module, for {self.kind}')
+        if self.projector is None and (self.kind == "text" or (width != out_features and self.postprocess is None)):
+            raise ValueError(
+                f'an encoder needs a projector: "linear", "mlp" or a module, for {self.kind} of {width} channels that '
+                f"become {out_features}"
+            )
 
     # ------------------------------------------------------------------ lengths
 
     @property
     def nominal_length(self) -> int:
         """Tokens inside the layers of an item of the size that the encoder was configured for."""
-        if self.images is not None:  # 384 pixels in patches of 14: the library's own processors cut the rim off
-            return self.images.tokens(self.images.size) + self.prefix
-        return self.encoder_length(self.default_shape)
+        return self._length(self.default)
 
-    def check_shape(self, shape: tuple[int, ...]) -> None:
+    def check_shape(self, shape: Shape, about: About = NOTHING) -> None:
         """Raise ValueError for an item that the encoder cannot take, saying what it takes."""
-        if self.images is not None:
-            self.images.check_shape(shape, self.channels, type(self.module).__name__)
-            if not self.any_size and tuple(shape) != self.default_shape:
-                raise ValueError(
-                    f"an image of shape {shape} does not fit {type(self.module).__name__}, whose positions do not "
-                    f"interpolate: resize images to {self.default_shape}"
-                )
-        elif len(shape) != 2 or shape[0] != self.channels:
-            raise ValueError(
-                f"audio of shape {shape} does not fit {type(self.module).__name__}, which takes "
-                f"({self.channels} mel bins, frames)"
-            )
-        elif shape[1] > self.frames:
-            raise ValueError(
-                f"audio of {shape[1]} frames is too long for {type(self.module).__name__}, which has positions for "
-                f"{self.frames} frames: shorten the clip or raise max_source_positions to {-(-shape[1] // self.stride)}"
-            )
+        self.feed.check(Item(tuple(shape), about), type(self.module).__name__)
 
-    def encoder_length(self, shape: tuple[int, ...]) -> int:
+    def encoder_length(self, shape: Shape, about: About = NOTHING) -> int:
         """Tokens of an item inside the encoder's layers, class tokens included."""
-        self.check_shape(tuple(shape))
-        if self.images is None:
-            return -(-shape[1] // self.stride)
-        return self.images.tokens((shape[1], shape[2])) + self.prefix
+        self.check_shape(shape, about)
+        return self._length(Item(tuple(shape), about))
 
-    def tokens(self, shape: tuple[int, ...]) -> int:
-        """Language-model tokens (= placeholders) that an item of this shape becomes. Raises ValueError as check_shape.
+    def _length(self, item: Item) -> int:
+        if not isinstance(self.feed, ClipInputs):
+            return self.feed.tokens(item) + self.prefix
+        if item.shape not in self._lengths:
+            try:
+                self._lengths[item.shape] = tokens_before_layers(self, item)
+            except (RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"{type(self.module).__name__} does not take audio of shape {item.shape} ({error}): give it a "
+                    "longer clip"
+                ) from error
+        return self._lengths[item.shape]
 
-        image (3, H, W): ceil(patches / downsample); audio (mel bins, frames): ceil(ceil(frames / stride) / downsample).
+    def tokens(self, shape: Shape, about: About = NOTHING) -> int:
+        """Language-model tokens (= placeholders) that an item becomes. Raises ValueError as check_shape.
+
+        shape, about: of its Media. image (3, H, W): ceil(patches / downsample); audio (mel bins, frames):
+        ceil(ceil(frames / stride) / downsample); (patches, numbers of a patch) and grid_thw: what the encoder's merger
+        makes of them, and again of `downsample` one.
         """
         if self._tokens is not None:
-            return self._tokens(tuple(shape))
-        return -(-self._feature_count(tuple(shape)) // self.downsample)
+            return self._tokens(tuple(shape), about)
+        item = Item(tuple(shape), about)
+        count = -(-self._feature_count(item) // self.downsample)
+        return count_tokens(self.projector or self.given_projector, count, self._grid(item, count))
 
-    def _feature_count(self, shape: tuple[int, ...]) -> int:
-        """Features of an item of this shape, before downsampling."""
-        length = self.encoder_length(shape)
+    def _grid(self, item: Item, features: int) -> Grid | None:
+        """Rows and columns of an item's features; None where they are no grid."""
+        rows, columns = (0, 0) if self.images is None else self.images.grid(item)
+        return (rows, columns) if rows * columns == features else None
+
+    def _feature_count(self, item: Item) -> int:
+        """Features of an item, before downsampling."""
+        length = self.encoder_length(*item)
+        if isinstance(self.feed, PatchInputs):
+            return self.feed.features(item)
         if self.packing == PACKED:
             return length - self.prefix
-        if shape not in self._counts:
-            like = next(self.layers.parameters())
-            hidden = torch.empty((1, length, self.hidden_size), device="meta", dtype=like.dtype)
-            shell = epilogue(self.module, self.layer_path, self.returned)
-            kept: Any = shell.get_submodule(self.layer_path)[0]  # type: ignore[index]
-            output, _ = run(shell, kept, self._blank(like, shape), hidden=hidden)
-            count = self.features_of(output).shape[1]
-            self._counts[shape] = count - self.prefix if count == length else count
-        return self._counts[shape]
+        key = (item.shape, tuple(sorted(item.about.items())) if self.is_told else ())
+        if key not in self._counts:
+            count = features_after_layers(self, item, length)
+            self._counts[key] = count - self.prefix if count == length else count
+        return self._counts[key]
 
     # ------------------------------------------------------------------ inputs
 
@@ -252,67 +259,32 @@ class ModalityModule(nn.Module):
 
         images: pixel_values = list of [3, H, W]; audio: input_features [n, mel, longest], padded with zeros, and
         lengths int64 [n] in frames. Both: plan, the attention plan of the packed items (absent where they are not
-        packed, and with a preprocess callback, which may change them).
+        packed, and with a preprocess callback, which may change them). Patches: list of [patches, numbers of a patch]
+        and int64 [n, k] of each name that the encoder is told, grid_thw [n, 3].
         """
         if self._collate is not None:
             return self._collate(items)
-        if self.images is not None:
-            inputs: Inputs = {"pixel_values": [_data(item) for item in items]}
-        else:
-            frames = max((item.shape[1] for item in items), default=0)
-            device = "meta" if any(item.data is None for item in items) else None
-            features = torch.zeros(len(items), self.channels, frames, device=device)
-            for row, item in zip(features, items, strict=True):
-                row[:, : item.shape[1]] = _data(item)
-            inputs = {
-                "input_features": features,
-                "lengths": torch.tensor([item.shape[1] for item in items], dtype=torch.int64, device="cpu"),
-            }
-        if self.preprocess is None and items and self.packing == PACKED:
-            inputs["plan"] = packed_plan([self.encoder_length(item.shape) for item in items])
+        inputs = self.feed.collate(items)
+        if self.preprocess is None and items and self.packing == PACKED and not self.is_told:
+            inputs["plan"] = packed_plan([self.encoder_length(item.shape, item.about) for item in items])
         return inputs
 
-    def kwargs_of(self, batch: Tensor, sizes: Sequence[Size] | None = None) -> dict[str, Any]:
-        """What the encoder is called with for a batch of items; sizes: of images, where they are padded."""
-        if self.images is None:
-            return {self.input_name: batch}
-        whole = (batch.shape[2], batch.shape[3])
-        return self.images.kwargs(batch, [whole] * len(batch) if sizes is None else sizes)
+    def kwargs_of(self, items: Sequence[Media], like: Tensor | None = None) -> dict[str, Any]:
+        """What the encoder is called with for items alike; like: of the device and dtype (default: its layers')."""
+        like = next(self.layers.parameters()) if like is None else like
+        return self.feed.kwargs(self.feed.collate(items), range(len(items)), like)
 
-    def _shapes(self, inputs: Inputs) -> list[tuple[int, ...]]:
-        batch = inputs[self.input_name]
-        if self.images is not None:
-            return [tuple(image.shape) for image in batch]
-        return [(batch.shape[1], int(n)) for n in inputs["lengths"]]
-
-    def _sets(self, shapes: list[tuple[int, ...]]) -> list[list[int]]:
-        """Items that one call takes: those of a size; alone each; where they are packed all that may be padded."""
-        if self.packing == ALONE or (self.packing == PACKED and (self.images is None or self.in_one_row)):
-            every = list(range(len(shapes)))
-            return [every] if self.packing == PACKED else [[i] for i in every]
-        sizes: dict[tuple[int, ...], list[int]] = {}
-        for i, shape in enumerate(shapes):
-            sizes.setdefault(shape, []).append(i)
-        return list(sizes.values())
-
-    def _groups(self, inputs: Inputs, shapes: list[tuple[int, ...]], like: Tensor) -> list[_Group]:
-        """The calls of the prologue; audio is padded to the length that the encoder wants."""
-        batch = inputs[self.input_name]
-        if any(item.is_meta for item in batch) and not like.is_meta:
+    def _groups(self, inputs: Inputs, items: list[Item], like: Tensor) -> list[tuple[list[int], dict[str, Any]]]:
+        """The items of each call of the encoder, and what it is called with on its first stage."""
+        sets = self.feed.sets(items, self.packing)
+        if not self.is_first:
+            return [(which, {}) for which in sets]
+        if any(item.is_meta for item in inputs[self.feed.argument]) and not like.is_meta:
             raise ValueError(
                 f"the batch holds {self.kind} items that were not decoded (Media.data is None), but this is the "
                 "encoder's first stage, which reads them: decode this modality on this rank"
             )
-        groups = []
-        for items in self._sets(shapes):
-            given = [batch[i].to(like) for i in items]
-            if self.images is not None:
-                kwargs = self.kwargs_of(stack_images(given), [(shapes[i][1], shapes[i][2]) for i in items])
-            else:
-                stacked = torch.stack(given)
-                kwargs = self.kwargs_of(nn.functional.pad(stacked, (0, self.frames - stacked.shape[2])))
-            groups.append(_Group(items, kwargs))
-        return groups
+        return [(which, self.feed.kwargs(inputs, which, like)) for which in sets]
 
     # ------------------------------------------------------------------ forward
 
@@ -347,33 +319,40 @@ class ModalityModule(nn.Module):
         """
         if self.preprocess is not None:  # which may leave out what it does not know
             inputs = {"context": inputs.get("context"), **self.preprocess(dict(inputs))}
-        shapes = self._shapes(inputs)
-        lengths = [self.encoder_length(shape) for shape in shapes]
+        items = self.feed.items(inputs)
+        lengths = [self.encoder_length(*item) for item in items]
         like = next(self.layers.parameters())
-        if not shapes:
+        if not items:
             empty = like.new_zeros
             return empty(0, self.out_features) if self.is_last else empty(1, 0, self.hidden_size)
-        if self.packing == PACKED:
-            output = self._run_packed(inputs, shapes, lengths, like, hidden)
+        if self.is_told:
+            pieces = self._run_told(inputs, items, lengths, like, hidden)
+        elif self.packing == PACKED:
+            output = self._run_packed(inputs, items, lengths, like, hidden)
             if not self.is_last:
                 return output
             pieces = self.features_of(output)[0].split(lengths)
         else:
-            pieces = self._run_apart(inputs, shapes, lengths, like, hidden)
-            if not self.is_last:
-                return torch.cat(pieces).unsqueeze(0)
-        return self._project(inputs, [self._without_prefix(piece, n) for piece, n in zip(pieces, lengths)])
+            pieces = self._run_apart(inputs, items, lengths, like, hidden)
+        if not self.is_last:
+            return torch.cat(pieces).unsqueeze(0)
+        return self._project(inputs, [self.without_prefix(piece, n) for piece, n in zip(pieces, lengths)], items)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the encoder is told numbers of each item (Media.about), and makes its features of them, too."""
+        return isinstance(self.feed, (PatchInputs, TileInputs))
 
     def _run_packed(
-        self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor, hidden: Tensor | None
+        self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, hidden: Tensor | None
     ) -> Any:
         plan = inputs.get("plan")
         if plan is None or plan.q_len != sum(lengths):
             plan = packed_plan(lengths)
         with self._sharing(inputs.get("context"), plan, like.device) as take:
             if self.is_first:
-                return self._run_first(inputs, shapes, lengths, like, take)
-            return self._run_later(hidden, like, shapes)
+                return self._run_first(inputs, items, lengths, like, take)
+            return self._run_later(hidden, like, items)
 
     @contextmanager
     def _sharing(self, context: Context | None, plan: AttentionPlan, device: torch.device) -> Iterator[Rows]:
@@ -387,97 +366,101 @@ class ModalityModule(nn.Module):
         with use_plan(share.plan.to(device), backend=share.attend), joined:
             yield share.take
 
-    def _run_later(self, hidden: Tensor | None, like: Tensor, shapes: list[tuple[int, ...]]) -> Any:
+    def _run_later(self, hidden: Tensor | None, like: Tensor, items: list[Item]) -> Any:
         if hidden is None:
             raise ValueError(f"layers {self.start} to {self.stop} need the previous stage's hidden state")
-        if self.in_one_row:  # its layers are told where each patch lies
-            height, width = (max(shape[side] for shape in shapes) for side in (1, 2))
-            zeros = like.new_zeros(()).expand(len(shapes), self.channels, height, width)
-            kwargs = self.kwargs_of(zeros, [(shape[1], shape[2]) for shape in shapes])
-        else:
-            kwargs = self._blank(like, self.default_shape if self.packing == PACKED else shapes[0])
         # What the hollow prologue makes of this is replaced at the first layer.
-        output, _ = run(self.module, self._first_layer, kwargs, hidden=hidden)
-        return output
+        kwargs = self.feed.blank(items, self.packing, like)
+        if self.is_told:  # layers of such encoders may take tokens without a batch [N, D], or tiles as a batch
+            return run(self.module, self._first_layer, kwargs, enter=lambda given: hidden.reshape(given.shape))[0]
+        return run(self.module, self._first_layer, kwargs, hidden=hidden)[0]
 
-    def _blank(self, like: Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
-        """What the encoder is called with for one item, without memory; its layers may be told the size of an image."""
-        if self.images is None:
-            shape = self.default_shape  # audio of any length is padded to it
-        return self.kwargs_of(torch.empty((1, *shape), device="meta", dtype=like.dtype))
-
-    def _run_first(
-        self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor, take: Rows
-    ) -> Any:
+    def _run_first(self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, take: Rows) -> Any:
         """All groups but the last stop at the first layer; the last goes on with what `take` takes of all, packed."""
+        *others, (last, kwargs) = self._groups(inputs, items, like)
         if self.in_one_row:
-            [group] = self._groups(inputs, shapes, like)
-            return run(self.module, self._first_layer, group.kwargs)[0]
-        *others, last = self._groups(inputs, shapes, like)
+            return run(self.module, self._first_layer, kwargs)[0]
         pieces: dict[int, Tensor] = {}
 
-        def keep(group: _Group, hidden: Tensor) -> None:
-            pieces.update((i, hidden[row, : lengths[i]]) for row, i in enumerate(group.items))
+        def keep(which: list[int], hidden: Tensor) -> None:
+            pieces.update((i, hidden[row, : lengths[i]]) for row, i in enumerate(which))
 
-        for group in others:
-            captured, _ = run(self.module, self._first_layer, group.kwargs, enter=leave)
-            keep(group, captured)
+        for which, given in others:
+            captured, _ = run(self.module, self._first_layer, given, enter=leave)
+            keep(which, captured)
 
         def enter(hidden: Tensor) -> Tensor:
             keep(last, hidden)
             return take(torch.cat([pieces[i] for i in range(len(lengths))]).unsqueeze(0))
 
-        output, _ = run(self.module, self._first_layer, last.kwargs, enter=enter)
+        output, _ = run(self.module, self._first_layer, kwargs, enter=enter)
         return output
 
     def _run_apart(
-        self, inputs: Inputs, shapes: list[tuple[int, ...]], lengths: list[int], like: Tensor, hidden: Tensor | None
+        self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, hidden: Tensor | None
     ) -> list[Tensor]:
         """A call per group; the hidden state [L, D] of each item, or its features [n, D] on the last stage."""
         given = None if hidden is None else hidden[0].split(lengths)
         pieces: dict[int, Tensor] = {}
-        groups = self._groups(inputs, shapes, like) if self.is_first else map(_Group, self._sets(shapes))
-        for group in groups:
-            length = lengths[group.items[0]]
-            plan = AttentionPlan.build(BitfieldMask.full(len(group.items), length))
+        for which, kwargs in self._groups(inputs, items, like):
+            length = lengths[which[0]]
+            plan = AttentionPlan.build(BitfieldMask.full(len(which), length))
             with use_plan(plan.to(like.device), backend=self.backend):
                 if self.is_first:
                     enter = partial(_first_tokens, length=length)
-                    output, _ = run(self.module, self._first_layer, group.kwargs, enter=enter)
+                    output, _ = run(self.module, self._first_layer, kwargs, enter=enter)
                 else:
-                    rows = None if given is None else torch.stack([given[i] for i in group.items])
-                    output = self._run_later(rows, like, [shapes[i] for i in group.items])
-            pieces.update(zip(group.items, self.features_of(output) if self.is_last else output))
+                    rows = None if given is None else torch.stack([given[i] for i in which])
+                    output = self._run_later(rows, like, [items[i] for i in which])
+            pieces.update(zip(which, self.features_of(output) if self.is_last else output))
         return [pieces[i] for i in range(len(lengths))]
 
-    @staticmethod
-    def features_of(output: Any) -> Tensor:
-        """[B, n, D] of what the encoder returns."""
-        features: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
-        return features
+    def _run_told(
+        self, inputs: Inputs, items: list[Item], lengths: list[int], like: Tensor, hidden: Tensor | None
+    ) -> list[Tensor]:
+        """As `_run_apart`, of an encoder that is told what each item is."""
+        if inputs.get("context") is not None:
+            raise ValueError(f"{type(self.module).__name__} knows where each token lies, in order: leave it at cp = 1")
+        given = None if hidden is None else hidden[0].split(lengths)
+        pieces: dict[int, Tensor] = {}
+        for which, kwargs in self._groups(inputs, items, like):
+            some = [items[i] for i in which]
+            plan = None  # the encoder itself tells its layers by boundaries which tokens attend to each other
+            if isinstance(self.feed, TileInputs):
+                tiles = sum(item.shape[0] for item in some)
+                plan = AttentionPlan.build(BitfieldMask.full(tiles, self.feed.length)).to(like.device)
+            with use_plan(plan, backend=self.backend):
+                if self.is_first:
+                    output, _ = run(self.module, self._first_layer, kwargs)
+                else:
+                    output = self._run_later(
+                        None if given is None else torch.cat([given[i] for i in which]), like, some
+                    )
+            counts = [self._feature_count(item) for item in some] if self.is_last else [lengths[i] for i in which]
+            output = self.features_of(output) if self.is_last else output
+            pieces.update(zip(which, output.reshape(-1, output.shape[-1]).split(counts), strict=True))
+        return [pieces[i] for i in range(len(lengths))]
 
-    def _without_prefix(self, features: Tensor, length: int) -> Tensor:
+    def features_of(self, output: Any) -> Tensor:
+        """[B, n, D] of what the encoder returns; [1, n, D] of all items where it is told about them."""
+        if self.is_told:  # it may merge tokens, and give what becomes of them beside the tokens themselves
+            features = getattr(output, "pooler_output", None)
+            features = features_of(output) if features is None else features
+            features = torch.cat(list(features)) if isinstance(features, (tuple, list)) else features
+            return features.reshape(1, -1, features.shape[-1])
+        return features_of(output)
+
+    def without_prefix(self, features: Tensor, length: int) -> Tensor:
         """Features [n, D] without class tokens, as far as what follows the layers has not pooled all tokens."""
         return features[self.prefix :] if len(features) == length else features
 
-    def _project(self, inputs: Inputs, pieces: Sequence[Tensor]) -> Tensor:
+    def _project(self, inputs: Inputs, pieces: Sequence[Tensor], items: Sequence[Item]) -> Tensor:
         features, lengths = torch.cat(list(pieces)), [len(piece) for piece in pieces]
         if self.postprocess is not None:
             features = self.postprocess(inputs, features)
-            if features.shape[0] != sum(lengths):
-                lengths = [features.shape[0]] if self.downsample == 1 else self._bad_postprocess(features, lengths)
-        features = stack_tokens(features, lengths, self.downsample)
-        assert self.projector is not None
-        features = self.projector(features)
-        if self.postprocess_projector is not None:
-            features = self.postprocess_projector(inputs, features)
-        return features
-
-    def _bad_postprocess(self, features: Tensor, lengths: list[int]) -> list[int]:
-        raise ValueError(
-            f"postprocess made {features.shape[0]} tokens of {sum(lengths)}, so downsample={self.downsample} cannot "
-            "tell items apart: stack tokens in the callback and set downsample=1"
-        )
+        grids = [self._grid(item, -(-n // self.downsample)) for item, n in zip(items, lengths, strict=True)]
+        features = project(self.projector, features, lengths, grids, self.downsample)
+        return features if self.postprocess_projector is None else self.postprocess_projector(inputs, features)
 
 
 def _all(hidden: Tensor) -> Tensor:
@@ -486,7 +469,3 @@ def _all(hidden: Tensor) -> Tensor:
 
 def _first_tokens(hidden: Tensor, length: int) -> Tensor:
     return hidden[:, :length]
-
-
-def _data(item: Media) -> Tensor:
-    return torch.empty(item.shape, device="meta") if item.data is None else item.data

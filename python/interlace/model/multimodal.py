@@ -5,28 +5,36 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from interlace.masks import BitfieldMask
 from interlace.model.checkpointing import Checkpointing, check_checkpointing, set_checkpointing
 from interlace.model.collate import collate_language, collate_media
+from interlace.model.deepstack import check_deepstack
 from interlace.model.describe import LayerInfo, describe_layers
 from interlace.model.generate import generate
 from interlace.model.language import LanguageSettings, merge_tokens, run_language
 from interlace.model.loss import cross_entropy_sum
 from interlace.model.modality import ModalityModule
+from interlace.model.module_folder import FACTS, load_projectors, read_modules, save_modules
+from interlace.model.naming import LANGUAGE_MODEL, resolve
+from interlace.model.placeholders import Ids, check_placeholders, configured
+from interlace.model.projector import unit_of
 from interlace.model.rows import ROWS
 from interlace.model.sample import IGNORE, Sample, refuse_copies
 from interlace.model.shared import check_cut
 from interlace.model.slice import carve, find_layers
-from interlace.model.stage import StageModule, keep_frozen
+from interlace.model.stage import StageModule, frozen_modules, keep_frozen
 from interlace.model.switch import use_bitfield_attention
 from interlace.model.trial_encoder import encoder_cuts
 from interlace.model.trial_language import allowed_cuts, caches_right, language_packing
-
-LANGUAGE_MODEL = "language_model"
+from interlace.model.whole import new_folder, put_together, read_whole, save_whole, take_apart
+from interlace.model.whole_parts import decoder_layers
+from interlace.model.whole_tower import WholeEncoder
 
 
 @dataclass
@@ -51,10 +59,13 @@ class MultimodalModel(nn.Module):
     """Encoders feeding one language model (Cornstarch 2025-03 section 3): a plain single-device module.
 
     encoders: name -> ModalityModule. language_model: a HuggingFace causal LM, or a ModalityModule(llm, projector=None)
-    with callbacks. placeholders: encoder name -> the token id that stands for one of its features; by default what the
-    language model's config says (image_token_id or image_token_index, likewise for audio). preprocess(features, inputs)
-    -> inputs merges features into inputs["inputs_embeds"]; see merge_tokens. backend: attention backend, None =
-    the fastest. generators must be empty: this version trains models that produce text.
+    with callbacks. placeholders: encoder name -> the token id that stands for one of its features, or several (image
+    and video); by default what the language model's config says (image_token_id or image_token_index, likewise for
+    audio). preprocess(features, inputs) -> inputs merges features into inputs["inputs_embeds"]; see merge_tokens.
+    backend: attention backend, None = the fastest. bidirectional: whether the tokens of a media item see each other
+    both ways (Gemma 3) or are causal as text is (LLaVA, Qwen-VL). positions: sample -> int64 [L, k], for a model whose
+    tokens have k positions each. deepstack: how many of its first layers add features (deepstack.py). generators must
+    be empty: this version trains models that produce text.
 
     Parameters are named "encoders.<name>.module...", "encoders.<name>.projector..." and "language_model...".
     `packing` says how samples share a batch of each module. Raises ValueError for parts that do not fit each other and
@@ -67,8 +78,11 @@ class MultimodalModel(nn.Module):
         language_model: nn.Module | None = None,
         generators: Mapping[str, nn.Module] | None = None,
         preprocess: Callable[[Mapping[str, Tensor], dict[str, Any]], dict[str, Any]] = merge_tokens,
-        placeholders: Mapping[str, int] | None = None,
+        placeholders: Mapping[str, Ids] | None = None,
         backend: str | None = None,
+        bidirectional: bool = True,
+        positions: Callable[[Sample], Tensor] | None = None,
+        deepstack: int = 0,
     ):
         super().__init__()
         if language_model is None:
@@ -93,10 +107,10 @@ class MultimodalModel(nn.Module):
                 "that a MultimodalModel does not have: set config.output_router_logits to False to train without it"
             )
         for name, encoder in encoders.items():
-            token = _configured_placeholder(encoder, whole, config)
+            token = configured(getattr(encoder, "kind", ""), whole, config)
             if name not in placeholders and token is not None:
                 placeholders[name] = token
-        _check_placeholders(encoders, placeholders, self.vocab_size)
+        check_placeholders(encoders, placeholders, self.vocab_size)
         for name, encoder in encoders.items():
             if not isinstance(encoder, ModalityModule) or name == LANGUAGE_MODEL or "." in name:
                 raise ValueError(
@@ -106,12 +120,15 @@ class MultimodalModel(nn.Module):
             encoder.backend = backend
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         self.language_settings = LanguageSettings(
-            layer_path=find_layers(language_model, path or _decoder_layers(language_model)),
+            layer_path=find_layers(language_model, path or decoder_layers(language_model)),
             placeholders={name: placeholders[name] for name in encoders},
             merge=preprocess,
             preprocess=before,
             postprocess=after,
             backend=backend,
+            bidirectional=bidirectional,
+            positions=positions,
+            deepstack=deepstack,
         )
         self._packing = language_packing(language_model, self.language_settings, self.max_length)
         self.language_settings.packing, self.language_settings.limit = self._packing.name, self._packing.limit
@@ -121,6 +138,68 @@ class MultimodalModel(nn.Module):
         self._frozen: dict[str, bool] = {}  # see keep_frozen
         # Some weights are constants by design (Whisper's sinusoids): unfreezing must not make them trainable.
         self._constant = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        backend: str | None = None,
+    ) -> MultimodalModel:
+        """A whole HuggingFace checkpoint, cut into an encoder ("vision" or "audio") and "language_model".
+
+        Or a model of modules that `save_pretrained` wrote. dtype: of the weights, by default that of the checkpoint.
+        Raises ValueError for a folder that holds no such model, or not all of it, and for a model whose modules would
+        not compute what HuggingFace's class does.
+        """
+        folder = Path(folder)
+        if (folder / FACTS).exists():
+            made = cls(**read_modules(folder, dtype), backend=backend)
+            load_projectors({name: made.encoders[name] for name in made.encoders}, folder)
+        else:
+            made = cls.of_whole(read_whole(folder, dtype), backend=backend)
+        made.source = folder
+        return made.to(device)
+
+    @classmethod
+    def of_whole(cls, whole: Any, *, backend: str | None = None) -> MultimodalModel:
+        """The modules of HuggingFace's model, whose weights they share. Raises ValueError as `from_pretrained`."""
+        return cls(**take_apart(whole)._asdict(), backend=backend)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write what HuggingFace's from_pretrained loads again, with the tokenizer and processor that came with it.
+
+        A model that was put together from modules becomes a folder per module: see module_folder.py. Raises ValueError
+        for a folder that is there and not empty, and for what cannot be written.
+        """
+        encoders = {name: self.encoders[name] for name in self.encoders}
+        settings = self.language_settings
+        with new_folder(Path(folder)) as made:
+            if any(isinstance(encoder, WholeEncoder) for encoder in encoders.values()):
+                save_whole(self.whole(), made, self.source)
+            elif settings.preprocess or settings.postprocess or settings.merge is not merge_tokens:
+                raise ValueError("the language model has functions of your own around it: save its modules yourself")
+            else:
+                save_modules(encoders, self.language_model, self.placeholders, settings.bidirectional, made)
+
+    def whole(self) -> Any:
+        """HuggingFace's whole model again, which shares the weights. Raises ValueError if this is none."""
+        encoder = next((self.encoders[name] for name in self.encoders), None)
+        if not isinstance(encoder, WholeEncoder):
+            raise ValueError("this model was put together from modules: HuggingFace has no class of it")
+        return put_together(encoder, self.language_model)
+
+    def name_in_whole(self, name: str) -> str:
+        """What HuggingFace's whole model calls a parameter of this one."""
+        path = name.split(".")
+        return ".".join(path[1:] if path[0] == LANGUAGE_MODEL else path[3:])
+
+    source: Path | None = None
+    """The folder of `from_pretrained`."""
 
     # ------------------------------------------------------------------ structure
 
@@ -133,8 +212,8 @@ class MultimodalModel(nn.Module):
         return [(name, LANGUAGE_MODEL) for name in self.encoders]
 
     @property
-    def placeholders(self) -> dict[str, int]:
-        """Encoder name -> the token id that stands for one of its features."""
+    def placeholders(self) -> dict[str, Ids]:
+        """Encoder name -> the token id, or ids, that stand for one of its features."""
         return dict(self.language_settings.placeholders)
 
     @property
@@ -172,7 +251,9 @@ class MultimodalModel(nn.Module):
         encoder = self.encoders[name]
         keys = context if context is not None else self.nominal_length(name)
         path = f"module.{encoder.layer_path}"
-        return describe_layers(encoder, f"encoders.{name}", path, keys, encoder.downsample)
+        return describe_layers(
+            encoder, f"encoders.{name}", path, keys, encoder.downsample * unit_of(encoder.projector) ** 2
+        )
 
     def tied_parameters(self) -> list[tuple[str, ...]]:
         """Groups of names that are one weight (tied embeddings), each with two names or more."""
@@ -205,6 +286,7 @@ class MultimodalModel(nn.Module):
             )
         if name == LANGUAGE_MODEL:
             check_cut(self.language_model, total, start, stop)
+            check_deepstack(type(self.language_model).__name__, self.language_settings.deepstack, start, stop, total)
         self._check_cuts(name, {start, stop} - {0, total})
         root: nn.Module = self.language_model
         path, returned, zeros = self.language_settings.layer_path, self._packing.returned, False
@@ -229,20 +311,34 @@ class MultimodalModel(nn.Module):
         path: "vision" (an encoder without its projector), "vision.projector", "language_model", or the full name of
         any module inside. Raises ValueError with the nearest valid name.
         """
-        name = self._resolve(path)
-        self.get_submodule(name).requires_grad_(False)
-        self._forget(name)
-        self._frozen[name] = True
+        for name in resolve(self, path):
+            for key, parameter in self.named_parameters(remove_duplicate=False):
+                if key == name or key.startswith(f"{name}."):
+                    parameter.requires_grad_(False)
+            self._forget(name)
+            self._frozen[name] = True
         keep_frozen(self, self._frozen)
 
     def unfreeze(self, path: str) -> None:
         """Train it (again), also inside something frozen. Weights that are constants by design stay so."""
-        name = self._resolve(path)
-        self._forget(name)
-        self._frozen[name] = False
-        for key, parameter in self.named_parameters(remove_duplicate=False):
-            if key.startswith(f"{name}.") and key not in self._constant:
-                parameter.requires_grad_(True)
+        for name in resolve(self, path):
+            self._forget(name)
+            self._frozen[name] = False
+            for key, parameter in self.named_parameters(remove_duplicate=False):
+                if (key == name or key.startswith(f"{name}.")) and key not in self._constant:
+                    parameter.requires_grad_(True)
+        self.train(self.training)
+
+    def train_only(self, names: Collection[str]) -> None:
+        """Train the parameters `names` (of tied ones their first name) and no others.
+
+        A module all of whose parameters are frozen stays in evaluation mode, as by `freeze`. One that has both kinds is
+        in training, and drops at random there. Weights that are constants by design stay so.
+        """
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name in names and name not in self._constant)
+        self._frozen.clear()
+        self._frozen.update(dict.fromkeys(frozen_modules(self), True))
         self.train(self.training)
 
     def _forget(self, name: str) -> None:
@@ -267,24 +363,6 @@ class MultimodalModel(nn.Module):
             set_checkpointing(self.layer_list(name), mode)
 
     _checkpointing: Checkpointing = "none"
-
-    def _resolve(self, path: str) -> str:
-        valid = {LANGUAGE_MODEL: LANGUAGE_MODEL}
-        for name in self.encoders:
-            valid[name] = f"encoders.{name}.module"
-            valid[f"{name}.projector"] = f"encoders.{name}.projector"
-        if path in valid:
-            return valid[path]
-        inside = {name for name, _ in self.named_modules() if name.count(".") > 0 or name == LANGUAGE_MODEL}
-        for candidate in (path, f"encoders.{path}"):
-            if candidate in inside:
-                return candidate
-        near = difflib.get_close_matches(path, [*valid, *inside], n=1, cutoff=0.3)
-        raise ValueError(
-            f"cannot freeze {path!r}: it names no module"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + f" Valid are {', '.join(map(repr, valid))} and the names of modules inside them."
-        )
 
     # ------------------------------------------------------------------ data
 
@@ -312,7 +390,16 @@ class MultimodalModel(nn.Module):
         if name == LANGUAGE_MODEL:
             encoders = {name: self.encoders[name] for name in self.encoders}
             rows = self.language_settings.packing == ROWS
-            return collate_language(samples, encoders, self.placeholders, self.max_length, self.vocab_size, rows=rows)
+            return collate_language(
+                samples,
+                encoders,
+                self.placeholders,
+                self.max_length,
+                self.vocab_size,
+                rows=rows,
+                bidirectional=self.language_settings.bidirectional,
+                positions_of=self.language_settings.positions,
+            )
         return collate_media(samples, name, self.encoders[name], decode=decode)
 
     # ------------------------------------------------------------------ forward
@@ -362,6 +449,8 @@ class MultimodalModel(nn.Module):
         inputs["position_ids"] = mask.pos.long() if position_ids is None and mask is not None else position_ids
         if inputs["position_ids"] is None:
             raise ValueError("a plan without a mask needs position_ids beside it")
+        if self.language_settings.positions is not None and position_ids is None and encoder_inputs:
+            raise ValueError("tokens of media have several positions each in this model: pass collate's position_ids")
         inputs["features"] = self.encode(encoder_inputs)
         first_layer = self.layer_list(LANGUAGE_MODEL)[0]
         output = run_language(self.language_model, self.language_settings, first_layer, inputs, None)
@@ -400,47 +489,3 @@ class MultimodalModel(nn.Module):
                     "the earlier ones than the hidden state. "
                     + (f"Cut it before layer {', '.join(others)}" if others else "Keep this module on one stage")
                 )
-
-
-def _decoder_layers(model: Any) -> str | None:
-    """Path of the layers of the part that reads text, as far as a model says which that is: it may hold towers too."""
-    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
-    name = next((name for name, part in model.named_modules() if part is decoder and name), None)
-    if name is None:
-        return None
-    own = [key for key, part in decoder.named_children() if isinstance(part, nn.ModuleList) and len(part)]
-    try:
-        return f"{name}.{own[0] if len(own) == 1 else find_layers(decoder)}"
-    except ValueError:
-        return None
-
-
-def _configured_placeholder(encoder: Any, *configs: Any) -> int | None:
-    """The placeholder id that a language model's config has for encoders of this kind."""
-    kind = getattr(encoder, "kind", "")
-    if kind not in ("image", "audio"):
-        return None
-    names = (f"{kind}_token_id", f"{kind}_token_index")
-    given = (getattr(config, name, None) for config in configs for name in names)
-    return next((int(token) for token in given if token is not None), None)
-
-
-def _check_placeholders(encoders: Mapping[str, Any], placeholders: Mapping[str, int], vocab_size: int) -> None:
-    missing = [name for name in encoders if name not in placeholders]
-    if missing:
-        raise ValueError(
-            f"no placeholder for encoder {missing[0]!r}: placeholders={{{missing[0]!r}: token id}} names the token "
-            "that stands for its features in input_ids (the language model's config names none, as image_token_id or "
-            "audio_token_id)"
-        )
-    unknown = [name for name in placeholders if name not in encoders]
-    if unknown:
-        raise ValueError(f"placeholder for {unknown[0]!r}, but the encoders are {', '.join(encoders) or 'none'}")
-    for name, token in placeholders.items():
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"placeholder id {token} of {name!r} is outside the language model's vocabulary of {vocab_size}: use "
-                f"an unused id below {vocab_size}, or enlarge vocab_size to at least {token + 1}"
-            )
-    if len(set(placeholders.values())) < len(placeholders):
-        raise ValueError(f"two encoders share a placeholder id ({dict(placeholders)}): each needs its own")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Grid = tuple[int, int]
 
 
 class LinearProjector(nn.Module):
@@ -31,7 +35,179 @@ class MLPProjector(nn.Module):
         return self.down(nn.functional.gelu(self.up(features)))
 
 
-PROJECTORS: dict[str, type[nn.Module]] = {"linear": LinearProjector, "mlp": MLPProjector}
+class ItemProjector(nn.Module):
+    """A projector that looks at an item as a whole, and may make another number of tokens of it.
+
+    forward(features [sum n_i, inputs], lengths, grids) -> [sum of tokens, outputs], items one after the other. lengths:
+    the n_i; grids: (rows, columns) of each image's features, None where they are no grid (sound, pooled features).
+    unit: rows and columns must be multiples of it, for those who choose the sizes of images.
+    """
+
+    unit = 1
+
+    def tokens(self, features: int, grid: Grid | None) -> int:
+        """Tokens that an item of so many features becomes. Raises ValueError for one that it cannot take."""
+        return features
+
+
+class PixelShuffleProjector(ItemProjector):
+    """scale x scale neighbouring patches become one token of scale * scale * inputs features, then a norm and an MLP
+    (InternVL 1.5 section 3.1; Idefics 3 with scale 4). Raises ValueError for a scale that is no whole number of 1 or
+    more, and for items that are no grids of multiples of it.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, scale: int = 2):
+        super().__init__()
+        if type(scale) is not int or scale < 1:
+            raise ValueError(f"pixel_shuffle joins scale x scale patches: scale must be 1 or more, not {scale!r}")
+        self.scale = self.unit = scale
+        self.norm = nn.LayerNorm(inputs * scale**2)
+        self.up = nn.Linear(inputs * scale**2, outputs)
+        self.down = nn.Linear(outputs, outputs)
+
+    def tokens(self, features: int, grid: Grid | None) -> int:
+        if grid is None:
+            raise ValueError(
+                "pixel_shuffle joins neighbouring patches of an image, but these features are no grid of patches: use "
+                "the projector mlp, with downsample to make fewer tokens"
+            )
+        if grid[0] % self.scale or grid[1] % self.scale:
+            raise ValueError(
+                f"{grid[0]} x {grid[1]} patches cannot be joined {self.scale} x {self.scale}: resize images so that "
+                f"rows and columns of patches are multiples of {self.scale}"
+            )
+        return features // self.scale**2
+
+    def forward(self, features: Tensor, lengths: Sequence[int], grids: Sequence[Grid | None]) -> Tensor:
+        joined = []
+        for item, grid in zip(features.split(list(lengths)), grids, strict=True):
+            self.tokens(len(item), grid)
+            assert grid is not None
+            blocks = item.view(grid[0] // self.scale, self.scale, grid[1] // self.scale, self.scale, -1)
+            joined.append(blocks.transpose(1, 2).reshape(-1, item.shape[1] * self.scale**2))
+        return self.down(nn.functional.gelu(self.up(self.norm(torch.cat(joined)))))
+
+
+class QFormerProjector(ItemProjector):
+    """A fixed number of learned queries that attend to each other and to the features of each item, of any kind
+    (BLIP-2 section 3.1; transformers' Blip2QFormerModel), then a linear layer. An item becomes `queries` tokens.
+
+    hidden: width of the queries, by default that of the features. Raises ValueError for numbers that do not fit.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        queries: int = 32,
+        layers: int = 2,
+        heads: int = 8,
+        hidden: int | None = None,
+    ):
+        super().__init__()
+        hidden = inputs if hidden is None else hidden
+        sizes = {"queries": queries, "layers": layers, "heads": heads, "hidden": hidden}
+        if wrong := [f"{key} = {value!r}" for key, value in sizes.items() if type(value) is not int or value < 1]:
+            raise ValueError(f"a qformer needs whole numbers of 1 or more, not {', '.join(wrong)}")
+        if hidden % heads:
+            raise ValueError(f"{heads} heads do not divide the qformer's width {hidden}: give other heads or hidden")
+        from transformers import Blip2QFormerConfig, Blip2QFormerModel
+
+        config = Blip2QFormerConfig(
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * hidden,
+            encoder_hidden_size=inputs,
+            cross_attention_frequency=1,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            attn_implementation="eager",
+        )
+        self.queries = nn.Parameter(torch.empty(1, queries, hidden))
+        self.qformer = Blip2QFormerModel(config)
+        self.out = nn.Linear(hidden, outputs)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the queries as BLIP-2 does."""
+        nn.init.normal_(self.queries, std=0.02)
+
+    def tokens(self, features: int, grid: Grid | None) -> int:
+        return self.queries.shape[1]
+
+    def forward(self, features: Tensor, lengths: Sequence[int], grids: Sequence[Grid | None]) -> Tensor:
+        # One item at a time: padded to a common length, an item's sums would depend on what else is in the batch.
+        out = [self.qformer(self.queries, encoder_hidden_states=item[None]) for item in features.split(list(lengths))]
+        return self.out(torch.cat([each.last_hidden_state[0] for each in out]))
+
+
+PROJECTORS: dict[str, type[nn.Module]] = {
+    "linear": LinearProjector,
+    "mlp": MLPProjector,
+    "pixel_shuffle": PixelShuffleProjector,
+    "qformer": QFormerProjector,
+}
+
+
+def project(
+    projector: nn.Module | None, features: Tensor, lengths: Sequence[int], grids: Sequence[Grid | None], downsample: int
+) -> Tensor:
+    """Features [sum n_i, D] of items -> what the projector makes of them, `downsample` consecutive ones joined before.
+
+    lengths: the n_i before a callback that changed their number; grids: of each item's features after joining. Raises
+    ValueError where items can no longer be told apart, but have to be.
+    """
+    if len(features) != sum(lengths):
+        if downsample > 1 or isinstance(projector, ItemProjector):
+            raise ValueError(
+                f"postprocess made {len(features)} tokens of {sum(lengths)}, so downsample={downsample} or a projector "
+                "that looks at items as a whole cannot tell them apart: stack tokens in the callback, set downsample=1 "
+                'and use the projector "linear" or "mlp"'
+            )
+        lengths = [len(features)]
+    features = stack_tokens(features, lengths, downsample)
+    if isinstance(projector, ItemProjector):
+        made: Tensor = projector(features, [-(-n // downsample) for n in lengths], grids)
+        return made
+    return features if projector is None else projector(features)
+
+
+def count_tokens(projector: nn.Module | type[nn.Module] | None, features: int, grid: Grid | None) -> int:
+    """Tokens that an item of so many features becomes. Raises ValueError where that is not known, or not possible."""
+    if isinstance(projector, ItemProjector):
+        return projector.tokens(features, grid)
+    if isinstance(projector, type) and issubclass(projector, ItemProjector):
+        raise ValueError(
+            f"how many tokens {projector.__name__} makes of an item is known when there is one: put the encoder into a "
+            "MultimodalModel first"
+        )
+    return features
+
+
+def unit_of(projector: nn.Module | None) -> int:
+    """Rows and columns of an image's features must be multiples of it."""
+    return projector.unit if isinstance(projector, ItemProjector) else 1
+
+
+def make_projector(made: type[nn.Module], inputs: int, outputs: int, config: Mapping[str, Any]) -> nn.Module:
+    """A projector of that class. Raises ValueError for arguments that it does not take."""
+    name = next((key for key, each in PROJECTORS.items() if each is made), made.__name__)
+    try:
+        inspect.signature(made).bind(inputs, outputs, **config)
+    except TypeError as error:
+        known = ", ".join(list(inspect.signature(made).parameters)[2:]) or "none"
+        raise ValueError(
+            f"projector {name} is called with (in_features, out_features, **projector_config), but: {error}; its "
+            f"arguments after the first two: {known}"
+        ) from None
+    try:
+        return made(inputs, outputs, **config)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever the user's own class raises
+        raise ValueError(f"projector {name} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def stack_tokens(features: Tensor, lengths: Sequence[int], k: int) -> Tensor:

@@ -52,6 +52,9 @@ class Absent(nn.Module):
         plain = {k: v for k, v in layer.__dict__.items() if not k.startswith("_") and k not in ("training", "forward")}
         self.__dict__.update(plain)
         self._returned = returned
+        for hook in layer._forward_hooks.values():  # the library counts layers by them to find one in the middle
+            if getattr(hook, "__name__", "") == "output_capturing_hook":
+                self.register_forward_hook(hook)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Not the argument: where layers return tuples, the caller has taken it apart.
@@ -181,7 +184,7 @@ def prologue(module: nn.Module, path: str) -> nn.Module:
     for key, layer in layers._modules.items():
         assert layer is not None
         layers._modules[key] = _Exit(layer)
-    return shell
+    return _with_dtype(shell, layers, module)
 
 
 def epilogue(module: nn.Module, path: str, returned: Sequence[int | None]) -> nn.Module:
@@ -194,6 +197,15 @@ def epilogue(module: nn.Module, path: str, returned: Sequence[int | None]) -> nn
     for i, (key, layer) in enumerate(layers._modules.items()):
         assert layer is not None
         layers._modules[key] = Absent(layer, returned[i] if returned else None)
+    return _with_dtype(shell, layers, module)
+
+
+def _with_dtype(shell: nn.Module, layers: nn.Module, module: nn.Module) -> nn.Module:
+    """`shell`, whose hollow parts have no parameters, with one among its layers: models ask themselves for a dtype."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    for layer in layers.children():
+        layer.register_parameter("dtype_of_the_model", nn.Parameter(torch.empty((), dtype=dtype, device="meta")))
+        break
     return shell
 
 

@@ -123,6 +123,21 @@ def keep_frozen(root: nn.Module, frozen: Mapping[str, bool]) -> None:
     frozen: module name -> whether it is frozen with all inside; of names that contain each other the innermost decides.
     """
     for name, module in root.named_modules():
-        around = [path for path in frozen if name == path or name.startswith(f"{path}.")]
-        if around and frozen[max(around, key=len)]:
+        path = name
+        while path and path not in frozen:
+            path = path.rpartition(".")[0]
+        if frozen.get(path, False):
             module.training = False
+
+
+def frozen_modules(root: nn.Module, path: str = "") -> list[str]:
+    """Names of the outermost modules inside `root` (called `path`) that have parameters, all of them frozen."""
+    found = []
+    for name, child in root.named_children():
+        inside = f"{path}.{name}" if path else name
+        trained = [parameter.requires_grad for parameter in child.parameters()]
+        if any(trained):
+            found += frozen_modules(child, inside)
+        elif trained:
+            found.append(inside)
+    return found

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from interlace.model.feeding import Feed
 from interlace.model.rows import ALONE
 from interlace.model.standin import signature
 
@@ -35,12 +36,15 @@ class Packing:
     returned: the length of the tuple that each layer returns, None for a tensor (see Absent); empty if not known.
     limit: with a longer sample [tokens] in the batch each must be run alone (rotary frequencies that depend on the
     longest); None: however long they are. ends_with_head: a language model's logits are what its head gives, untouched.
+    width: of an encoder's features, 0 if not known. feed: how an encoder is fed, as far as the trial told.
     """
 
     name: str
     returned: tuple[int | None, ...] = ()
     limit: int | None = None
     ends_with_head: bool = False
+    width: int = 0
+    feed: Feed | None = None
 
 
 def far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -124,8 +128,10 @@ def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool]:
     def right(*bounds: int) -> bool | None:
         try:
             return far([run(bounds)], [whole]) <= TOLERANCE
-        except Exception:  # whatever a model may raise
+        except ValueError:  # a stage refuses, and says why itself
             return None
+        except Exception:  # whatever a model may raise that misses what earlier layers would have made
+            return False
 
     try:
         whole = run([0, count])

@@ -12,10 +12,17 @@ from torch import Tensor, nn
 
 from interlace.attention import AttentionPlan
 from interlace.masks import BitfieldMask
+from interlace.model.audio import AudioInputs
+from interlace.model.clips import ClipInputs
+from interlace.model.feed import Item
+from interlace.model.feeding import Feed
+from interlace.model.images import ImageInputs
+from interlace.model.patches import UNIT, PatchInputs
 from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import Media
 from interlace.model.slice import carve, clone
 from interlace.model.standin import Unanswerable, cheaply, stand_in
+from interlace.model.tiles import TileInputs
 from interlace.model.trial import (
     TOLERANCE,
     Packing,
@@ -51,15 +58,19 @@ def _packing(encoder: ModalityModule) -> Packing:
             trial = _Trial(encoder)
         except Unanswerable as error:
             return one_by_one(name, error)
-        if encoder.nominal_length <= LARGEST:
+        if isinstance(encoder.feed, PatchInputs):
+            trial.learn_patches(encoder.feed)
+            trial.check()
+        elif encoder.nominal_length <= LARGEST:
+            trial.choose([encoder.default])
             trial.check()
         found = Packing(ALONE)
-        for shapes in _shapes(encoder):
-            trial.choose(shapes)
+        for items in _items(trial.encoder.feed):
+            trial.choose(items)
             found = fastest(name, (PACKED, ROWS), both_modes(trial.together, trial.alone))
-            if found.name != ALONE or (encoder.images is not None and encoder.any_size):
+            if found.name != ALONE or (encoder.images is not None and encoder.images.any_size):
                 break
-        return replace(found, returned=tuple(trial.returned))
+        return replace(found, returned=tuple(trial.returned), width=trial.width, feed=trial.encoder.feed)
 
 
 class _Trial:
@@ -71,39 +82,83 @@ class _Trial:
         self.encoder.preprocess = self.encoder.postprocess = self.encoder.postprocess_projector = None
         self.encoder._collate = None
         self.items: list[Media] = []
+        self.width = 0  # of the features that came last
         self.returned = note_returns(self.encoder.layers)
 
-    def choose(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Take one random item of each shape."""
-        self.items = [Media(shape, 1, random_rows(shape, seed)) for seed, shape in enumerate(shapes)]
+    def choose(self, items: Sequence[Item]) -> None:
+        """Take random data of each item."""
+        self.items = [
+            Media(item.shape, 1, random_rows(item.shape, seed), about=item.about) for seed, item in enumerate(items)
+        ]
+
+    def learn_patches(self, feed: PatchInputs) -> None:
+        """Learn what a patch looks like, how many become one feature, and whether there may be several frames.
+
+        Leaves images, and a video if it may be one, as `items`. Raises ValueError where no patch is taken.
+        """
+        problems: list[str] = []
+        for patch in feed.patches(self.encoder.module):
+            self.encoder.feed = replace(feed, patch=patch)
+            try:
+                [images, _] = _items(self.encoder.feed)
+                self.choose(images)
+                patches, features = zip(*((one.shape[0], len(self._own(one))) for one in self.items))
+                merged = {count // made for count, made in zip(patches, features) if count == count // made * made}
+                if len(merged) == 1 and all(patches):
+                    break
+                problems.append(f"it makes {features} features of {patches} patches, whose number does not follow")
+            except Exception as error:  # whatever a model may raise
+                problems.append(f"{type(error).__name__}: {one_line(error)}")
+        else:
+            raise ValueError(
+                f"{type(self.encoder.module).__name__} takes grid_thw, but not patches of it one behind the other "
+                f"({'; '.join(problems)}): use an encoder like those of Qwen2-VL, or give it a forward like theirs"
+            )
+        self.encoder.feed = replace(self.encoder.feed, merged=merged.pop())
+        video = self.encoder.feed.item(2, UNIT, UNIT)
+        self.choose([video])
+        try:
+            many = len(self._own(self.items[0])) == self.encoder.feed.features(video)
+        except Exception:  # whatever a model may raise
+            many = False
+        self.encoder.feed = replace(self.encoder.feed, videos=many)
+        self.choose(_items(self.encoder.feed)[0])
+
+    def _own(self, one: Media) -> Tensor:
+        """Features [n, D] of an item by the module's own forward and eager attention."""
+        encoder: Any = self.encoder
+        try:
+            encoder.module.set_attn_implementation("eager")
+            features: Tensor = encoder.features_of(encoder.module(**encoder.kwargs_of([one])))[0]
+            return features
+        finally:
+            encoder.module.set_attn_implementation(encoder.implementation)
 
     def check(self) -> None:
-        """Raise ValueError unless an item of nominal size gets the features that the module's own forward gives."""
-        encoder = self.encoder
-        self.choose([encoder.default_shape])
-        module: Any = encoder.module
-        try:
-            module.set_attn_implementation("eager")
-            own = encoder.features_of(module(**encoder.kwargs_of(self.items[0].data[None])))[0]  # type: ignore[index]
-        except Exception:  # whatever a model may raise; it says so itself when it is run
-            return
-        finally:
-            module.set_attn_implementation(encoder.implementation)
-        try:
-            found = self.alone()[0]
-        except Exception as problem:  # as above
-            raise ValueError(
-                f"{type(module).__name__} runs by itself but not inside a ModalityModule ({type(problem).__name__}: "
-                f"{one_line(problem)}): its layers may want more than tokens [B, N, D]. Use another encoder"
-            ) from problem
-        if len(own) == encoder.nominal_length:
-            own = own[encoder.prefix :]
-        error = far([found], [own])
-        if error > TOLERANCE:
-            raise ValueError(
-                f"{type(module).__name__} gives other features inside a ModalityModule than by itself (relative error "
-                f"{error:.0e} on random weights): its layers are told more than their tokens. Use another encoder"
-            )
+        """Raise ValueError unless each of `items` gets the features that the module's own forward gives."""
+        encoder, items = self.encoder, self.items
+        name = type(encoder.module).__name__
+        for one in items:
+            try:
+                own = self._own(one)
+            except Exception:  # whatever a model may raise; it says so itself when it is run
+                return
+            self.items = [one]
+            try:
+                found = self.alone()[0]
+            except Exception as problem:  # as above
+                raise ValueError(
+                    f"{name} runs by itself but not inside a ModalityModule ({type(problem).__name__}: "
+                    f"{one_line(problem)}): its layers may want more than tokens [B, N, D]. Use another encoder"
+                ) from problem
+            own = encoder.without_prefix(own, encoder.encoder_length(one.shape, one.about))
+            error = far([found], [own])
+            if error > TOLERANCE:
+                raise ValueError(
+                    f"{name} gives other features inside a ModalityModule than by itself (relative error {error:.0e} "
+                    "on random weights): its layers are told more than their tokens. Use another encoder"
+                )
+        self.items = items
 
     def alone(self, training: bool = False) -> list[Tensor]:
         """Features of all items, each run by itself: [one tensor [n, D]]."""
@@ -116,20 +171,34 @@ class _Trial:
     def _run(self, packing: str, items: list[Media], training: bool) -> Tensor:
         self.encoder.train(training)
         self.encoder.packing = packing
-        return self.encoder.run(self.encoder.collate(items))
+        features = self.encoder.run(self.encoder.collate(items))
+        self.width = features.shape[-1]
+        return features
 
 
-def _shapes(encoder: ModalityModule) -> list[list[tuple[int, ...]]]:
+def _items(feed: Feed) -> list[list[Item]]:
     """Sets of items to try: the first and the last of a set are alike; several sizes where the encoder takes them."""
-    default = encoder.default_shape
-    if encoder.images is not None:
-        patch, sets = encoder.images.patch, [[default] * 3]
-        if encoder.any_size:
+    default = feed.default
+    if isinstance(feed, PatchInputs):
+        images = [feed.item(1, UNIT, 2 * UNIT), feed.item(1, 2 * UNIT, UNIT), feed.item(1, UNIT, 2 * UNIT)]
+        if feed.videos:
+            images[1:1] = [feed.item(2, UNIT, UNIT), feed.item(1, 3 * UNIT, 3 * UNIT)]
+        return [images, [feed.item(1, UNIT, UNIT)] * 3]
+    if isinstance(feed, ImageInputs):
+        patch, sets = feed.patch, [[default] * 3]
+        if feed.any_size:
             sizes = ((3, 4), (5, 2), (3, 4))
-            sets.insert(0, [(default[0], rows * patch[0], columns * patch[1]) for rows, columns in sizes])
+            sets.insert(0, [Item((default.shape[0], rows * patch[0], cols * patch[1])) for rows, cols in sizes])
         return sets
-    frames = [min(default[1], encoder.stride * tokens) for tokens in (36, 21, 36)]
-    return [[(default[0], n) for n in frames], [default] * 3]
+    if isinstance(feed, TileInputs):
+        return [[*feed.examples, default]]
+    if isinstance(feed, ClipInputs):
+        full = default.shape[feed.time]
+        lengths = [feed.with_length(full * part // 4) for part in (2, 1, 2)]
+        return [lengths, [default] * 3] if feed.any_length else [[default] * 3]
+    assert isinstance(feed, AudioInputs)
+    frames = [min(default.shape[1], feed.stride * tokens) for tokens in (36, 21, 36)]
+    return [[Item((default.shape[0], n)) for n in frames], [default] * 3]
 
 
 class _Shuffled:
@@ -159,7 +228,7 @@ def _order(encoder: ModalityModule) -> bool:
     with cheaply():
         try:
             trial = _Trial(encoder)
-            trial.choose(_shapes(encoder)[0])
+            trial.choose(_items(encoder.feed)[0])
             whole = trial.encoder
             whole.packing = PACKED
             inputs = whole.collate(trial.items)
@@ -181,7 +250,7 @@ def _cuts(encoder: ModalityModule) -> list[bool]:
             trial = _Trial(encoder, keep=count)
         except Unanswerable:
             return [True] * count
-        trial.choose(_shapes(encoder)[0])
+        trial.choose(_items(encoder.feed)[0])
         whole = trial.encoder
         whole.packing = encoder.packing
         inputs = whole.collate(trial.items)

@@ -62,7 +62,8 @@ def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | No
             if words is not None:
                 _trim(model, words)
             few, many = (
-                _Trial(model, settings, _ids(module, [min(n, max_length or n) for n in lengths])) for lengths in LENGTHS
+                _Trial(model, settings, plain_ids(module, [min(n, max_length or n) for n in lengths]))
+                for lengths in LENGTHS
             )
             own = few.own()
             if own is not None:
@@ -196,7 +197,7 @@ def _order(module: nn.Module, settings: LanguageSettings, max_length: int | None
             model.set_attn_implementation(NAME)  # type: ignore[operator]
             plain = _plain(settings, PACKED)
             first: Any = model.get_submodule(settings.layer_path)[0]  # type: ignore[index]
-            batch = _batch(_ids(module, [min(n, max_length or n) for n in LENGTHS[0]]), PACKED)
+            batch = _batch(plain_ids(module, [min(n, max_length or n) for n in LENGTHS[0]]), PACKED)
             ids, positions = batch["input_ids"], batch["position_ids"]
             order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))
             plan = AttentionPlan.build(batch["mask"].select(order[None]))
@@ -229,7 +230,7 @@ def _cuts(
         except Unanswerable:
             return [True] * count
         model.set_attn_implementation(NAME)  # type: ignore[operator]
-        inputs = _batch(_ids(module, [min(CUT_LENGTH, max_length or CUT_LENGTH)]), ALONE)
+        inputs = _batch(plain_ids(module, [min(CUT_LENGTH, max_length or CUT_LENGTH)]), ALONE)
 
         def run(bounds: Sequence[int]) -> Tensor:
             hidden = None
@@ -258,7 +259,7 @@ def _caches(module: nn.Module, settings: LanguageSettings, max_length: int | Non
         try:
             model = stand_in(module, settings.layer_path, keep=len(layers))
             model.set_attn_implementation(NAME)  # type: ignore[operator]
-            ids = _ids(module, [longest, max(1, longest - 3)])
+            ids = plain_ids(module, [longest, max(1, longest - 3)])
             groups = [ids] if settings.packing == PACKED else [[row] for row in ids]
             readings = [Reading(model, plain, _batch(group, settings.packing), True) for group in groups]
             # Prompt after prompt in every step, as in generate: some models keep a state of their own.
@@ -283,7 +284,7 @@ def _plain(settings: LanguageSettings, packing: str) -> LanguageSettings:
     return replace(settings, placeholders={}, merge=merge_tokens, preprocess=None, postprocess=None, packing=packing)
 
 
-def _ids(module: nn.Module, lengths: Sequence[int]) -> list[Tensor]:
+def plain_ids(module: nn.Module, lengths: Sequence[int]) -> list[Tensor]:
     """Token ids that mean nothing in particular to the model."""
     config: Any = module.config
     text = config.get_text_config()

@@ -25,9 +25,17 @@ from typing import Any, NamedTuple
 from interlace.balance import rows_per_rank
 from interlace.layout import Layout, ParallelSpec, Reduction, Shard, Stage
 
-MOMENTS = 2  # of AdamW, each of the weight's shape and dtype
-STEP_BYTES = 4  # of AdamW's count of steps, a float32 for each weight
 SUM_BYTES = 4  # the least of an element of gradients that are added up layer by layer, in fp32
+
+
+class StateSize(NamedTuple):
+    """What an optimizer keeps of a weight: so many tensors of its shape and dtype, and bytes besides."""
+
+    moments: int
+    bytes: int
+
+
+ADAMW = StateSize(2, 4)  # two moments, and the count of steps, a float32 for each weight
 
 
 @dataclass(frozen=True)
@@ -211,14 +219,15 @@ def rank_memory(
     *,
     bucket_bytes: int,
     offload_optimizer: bool = False,
+    state: Mapping[str, StateSize] | None = None,
     by_layer: Collection[tuple[int, str]] = (),
 ) -> tuple[RankMemory, ...]:
     """What every rank of `layout` holds.
 
     weights: of the model, as ranks of its lanes hold them. loads: module -> its largest chunk. held: per rank, the most
     chunks in flight and bytes kept (`interlace.schedule.memory.peak`). bucket_bytes: of gradients that are summed
-    together. offload_optimizer: whether optimizer state is in host memory. by_layer: the (rank, module) whose weights
-    the step gathers layer by layer.
+    together. offload_optimizer: whether optimizer state is in host memory. state: of each trained weight, by name, what
+    is kept of it (default: AdamW's). by_layer: the (rank, module) whose weights the step gathers layer by layer.
     """
     by_module: dict[str, list[WeightSize]] = {name: [] for name in layout.modules}
     for weight in weights:
@@ -240,7 +249,7 @@ def rank_memory(
         for name in dict.fromkeys(stage.module for stage in stages):
             mine = list(_owned(layout, rank, name, by_module[name], shards.get(rank, ())))
             layers = [range(stage.start, stage.stop) for stage in stages if stage.module == name]
-            more = _state(mine, layers, layout.spec(name).shard, (rank, name) in by_layer)
+            more = _state(mine, layers, layout.spec(name).shard, (rank, name) in by_layer, state or {})
             total = _State(*(a + b for a, b in zip(total, more, strict=True)))
             own += mine
         shares = [(stage, activations[stage.module], _share_of(layout, stage, loads)) for stage in stages]
@@ -310,11 +319,14 @@ def _owned(
         yield _Own(weight, home, weight.count(place), rows * size, -(-rows // sharers) * size, sharers)
 
 
-def _state(own: Sequence[_Own], stages: Sequence[range], shard: str, by_layer: bool) -> _State:
+def _state(
+    own: Sequence[_Own], stages: Sequence[range], shard: str, by_layer: bool, state: Mapping[str, StateSize]
+) -> _State:
     """stages: the layers of each stage of the rank."""
     trained = [each for each in own if each.weight.trainable]
     count = sum(each.elements for each in own)
-    optimizer = sum(MOMENTS * each.part + STEP_BYTES for each in trained)
+    sizes = [(each.part, state.get(each.weight.name, ADAMW)) for each in trained]
+    optimizer = sum(size.moments * part + size.bytes for part, size in sizes)
     whole, gradients = (sum(each.whole for each in some) for some in (own, trained))
     if shard != "full":
         return _State(count, whole, gradients, optimizer, whole, gradients, whole, gradients)

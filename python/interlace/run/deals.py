@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from interlace.balance import TokenShards
 from interlace.layout import Layout
 from interlace.model import IGNORE, MultimodalModel
-from interlace.model.collate import blank_id
 from interlace.model.multimodal import LANGUAGE_MODEL
+from interlace.model.placeholders import blank_id, is_placeholder
 from interlace.parallel.context import Context, Share, deal
 from interlace.parallel.route import Routes
 from interlace.run.lanes import Place
@@ -76,9 +76,9 @@ class Deals:
                 samples = [self._samples[i] for i in self._table.chunks[chunk].samples]
                 collated = self._mllm.collate_module(LANGUAGE_MODEL, samples)
                 shards = deal(collated["mask"], self.ranks, self._order, collated["plan"])
-                ids = collated["input_ids"].numpy()
+                ids = collated["input_ids"]
                 owner = np.repeat(shards.rank_of_block, shards.block, axis=1)[:, : ids.shape[1]]
                 placeholders = self._mllm.placeholders.items()
-                owners = {name: owner[ids == token].astype(np.int64) for name, token in placeholders}
+                owners = {n: owner[is_placeholder(ids, token).numpy()].astype(np.int64) for n, token in placeholders}
                 self._made[chunk] = shards, owners
             return self._made[chunk]

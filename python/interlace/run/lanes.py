@@ -28,6 +28,7 @@ from interlace.layout import Lane, Layout, ParallelSpec
 from interlace.model.language import merge_tokens
 from interlace.model.rows import PACKED
 from interlace.model.stage import StageModule
+from interlace.model.switch import NAMES
 from interlace.model.trial_encoder import encoder_takes_any_order
 from interlace.model.trial_language import language_takes_any_order
 from interlace.parallel import Ranks, check_plan, tensor_parallel, used_in_part
@@ -124,6 +125,8 @@ def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_paral
     Raises ValueError for one that cannot be cut among so many.
     """
     try:
+        if name in mllm.encoders and mllm.encoders[name].implementation not in NAMES:
+            raise Unknown("its attention, which is not HuggingFace's interface")
         plan = plan_of(whole)
         check_plan(whole, plan, tp)
         rows = sequence_parallel and cuts_rows(mllm, name, plan)
@@ -195,10 +198,11 @@ def plan_of(stage: StageModule) -> dict[str, str]:
 def cuts_rows(mllm: Any, name: str, plan: Mapping[str, str]) -> bool:
     """Whether the rows of module `name`, whose plan is `plan`, can be cut between the products of its blocks.
 
-    Not where rows meet outside attention: in modules that take samples apart because of that (`mllm.packing`), and in
-    those with a second list of blocks, whose rows may be others.
+    Not where rows meet outside attention: in modules that take samples apart because of that (`mllm.packing`), in those
+    with a second list of blocks, whose rows may be others, and in encoders that tell their layers where all rows lie.
     """
-    return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1
+    told = name in mllm.encoders and mllm.encoders[name].is_told
+    return mllm.packing[name] == PACKED and list(plan.values()).count("layers") == 1 and not told
 
 
 def cut(stage: StageModule, ranks: Ranks, *, rows: bool) -> set[str]:

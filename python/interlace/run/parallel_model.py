@@ -192,6 +192,7 @@ class ParallelModel:
         chunks: Mapping[str, int] | None = None,
         place: tuple[int, int, int] = (0, 0, 0),
         note: Callable[[], float] = lambda: 0.0,
+        loss_scale: float = 1.0,
     ) -> StepResult:
         """Forward and backward of the global batch; gradients add up in ``.grad`` until `zero_grad`.
 
@@ -200,26 +201,28 @@ class ParallelModel:
             `microbatches` of each replica (default: twice the stages of its pipeline, at most one per sample).
         chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
             position, step) of the batch, for the table. note: asked at the end, and told to all ranks (see StepResult).
+        loss_scale: gradients, and the norm of them, are those of the loss times this, the same on every rank.
 
         Raises ValueError for a batch without any valid target, when a rank was given something else, or when the model
         has other parameters than at `parallelize`, or others are frozen; PipelineError when a peer is lost, and then
         the gradients are undefined.
         """
-        return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks, place), note, train=True)
+        return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks, place), note, loss_scale)
 
     @torch.no_grad()
     def evaluate(
         self, samples: Sequence[Any], microbatches: int | None = None, *, chunks: Mapping[str, int] | None = None
     ) -> StepResult:
         """Mean loss of a batch over the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
-        return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks), lambda: 0.0, train=False)
+        return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks), lambda: 0.0, None)
 
-    def _run(self, given: Callable[[], GlobalBatch], note: Callable[[], float], train: bool) -> StepResult:
+    def _run(self, given: Callable[[], GlobalBatch], note: Callable[[], float], loss_scale: float | None) -> StepResult:
+        """loss_scale: of a step that trains; None for one that does not."""
         if self._failed:
             raise PipelineError(f"an earlier step failed and left the ranks out of step ({self._failed}): start anew")
         try:
             with as_pipeline_errors():
-                return self._run_step(given, note, train)
+                return self._run_step(given, note, loss_scale)
         except Exception as error:
             for rank in self._ranks.values():
                 rank.recover()
@@ -234,7 +237,10 @@ class ParallelModel:
                     raise PipelineError(self._failed) from error
             raise
 
-    def _run_step(self, given: Callable[[], GlobalBatch], note: Callable[[], float], train: bool) -> StepResult:
+    def _run_step(
+        self, given: Callable[[], GlobalBatch], note: Callable[[], float], loss_scale: float | None
+    ) -> StepResult:
+        train = loss_scale is not None
         refused: ValueError | None = None
         text, digest = "", 0
         try:
@@ -245,11 +251,11 @@ class ParallelModel:
             deals = Deals(self.mllm, self.layout, table, batch.samples, self._context_order)
             schedule, routes = self.schedule(table, train=train), deals.routes(device)
             text = comparison.of_samples(batch.lists()).text
-            digest = comparison.number(table.digest, self._agreed.text, train, text)
+            digest = comparison.number(table.digest, self._agreed.text, loss_scale, text)
         except ValueError as error:
             refused = error
         compare = comparison.begin(
-            self.channel, digest, refused is not None, f"{self._agreed.text}; train={train}", text
+            self.channel, digest, refused is not None, f"{self._agreed.text}; {train=}; {loss_scale=}", text
         )
         if refused is not None:
             compare()
@@ -273,7 +279,7 @@ class ParallelModel:
                 ends=ends,
                 inputs=collator(self.mllm, table, batch.samples, self._ranks[number].stages, device),
                 dealt=deals.inputs,
-                scale=1.0 / tokens,
+                scale=(loss_scale or 1.0) / tokens,
                 start=compare,
                 autocast=lambda: autocast_to(device, self._autocast),
                 mark=clock(device),

@@ -30,7 +30,9 @@ from interlace.comm.transports import Capabilities, Transport
 from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Copy, Ticket
 from interlace.layout import Layout
 from interlace.model import IGNORE, Checkpointing, Media, Sample
+from interlace.model.feed import Item
 from interlace.model.loss import LOGITS_BYTES, head_of
+from interlace.model.placeholders import blank_id, token_ids
 from interlace.model.slice import hidden_argument
 from interlace.model.stage import StageModule
 from interlace.parallel import Ranks
@@ -116,9 +118,10 @@ def activations_of(
     found, features = {}, {}
     for name in encoders:
         encoder = mllm.encoders[name]
-        shape = (items or {}).get(name, encoder.default_shape)
+        shape = (items or {}).get(name)
         lane = _Lane(layout.spec(name).tp, sequence_parallel, layout.spec(name).cp > 1)
-        found[name], made = _encoder(mllm, name, shape, lane, checkpointing, autocast)
+        item = encoder.default if shape is None else Item(shape)
+        found[name], made = _encoder(mllm, name, item, lane, checkpointing, autocast)
         features[name] = made
     lane = _Lane(layout.spec(language_model).tp, sequence_parallel)
     found[language_model] = _language(mllm, language_model, features, lane, checkpointing, autocast)
@@ -131,14 +134,14 @@ def activations_of(
 def _encoder(
     mllm: Any,
     name: str,
-    shape: tuple[int, ...],
+    shown: Item,
     lane: _Lane,
     checkpointing: Checkpointing,
     autocast: torch.dtype | None,
 ) -> tuple[Activations, Tensor]:
     """What an encoder keeps, and features as it gives them."""
     encoder = mllm.encoders[name]
-    item = Media(shape, encoder.tokens(shape), torch.zeros(shape))
+    item = Media(shown.shape, encoder.tokens(*shown), torch.zeros(shown.shape), about=shown.about)
 
     def run(count: int, mode: Checkpointing) -> _Run:
         return _run(mllm, name, lambda _: encoder.collate([item] * count), lane, mode, autocast)
@@ -162,7 +165,7 @@ def _language(
 ) -> Activations:
     """What the language model keeps. features: of each encoder, as it gives them."""
     settings = mllm.language_settings
-    ordinary = next(i for i in range(len(settings.placeholders) + 1) if i not in settings.placeholders.values())
+    ordinary = blank_id(settings.placeholders)
 
     def inputs(count: int, targets: int, mode: FakeTensorMode) -> dict[str, Any]:
         length = min(_LENGTH, mllm.max_length or _LENGTH)
@@ -171,7 +174,7 @@ def _language(
         samples = [Sample(torch.full((length,), ordinary), labels.clone()) for _ in range(count)]
         made: dict[str, Any] = mllm.collate_module(name, samples)
         for place, encoder in enumerate(features, start=1):  # one row of each, so that their gradients are wanted
-            made["input_ids"][0, length - place] = settings.placeholders[encoder]
+            made["input_ids"][0, length - place] = token_ids(settings.placeholders[encoder])[0]
         with mode:
             rows = {n: torch.empty((1, given.shape[1]), dtype=given.dtype) for n, given in features.items()}
         made["features"] = {n: row.requires_grad_(features[n].requires_grad) for n, row in rows.items()}

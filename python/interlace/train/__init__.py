@@ -1,8 +1,10 @@
 """The trainer: a config becomes a model, data and a layout, and every rank runs the same loop over them.
 
-    schema.py      the sections and keys of a config          config.py      TOML + --set -> checked Config
+    schema.py      the sections and keys of a config, with schema_train.py ([train]) and schema_base.py
+    config.py      TOML + --set -> checked Config
     build.py       Config -> MultimodalModel, Layout          costs.py       FLOPs of a config's layers
-    feed.py        every batch, as all ranks see it           optim.py       AdamW per module, warm-up + cosine
+    feed.py        every batch, as all ranks see it           optim.py       optimizers and schedules
+    tuning.py      what trains, and how fast                  watching.py    averages, early stop, scale of fp16
     trainer.py     the loop of one rank                       rank.py        one rank from start to end
     metrics.py     console, JSONL, TensorBoard                runfolder.py   the files of a run
     answers.py     greedy answers to held-out samples         report.py      summary table, page of samples

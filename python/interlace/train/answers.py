@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +24,22 @@ def answer(
     return answers
 
 
-def prompt_of(sample: Any) -> Any:
-    """The part of a training sample that comes before its answer (the first position that has a target)."""
+def prompt_of(sample: Any, placeholders: Mapping[str, int | Sequence[int]]) -> Any:
+    """The part of a training sample that comes before its first answer (the first position that has a target)."""
     targets = (sample.labels != IGNORE).nonzero()
     stop = int(targets[0]) + 1 if len(targets) else len(sample.input_ids)
-    return replace(sample, input_ids=sample.input_ids[:stop], labels=torch.full((stop,), IGNORE))
+    ids = sample.input_ids[:stop]
+    media = {}
+    for name, items in sample.media.items():
+        tokens = torch.isin(ids, torch.tensor(placeholders[name])).sum()
+        ends = torch.tensor([item.tokens for item in items]).cumsum(0)
+        media[name] = items[: int((ends <= tokens).sum())]
+    return replace(sample, input_ids=ids, labels=torch.full((stop,), IGNORE), media=media)
 
 
 def truth_of(sample: Any, end: int) -> list[int]:
-    """The answer that a training sample wants, without `end`."""
-    wanted = sample.labels[sample.labels != IGNORE].tolist()
+    """The first answer that a training sample wants, without `end`."""
+    targets = (sample.labels != IGNORE).nonzero().squeeze(1)
+    apart = (targets.diff() > 1).nonzero()
+    wanted = sample.labels[targets[: int(apart[0]) + 1] if len(apart) else targets].tolist()
     return wanted[:-1] if wanted and wanted[-1] == end else wanted

@@ -9,9 +9,7 @@ same weights, on any device, and no rank ever allocates a layer that it does not
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.metadata
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,19 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from interlace.train.architectures import differences, read_json
 from interlace.train.checkpoint.identity import canonical_names
-from interlace.train.config import ConfigError, nearest
+from interlace.train.config import ConfigError
 from interlace.train.costs import flop_costs
-from interlace.train.families import FAMILIES, RESERVED, differences
-from interlace.train.schema import MOST, Config, Encoder, LanguageModel
+from interlace.train.modules import check_projector, make_encoder, make_language_model
+from interlace.train.schema import Config
 
 if TYPE_CHECKING:
     from interlace.layout import Layout
     from interlace.model import MultimodalModel
-    from interlace.train.pretrained import Stored
-
-MOST_LAYERS = 10_000
-MAY_BE_0 = {"chunk_size_feed_forward", "max_window_layers", "mask_time_min_masks", "mask_feature_min_masks"}
+    from interlace.train.pretrained import Source
 
 
 def build(config: Config, tokenizer: Any, *, source: str = "config") -> MultimodalModel:
@@ -40,15 +36,56 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     from interlace.model import MultimodalModel
 
     spec = config.model
+    if spec.path is not None:
+        model = _whole(Path(spec.path), tokenizer, source)
+        freeze(config, model, source)
+        return model
     with torch.device("meta"):
-        language_model = _module("language_model", spec.language_model, source, vocab_size=tokenizer.vocab_size)
+        language_model = make_language_model(spec.language_model, tokenizer.vocab_size, source)
         _check_vocabulary(language_model.config.vocab_size, tokenizer, source)
-        encoders = {name: _encoder(name, encoder, source) for name, encoder in spec.encoders().items()}
-        model = MultimodalModel(
-            encoders=encoders,
-            language_model=language_model,
-            placeholders={name: tokenizer.placeholders[name] for name in encoders},
-        )
+        encoders = {name: make_encoder(name, encoder, source) for name, encoder in spec.encoders().items()}
+        try:
+            model = MultimodalModel(
+                encoders=encoders,
+                language_model=language_model,
+                placeholders={name: tokenizer.placeholders[name] for name in encoders},
+            )
+        except (ValueError, KeyError) as error:  # a name that torch's own tables of modules have taken, too
+            raise ConfigError(f"{source}: [model]: {error.args[0]}") from None
+    for name, encoder in spec.encoders().items():
+        check_projector(model.encoders[name], encoder, f"{source}: [model.{name}] projector")
+    freeze(config, model, source)
+    return model
+
+
+def _whole(folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
+    """A whole model of HuggingFace, cut into its modules. Raises ConfigError."""
+    from interlace.model import MultimodalModel
+    from interlace.model.placeholders import token_ids
+    from interlace.model.whole import build_whole
+
+    try:
+        with torch.device("meta"):
+            model = MultimodalModel.of_whole(build_whole(folder))
+    except ValueError as error:
+        raise ConfigError(f"{source}: [model] path: {error}") from None
+    model.source = folder
+    for name, given in model.placeholders.items():
+        ours = tokenizer.placeholders.get(name)
+        if ours is not None and not set(token_ids(ours)) <= set(token_ids(given)):
+            raise ConfigError(
+                f"{source}: the data writes {ours} where the model of {folder} wants {given}, its placeholder for "
+                f"{name}: use data whose tokenizer is the model's"
+            )
+    _check_vocabulary(model.vocab_size, tokenizer, source)
+    return model
+
+
+def freeze(config: Config, model: MultimodalModel, source: str) -> None:
+    """Freeze of a model what the config says, and put adapters in. Raises ConfigError, also where nothing is left."""
+    from interlace.train.tuning import tune
+
+    spec = config.model
     for name, encoder in spec.encoders().items():
         if encoder.freeze:
             model.freeze(name)
@@ -56,9 +93,9 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
             model.freeze(f"{name}.projector")
     if spec.language_model.freeze:
         model.freeze("language_model")
+    tune(config, model, source=source)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"{source}: [model] freezes everything; leave at least a projector to train")
-    return model
+        raise ConfigError(f"{source}: [model] and [train] freeze everything; leave at least a projector to train")
 
 
 def build_layout(
@@ -114,27 +151,33 @@ def materialize(model: MultimodalModel, *, seed: int, device: torch.device | str
     return model
 
 
-def stored_weights(config: Config, model: MultimodalModel, *, source: str = "config") -> dict[str, Stored]:
+def stored_weights(config: Config, model: MultimodalModel, *, source: str = "config") -> dict[str, Source]:
     """Where the folders that the config names (``path``) have the weights of `model`, by parameter.
 
     Raises ConfigError for a folder that lacks one, has it in another shape, or was saved with settings that the config
     does not say: every rank reads all folders' headers.
     """
     from interlace.train.pretrained import find
+    from interlace.train.pretrained_whole import find_whole
 
-    found: dict[str, Stored] = {}
-    specs: dict[str, Encoder | LanguageModel] = {**config.model.encoders()}
-    for name, spec in (specs | {"language_model": config.model.language_model}).items():
-        if spec.path is None:
+    if config.model.path is not None:
+        try:
+            return find_whole(model, Path(config.model.path))
+        except ValueError as error:
+            raise ConfigError(f"{source}: [model] path: {error}") from None
+    found: dict[str, Source] = {}
+    for name, spec in config.model.modules().items():
+        if spec.path is None or spec.architecture is None:
             continue
         place = name if name == "language_model" else f"encoders.{name}.module"
         try:
             module: Any = model.get_submodule(place)
-            said = differences(Path(spec.path), spec.family, module.config)
-            if unsaid := [key for key in said if key not in spec.config]:
+            encoder = name != "language_model"
+            said = differences(Path(spec.path), spec.architecture, module.config, encoder=encoder)
+            if unsaid := [key for key in said if key not in {*spec.config, *spec.unset}]:
                 raise ValueError(
                     f"{spec.path} was saved with {unsaid[0]} = {said[unsaid[0]]!r}, which [model.{name}.config] does "
-                    "not say: leave out family and config, so that they are read from the folder, or say it"
+                    "not say: leave out config, so that it is read from the folder, or say it"
                 )
             stored = find(module, Path(spec.path))
         except ValueError as error:
@@ -144,7 +187,7 @@ def stored_weights(config: Config, model: MultimodalModel, *, source: str = "con
 
 
 @torch.no_grad()
-def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Stored] | None = None) -> None:
+def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Source] | None = None) -> None:
     """Gives values to what this process holds of a model: `parallel` is what `parallelize` made of it.
 
     stored: what `stored_weights` found; of these weights this process reads the parts that it holds. Random values
@@ -178,12 +221,21 @@ def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Stored] | None 
 
 
 def architecture(config: Config) -> dict[str, Any]:
-    """The part of a config that decides whether weights fit: families, their settings, projectors, downsampling."""
-    spec = config.model
-    return {
-        name: module.model_dump(include={"family", "config", "projector", "downsample"})
-        for name, module in [*spec.encoders().items(), ("language_model", spec.language_model)]
-    }
+    """The part of a config that decides whether weights fit: classes, settings, projectors, callbacks, adapters.
+
+    Of a whole model, all that its config.json says. Raises ConfigError where that cannot be read any more.
+    """
+    lora = config.train.lora  # whose scale is seen in no weight
+    adapters = {} if lora is None else {"lora": lora.model_dump(include={"rank", "alpha", "use_rslora"})}
+    if config.model.path is not None:
+        try:
+            return {"whole": read_json(Path(config.model.path) / "config.json")} | adapters
+        except ValueError as error:
+            raise ConfigError(f"[model] path: {error}") from None
+    keys = {"architecture", "config", "unset", "projector", "projector_config", "downsample", "tokens"}
+    keys |= {"preprocess", "postprocess", "postprocess_projector"}
+    table = {name: each.model_dump(include=keys, exclude_none=True) for name, each in config.model.modules().items()}
+    return table | adapters
 
 
 def _check_library() -> None:
@@ -204,96 +256,6 @@ def transformers_missing() -> str:
         f"initialise a model part by part; this is {version}: pip install 'transformers>=5,<6'. "
         "Attention and interlace.model work with 4.57, too."
     )
-
-
-def _encoder(name: str, spec: Encoder, source: str) -> Any:
-    from interlace.model import ModalityModule
-
-    module = _module(name, spec, source)
-    try:
-        return ModalityModule(module, projector=spec.projector, downsample=spec.downsample)
-    except ValueError as error:
-        raise ConfigError(f"{source}: [model.{name}]: {error}") from None
-
-
-def _module(name: str, spec: Encoder | LanguageModel, source: str, **defaults: Any) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-
-    folder, config_class, model_class, family_defaults = FAMILIES[spec.family]
-    base = f"transformers.models.{folder}"
-    hf_config = getattr(importlib.import_module(f"{base}.configuration_{folder}"), config_class)
-    hf_model = getattr(importlib.import_module(f"{base}.modeling_{folder}"), model_class)
-    fields = {field.name for field in dataclasses.fields(hf_config) if not field.name.startswith("_")}
-    fields |= set(getattr(hf_config, "attribute_map", {}))
-    where = f"{source}: [model.{name}.config]"
-    for key in spec.config:
-        if key not in fields or key in RESERVED:
-            raise ConfigError(f"{where} has no key {key!r} for family {spec.family!r}; {_hint(key, fields)}")
-        problem = _problem_of(key, spec.config[key])
-        if problem:
-            raise ConfigError(f"{where} {key} {problem}")
-    try:
-        made = hf_config(**{**family_defaults, **defaults, **spec.config}, attn_implementation="interlace")
-        _check_sizes(made, where)
-        module = hf_model(made)
-    except ConfigError:
-        raise
-    except Exception as error:  # the library's own checks, and what values that pass them do inside it
-        text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-        if not isinstance(error, (StrictDataclassError, ValueError)):
-            text = f"the library cannot make a model of {', '.join(sorted(spec.config))}: {text}"
-        raise ConfigError(f"{where} {spec.family}: {text}") from None
-    return module
-
-
-def _problem_of(key: str, value: Any) -> str:
-    """What is wrong with the value of a HuggingFace key, as far as its name tells; "" when nothing is.
-
-    The library checks types; most numbers it takes as they are.
-    """
-    if isinstance(value, dict):
-        return next((f"{name} {why}" for name, each in value.items() if (why := _problem_of(key, each))), "")
-    if isinstance(value, (list, tuple)) and key not in ("image_size", "patch_size"):
-        return next((why for each in value if (why := _problem_of(key, each))), "")
-    if isinstance(value, (list, tuple)):
-        return f"must be one number, the side of a square, not {value!r}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return ""
-    if not math.isfinite(value):
-        return f"must be a finite number, not {value!r}"
-    if key == "rope_parameters" or key.endswith("eps"):
-        return "" if value > 0 else f"must be more than 0, not {value!r}"
-    if key == "attention_dropout" and value != 0:
-        return f"must be 0, not {value!r}: bitfield attention has no dropout"
-    if "drop" in key or key.endswith("_prob"):
-        return "" if 0 <= value <= 1 else f"must be between 0 and 1, not {value!r}"
-    if isinstance(value, float):
-        return "" if value >= 0 else f"must be at least 0, not {value!r}"
-    least = 0 if key in MAY_BE_0 or key.endswith("_token_id") else 1
-    most = MOST_LAYERS if key.endswith("layers") else MOST
-    if key == "num_channels" and value != 3:
-        return f"must be 3, as pictures are read in colour, not {value!r}"
-    return "" if least <= value <= most else f"must be between {least} and {most:,}, not {value!r}"
-
-
-def _check_sizes(config: Any, where: str) -> None:
-    """Raises ConfigError for sizes that do not fit each other, which the library would find in the first step."""
-    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if image is not None and patch is not None and image < patch:
-        raise ConfigError(f"{where} image_size = {image} is less than patch_size = {patch}: no picture has a patch")
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if heads % key_heads:
-        raise ConfigError(f"{where} num_attention_heads = {heads} is no multiple of num_key_value_heads = {key_heads}")
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if getattr(config, "rope_parameters", None) is not None and head % 2:  # the library lets 3 through
-        raise ConfigError(f"{where} heads of {head} cannot be turned in pairs (RoPE): make head_dim even")
-
-
-def _hint(key: str, fields: set[str]) -> str:
-    if key in RESERVED:
-        return "it is set by the trainer"
-    return nearest(key, fields - RESERVED)
 
 
 def _check_vocabulary(vocab_size: int, tokenizer: Any, source: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from interlace.train.schema import Config, Model
+from interlace.train.schema import Config
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -68,26 +68,55 @@ def from_table(table: dict[str, Any], overrides: list[str] | None = None, *, sou
 
 
 def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], source: str) -> None:
-    """Family and config of modules that name a folder alone, as its config.json says; the folder becomes absolute."""
+    """What modules that name a folder leave to it, as its config.json says; the folder becomes absolute."""
     modules = table.get("model")
+    if isinstance(modules, dict) and isinstance(modules.get("path"), str):
+        _describe_whole(modules, where, source)
+        return
     for name, section in modules.items() if isinstance(modules, dict) else ():
         path = section.get("path") if isinstance(section, dict) else None
-        kind = _section_type(Model.model_fields[name].annotation) if name in Model.model_fields else None
-        if not isinstance(path, str) or kind is None:
+        if not isinstance(path, str):
             continue  # what is wrong with it is found below
-        section["path"] = str(Path(path).expanduser().absolute())
-        if "family" in section:
+        folder = Path(path).expanduser().absolute()
+        section["path"] = str(folder)
+        given, said = section.get("architecture"), section.get("config", {})
+        if ("config" in section and given is not None) or not isinstance(said, dict):
             continue
-        place = _place(("model", name, "path"), where, source)
-        if "config" in section:
-            raise ConfigError(f"{place}: [model.{name}] config changes a family's defaults: name the family, too")
-        from interlace.train.families import describe
+        from interlace.train.architectures import describe
 
         try:
-            found = describe(Path(section["path"]), get_args(kind.model_fields["family"].annotation))
+            found = describe(folder, given, encoder=name != "language_model")
         except ValueError as error:
-            raise ConfigError(f"{place}: [model.{name}] path: {error}") from None
-        section["family"], section["config"] = found
+            raise ConfigError(
+                f"{_place(('model', name, 'path'), where, source)}: [model.{name}] path: {error}"
+            ) from None
+        section["architecture"] = found.architecture
+        section["config"] = {key: value for key, value in found.config.items() if key not in said} | said
+        if unset := [key for key in found.unset if key.partition(".")[0] not in said]:
+            section["unset"] = [*section.get("unset", []), *unset]
+        if found.pixels is not None and "mean" not in section and "std" not in section:
+            section["mean"], section["std"] = found.pixels
+
+
+def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], source: str) -> None:
+    """The tables of a whole model's modules, where the config has none; the folder becomes absolute."""
+    from interlace.model.whole import modules_of
+    from interlace.train.architectures import pixel_statistics
+
+    folder = Path(modules["path"]).expanduser().absolute()
+    modules["path"] = str(folder)
+    try:
+        encoder, kind = modules_of(folder)
+        pixels = pixel_statistics(kind, folder)
+    except ValueError as error:
+        raise ConfigError(f"{_place(('model', 'path'), where, source)}: [model] path: {error}") from None
+    for name, section in modules.items():
+        if isinstance(section, dict) and name not in (encoder, "language_model"):
+            raise ConfigError(f"{source}: [model.{name}] is no module of {folder}, whose are {encoder}, language_model")
+    modules.setdefault("language_model", {})
+    section = modules.setdefault(encoder, {})
+    if pixels is not None and isinstance(section, dict) and "mean" not in section and "std" not in section:
+        section["mean"], section["std"] = pixels
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
@@ -120,14 +149,21 @@ def check_keys(
     source: str,
 ) -> None:
     """Refuses keys that `model` does not have, section by section, naming the nearest one that it has."""
+    free: type[BaseModel] | None = getattr(model, "free", None)
+    known = {*model.model_fields, *(key for key, value in table.items() if free and isinstance(value, dict))}
     for key, value in table.items():
         full = (*path, key)
+        if free is not None and key not in model.model_fields and isinstance(value, dict):
+            check_keys(free, value, full, where, source)
+            continue
         if key not in model.model_fields:
             place = _place(full, where, source)
-            raise ConfigError(f"{place}: {_section(path)} has no key {key!r}; {nearest(key, model.model_fields)}")
+            raise ConfigError(f"{place}: {_section(path)} has no key {key!r}; {nearest(key, known)}")
         inner = _section_type(model.model_fields[key].annotation)
-        if inner is not None and isinstance(value, dict):
-            check_keys(inner, value, full, where, source)
+        if inner is not None:
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, dict):
+                    check_keys(inner, each, full, where, source)
 
 
 def nearest(name: str, valid: Any) -> str:
@@ -196,10 +232,10 @@ def _place(path: tuple[str, ...], where: dict[tuple[str, ...], str], source: str
 
 
 def _section_type(annotation: Any) -> type[BaseModel] | None:
-    """The section class behind ``Encoder``, ``Encoder | None`` and the like; None for plain values."""
+    """The section class behind ``Encoder``, ``Encoder | None``, ``list[Group]`` and the like; None for plain values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (Union, types.UnionType):
+    if get_origin(annotation) in (Union, types.UnionType, list):
         for inner in get_args(annotation):
             found = _section_type(inner)
             if found is not None:
@@ -240,7 +276,7 @@ def _meaning(path: tuple[str, ...]) -> str:
     model: type[BaseModel] | None = Config
     for part in path[:-1]:
         field = model.model_fields.get(part) if model is not None else None
-        model = _section_type(field.annotation) if field is not None else None
+        model = _section_type(field.annotation) if field is not None else getattr(model, "free", None)
     field = model.model_fields.get(path[-1]) if model is not None else None
     text = " ".join((field.description or "").split()) if field is not None else ""
     return f" ({text.rstrip('.')})" if text else ""

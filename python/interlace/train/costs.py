@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from interlace.train.feed import MODALITY, kinds
 from interlace.train.schema import Config
 
 
@@ -55,28 +57,26 @@ def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[f
     from interlace.data.digits import WORDS
     from interlace.data.stamps import KINDS
 
-    image = clip = image_features = clip_features = 0.0
-    vision, audio = config.model.vision, config.model.audio
     digits = config.data.dataset == "digits"
-    if vision is not None:
+    media: dict[str, tuple[float, float]] = {}  # tokens of an item in each encoder, and for the language model
+    for name, spec in config.model.encoders().items():
+        encoder = model.encoders[name]
+        if encoder.kind == "audio":
+            *other, frames = encoder.default_shape
+            shape = (*other, min(frames, round(config.data.max_audio_seconds * 100)))
+            media[name] = encoder.encoder_length(shape), encoder.tokens(shape)
+            continue
         image = config.data.max_image_tokens
-        if digits:
-            patch = model.encoders["vision"].module.config.patch_size
-            side = -(-(config.data.digit_size or 8) // patch)
+        if digits and encoder.images is not None:
+            side = -(-(config.data.digit_size or 8) // encoder.images.patch[0])
             image = min(image, side * side)
-        image_features = -(-image // vision.downsample)
-    if audio is not None:
-        frames = round(config.data.max_audio_seconds * 100)
-        clip = frames / 2
-        clip_features = model.encoders["audio"].tokens((model.encoders["audio"].module.config.num_mel_bins, frames))
+        media[name] = image, _projected(encoder, -(-image // spec.downsample))
+    heard = {MODALITY[kind] for kind in kinds(model).values()}
 
     def sample(images: int, clips: int, texts: int, text: float) -> dict[str, list[float]]:
-        row = images * image_features + clips * clip_features + texts * text
-        return {
-            **({"vision": [image] * images} if vision is not None else {}),
-            **({"audio": [clip] * clips} if audio is not None else {}),
-            "language_model": [row],
-        }
+        counts = {name: images if kind == "image" else clips for name, kind in kinds(model).items()}
+        row = sum(count * media[name][1] for name, count in counts.items()) + texts * text
+        return {**{name: [media[name][0]] * count for name, count in counts.items()}, "language_model": [row]}
 
     if digits:
         yield 1.0, sample(1, 0, 1, max(map(len, WORDS)))
@@ -84,7 +84,7 @@ def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[f
     weights = {
         kind: getattr(config.data.mixture, kind.replace("+", "_"))
         for kind, needed in KINDS.items()
-        if set(needed) <= set(config.model.encoders())
+        if set(needed) <= heard
     }
     total = sum(weights.values()) or 1.0
     caption = config.data.max_caption_bytes
@@ -96,3 +96,14 @@ def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[f
         else:
             texts = 2 if kind == "text" else 1  # a caption is translated
             yield weight / total, sample("vision" in KINDS[kind], "audio" in KINDS[kind], texts, caption)
+
+
+def _projected(encoder: Any, features: int) -> int:
+    """Tokens that the projector makes of an image of so many features, about as high as wide."""
+    from interlace.model import ItemProjector
+
+    projector = encoder.projector
+    if not isinstance(projector, ItemProjector):
+        return features
+    side = max(1, math.isqrt(features) // projector.unit) * projector.unit
+    return projector.tokens(side * side, (side, side))

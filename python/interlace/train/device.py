@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 import torch
 
@@ -13,6 +14,9 @@ from interlace.train.launch.startup import Startup
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Kind of device -> what the ranks' process group speaks: gloo carries what the programs tell each other."""
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""``train.precision`` -> what matrix products of a forward compute in; None: in the dtype of the weights."""
 
 
 def choose(wanted: str, ranks: int, *, source: str = "config") -> str:
@@ -46,6 +50,25 @@ def take(kind: str, local_rank: int, *, deterministic: bool = True) -> torch.dev
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def compile_layers(parallel: Any, device: torch.device, *, source: str = "config") -> None:
+    """Compile the repeated layers of the stages of `parallel`, each when it first runs (``train.compile``).
+
+    Raises ConfigError where torch.compile does not work, which one small function has shown.
+    """
+    try:
+        torch.compile(lambda x: torch.sin(x) + 1)(torch.zeros(2, device=device))
+    except Exception as error:  # of any of its backends: no compiler, no Triton, no headers of Python
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError(
+            f"{source}: train.compile = true, but torch.compile does not work here: {why}. A CPU needs a C++ compiler "
+            "(g++) and Python's headers, a GPU Triton; install them, or leave the key out"
+        ) from None
+    for stages in parallel.stages.values():
+        for stage in stages.values():
+            for layer in stage.layers:
+                layer.compile()
 
 
 def agree(kind: str, startup: Startup, *, source: str = "config") -> None:

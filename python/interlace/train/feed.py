@@ -17,16 +17,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from interlace.train.architectures import HALF, pixel_statistics
 from interlace.train.config import ConfigError
 from interlace.train.schema import Config
+from interlace.train.texts import tokenizer_of
 
-# Pixel statistics that the families were pretrained with.
-PIXELS = {
-    "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
-}
+if TYPE_CHECKING:
+    from interlace.data import ChatDataset
+
+MODALITY = {"image": "vision", "audio": "audio"}
+"""What an encoder takes -> what datasets call files of that kind."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,13 @@ class Batch:
     samples: list[Any]
     epoch: int
     position: int
+    rows: list[list[Any]] | None = None
+    """The samples in their rows, where these are packed: each is a microbatch."""
+
+    @property
+    def given(self) -> list[Any]:
+        """What a step is given: the rows, or samples that it spreads itself."""
+        return self.samples if self.rows is None else self.rows
 
     @property
     def tokens(self) -> int:
@@ -46,8 +55,8 @@ class Batch:
 class Feed:
     """Batches from `train` and a fixed set of samples from `held_out` (`interlace.data.MultimodalDataset`).
 
-    `batch_size` counts samples of all replicas. `wanted`: the media of a batch that this process will read, which are
-    decoded ahead; None: all.
+    `batch_size` counts samples of all replicas, or with `row_tokens` rows of at most so many tokens. `wanted`: the
+    media of a batch (of samples, or of rows of them) that this process will read, which are decoded ahead; None: all.
     """
 
     def __init__(
@@ -59,12 +68,17 @@ class Feed:
         seed: int,
         validation_samples: int,
         wanted: Callable[[list[Any]], Iterable[Any]] | None = None,
+        row_tokens: int | None = None,
     ) -> None:
-        from interlace.data import Loader
+        from interlace.data import Loader, RowLoader
 
         self.train, self.held_out_data = train, held_out
+        self.in_rows = row_tokens is not None
         try:
-            self.loader = Loader(train, batch_size, seed=seed, wanted=wanted)
+            if row_tokens is None:
+                self.loader = Loader(train, batch_size, seed=seed, wanted=wanted)
+            else:
+                self.loader = RowLoader(train, batch_size, row_tokens, seed=seed, wanted=wanted)
         except ValueError as error:
             raise ConfigError(f"[train] batch_size: {error}") from None
         count = min(validation_samples, len(held_out))
@@ -81,7 +95,10 @@ class Feed:
     def next(self) -> Batch:
         """The next batch."""
         epoch, position = self.loader.epoch, self.loader.position
-        return Batch(next(self.loader), epoch, position)
+        found: list[Any] = next(self.loader)
+        if self.in_rows:
+            return Batch([sample for row in found for sample in row], epoch, position, found)
+        return Batch(found, epoch, position)
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the sequence, and what the sequence is made of."""
@@ -104,7 +121,7 @@ class Feed:
         self.loader.close()
 
     def baselines(self, vocabulary: int, limit: int = 4096) -> dict[str, float]:
-        """Losses in nats that need no model: uniform over bytes, and the frequencies of single target tokens.
+        """Losses in nats that need no model: uniform over bytes (or tokens), and frequencies of single target tokens.
 
         The frequencies are those of (at most `limit`) training samples.
         """
@@ -116,7 +133,9 @@ class Feed:
             (self.held_out_data.answer(i, 0) for i in self.held_out_indices),
             vocabulary,
         )
-        return {"uniform_bytes": math.log(256), "unigram_bytes": unigram}
+        if self.held_out_data.name == "chats":
+            return {"uniform_token": math.log(vocabulary), "unigram_token": unigram}
+        return {"uniform_byte": math.log(256), "unigram_byte": unigram}
 
 
 def datasets(
@@ -136,17 +155,16 @@ def datasets(
     and when any of them cannot, all take the digits. Raises ConfigError for settings that the data, the encoders or the
     language model's context cannot meet, naming the key.
     """
+    if config.data.dataset == "chats":
+        return *_chats(config, model, tokenizer, source, say or _say_on_stderr), ""
     from interlace.data import load_dataset
 
     tokens = {name: model.encoders[name].tokens for name in config.model.encoders()}
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "held_out": config.data.held_out}
-    if "vision" in tokens:
-        spec = media_specs(config, model)["vision"]
-        settings["patch_size"], settings["max_image_tokens"] = spec.patch_size, spec.max_tokens
-        settings["mean"], settings["std"] = spec.mean, spec.std
+    specs = media_specs(config, model, source=source)
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "held_out": config.data.held_out, "specs": specs}
     if config.data.dataset == "digits":
-        if "vision" not in tokens:
-            raise ConfigError(f"{source}: the digits are images, but the model has no [model.vision]")
+        if "image" not in kinds(model).values():
+            raise ConfigError(f"{source}: the digits are images, but the model has no encoder of images in [model]")
         settings["image_size"] = config.data.digit_size
         settings["jitter"] = config.data.digit_jitter
     else:
@@ -167,19 +185,91 @@ def datasets(
     return train, held_out, note
 
 
-def media_specs(config: Config, model: Any) -> dict[str, Any]:
-    """How files become the encoders' inputs: modality -> ImageSpec or AudioSpec of `interlace.data`."""
+def _chats(
+    config: Config, model: Any, tokenizer: Any, source: str, say: Callable[[str], None]
+) -> tuple[ChatDataset, ChatDataset]:
+    """The training and the validation chats. Raises ConfigError."""
+    from interlace.data import load_chats
+
+    data = config.data
+    chats, rules = chat_format(config, model, tokenizer, source), chat_rules(config, model, source)
+    try:
+        with _progress(say):
+            return load_chats(data.train, data.validation, chats, rules, held_out=data.held_out, cache=data.cache)
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(f"{source}: [data]: {error}") from None
+
+
+def chat_format(config: Config, model: Any, tokenizer: Any, source: str) -> Any:
+    """How chats become tokens of `model` (`interlace.data.chats_tokens.ChatFormat`). Raises ConfigError."""
+    specs = {} if tokenizer.processor is not None else media_specs(config, model, source=source)
+    tokens = {name: encoder.tokens for name, encoder in model.encoders.items()}
+    try:
+        return tokenizer.format(model.placeholders, tokens, specs)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{source}: [data]: {error}") from None
+
+
+def chat_rules(config: Config, model: Any, source: str) -> Any:
+    """What happens to chats that are too long or broken (`interlace.data.chats_store.Rules`). Raises ConfigError."""
+    from interlace.data.chats_store import Rules
+
+    data, most = config.data, model.max_length
+    if data.max_tokens is not None and most is not None and data.max_tokens > most:
+        raise ConfigError(
+            f"{source}: data.max_tokens = {data.max_tokens}, but the language model has positions for {most} "
+            "(max_position_embeddings): lower the one or raise the other"
+        )
+    return Rules(data.media, data.max_tokens or most, data.on_too_long, data.on_broken, data.decode_first)
+
+
+def kinds(model: Any) -> dict[str, str]:
+    """What the encoders take, by name: "image" or "audio"."""
+    return {name: encoder.kind for name, encoder in model.encoders.items()}
+
+
+def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[str, Any]:
+    """How files become the encoders' inputs: encoder -> ImageSpec or AudioSpec of `interlace.data`.
+
+    Raises ConfigError for an encoder that takes neither pictures of three colours nor mel frames, and for one with
+    trained weights of whose pixels nobody says how they are scaled.
+    """
     from interlace.data import AudioSpec, ImageSpec
+    from interlace.model.projector import unit_of
 
     specs: dict[str, Any] = {}
-    vision = config.model.vision
-    if vision is not None:
-        patch = model.encoders["vision"].module.config.patch_size
-        mean, std = PIXELS[vision.family]
-        specs["vision"] = ImageSpec(patch, config.data.max_image_tokens, mean, std)
-    if config.model.audio is not None:
-        specs["audio"] = AudioSpec(model.encoders["audio"].module.config.num_mel_bins, config.data.max_audio_seconds)
+    for name, kind in kinds(model).items():
+        encoder = model.encoders[name]
+        if kind == "audio" and len(encoder.default_shape) == 2:
+            specs[name] = AudioSpec(encoder.default_shape[0], config.data.max_audio_seconds)
+            continue
+        images = encoder.images
+        if images is None or images.patch[0] != images.patch[1]:
+            what = "no pictures (3, height, width) of square patches" if kind == "image" else "no mel frames"
+            raise ConfigError(
+                f"{source}: [model.{name}] {type(encoder.module).__name__} takes {what}, which is what the dataset "
+                f"{config.data.dataset!r} has: use another encoder or another data.dataset"
+            )
+        unit = unit_of(encoder.projector)  # patches that it joins on each side
+        budget = max(1, config.data.max_image_tokens // unit**2)
+        specs[name] = ImageSpec(images.patch[0] * unit, budget, *pixels(config, model, name, source))
     return specs
+
+
+def pixels(config: Config, model: Any, name: str, source: str = "config") -> tuple[Any, Any]:
+    """Mean and standard deviation of an image encoder's pixels: the config's, its folder's, or its architecture's.
+
+    Raises ConfigError where trained weights were made with nobody knows which.
+    """
+    spec = config.model.encoders()[name]
+    known = pixel_statistics(model.encoders[name].module.config.model_type)
+    if known is None and spec.path is not None and (spec.mean is None or spec.std is None):
+        raise ConfigError(
+            f"{source}: {spec.path} has no preprocessor_config.json that says which mean and std of pixels the encoder "
+            f"was trained with: give [model.{name}] mean and std, three numbers each"
+        )
+    mean, std = known or HALF
+    return tuple(spec.mean or mean), tuple(spec.std or std)
 
 
 def prepare(config: Config, say: Callable[[str], None], *, source: str = "config") -> Config:
@@ -194,16 +284,19 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     key = (__version__, config.data.model_dump_json(), config.model.model_dump_json(), config.run.seed)
     prepared = cache_folder(config.data.cache) / "prepared"
     marker = prepared / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    if marker.exists() and (config.data.dataset == "digits" or find_stamps(config.data.cache) is not None):
+    # Own files may have changed; what was prepared of them is kept by themselves.
+    own = config.data.dataset == "chats"
+    if not own and marker.exists() and (config.data.dataset == "digits" or find_stamps(config.data.cache) is not None):
         return config
-    from interlace.data import ByteTokenizer
     from interlace.train.build import build
 
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizer_of(config, source=source)
     train, _, note = datasets(config, build(config, tokenizer, source=source), tokenizer, source=source, say=say)
     if note:
         say(note)
         return config.model_copy(update={"data": config.data.model_copy(update={"dataset": train.name})})
+    if own:
+        return config
     try:
         prepared.mkdir(parents=True, exist_ok=True)
         marker.touch()
@@ -288,13 +381,11 @@ def _check_context(config: Config, model: Any, splits: list[Any], source: str) -
 def _stamps_settings(config: Config, model: Any, source: str) -> dict[str, Any]:
     from interlace.data.stamps import KINDS
 
-    spec, encoders = config.data, set(config.model.encoders())
+    spec, heard = config.data, {MODALITY[kind] for kind in kinds(model).values()}
     named = {kind.replace("+", "_"): kind for kind in KINDS}
     settings: dict[str, Any] = {
         "weights": {
-            named[key]: weight
-            for key, weight in spec.mixture.model_dump().items()
-            if set(KINDS[named[key]]) <= encoders
+            named[key]: weight for key, weight in spec.mixture.model_dump().items() if set(KINDS[named[key]]) <= heard
         },
         "on_too_large": spec.on_too_large,
         "max_images": spec.max_images,
@@ -303,14 +394,18 @@ def _stamps_settings(config: Config, model: Any, source: str) -> dict[str, Any]:
     }
     if spec.languages is not None:
         settings["languages"] = spec.languages
-    if "audio" in encoders:
-        audio = model.encoders["audio"].module.config
-        settings["mel_bins"] = audio.num_mel_bins
-        longest = audio.max_source_positions / 50.0  # 10 ms frames, halved by the second convolution
+    for name, kind in kinds(model).items():
+        if kind != "audio":
+            continue
+        longest = model.encoders[name].default_shape[1] / 100.0  # frames of 10 ms
         if spec.max_audio_seconds > longest:
+            positions = getattr(model.encoders[name].module.config, "max_source_positions", None)
+            where, hint = f"[model.{name}]", "lower it"
+            if positions is not None:
+                where = f"[model.{name}.config] max_source_positions = {positions}"
+                hint = f"lower the one or raise the other to {math.ceil(spec.max_audio_seconds * positions / longest)}"
             raise ConfigError(
-                f"{source}: [data] max_audio_seconds = {spec.max_audio_seconds:g}, but [model.audio.config] "
-                f"max_source_positions = {audio.max_source_positions} holds only {longest:g} s; lower the one or "
-                f"raise the other to {math.ceil(spec.max_audio_seconds * 50)}"
+                f"{source}: [data] max_audio_seconds = {spec.max_audio_seconds:g}, but {where} holds only "
+                f"{longest:g} s; {hint}"
             )
     return settings

@@ -1,106 +1,158 @@
-"""AdamW with a learning rate and weight decay per module, linear warm-up and cosine decay.
+"""Optimizers with a learning rate and weight decay per parameter group, and the schedules of learning rates.
+
+    adamw       torch's AdamW, fused; with ``train.offload_optimizer`` its state in host memory
+    sgd         torch's SGD with momentum; weight decay is added to gradients there
+    adafactor   torch's Adafactor (arXiv 1804.04235): of the second moment of a matrix, a row and a column; steps are
+                relative to the size of a weight, and lr is the most that a step may be
+    muon        torch's Muon for the matrices of linear layers but the head (Newton-Schulz in bf16; updates scaled to
+                the size of AdamW's, so that its learning rates fit: arXiv 2502.16982), AdamW for all else
 
 State is keyed by global parameter name, not by position, so it can be saved by one layout and loaded by another.
 Parameters without a gradient in a step (their modality was absent) keep weight and state untouched, as in one process.
+The first two compute element by element, so ranks may have pieces of weights; the others need whole ones (`tuning`
+refuses them elsewhere).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from interlace.plan.memory import StateSize
 from interlace.train.offload import MOMENTS, OffloadedAdamW
-from interlace.train.schema import Config, Train
+from interlace.train.schema import Config
+from interlace.train.schema_train import Train
+
+if TYPE_CHECKING:
+    from interlace.parallel.region import Region
+    from interlace.train.tuning import Rates
 
 
 def schedule_length(train: Train) -> int:
     """Steps over which the learning rate is planned."""
-    return train.schedule_steps or train.steps
+    return train.schedule_steps or train.last_step
 
 
 def lr_factor(step: int, train: Train) -> float:
-    """What the peak learning rates are multiplied by in `step` (1-based): warm-up 0 -> 1, then cosine -> min_lr_ratio.
+    """What the peak learning rates are multiplied by in `step` (1-based): warm-up 0 -> 1, then as ``train.schedule``.
 
     The last warm-up step and the first after it both use about the peak; the last of the schedule's steps, and those
-    beyond it, use the minimum.
+    beyond it, use the minimum, but with "constant".
     """
     if step <= train.warmup_steps:
         return step / train.warmup_steps
-    after = schedule_length(train) - train.warmup_steps
-    progress = min(1.0, (step - train.warmup_steps) / after) if after > 0 else 1.0
-    return train.min_lr_ratio + (1.0 - train.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def settings_of(name: str, config: Config) -> tuple[float, float]:
-    """(peak learning rate, weight decay) of the parameter `name`, a global name such as ``encoders.vision.module...``.
-
-    Values of its module come before ``[train]``'s; a projector's own rate before its encoder's.
-    """
-    train, lr, decay = config.train, None, None
-    parts = name.split(".")
-    if parts[0] == "encoders":
-        encoder = config.model.encoders()[parts[1]]
-        lr, decay = encoder.lr, encoder.weight_decay
-        if parts[2] == "projector" and encoder.projector_lr is not None:
-            lr = encoder.projector_lr
-    else:
-        lr, decay = config.model.language_model.lr, config.model.language_model.weight_decay
-    return (train.lr if lr is None else lr), (train.weight_decay if decay is None else decay)
+    length = schedule_length(train)
+    begins = train.warmup_steps if train.schedule != "wsd" else max(length - train.decay_of(length), train.warmup_steps)
+    after = length - begins
+    progress = min(1.0, max(0, step - begins) / after) if after > 0 else 1.0
+    if train.schedule == "constant":
+        return 1.0
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if train.schedule == "cosine" else 1.0 - progress
+    return train.min_lr_ratio + (1.0 - train.min_lr_ratio) * left
 
 
 class Optimizer:
-    """AdamW over this rank's `parameters` (global name, parameter); frozen ones are passed over."""
+    """The optimizer of this rank's `parameters` (global name, parameter), each as `rates` says; others are frozen."""
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: Config) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: Config, rates: Mapping[str, Rates]
+    ) -> None:
         self.config = config
         self.parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
-        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        self.kinds = {name: rates[name].optimizer for name in self.parameters}
+        groups: dict[str, dict[tuple[float, float], list[nn.Parameter]]] = {}
         for name, parameter in self.parameters.items():
-            lr, decay = settings_of(name, config)
+            each = rates[name]
             # Norms, biases and other vectors are not decayed: they scale and shift, they do not overfit.
-            groups.setdefault((lr, decay if parameter.dim() > 1 else 0.0), []).append(parameter)
-        self.peaks = [lr for lr, _ in groups]
-        self.adamw: torch.optim.AdamW | None = None
-        if groups:  # a rank that holds only frozen stages has nothing to optimise
-            given = [{"params": members, "lr": lr, "weight_decay": decay} for (lr, decay), members in groups.items()]
-            betas, eps = (config.train.betas[0], config.train.betas[1]), config.train.eps
-            if config.train.offload_optimizer:
-                self.adamw = OffloadedAdamW(given, betas=betas, eps=eps)
-            else:
-                self.adamw = torch.optim.AdamW(given, betas=betas, eps=eps, fused=True)
+            key = (each.lr, each.decay if parameter.dim() > 1 else 0.0)
+            groups.setdefault(each.optimizer, {}).setdefault(key, []).append(parameter)
+        self.made: dict[str, torch.optim.Optimizer] = {}
+        self.peaks: dict[str, list[float]] = {}
+        for kind, members in groups.items():  # none on a rank that holds only frozen stages
+            given = [{"params": each, "lr": lr, "weight_decay": decay} for (lr, decay), each in members.items()]
+            self.made[kind] = _make(kind, given, config.train)
+            self.peaks[kind] = [lr for lr, _ in members]
 
     def step(self, step: int) -> float:
         """One update with the learning rates of `step` (1-based); drops the gradients; returns ``train.lr``'s rate."""
         factor = lr_factor(step, self.config.train)
-        if self.adamw is not None:
-            for group, peak in zip(self.adamw.param_groups, self.peaks, strict=True):
+        for kind, optimizer in self.made.items():
+            for group, peak in zip(optimizer.param_groups, self.peaks[kind], strict=True):
                 group["lr"] = peak * factor
-            self.adamw.step()
-            self.adamw.zero_grad(set_to_none=True)
+            optimizer.step()
+        self.zero_grad()
         return self.config.train.lr * factor
 
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for optimizer in self.made.values():
+            optimizer.zero_grad(set_to_none=True)
+
     def state(self) -> dict[str, Tensor]:
-        """Tensors to save: ``exp_avg.<FQN>``, ``exp_avg_sq.<FQN>``, ``step.<FQN>`` of every trainable parameter.
+        """Tensors to save, such as ``exp_avg.<FQN>`` and ``step.<FQN>`` of every trainable parameter.
 
         Parameters that have had no gradient yet appear with zeros, which is what their first update starts from. These
         are the optimizer's own tensors: a checkpoint that is loaded fills them in place.
         """
+        return {f"{key}.{name}": tensor for name in self.parameters for key, tensor in self._state_of(name).items()}
+
+    def regions(self, regions: Mapping[str, Region]) -> dict[str, Region]:
+        """Of those of `state` that are pieces, as their parameters are by `regions`: where they lie in the whole."""
         return {
-            f"{key}.{name}": self._state_of(parameter)[key]
+            f"{key}.{name}": regions[name]
             for name, parameter in self.parameters.items()
-            for key in (*MOMENTS, "step")
+            if name in regions
+            for key, tensor in self._state_of(name).items()
+            if key != "step" and tensor.shape == parameter.shape
         }
 
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        assert self.adamw is not None
-        if isinstance(self.adamw, OffloadedAdamW):
-            return self.adamw.state_of(parameter)
-        state: dict[str, Tensor] = self.adamw.state[parameter]
-        if not state:  # exactly what AdamW makes at the first update
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for key in MOMENTS:
-                state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        parameter, optimizer = self.parameters[name], self.made[self.kinds[name]]
+        if isinstance(optimizer, OffloadedAdamW):
+            return optimizer.state_of(parameter)
+        state: dict[str, Tensor] = optimizer.state[parameter]
+        if not state:  # exactly what the optimizer makes at the first update
+            state.update(_first_state(self.kinds[name], parameter, self.config.train))
         return state
+
+
+def state_sizes(config: Config, model: nn.Module, rates: Mapping[str, Rates]) -> dict[str, StateSize]:
+    """Of each trained parameter what its optimizer keeps, and what ``train.ema`` does, by its first name."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if name in rates:
+            first = _first_state(rates[name].optimizer, parameter, config.train)
+            alike = sum(key != "step" and tensor.shape == parameter.shape for key, tensor in first.items())
+            rest = sum(t.nbytes for key, t in first.items() if key == "step" or t.shape != parameter.shape)
+            found[name] = StateSize(alike + (config.train.ema is not None), rest)
+    return found
+
+
+def _make(kind: str, groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
+    betas = (train.betas[0], train.betas[1])
+    if kind == "adamw" and train.offload_optimizer:
+        return OffloadedAdamW(groups, betas=betas, eps=train.eps)
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, betas=betas, eps=train.eps, fused=True)
+    if kind == "sgd":
+        return torch.optim.SGD(groups, momentum=train.momentum)
+    if kind == "muon":
+        return torch.optim.Muon(groups, momentum=train.momentum, adjust_lr_fn="match_rms_adamw")
+    return torch.optim.Adafactor(groups)
+
+
+def _first_state(kind: str, parameter: nn.Parameter, train: Train) -> dict[str, Tensor]:
+    like = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    if kind == "adamw":
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": step} | {key: torch.zeros_like(like) for key in MOMENTS}
+    if kind == "adafactor":
+        step = torch.zeros((), dtype=torch.float32)  # on the host, as torch has it
+        if parameter.dim() < 2:
+            return {"step": step, "variance": like}
+        return {"step": step, "row_var": like[..., :1].clone(), "col_var": like[..., :1, :].clone()}
+    return {"momentum_buffer": like} if train.momentum or kind == "muon" else {}

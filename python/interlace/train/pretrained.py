@@ -6,17 +6,19 @@ encoder in one of Whisper.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from interlace.model.patterns import base_name, is_adapter
 from interlace.parallel.region import Region
-from interlace.train.families import read_json
+from interlace.train.architectures import read_json
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 MADE_ANEW = (".inv_freq", ".position_ids")  # buffers that older versions of the library saved
@@ -46,29 +48,112 @@ class Stored(NamedTuple):
         return boxes[0] if len(boxes) == 1 else torch.cat(boxes, region.dim)
 
 
-def find(module: nn.Module, folder: Path) -> dict[str, Stored]:
-    """Where `folder` has each parameter of `module`, by its first name.
+class Made(NamedTuple):
+    """A weight that files hold in other pieces than the library's module: experts one by one, two maps as one.
 
-    The module's names and those of the folder may differ by what stands before all of them. Raises ValueError when a
-    parameter is missing or of another shape, and when the folder has more than the module beside a parameter or among
-    the layers: a bias, a norm or a layer that would be left out changes every result.
+    sources: (pattern of the library's converter, tensor), in order; first: the first name of those that it makes of
+    them; name: the one that is meant.
     """
-    stored = _contents(folder)
-    names = dict(module.named_parameters(remove_duplicate=False))
-    wanted = dict(module.named_parameters())
-    own, theirs = _prefixes(wanted, stored)
-    key_of = {name: theirs + name.removeprefix(own) for name in names}
+
+    converter: Any
+    sources: list[tuple[str, Stored]]
+    first: str
+    name: str
+    config: Any
+
+    def read(self, region: Region | None = None) -> Tensor:
+        """The tensor, or what `region` has of it. Raises ValueError when it cannot be read any more."""
+        whole = self.made_of([stored.read() for _, stored in self.sources])
+        return whole if region is None else region.piece(whole)
+
+    def made_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What the library makes of the sources' tensors. Raises ValueError where it cannot."""
+        converter = copy.deepcopy(self.converter)
+        for (pattern, stored), tensor in zip(self.sources, tensors, strict=True):
+            converter.add_tensor(self.first, stored.key, pattern, tensor)
+        try:
+            made = converter.convert(self.first, config=self.config)[self.name]
+        except Exception as error:  # whatever it raises for pieces that do not fit each other
+            raise ValueError(f"{self.name} cannot be made of {self.sources[0][1].key} and others: {error}") from None
+        result: Tensor = made[0] if isinstance(made, list) else made
+        return result
+
+
+Source = Stored | Made
+
+
+def find(module: nn.Module, folder: Path) -> dict[str, Source]:
+    """Where `folder` has each parameter of `module`, by its first name; adapters (LoRA) are in no such folder.
+
+    The module's names and those of the folder may differ by what stands before all of them, and as the library's own
+    conversions say. Raises ValueError when a parameter is missing or of another shape, and when the folder has more
+    than the module beside a parameter or among the layers: a bias, a norm or a layer that would be left out changes
+    every result.
+    """
+    files = contents_of(folder)
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not is_adapter(name)]
+    wanted = {name: weight for name, weight in module.named_parameters() if not is_adapter(name)}
     kind = type(module).__name__
-    if missing := [name for name in wanted if key_of[name] not in stored or not name.startswith(own)]:
+    stored: Mapping[str, Source] = files
+    key_of = _keys(wanted, names, stored)
+    if any(key_of[name] not in stored for name in wanted):
+        renamed = converted(module, files)
+        keys = _keys(wanted, names, renamed)
+        if sum(keys[name] in renamed for name in wanted) >= sum(key_of[name] in stored for name in wanted):
+            stored, key_of = renamed, keys
+    if missing := [name for name in wanted if key_of[name] not in stored]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{folder} has no weight {key_of[missing[0]]!r}{more}, which {kind} needs")
     if left := _left_over(set(stored) - set(key_of.values()), key_of.values()):
         raise ValueError(
             f"{folder} has {left[0]!r}, which {kind} with this config has not: it would compute something else than "
-            "the model that was saved; leave out family and config, so that they are read from the folder"
+            "the model that was saved; leave out config, so that it is read from the folder"
         )
-    _check_shapes(wanted, {name: stored[key_of[name]] for name in wanted})
-    return {name: stored[key_of[name]] for name in wanted}
+    found = {name: stored[key_of[name]] for name in wanted}
+    check_shapes(wanted, found)
+    return found
+
+
+def _keys(wanted: Collection[str], names: Collection[str], stored: Collection[str]) -> dict[str, str]:
+    """Name of a parameter -> the key that it should have in the folder."""
+    base = {name: base_name(name) for name in names}
+    own, theirs = _prefixes([base[name] for name in wanted], stored)
+    return {name: theirs + key.removeprefix(own) if key.startswith(own) else key for name, key in base.items()}
+
+
+def converted(module: nn.Module, contents: Mapping[str, Stored]) -> dict[str, Source]:
+    """The contents of a folder under the names that the library gives them when it reads them into `module`."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+    except ImportError:  # of an older version, which reads files as they are
+        return dict(contents)
+    conversions = get_model_conversion_mapping(module)
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
+    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: dict[str, Source] = {}
+    pieces: dict[str, list[tuple[str, Stored]]] = {}
+    for key in sorted(contents, key=_natural):
+        name, pattern = rename_source_key(key, renamings, converters)
+        if pattern is not None:
+            pieces.setdefault(name, []).append((pattern, contents[key]))
+        elif name in found:
+            found[key] = contents[key]  # two of the same name: as it is
+        else:
+            found[name] = contents[key]
+    for first, sources in pieces.items():
+        converter = converter_of[sources[0][0]]
+        start = converter.target_patterns[0]
+        for target in converter.target_patterns:
+            name = first.replace(start, target, 1)
+            found[name] = Made(converter, sources, first, name, getattr(module, "config", None))
+    return found
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    """Sorts experts 2 and 10 as numbers."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]
 
 
 def _left_over(more: Collection[str], used: Collection[str]) -> list[str]:
@@ -94,7 +179,7 @@ def _prefixes(wanted: Collection[str], stored: Collection[str]) -> tuple[str, st
     return max(votes, key=lambda pair: (votes[pair], -len(pair[0]), -len(pair[1])), default=("", ""))
 
 
-def _contents(folder: Path) -> dict[str, Stored]:
+def contents_of(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder's safetensors files, by key."""
     if (folder / INDEX).exists():
         files = read_json(folder / INDEX).get("weight_map")
@@ -121,11 +206,20 @@ def _shapes(file: Path) -> dict[str, list[int]]:
         raise ValueError(f"{file} is damaged: {error}; copy it again") from None
 
 
-def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Stored]) -> None:
-    shapes = {file: _shapes(file) for file in {stored.file for stored in found.values()}}
-    for name, parameter in wanted.items():
-        file, key = found[name]
+def check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Source]) -> None:
+    used = [each for source in found.values() for each in _tensors_of(source)]
+    shapes = {file: _shapes(file) for file in {stored.file for stored in used}}
+    for file, key in used:
         if key not in shapes[file]:
             raise ValueError(f"{file} has no {key!r}, where {INDEX} says it is; copy the folder again, whole")
-        if shapes[file][key] != list(parameter.shape):
-            raise ValueError(f"{file}: {key} is {shapes[file][key]}, the config makes it {list(parameter.shape)}")
+    for name, parameter in wanted.items():
+        source = found[name]
+        theirs = [torch.empty(shapes[file][key], device="meta") for file, key in _tensors_of(source)]
+        shape = list((theirs[0] if isinstance(source, Stored) else source.made_of(theirs)).shape)
+        file, key = _tensors_of(source)[0]
+        if shape != list(parameter.shape):
+            raise ValueError(f"{file}: {key} is {shape}, the config makes it {list(parameter.shape)}")
+
+
+def _tensors_of(source: Source) -> list[Stored]:
+    return [source] if isinstance(source, Stored) else [stored for _, stored in source.sources]

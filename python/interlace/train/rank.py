@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from interlace.train import device as devices
 from interlace.train import offload, report, runfolder
@@ -19,11 +20,13 @@ from interlace.train.checkpoint import checkpoints
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.checkpoint.identity import identity_of
 from interlace.train.config import ConfigError
-from interlace.train.feed import PIXELS, Feed, datasets, report_left_out
+from interlace.train.feed import Feed, datasets, kinds, pixels, report_left_out
 from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
 from interlace.train.metrics import HELD_OUT, LOSS, free_memory
 from interlace.train.schema import Config
+from interlace.train.schema_train import Train
+from interlace.train.texts import tokenizer_of
 from interlace.train.trainer import BLANK, StopRequest, Trainer
 
 MOST_OF_FREE = 0.8
@@ -88,10 +91,9 @@ def _train(
     torch.set_num_threads(config.parallel.threads or launcher.default_threads(local_world))
     torch.manual_seed(config.run.seed)
 
-    from interlace.data import ByteTokenizer
     from interlace.run import parallelize
 
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizer_of(config, source=source)
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
     stored = stored_weights(config, model, source=source) if resume is None else {}  # a checkpoint has all of them
@@ -114,13 +116,15 @@ def _train(
                 checkpointing=config.train.activation_checkpointing,
                 sequence_parallel=config.parallel.sequence_parallel,
                 context_order=config.parallel.context_order,
-                autocast=torch.bfloat16 if config.train.precision == "bf16" else None,
+                autocast=devices.AUTOCAST[config.train.precision],
                 timeout=config.parallel.timeout,
                 crash_folder=folder / "crash",
             )
     except ValueError as error:  # of the layout: every rank has it, before any has met another
         raise ConfigError(f"{source}: [parallel]: {error}") from None
     initialize(parallel, seed=config.run.seed, stored=stored)
+    if config.train.compile:
+        devices.compile_layers(parallel, device, source=source)
     gather = startup.gather if world > 1 else None
     train, held_out, note = datasets(config, model, tokenizer, gather=gather, source=source)
     if note and train.name != config.data.dataset:
@@ -139,9 +143,19 @@ def _train(
         batch_size=config.train.batch_size,
         seed=config.run.seed,
         validation_samples=config.train.validation_samples,
-        wanted=partial(parallel.wanted, microbatches=config.train.microbatches, chunks=config.chunks()),
+        wanted=partial(
+            parallel.wanted,
+            microbatches=None if config.data.pack else config.train.microbatches,
+            chunks=config.chunks(),
+        ),
+        row_tokens=config.data.max_tokens if config.data.pack else None,
     )
     cleanup.callback(feed.close)
+    config = with_steps(config, feed.loader.batches, source=source)
+    if rank == 0:
+        say_trained(config, model)
+        if resume is None:
+            runfolder.write_config(folder, config)  # again, with the steps of its epochs
     with startup.bounded("making the process group of the trainer"):
         trainer = Trainer(config, model, parallel, feed, folder, stop=lambda: stop.number, lock=held)
     startup.close()
@@ -152,6 +166,10 @@ def _train(
             launcher.say(f"going on from {path}")
             if trainer.step == config.train.steps:
                 launcher.say(f"all {trainer.step} steps are trained already; raise train.steps to train more")
+            elif trainer.verdict.ends(config.train.early_stop):
+                launcher.say(
+                    f"the run was ended after step {trainer.step} by train.early_stop; raise its patience to train more"
+                )
     elif rank == 0:
         draw_mask(model, feed, folder / "mask.png")
     outcome = trainer.run()
@@ -165,6 +183,36 @@ def _train(
     if rank != 0:
         return 0
     return folder, outcome, model, tokenizer, feed
+
+
+def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "config") -> Config:
+    """The config with as many steps as its epochs have batches; `batches` says how many an epoch has.
+
+    Raises ConfigError where they are fewer than the warm-up, or none.
+    """
+    train = config.train
+    if train.epochs is None:
+        return config
+    whole = int(train.epochs)
+    steps = sum(batches(epoch) for epoch in range(whole))
+    if train.epochs > whole:
+        steps += round((train.epochs - whole) * batches(whole))
+    table = train.model_dump() | {"steps": steps, "epochs": None}
+    try:
+        return config.model_copy(update={"train": Train.model_validate(table)})
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        raise ConfigError(
+            f"{source}: [train] epochs = {train.epochs:g} of this data make steps = {steps}: {why}"
+        ) from None
+
+
+def say_trained(config: Config, model: Any) -> None:
+    """Says what is trained, and how."""
+    from interlace.train.tuning import rates, summary
+
+    for line in summary(model, rates(config, model)):
+        launcher.say(f"interlace: {line}")
 
 
 def other_data(config: Config, note: str, name: str, *, prepared: bool, source: str) -> Config:
@@ -254,22 +302,28 @@ def close(
     }
     if BLANK in metrics:
         rows["items_read_as_blank"] = metrics[BLANK]
+    best = -1 if config.checkpoint.best is None else outcome["verdict"].step
+    if best >= 0:
+        rows |= {"best_step": best, "best_held_out_loss": outcome["verdict"].best}
     report.write_summary(folder, rows)
     with optional("the baselines"):
         baselines = feed.baselines(tokenizer.vocab_size)
-        rows |= {f"{name.split('_')[0]}_byte_baseline": nats for name, nats in baselines.items()}
+        rows |= {f"{name}_baseline": nats for name, nats in baselines.items()}
     wants_accuracy = held_out.name == "digits" and config.log.accuracy_samples > 0
     if config.log.samples or wants_accuracy:
         with optional("the answers to held-out samples"):
             check_room(model)
-            whole = load_whole(config, folder, tokenizer, source)
+            whole = load_whole(config, folder, tokenizer, source, best=best)
             if wants_accuracy:
                 rows["held_out_accuracy"] = report.accuracy(whole, held_out, tokenizer, config)
             if config.log.samples:
                 picks = report.spread_by_kind(held_out, config.log.samples)
                 answers = report.held_out_answers(whole, held_out, picks, tokenizer, config)
-                vision = config.model.vision
-                report.write_page(answers, folder, config, PIXELS[vision.family if vision is not None else "siglip"])
+                shown = {
+                    name: pixels(config, whole, name) if kind == "image" else None
+                    for name, kind in kinds(whole).items()
+                }
+                report.write_page(answers, folder, config, shown)
     report.write_summary(folder, rows)
     with contextlib.suppress(OSError, SystemExit):  # nobody reads it any more
         report.print_summary(rows, f"{config.run.name}: trained")
@@ -286,11 +340,13 @@ def check_room(model: Any) -> None:
         )
 
 
-def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any:
-    """The whole model in this process, from the run's newest checkpoint."""
+def load_whole(config: Config, folder: Path, tokenizer: Any, source: str, *, best: int = -1) -> Any:
+    """The whole model in this process, from the run's checkpoint of step `best`, by default the newest."""
     model = build(config, tokenizer, source=source)
     materialize(model, seed=config.run.seed)
-    path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
+    path: Path | None = runfolder.checkpoints_of(folder) / checkpointfolder.name_of(best)
+    if best < 0:
+        path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
     if path is None:
         raise checkpoints.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
     checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))

@@ -21,6 +21,8 @@ import torch
 from interlace.train import answers as greedy
 from interlace.train.schema import Config
 
+Pixels = Mapping[str, tuple[Any, Any] | None]
+
 
 @dataclass
 class Answer:
@@ -41,7 +43,7 @@ def held_out_answers(model: Any, dataset: Any, indices: Sequence[int], tokenizer
     samples = [dataset.sample(i, 0) for i in indices]
     said = greedy.answer(
         model,
-        [greedy.prompt_of(sample) for sample in samples],
+        [greedy.prompt_of(sample, model.placeholders) for sample in samples],
         end=tokenizer.EOS,
         max_new_tokens=config.log.max_new_tokens,
     )
@@ -63,7 +65,7 @@ def spread_by_kind(dataset: Any, count: int) -> list[int]:
     """Indices of up to `count` held-out samples that take the kinds of samples in turn."""
     kinds: dict[str, list[int]] = {}
     for index in range(min(len(dataset), 64 * max(count, 1))):
-        kinds.setdefault(dataset.recipe(index, 0).kind, []).append(index)
+        kinds.setdefault(dataset.kind(index), []).append(index)
     chosen: list[int] = []
     while len(chosen) < count and any(kinds.values()):
         for indices in kinds.values():
@@ -72,8 +74,11 @@ def spread_by_kind(dataset: Any, count: int) -> list[int]:
     return chosen
 
 
-def write_page(answers: Sequence[Answer], folder: Path, config: Config, pixels: tuple[Any, Any]) -> None:
-    """samples.html (self-contained) and samples.png: media, true answer, generated answer of each sample."""
+def write_page(answers: Sequence[Answer], folder: Path, config: Config, pixels: Pixels) -> None:
+    """samples.html (self-contained) and samples.png: media, true answer, generated answer of each sample.
+
+    pixels: mean and std of what each encoder sees; None of one that hears.
+    """
     cards = []
     for answer in answers:
         pictures = "".join(
@@ -117,18 +122,22 @@ def _shown(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _pictures(answer: Answer, pixels: tuple[Any, Any]) -> list[tuple[str, np.ndarray]]:
+def _pictures(answer: Answer, pixels: Pixels) -> list[tuple[str, np.ndarray]]:
     """The sample's images as uint8 [H, W, 3] and its clips as grey spectrograms."""
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in pixels)
     pictures = []
-    for item in answer.sample.media.get("vision", []):
-        image = (item.data.float() * std + mean).clamp(0, 1)
-        pictures.append(("image", (image * 255).round().byte().permute(1, 2, 0).numpy()))
-    for item in answer.sample.media.get("audio", []):
-        mel = item.data.float().flip(0)
-        low, high = float(mel.min()), float(mel.max())
-        grey = ((mel - low) / max(high - low, 1e-6) * 255).byte().numpy()
-        pictures.append(("speech", np.repeat(grey[:, :, None], 3, axis=2)))
+    for name, scale in pixels.items():
+        for item in answer.sample.media.get(name, []):
+            if scale is not None and len(item.shape) != 3:  # patches or tiles, as a processor cut them
+                continue
+            if scale is not None:
+                mean, std = (torch.tensor(values).view(3, 1, 1) for values in scale)
+                image = (item.data.float() * std + mean).clamp(0, 1)
+                pictures.append(("image", (image * 255).round().byte().permute(1, 2, 0).numpy()))
+                continue
+            mel = item.data.float().flip(0)
+            low, high = float(mel.min()), float(mel.max())
+            grey = ((mel - low) / max(high - low, 1e-6) * 255).byte().numpy()
+            pictures.append(("speech", np.repeat(grey[:, :, None], 3, axis=2)))
     return pictures
 
 
@@ -140,7 +149,7 @@ def _png(image: np.ndarray) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _draw(answers: Sequence[Answer], path: Path, config: Config, pixels: tuple[Any, Any]) -> None:
+def _draw(answers: Sequence[Answer], path: Path, config: Config, pixels: Pixels) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -2,27 +2,21 @@
 
 One pydantic model per TOML section; the text under a field is its documentation and pydantic's ``description`` of it.
 Values are checked strictly (``"100"`` is not a number) and unknown keys are refused (`config.load` names the nearest
-valid one). What needs the model library to check, the keys of a HuggingFace ``config`` table, is checked in `build`.
+valid one). What needs the model library to check, architectures and the keys of their ``config``, `build` checks.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import difflib
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-MOST = 2**31 - 1  # of anything that is counted
-WEEK = 7 * 86_400.0
-Positive = Annotated[int, Field(gt=0, le=MOST)]
-NotNegative = Annotated[int, Field(ge=0, le=MOST)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Rate = Annotated[float, Field(ge=0.0, le=1e6)]
-
-
-class Section(BaseModel):
-    """Base of all sections: strict types, no unknown keys, field docstrings become descriptions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True)
+from interlace.train.schema_base import NotNegative, Positive, Section
+from interlace.train.schema_data import Data
+from interlace.train.schema_model import Model
+from interlace.train.schema_parallel import EncoderParallel, Parallel
+from interlace.train.schema_train import Train
 
 
 class Run(Section):
@@ -42,274 +36,6 @@ class Run(Section):
     lacks one, such as for interpolated position embeddings, it warns and goes on."""
 
 
-class Encoder(Section):
-    """One modality's encoder and the projector that maps its features to the language model's width."""
-
-    family: Literal["siglip", "clip", "whisper"]
-    """HuggingFace architecture: siglip and clip for vision, whisper (its encoder half) for audio. With a ``path`` it is
-    read there."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    """Keys of the family's HuggingFace config class that differ from its defaults."""
-    path: Annotated[str, Field(min_length=1)] | None = None
-    """Folder that HuggingFace's ``save_pretrained`` wrote: the weights to start from (by default random ones), and
-    family and config where no family is given. Each rank reads what it holds; the projector starts at random."""
-    projector: Literal["linear", "mlp"] = "mlp"
-    """What maps encoder features to the language model's hidden size."""
-    downsample: Positive = 1
-    """So many encoder tokens per side (vision) or in time (audio) become one language model token."""
-    freeze: bool = False
-    """Keep the encoder's weights as they are (its projector still trains)."""
-    freeze_projector: bool = False
-    """Keep the projector's weights as they are."""
-    lr: Rate | None = None
-    """Peak learning rate of the encoder; by default ``train.lr``."""
-    projector_lr: Rate | None = None
-    """Peak learning rate of the projector; by default the encoder's."""
-    weight_decay: Rate | None = None
-    """Decoupled weight decay of encoder and projector; by default ``train.weight_decay``."""
-
-
-class LanguageModel(Section):
-    """The language model that reads text and the encoders' features."""
-
-    family: Literal["llama", "qwen2"]
-    """HuggingFace architecture of the causal language model. With a ``path`` it is read there."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    """Keys of the family's HuggingFace config class that differ from its defaults; ``vocab_size`` follows the
-    tokenizer unless given."""
-    path: Annotated[str, Field(min_length=1)] | None = None
-    """Folder that HuggingFace's ``save_pretrained`` wrote: the weights to start from (by default random ones), and
-    family and config where no family is given. Each rank reads what it holds."""
-    freeze: bool = False
-    """Keep the language model's weights as they are."""
-    lr: Rate | None = None
-    """Peak learning rate; by default ``train.lr``."""
-    weight_decay: Rate | None = None
-    """Decoupled weight decay; by default ``train.weight_decay``."""
-
-
-class Model(Section):
-    """The multimodal model: any of the encoders, and a language model."""
-
-    vision: Encoder | None = None
-    """The image encoder; without this table the model sees no images."""
-    audio: Encoder | None = None
-    """The speech encoder; without this table the model hears nothing."""
-    language_model: LanguageModel
-    """The language model; the only module that must exist."""
-
-    def encoders(self) -> dict[str, Encoder]:
-        """The configured encoders by module name, in the order of their streams."""
-        return {name: spec for name in ("vision", "audio") if (spec := getattr(self, name)) is not None}
-
-    @model_validator(mode="after")
-    def _families(self) -> Model:
-        if self.vision is not None and self.vision.family == "whisper":
-            raise ValueError("vision.family is 'whisper', which hears; use 'siglip' or 'clip'")
-        if self.audio is not None and self.audio.family != "whisper":
-            raise ValueError(f"audio.family is {self.audio.family!r}, which sees; use 'whisper'")
-        return self
-
-
-class Mixture(Section):
-    """Relative weights of the kinds of samples drawn from the stamps; 0 leaves a kind out."""
-
-    image: Rate = 0.35
-    """One picture, answer its caption."""
-    speech: Rate = 0.2
-    """A spoken description, answer it in writing, in the language of the speech."""
-    image_speech: Rate = 0.2
-    """A picture and the speech about it, answer the caption."""
-    images: Rate = 0.15
-    """Several pictures, answer all their captions."""
-    text: Rate = 0.1
-    """A caption, answer it in another language."""
-
-
-class Data(Section):
-    """What the model learns from."""
-
-    dataset: Literal["stamps", "digits"]
-    """stamps: Debian's Tux Paint stamps (images, speech, captions in many languages), fetched on first use, or the
-    digits when they cannot be had; digits: scikit-learn's handwritten digits, image -> "seven"."""
-    cache: str | None = None
-    """Folder for fetched files and decoded items; by default ``$INTERLACE_CACHE``, else ``~/.cache/interlace``."""
-    mixture: Mixture = Field(default_factory=Mixture)
-    """Weights of the kinds of samples (stamps); kinds whose encoder the model lacks are left out."""
-    languages: Annotated[list[str], Field(min_length=1)] | None = None
-    """Language codes of captions and speech to use, such as ``["en", "fr"]``; by default the ten with most speech."""
-    held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Fraction of the stamps (with all their languages), or of the digits, that is never trained on."""
-    max_image_tokens: Positive = 64
-    """Most patches of one image, before the encoder's ``downsample`` divides them."""
-    on_too_large: Literal["downscale", "error"] = "downscale"
-    """What happens to an image over its budget: scaled down keeping its aspect, or an error that names it."""
-    max_images: Annotated[int, Field(ge=2, le=MOST)] = 3
-    """Most pictures in a sample with several."""
-    max_audio_seconds: Annotated[float, Field(gt=0.0, le=WEEK)] = 6.0
-    """Longer clips are skipped and counted."""
-    max_caption_bytes: Positive = 160
-    """Longer captions are skipped and counted."""
-    digit_size: Positive | None = None
-    """Side in pixels to which the 8 x 8 digits are enlarged; by default the patch size, at least 8 (digits)."""
-    digit_jitter: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
-    """Strength of random distortions of the training digits, new in every epoch; 1 moves them by up to half a pixel,
-    turns them by up to 8 degrees and stretches them by up to 10 % (digits)."""
-
-
-class Train(Section):
-    """The optimisation."""
-
-    steps: Positive
-    """Optimizer steps of the whole run."""
-    batch_size: Positive
-    """Samples per step, over all microbatches of all replicas."""
-    microbatches: Positive = 1
-    """Into how many microbatches each replica of the language model cuts a step; the pipeline fills with them."""
-    lr: Rate = 1e-3
-    """Peak learning rate of modules that name none of their own."""
-    min_lr_ratio: Fraction = 0.1
-    """The cosine ends at this fraction of the peak."""
-    warmup_steps: NotNegative = 20
-    """Steps of linear warm-up from 0 to the peak."""
-    schedule_steps: Positive | None = None
-    """Steps after which the learning rate has come down to its minimum, where it stays; by default ``train.steps``. A
-    run that goes on for more steps than it was begun with has to say whether its rate keeps to the old plan."""
-    weight_decay: Rate = 0.05
-    """Decoupled weight decay; never applied to norms, biases and other vectors."""
-    betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
-    """AdamW's decay rates of the first and second moment."""
-    eps: Annotated[float, Field(gt=0.0, le=1e6)] = 1e-8
-    """AdamW's denominator offset."""
-    clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    """Gradients are scaled down to this global norm; ``inf`` leaves them as they are."""
-    offload_optimizer: bool = False
-    """Keep AdamW's moments in host memory and compute the update there: GPUs then hold weights and gradients alone. For
-    ranks on GPUs."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 runs matrix products under autocast; weights, gradients and their sums, the loss and optimizer state stay
-    fp32."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """What backward computes again instead of keeping it. none: nothing; full: each layer, of which its input is kept;
-    selective: only what is cheap, as the results of matrix products and of attention are kept, too."""
-    validate_every: NotNegative = 100
-    """Steps between two measurements of the held-out loss; 0 measures it only at the end."""
-    validation_samples: Positive = 64
-    """How many held-out samples a measurement takes."""
-
-    @property
-    def recompute(self) -> bool:
-        """Whether layers with a backward take another forward. What "selective" repeats (norms, activations, additions)
-        is counted as nothing: its matrix products are kept."""
-        return self.activation_checkpointing == "full"
-
-    @model_validator(mode="after")
-    def _fits(self) -> Train:
-        if self.microbatches > self.batch_size:
-            raise ValueError(
-                f"microbatches = {self.microbatches} is more than batch_size = {self.batch_size}; "
-                "a microbatch needs at least one sample"
-            )
-        name = "steps" if self.schedule_steps is None else "schedule_steps"
-        if self.warmup_steps > getattr(self, name):
-            raise ValueError(f"warmup_steps = {self.warmup_steps} is more than {name} = {getattr(self, name)}")
-        return self
-
-
-class ModuleParallel(Section):
-    """How one module is spread over ranks: tp * cp for each of the pp stages of each of its dp replicas."""
-
-    tp: Positive = 1
-    """Ranks among which the weights of each layer are cut (tensor parallelism)."""
-    cp: Positive = 1
-    """Ranks among which the tokens of a sequence are cut (context parallelism)."""
-    pp: Positive = 1
-    """Pipeline stages of the module."""
-    dp: Positive | None = None
-    """Replicas of the module, by default ``parallel.dp``; each module spreads the samples of a step over its own."""
-    shard: Literal["none", "optimizer", "full"] = "none"
-    """What ranks with the same weights share out among them instead of each keeping all of it. none: nothing;
-    optimizer: summed gradients and the optimizer's state; full: weights too, whole only while a step uses them."""
-    shard_ranks: Positive | None = None
-    """Among how many ranks each share is; by default all that have the same weights."""
-
-    @model_validator(mode="after")
-    def _shares(self) -> ModuleParallel:
-        if self.shard_ranks is not None and (self.shard == "none" or self.shard_ranks < 2):
-            raise ValueError(
-                f"shard_ranks = {self.shard_ranks} with shard = {self.shard!r} shares nothing: give 2 ranks or more "
-                "and shard = 'optimizer' or 'full', or leave shard_ranks out"
-            )
-        return self
-
-
-class EncoderParallel(ModuleParallel):
-    """How an encoder is spread over ranks, and its share of a step over time."""
-
-    chunks: Positive | None = None
-    """Forward and backward passes of each replica in a step; by default as many as ``train.microbatches``, and 1 with
-    placement 'shared'. Fewer and larger ones fill the device better; what the language model reads waits for them."""
-
-
-class Parallel(Section):
-    """Which rank runs what."""
-
-    placement: Literal["parallel", "colocated", "shared", "replicated", "chain"] = "colocated"
-    """parallel: each encoder has ranks of its own; colocated: all encoders share the same ranks, stage by stage;
-    shared: all modules run on the same ranks, one after the other, each with its own degrees; replicated: every rank
-    of the language model runs all encoders; chain: the chain of all layers, encoders first, is cut into ``ranks``
-    ranges of equal cost, the cut that ``interlace plan`` calls frozen-aware."""
-    vision: EncoderParallel | None = None
-    """How the vision encoder is spread; by default it is one stage."""
-    audio: EncoderParallel | None = None
-    """How the audio encoder is spread; by default it is one stage."""
-    language_model: ModuleParallel = Field(default_factory=ModuleParallel)
-    """How the language model is spread; by default it is one stage."""
-    ranks: Positive | None = None
-    """Ranks of one replica, where all modules have one dp; by default one for each stage that the placement makes. With
-    fewer, neighbouring stages share a rank; 1 runs a replica in one process. A chain has no default."""
-    dp: Positive = 1
-    """Replicas of every module that says nothing else; each takes its share of every batch."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of the chunks' forward and backward passes."""
-    sequence_parallel: bool = True
-    """Inside the blocks of modules with tensor parallelism, each rank works on its part of the rows between the
-    products: less memory for the same result. false keeps all rows on every rank."""
-    context_order: Literal["lpt", "zigzag", "ring"] = "lpt"
-    """Which tokens a context-parallel rank has: lpt balances attention under the batch's own mask, zigzag under a
-    causal one, ring gives each rank neighbours."""
-    timeout: Annotated[float, Field(ge=0.1, le=WEEK)] = 60.0
-    """Seconds after which a rank that waits for a dead or hung one gives up, naming it. It also bounds how far apart
-    ranks may start; one that fetches or decodes data is waited for as long as it gives signs of life."""
-    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
-    """Threads per rank; by default the machine's cores divided by the ranks on it."""
-
-    def module(self, name: str) -> ModuleParallel:
-        """How the module `name` is spread."""
-        spec: ModuleParallel | None = getattr(self, name)
-        return ModuleParallel() if spec is None else spec
-
-    def stages(self, name: str) -> int:
-        """Pipeline stages of the module `name`."""
-        return self.module(name).pp
-
-    def replicas(self, name: str) -> int:
-        """Replicas of the module `name`."""
-        dp = self.module(name).dp
-        return self.dp if dp is None else dp
-
-    def ranks_of(self, name: str) -> int:
-        """Ranks of all stages of all replicas of the module `name`, each on ranks of its own."""
-        spec = self.module(name)
-        return spec.tp * spec.cp * spec.pp * self.replicas(name)
-
-    def degrees(self, name: str) -> str:
-        """The degrees of the module `name` in words."""
-        spec = self.module(name)
-        lane = "".join(f"{key} = {value}, " for key, value in (("tp", spec.tp), ("cp", spec.cp)) if value > 1)
-        return f"{lane}pp = {spec.pp}, dp = {self.replicas(name)}"
-
-
 class Checkpoint(Section):
     """Saved state of a run."""
 
@@ -317,6 +43,8 @@ class Checkpoint(Section):
     """Steps between two checkpoints; 0 saves only at the end and on SIGTERM."""
     keep: Positive = 2
     """How many checkpoints stay; older ones are removed after a newer one is complete."""
+    best: Literal["loss"] | None = None
+    """Keep the checkpoint with the least held-out loss, too: it is saved when it is measured."""
     asynchronous: bool = True
     """Write while training goes on, from a copy in host memory. false: training waits, and no copy is made."""
 
@@ -362,8 +90,8 @@ class Config(Section):
 
     def chunks(self) -> dict[str, int]:
         """Chunks per replica and step of the encoders that say how many."""
-        specs = {name: getattr(self.parallel, name) for name in self.model.encoders()}
-        return {name: spec.chunks for name, spec in specs.items() if spec is not None and spec.chunks is not None}
+        specs = {name: self.parallel.module(name) for name in self.model.encoders()}
+        return {n: s.chunks for n, s in specs.items() if isinstance(s, EncoderParallel) and s.chunks is not None}
 
     def uniform(self) -> bool:
         """Whether all modules have equally many replicas, so that the run is made of replicas of the whole model."""
@@ -392,9 +120,15 @@ class Config(Section):
     @model_validator(mode="after")
     def _modules_fit_the_placement(self) -> Config:
         parallel, encoders = self.parallel, self.model.encoders()
-        for name in ("vision", "audio"):
-            if name not in encoders and getattr(parallel, name) is not None:
-                raise ValueError(f"[parallel.{name}] speaks of an encoder that [model] does not have")
+        for name in parallel.encoders():
+            if name not in encoders:
+                near = difflib.get_close_matches(name, self.modules(), n=1)
+                hint = f"; did you mean [parallel.{near[0]}]?" if near else ""
+                raise ValueError(f"[parallel.{name}] speaks of an encoder that [model] does not have{hint}")
+        if taken := [name for name in encoders if name in Parallel.model_fields]:
+            raise ValueError(
+                f"an encoder cannot be called {taken[0]!r}, which is a key of [parallel]: rename [model.*]"
+            )
         stages = {name: parallel.stages(name) for name in self.modules()}
         replicas = {name: parallel.replicas(name) for name in self.modules()}
         lanes = {degree: {n: getattr(parallel.module(n), degree) for n in self.modules()} for degree in ("tp", "cp")}
@@ -478,7 +212,22 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _rows_are_microbatches(self) -> Config:
+        rows = self.train.microbatches * self.parallel.replicas("language_model")
+        if self.data.pack and self.train.batch_size != rows:
+            raise ValueError(
+                f"with data.pack a batch is counted in rows, one per microbatch: train.batch_size = "
+                f"{self.train.batch_size} must be train.microbatches * replicas of the language model = {rows}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _state_has_a_place(self) -> Config:
+        if self.checkpoint.best is not None and not self.train.validate_every:
+            raise ValueError(
+                f"checkpoint.best = {self.checkpoint.best!r} goes by validations: set train.validate_every to the "
+                "steps between two"
+            )
         if self.train.offload_optimizer and self.run.device == "cpu":
             raise ValueError(
                 "train.offload_optimizer = true moves the optimizer's state from a GPU to host memory, but with "

@@ -2,16 +2,17 @@
 
 Every rank runs the same loop over the same batches, each decoding and computing only its share:
 
-    batch -> pipeline forward + backward -> global clip -> AdamW -> metrics, validation, checkpoint -> next step
+    batch -> pipeline forward + backward -> global clip -> optimizer -> metrics, validation, checkpoint -> next step
 
 What must be decided alike (stop on SIGTERM, which checkpoint to go on from) is agreed between the ranks each step
-(`launch.peers`). A checkpoint holds all that the loop's future depends on: weights, moments, step, place in the data,
-generators, the sums of an unfinished logging window; so an interrupted and resumed run repeats the uninterrupted one
-bit for bit.
+(`launch.peers`). A checkpoint holds all that the loop's future depends on: weights, their averages, moments, step,
+place in the data, generators, what validations have said, the scale of losses, the sums of an unfinished logging
+window; so an interrupted and resumed run repeats the uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
@@ -36,9 +38,11 @@ from interlace.train.launch.launcher import StopSignals
 from interlace.train.launch.lock import RunLock
 from interlace.train.launch.peers import Peers
 from interlace.train.metrics import HELD_OUT, LOSS, Clock, LogWindow, Metrics, Screen, memory_gib, pipeline_metrics
-from interlace.train.optim import MOMENTS, Optimizer, lr_factor, schedule_length
+from interlace.train.optim import Optimizer, lr_factor, schedule_length
 from interlace.train.schema import Config
+from interlace.train.watching import Averages, LossScale, Verdict
 
+AVERAGE = "ema"
 READY = 1 << 10  # more than any signal's number
 BLANK = "data/blank_items"  # read as blank since the start of the job, over all ranks
 
@@ -75,6 +79,11 @@ class Progress(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     step: int
+    optimizer: str
+    averaged: bool
+    """Whether averages of the weights are there."""
+    verdict: Verdict
+    loss_scale: LossScale | None
     schedule_steps: int
     """Steps over which the learning rate was planned."""
     feed: dict[str, Any]
@@ -104,6 +113,8 @@ class Trainer:
         quiet: bool = False,
     ) -> None:
         self.config, self.model, self.parallel, self.feed, self.folder = config, model, parallel, feed, folder
+        from interlace.train.tuning import rates  # with the library of models, which the model has loaded by now
+
         self.stop_requested, self.lock = stop, lock
         identity = identity_of(model, architecture(config))
         self.peers = Peers(config.parallel.timeout, allowance=seconds_to_write(identity))
@@ -112,7 +123,10 @@ class Trainer:
         canonical = canonical_names(model)
         self.parameters = {canonical[name]: parameter for name, parameter in parallel.named_parameters()}
         self.regions = {canonical[name]: region for name, region in parallel.regions().items()}
-        self.optimizer = Optimizer(self.parameters.items(), config)
+        self.optimizer = Optimizer(self.parameters.items(), config, rates(config, model))
+        self.averages = None if config.train.ema is None else Averages(self.parameters, config.train.ema)
+        self.verdict = Verdict()
+        self.loss_scale = LossScale() if config.train.precision == "fp16" else None
         self.checkpoints = Checkpoints(
             runfolder.checkpoints_of(folder),
             keep=config.checkpoint.keep,
@@ -146,6 +160,11 @@ class Trainer:
             raise CheckpointError(f"{path}: its progress is damaged: {error.errors()[0]['msg']}") from None
         self._check_goes_on(progress, path)
         self.step = self.saved_step = progress.step
+        self.verdict = progress.verdict
+        if self.loss_scale is not None and progress.loss_scale is not None:
+            self.loss_scale = progress.loss_scale
+        if self.averages is not None and not progress.averaged:
+            self.averages.begin_here()
         self.feed.load_state_dict(progress.feed)
         self.window.__dict__.update(progress.window)
         self.totals, self.last = progress.totals, progress.last
@@ -156,15 +175,20 @@ class Trainer:
     def _check_goes_on(self, progress: Progress, path: Path) -> None:
         """Raises ConfigError when steps lie behind the run already, or would make its learning rate jump."""
         train, reached = self.config.train, progress.step
-        if reached > train.steps:
+        if reached > train.last_step:
             raise ConfigError(
                 f"--resume: {path} is of step {reached}, but train.steps = {train.steps}; raise it, or go on from "
                 f"an earlier checkpoint by naming it (they lie in {path.parent})"
             )
+        if progress.optimizer != train.optimizer:
+            raise ConfigError(
+                f"--resume: {path} has the state of optimizer = {progress.optimizer!r}, which "
+                f"{train.optimizer!r} cannot go on from: keep it, or begin a new run"
+            )
         planned, now = progress.schedule_steps, schedule_length(train)
         before = lr_factor(reached + 1, train.model_copy(update={"schedule_steps": planned}))
         after = lr_factor(reached + 1, train)
-        if train.schedule_steps is None and reached < train.steps and before != after:
+        if train.schedule_steps is None and reached < train.last_step and before != after:
             raise ConfigError(
                 f"--resume: the learning rate was planned over {planned} steps; over train.steps = {now} it would jump "
                 f"from {train.lr * before:.3g} to {train.lr * after:.3g} at step {reached + 1}. Say which is meant: "
@@ -176,21 +200,27 @@ class Trainer:
         """Trains to the last step (or until asked to stop); returns what the summary needs."""
         train, log, every = self.config.train, self.config.log, self.config.checkpoint.every
         metrics = Metrics(self.folder, start=self.step, tensorboard=log.tensorboard) if self.rank == 0 else None
-        screen = Screen(train.steps, self.step, name=self.config.run.name, enabled=not self.quiet)
+        last = train.last_step
+        screen = Screen(last, self.step, name=self.config.run.name, enabled=not self.quiet)
         self.stopped = 0
         try:
-            while self.step < train.steps and not self.stopped:
+            while self.step < last and not self.stopped and not self.verdict.ends(train.early_stop):
                 if self.lock is not None and self.lock.trouble:
                     raise TrainingError(self.lock.trouble)
                 self.step += 1
                 values = self._train_step()
-                if self.step % log.every == 0 or self.step == train.steps:
+                every_so_often = bool(train.validate_every) and self.step % train.validate_every == 0
+                measures = self.step == last or every_so_often
+                # Where validations may end the run, its last line has all there is to say.
+                if self.step % log.every == 0 or self.step == last or (measures and train.early_stop is not None):
                     values |= self._measurements()
                     self.window = LogWindow()
                 else:
                     values = {}
-                if self.step == train.steps or (train.validate_every and self.step % train.validate_every == 0):
+                best = False
+                if measures:
                     values[HELD_OUT] = self.validate()
+                    best = self.verdict.add(self.step, values[HELD_OUT], train.early_stop)
                 if values:
                     self.last |= values
                     if metrics is not None:
@@ -200,18 +230,20 @@ class Trainer:
                     screen.advance(self.step)
                 if self.step == log.trace_step:
                     self._trace()
-                if self.stopped or self.step == train.steps or (every and self.step % every == 0):
+                due = (every and self.step % every == 0) or (best and self.config.checkpoint.best is not None)
+                if self.stopped or self.step == last or due or self.verdict.ends(train.early_stop):
                     self.save()
             self.checkpoints.finish()
         finally:
             screen.close()
             if metrics is not None:
                 metrics.close()
-        finished = self.step == train.steps
+        finished = self.step == last or self.verdict.ends(train.early_stop)
         return {
             "step": self.step,
             "finished": finished,
             "signal": self.stopped,
+            "verdict": self.verdict,
             **self.totals,
             "metrics": dict(self.last),
         }
@@ -225,31 +257,55 @@ class Trainer:
         place = (batch.epoch, batch.position, self.step)
         # With the loss all ranks learn which of them were asked to stop, and so they stop after the same step.
         # Likewise whether all have come to the end of what they write of a checkpoint.
-        result = self.parallel.step(batch.samples, **self._cut, place=place, note=self._note)
+        cut = self._cut if batch.rows is None else self._cut | {"microbatches": None}  # the rows are microbatches
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        result = self.parallel.step(batch.given, **cut, place=place, note=self._note, loss_scale=scale)
         notes = [int(note) for note in result.notes]
         self.stopped = next((note % READY for note in notes if note % READY), 0)
         if all(note >= READY for note in notes):
             self.checkpoints.advance()
-        norm = self.parallel.clip_grad_norm_(self.config.train.clip_norm)
-        if not (math.isfinite(result.loss) and math.isfinite(norm)):
-            raise TrainingError(
-                f"step {self.step}: the loss is {result.loss}, the gradient norm {norm}; the weights are as before "
-                "this step. Lower train.lr or raise train.warmup_steps and go on from the last checkpoint"
-            )
-        lr = self.optimizer.step(self.step)
+        norm = self.parallel.clip_grad_norm_(self.config.train.clip_norm * scale) / scale
+        finite = math.isfinite(result.loss) and math.isfinite(norm)
+        values = {"lr": self._update(result.loss, norm, finite)}
         seconds = time.perf_counter() - began
-        self.window.add(
-            loss=result.loss,
-            tokens=result.tokens,
-            samples=len(batch.samples),
-            read_tokens=batch.tokens,
-            data=data.seconds,
-            seconds=seconds,
-        )
+        if finite:
+            values |= {"grad_norm": norm, "loss_metrics/step_loss": result.loss}
+            self.window.add(
+                loss=result.loss,
+                tokens=result.tokens,
+                samples=len(batch.samples),
+                read_tokens=batch.tokens,
+                data=data.seconds,
+                seconds=seconds,
+            )
         self.totals["seconds"] += seconds
         self.totals["samples"] += len(batch.samples)
         self.totals["tokens"] += batch.tokens
-        return {"lr": lr, "grad_norm": norm, "loss_metrics/step_loss": result.loss}
+        return values
+
+    def _update(self, loss: float, norm: float, finite: bool) -> float:
+        """Train the weights with the gradients of this step; returns ``train.lr``'s rate of it.
+
+        Under fp16 a step whose gradients overflow is left out. Raises TrainingError for one that no scale helps.
+        """
+        scaling = self.loss_scale
+        scale = 1.0 if scaling is None else scaling.scale
+        if scaling is not None:
+            scaling.took(finite)
+        if not finite and (scaling is None or scaling.lost):
+            raise TrainingError(
+                f"step {self.step}: the loss is {loss}, the gradient norm {norm}; the weights are as before "
+                "this step. Lower train.lr or raise train.warmup_steps and go on from the last checkpoint"
+            )
+        if not finite:
+            self.optimizer.zero_grad()
+            return self.config.train.lr * lr_factor(self.step, self.config.train)
+        if scale != 1.0:
+            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], 1.0 / scale)
+        lr = self.optimizer.step(self.step)
+        if self.averages is not None:
+            self.averages.update()
+        return lr
 
     def _note(self) -> float:
         """What the others learn with the loss: the signal that this rank got, and READY if a checkpoint may advance."""
@@ -261,17 +317,24 @@ class Trainer:
         values = self.window.metrics() | pipeline_metrics(self._timeline())
         blank = sum(self.peers.exchange(f"counting what step {self.step} could not read", self.feed.blank_items))
         values |= {BLANK: blank} if blank else {}
+        if self.loss_scale is not None:
+            values |= {"fp16/loss_scale": self.loss_scale.scale, "fp16/skipped_steps": self.loss_scale.skipped}
         return values | {"memory/max_active(GiB)": max(memory), "memory/all_ranks(GiB)": sum(memory)}
 
     def validate(self) -> float:
-        """Mean loss over the held-out samples, in nats per target token. Collective."""
+        """Mean loss over the held-out samples, in nats per target token. Collective.
+
+        With averaged weights, where they are kept and ``train.ema_evaluate`` says so.
+        """
         size = self.config.train.batch_size
         total, tokens = 0.0, 0
+        averaged = self.averages is not None and self.config.train.ema_evaluate
         self.parallel.train(False)
-        for start in range(0, len(self.feed.held_out), size):
-            result = self.parallel.evaluate(self.feed.held_out[start : start + size], **self._cut)
-            total += result.loss * result.tokens
-            tokens += result.tokens
+        with self.averages.in_place() if self.averages is not None and averaged else contextlib.nullcontext():
+            for start in range(0, len(self.feed.held_out), size):
+                result = self.parallel.evaluate(self.feed.held_out[start : start + size], **self._cut)
+                total += result.loss * result.tokens
+                tokens += result.tokens
         self.parallel.train(True)
         return total / max(tokens, 1)
 
@@ -281,6 +344,10 @@ class Trainer:
             return
         progress = Progress(
             step=self.step,
+            optimizer=self.config.train.optimizer,
+            averaged=self.averages is not None,
+            verdict=self.verdict,
+            loss_scale=self.loss_scale,
             schedule_steps=schedule_length(self.config.train),
             feed=self.feed.state_dict(),
             window=self.window.__dict__,
@@ -288,13 +355,17 @@ class Trainer:
             last=self.last,
         )
         write = self.checkpoints.begin if self.config.checkpoint.asynchronous else self.checkpoints.save
-        write(self.step, *self._state(), progress.model_dump())
+        best = -1 if self.config.checkpoint.best is None else self.verdict.step
+        write(self.step, *self._state(), progress.model_dump(), best=best)
         self.saved_step = self.step
 
     def _state(self) -> tuple[dict[str, Tensor | Piece], dict[str, Tensor | Piece]]:
-        """What this rank holds of the weights and of the optimizer's state, in place."""
-        moments = {f"{key}.{name}": region for name, region in self.regions.items() for key in MOMENTS}
-        return pieces_of(self.parameters, self.regions), pieces_of(self.optimizer.state(), moments)
+        """What this rank holds of the weights, and of the optimizer's state and averages, in place."""
+        state, regions = self.optimizer.state(), self.optimizer.regions(self.regions)
+        if self.averages is not None:
+            state |= {f"{AVERAGE}.{name}": average for name, average in self.averages.held.items()}
+            regions |= {f"{AVERAGE}.{name}": self.regions[name] for name in self.averages.held if name in self.regions}
+        return pieces_of(self.parameters, self.regions), pieces_of(state, regions)
 
     def _timeline(self) -> Any:
         with self.peers.waiting(f"gathering the timeline of step {self.step}"):

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from interlace.model import MultimodalModel
+from interlace.model.lora import lora_layers, reset_adapter
+from interlace.model.patterns import base_name
 from interlace.model.slice import clone
 from interlace.parallel.families import around
 from interlace.train.checkpoint.identity import canonical_names
@@ -54,8 +56,11 @@ def _part_with_values(
     def fill(prefix: str, module: nn.Module) -> None:
         above = [f for f in families if prefix == f or f == "" or _inside(prefix, [f])]
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_seed_of(seed, prefix))  # and not those of the GPUs
-            if above:
+            torch.default_generator.manual_seed(_seed_of(seed, base_name(prefix)))  # and not those of the GPUs
+            if module in adapted:
+                torch.default_generator.manual_seed(_seed_of(seed, f"{prefix}.lora"))
+                reset_adapter(module)
+            elif above:
                 families[max(above, key=len)]._init_weights(module)
             elif callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
@@ -64,6 +69,7 @@ def _part_with_values(
     real: dict[int, Any] = {id(p): nn.Parameter(_on_the_host(p), p.requires_grad) for p in whole.parameters()}
     real |= {id(buffer): _on_the_host(buffer) for buffer in whole.buffers()}
     part = copy.deepcopy(whole, real)  # the memo: for these tensors their copies are taken
+    adapted = [layer for _, layer in lora_layers(part)]
     for name, module in reversed(list(part.named_modules())):  # children first, as the library's rules expect
         inside = [f"{_join(place, name)}.{key}" for key, _ in module.named_parameters(remove_duplicate=False)]
         if not inside or any(first[key] == key for key in inside):  # a tied weight is its first name's to fill

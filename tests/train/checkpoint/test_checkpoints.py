@@ -30,7 +30,7 @@ def nothing_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LATE_SECONDS", 0.0)
 
 
-ARCHITECTURE = {"language_model": {"family": "llama", "config": {"hidden_size": 4}}}
+ARCHITECTURE = {"language_model": {"architecture": "LlamaForCausalLM", "config": {"hidden_size": 4}}}
 
 
 def _model(width: int = 4) -> nn.Module:
@@ -238,7 +238,9 @@ def test_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Pa
     store = ck.Checkpoints(
         tmp_path,
         keep=1,
-        identity=identity_of(wide, {"language_model": {"family": "llama", "config": {"hidden_size": 8}}}),
+        identity=identity_of(
+            wide, {"language_model": {"architecture": "LlamaForCausalLM", "config": {"hidden_size": 8}}}
+        ),
     )
     with pytest.raises(ck.CheckpointError) as error:
         store.load(path, dict(wide.named_parameters()), {})

@@ -40,7 +40,9 @@ def _model() -> nn.Module:
 
 
 def _store(folder: Path, model: nn.Module) -> ck.Checkpoints:
-    return ck.Checkpoints(folder, keep=2, identity=identity_of(model, {"language_model": {"family": "llama"}}))
+    return ck.Checkpoints(
+        folder, keep=2, identity=identity_of(model, {"language_model": {"architecture": "LlamaForCausalLM"}})
+    )
 
 
 def _saved(folder: Path) -> Path:

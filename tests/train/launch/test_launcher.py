@@ -193,7 +193,7 @@ def test_run_folders_and_what_resume_means(tmp_path: Path) -> None:
     config = from_table(
         {
             "run": {"name": "tiny", "folder": str(tmp_path)},
-            "model": {"language_model": {"family": "llama"}},
+            "model": {"language_model": {"architecture": "LlamaForCausalLM"}},
             "data": {"dataset": "digits"},
             "train": {"steps": 20, "batch_size": 1},
         }
@@ -225,7 +225,7 @@ def test_the_newest_run_is_the_last_begun_whatever_the_clock_says(
     config = from_table(
         {
             "run": {"name": "tiny", "folder": str(tmp_path)},
-            "model": {"language_model": {"family": "llama"}},
+            "model": {"language_model": {"architecture": "LlamaForCausalLM"}},
             "data": {"dataset": "digits"},
             "train": {"steps": 20, "batch_size": 1},
         }

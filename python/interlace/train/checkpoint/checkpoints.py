@@ -138,6 +138,7 @@ class Checkpoints:
         self.folder, self.keep, self.identity, self.check = Path(folder), keep, identity, check
         self.peers = peers or Peers(60.0, allowance=seconds_to_write(identity))
         self.rank = self.peers.rank
+        self.best = -1  # the step of a checkpoint that stays; none
         self._writing: _Writing | None = None
 
     def save(
@@ -146,6 +147,8 @@ class Checkpoints:
         parameters: Mapping[str, Tensor | Piece],
         optimizer: Mapping[str, Tensor | Piece],
         progress: Mapping[str, Any],
+        *,
+        best: int = -1,
     ) -> Path:
         """Writes this rank's `parameters` (by FQN) and `optimizer` tensors (``exp_avg.<FQN>`` ...) with the rest.
 
@@ -154,7 +157,7 @@ class Checkpoints:
         Returns the finished folder. Raises TrainingError on every rank when anything fails on any (a full disk leaves
         only a draft).
         """
-        self.begin(step, parameters, optimizer, progress, copy=False)
+        self.begin(step, parameters, optimizer, progress, copy=False, best=best)
         self.finish()
         return self.folder / name_of(step)
 
@@ -166,13 +169,16 @@ class Checkpoints:
         progress: Mapping[str, Any],
         *,
         copy: bool = True,
+        best: int = -1,
     ) -> None:
         """Begins what `save` does and returns as soon as the tensors are copied to host memory and may change again.
 
         One that is still being written is finished first. `advance`, when every rank is `ready`, or `finish` do the
-        rest, and raise what went wrong. Without `copy` the tensors must be left alone until then.
+        rest, and raise what went wrong. Without `copy` the tensors must be left alone until then. The checkpoint of
+        step `best` stays beside the newest ones.
         """
         self.finish()
+        self.best = best
         final = name_of(step)
         draft = self.folder / self.peers.on_first(f"beginning checkpoint {final}", lambda: self._begin(final))
         state: dict[str, Any] = {f"model.{name}": detached(tensor) for name, tensor in parameters.items()}
@@ -354,6 +360,8 @@ class Checkpoints:
     def _retain(self, step: int) -> None:
         older = [path for path in complete(self.folder) if step_of(path) <= step]
         for path in older[self.keep :]:
+            if step_of(path) == self.best:
+                continue
             shutil.rmtree(path, ignore_errors=True)  # the new one is there: what is left over may not end the run
         for ending in (TORN, SUPERSEDED):  # the newest is kept, in case somebody wants to look at it
             aside = [path for path in self.folder.glob(f"step-*{ending}") if path.is_dir()]

@@ -15,77 +15,116 @@ def generate(options: argparse.Namespace) -> int:
     """``interlace generate``: one answer from a checkpoint."""
     import torch
 
-    from interlace import data
+    from interlace.data import IGNORE, Sample
     from interlace.train.answers import answer
     from interlace.train.build import architecture, build, materialize
     from interlace.train.checkpoint import checkpoints
     from interlace.train.checkpoint import folder as checkpointfolder
     from interlace.train.checkpoint.identity import identity_of
-    from interlace.train.feed import media_specs
+    from interlace.train.texts import tokenizer_of
 
-    folder, at = _checkpoint_of(options.run)
+    folder, at = checkpoint_of(options.run)
     source = str(folder / "config.toml")
     config = load(source)
     if options.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {options.max_new_tokens}: at least 1")
+    if not (options.image or options.speech or options.prompt):
+        raise ConfigError("nothing to answer: give --image, --speech or --prompt")
     known = languages(config)
     if options.language not in known:
         raise ConfigError(f"--language {options.language}: this run's answers are in {', '.join(known)}")
-    tokenizer = data.ByteTokenizer()
+    tokenizer = tokenizer_of(config, source=source)
     model: Any = build(config, tokenizer, source=source)
-    specs = media_specs(config, model)
-    items: list[tuple[str, Any]] = []
-    for modality, paths, read in (
-        ("vision", options.image, data.load_image),
-        ("audio", options.speech, data.load_audio),
-    ):
-        for path in paths:
-            if modality not in specs:
-                raise ConfigError(f"{path}: the model of {folder} has no {modality} encoder")
-            if not path.is_file():
-                raise ConfigError(f"{path}: a folder, not a file" if path.is_dir() else f"{path}: no such file")
-            try:
-                items.append((modality, read(path, specs[modality])))
-            except ImportError as error:
-                raise ConfigError(f"{path}: {error}") from None
-    if not items and not options.prompt:
-        raise ConfigError("nothing to answer: give --image, --speech or --prompt")
+    for path in (*options.image, *options.speech):
+        if not path.is_file():
+            raise ConfigError(f"{path}: a folder, not a file" if path.is_dir() else f"{path}: no such file")
+    read = _chat if config.data.dataset == "chats" else _caption
+    ids, media = read(config, model, tokenizer, options, folder)
     materialize(model, seed=config.run.seed)
     path = at or checkpointfolder.newest(runfolder.checkpoints_of(folder))
     if path is None:
         raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
     checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))
+    longest, room = options.max_new_tokens, model.max_length
+    if room is not None:
+        if len(ids) > room:
+            raise ConfigError(
+                f"the prompt is {len(ids)} tokens long (text in bytes or words, media take more), but the model of "
+                f"{folder} reads max_position_embeddings = {room}; give less"
+            )
+        longest = min(longest, room - len(ids) + 1)  # the last token is not read again
+    prompt = Sample(ids, torch.full_like(ids, IGNORE), media, "prompt")
+    (tokens,) = answer(model, [prompt], end=tokenizer.EOS, max_new_tokens=longest)
+    print(tokenizer.decode(tokens))
+    return 0
+
+
+def _caption(config: Config, model: Any, tokenizer: Any, options: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
+    """Ids and media of what the stamps and digits teach: media, a text, a language."""
+    import torch
+
+    from interlace import data
+    from interlace.train.feed import kinds, media_specs
+
+    specs = media_specs(config, model, source=str(folder / "config.toml"))
+    items: list[tuple[str, Any]] = []
+    for kind, paths, read in (("image", options.image, data.load_image), ("audio", options.speech, data.load_audio)):
+        encoders = [name for name, its in kinds(model).items() if its == kind]
+        for path in paths:
+            if not encoders:
+                raise ConfigError(f"{path}: the model of {folder} has no encoder of {kind}")
+            try:
+                items += [(name, read(path, specs[name])) for name in encoders]
+            except ImportError as error:
+                raise ConfigError(f"{path}: {error}") from None
     media: dict[str, list[Any]] = {}
     runs = []
     for modality, tensor in items:
         count = model.encoders[modality].tokens(tuple(tensor.shape))
         media.setdefault(modality, []).append(data.Media(tuple(tensor.shape), count, tensor))
         runs.append((modality, count))
-    ids = torch.tensor(tokenizer.prompt(runs, options.language, options.prompt))
-    longest, room = options.max_new_tokens, model.max_length
-    if room is not None:
-        if len(ids) > room:
-            raise ConfigError(
-                f"the prompt is {len(ids)} tokens long (each byte of text is one, media take more), but the model of "
-                f"{folder} reads max_position_embeddings = {room}; give less"
-            )
-        longest = min(longest, room - len(ids) + 1)  # the last token is not read again
-    prompt = data.Sample(ids, torch.full_like(ids, data.IGNORE), media, "prompt")
-    (tokens,) = answer(model, [prompt], end=tokenizer.EOS, max_new_tokens=longest)
-    print(tokenizer.decode(tokens))
-    return 0
+    return torch.tensor(tokenizer.prompt(runs, options.language, options.prompt)), media
+
+
+def _chat(config: Config, model: Any, tokenizer: Any, options: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
+    """Ids and media of a chat in which it is the model's turn."""
+    import torch
+
+    from interlace.data import Media
+    from interlace.data.chats_media import look_at
+    from interlace.data.chats_shapes import BrokenSampleError, Chat, Part, Turn
+    from interlace.data.chats_tokens import Encoded
+    from interlace.train.feed import chat_format
+
+    files = [("image", path) for path in options.image] + [("audio", path) for path in options.speech]
+    parts = [Part(kind, path=str(path)) for kind, path in files]
+    parts += [Part("text", options.prompt)] * bool(options.prompt)
+    # An answer of any kind shows where the model's turn begins.
+    chat = Chat((Turn("user", tuple(parts), False), Turn("assistant", (Part("text", "x"),), True)))
+    chats = chat_format(config, model, tokenizer, str(folder / "config.toml"))
+    try:
+        encoded = chats.encode(chat, [look_at(part.kind, part.path, decode=False) for part in chat.media])
+        stop = encoded.targets.index(True)
+        encoded = Encoded(encoded.ids[:stop], encoded.targets[:stop], encoded.items)
+        loaded = chats.load(chat, encoded)
+    except (BrokenSampleError, ImportError) as error:
+        raise ConfigError(str(error)) from None
+    media: dict[str, list[Any]] = {}
+    for item, data in zip(encoded.items, loaded, strict=True):
+        media.setdefault(item.encoder, []).append(Media(item.shape, item.tokens, data, about=item.about))
+    return torch.tensor(encoded.ids), media
 
 
 def languages(config: Config) -> tuple[str, ...]:
     """The languages that a run of `config` learns to answer in."""
     from interlace.data.stamps import LANGUAGES
 
-    if config.data.dataset == "digits":
+    if config.data.dataset != "stamps":
         return ("en",)
     return tuple(config.data.languages or LANGUAGES)
 
 
-def _checkpoint_of(path: Path) -> tuple[Path, Path | None]:
+def checkpoint_of(path: Path) -> tuple[Path, Path | None]:
     """(run folder, checkpoint or None for the newest) of what the user named."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such run folder")

@@ -133,8 +133,6 @@ class LayoutFacts:
 
 def of_config(config: Config, model: Any, costs: Costs, microbatches: int, source: str) -> LayoutFacts:
     """The facts of the config's own layout, all replicas of it. Raises ConfigError where a rank could not hold it."""
-    import torch
-
     from interlace.plan.memory import activation_bytes, rank_memory
     from interlace.run import stage_durations
     from interlace.run.gradients import BUCKET_BYTES
@@ -143,9 +141,11 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
     from interlace.schedule.memory import peak
     from interlace.train.build import build_layout
     from interlace.train.commands import planning
+    from interlace.train.device import AUTOCAST
+    from interlace.train.optim import state_sizes
+    from interlace.train.tuning import rates
 
     layout = build_layout(config, model, source=source)
-    autocast = torch.bfloat16 if config.train.precision == "bf16" else None
     try:
         rows = config.parallel.sequence_parallel
         weights = weights_of(model, layout, sequence_parallel=rows)
@@ -154,7 +154,7 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
             layout,
             checkpointing=config.train.activation_checkpointing,
             sequence_parallel=rows,
-            autocast=autocast,
+            autocast=AUTOCAST[config.train.precision],
             items=_items(config, model),
         )
         loads = _loads(config, model, activations, planning.chunk_sizes(config, layout, microbatches))
@@ -171,6 +171,7 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
             held,
             bucket_bytes=BUCKET_BYTES,
             offload_optimizer=config.train.offload_optimizer,
+            state=state_sizes(config, model, rates(config, model)),
             by_layer=by_layer,
         )
     except ValueError as error:
@@ -215,12 +216,10 @@ def _by_layer(schedule: Any) -> frozenset[tuple[int, str]]:
 
 
 def _items(config: Config, model: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of a clip that fills its budget: shorter ones are padded to the encoder's length in part."""
-    if config.model.audio is None:
-        return {}
-    encoder = model.encoders["audio"]
-    mels, frames = encoder.default_shape
-    return {"audio": (mels, min(frames, round(config.data.max_audio_seconds * 100)))}
+    """Of each encoder that hears, the shape of a clip that fills its budget: it is padded to the encoder's length."""
+    clips = {name: encoder.default_shape for name, encoder in model.encoders.items() if encoder.kind == "audio"}
+    longest = round(config.data.max_audio_seconds * 100)
+    return {name: (*shape[:-1], min(shape[-1], longest)) for name, shape in clips.items()}
 
 
 def _loads(config: Config, model: Any, activations: Mapping[str, Any], sizes: Mapping[str, float]) -> dict[str, Any]:

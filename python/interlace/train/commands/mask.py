@@ -9,14 +9,14 @@ from interlace.train.config import ConfigError, load
 
 def mask(options: argparse.Namespace) -> int:
     """``interlace mask``: the attention mask of the first training samples of a config, packed into one row."""
-    from interlace.data import ByteTokenizer
     from interlace.train.build import build
     from interlace.train.feed import datasets
+    from interlace.train.texts import tokenizer_of
 
     if options.samples < 1:
         raise ConfigError(f"--samples {options.samples}: at least 1")
     config = load(options.config, options.set)
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizer_of(config, source=str(options.config))
     model = build(config, tokenizer, source=str(options.config))
     train_data, _, note = datasets(config, model, tokenizer, source=str(options.config))
     if note:

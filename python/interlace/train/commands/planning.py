@@ -37,6 +37,7 @@ def plan(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     from interlace.train.commands import layout as layouts
+    from interlace.train.tuning import rates, summary
 
     config, model, costs = _load(options)
     microbatches = options.microbatches or config.train.microbatches
@@ -59,6 +60,8 @@ def plan(options: argparse.Namespace) -> int:
     layouts.show(found, console)
     if options.picture is not None:
         console.print(f"wrote {options.picture}")
+    for line in summary(model, rates(config, model)):
+        console.print(line)
     console.print()
     table = Table(
         title=f"{config.run.name}: {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch')}", title_justify="left"
@@ -163,8 +166,8 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
-    from interlace.data import ByteTokenizer
     from interlace.train.build import build
+    from interlace.train.texts import tokenizer_of
 
     for name in ("ranks", "microbatches"):
         if getattr(options, name, None) is not None and getattr(options, name) < 1:
@@ -172,7 +175,7 @@ def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
     if options.tflops is not None and options.tflops <= 0:
         raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
     config = load(options.config, options.set)
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizer_of(config, source=str(options.config))
     model = build(config, tokenizer, source=str(options.config))
     if options.profile:
         return config, model, _profiled(config, model, tokenizer, str(options.config))

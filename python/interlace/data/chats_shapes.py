@@ -1,0 +1,259 @@
+"""One record of somebody's file -> a chat: the two common shapes made one, and what is wrong with a record said.
+
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "..."}]},
+                  {"role": "assistant", "content": "..."}]}
+    {"conversations": [{"from": "human", "value": "<image>\\n..."}, {"from": "gpt", "value": "..."}], "image": "a.png"}
+
+and what lies between: messages whose text has tags (<image>, <video>, <audio>) with the files listed beside them
+(`images`, `videos`, `audios`), typed items without a file that take the next of these lists, `system` beside the turns.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KINDS = ("image", "video", "audio")
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+}
+TAG = re.compile(r"<(image|video|audio)>")
+FILE_KEYS = ("path", "url")
+
+BROKEN = {
+    "encoding": "the line is no text in UTF-8",
+    "json": "the line is no JSON",
+    "record": "the record is no object with messages or conversations",
+    "turns": "the list of turns is missing, empty or of other things than turns",
+    "role": "a role that is not known",
+    "order": "roles in an order that no chat has",
+    "content": "content that is neither text nor a list of typed items",
+    "type": "an item of an unknown type",
+    "empty": "a turn that says nothing",
+    "weight": "a weight that is neither 0 nor 1",
+    "targets": "no turn that the model could learn from",
+    "media count": "tags and files that differ in number",
+    "media key": "a list of files that is no list of paths",
+    "url": "a file on a network",
+    "missing file": "a file that is not there",
+    "no file": "a folder or device in the place of a file",
+    "broken file": "a file that cannot be decoded",
+    "no encoder": "media that the model cannot take",
+    "size": "a picture of a size that the encoder or its processor refuses",
+    "template": "a chat that the chat template refuses",
+    "placeholder": "text that contains a placeholder token",
+    "too long": "more tokens than data.max_tokens",
+}
+"""What can be wrong with a record: kind -> in words."""
+
+
+class BrokenSampleError(ValueError):
+    """A record that cannot be a sample; `kind` is a key of BROKEN, the message says what exactly."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        assert kind in BROKEN, kind
+        super().__init__(reason)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a turn: kind "text" with its text, or one of KINDS with the path of its file."""
+
+    kind: str
+    text: str = ""
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message. learn: whether the loss is taken on it (of the assistant's only)."""
+
+    role: str
+    parts: tuple[Part, ...]
+    learn: bool
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A checked record: an optional system turn, then user and assistant in turns, the assistant last."""
+
+    turns: tuple[Turn, ...]
+
+    @property
+    def media(self) -> list[Part]:
+        """Its media in the order in which the text has them."""
+        return [part for turn in self.turns for part in turn.parts if part.kind != "text"]
+
+
+def parse(record: Any, folder: Path) -> Chat:
+    """The chat that a record says; relative paths start at `folder`. Raises BrokenSampleError."""
+    if not isinstance(record, Mapping):
+        raise BrokenSampleError("record", f"the record is {_kind(record)}, not an object")
+    llava = "conversations" in record
+    key = "conversations" if llava else "messages"
+    if key not in record:
+        raise BrokenSampleError("record", f"has neither messages nor conversations, but {sorted(map(str, record))}")
+    turns = record[key]
+    if not isinstance(turns, (list, tuple)) or not turns:
+        raise BrokenSampleError("turns", f"{key} is {_kind(turns)}; a list of at least one turn is wanted")
+    files = {kind: _Files(kind, record, folder) for kind in KINDS}
+    made = [_turn(turn, number, llava, files, folder) for number, turn in enumerate(turns, 1)]
+    if isinstance(record.get("system"), str) and record["system"].strip():
+        made.insert(0, Turn("system", (Part("text", record["system"]),), False))
+    for beside in files.values():
+        beside.check_used()
+    _check_order(made)
+    if not any(turn.learn for turn in made):
+        raise BrokenSampleError("targets", "every answer has weight 0: nothing is left to learn")
+    return Chat(tuple(made))
+
+
+class _Files:
+    """The files of one kind that a record lists beside its turns, handed out in order."""
+
+    def __init__(self, kind: str, record: Mapping[str, Any], folder: Path) -> None:
+        self.kind, self.folder, self.tags = kind, folder, 0
+        found = [key for key in (kind, f"{kind}s") if record.get(key) is not None]
+        if len(found) > 1:
+            raise BrokenSampleError("media key", f"has both {found[0]} and {found[1]}: give one of the two")
+        value = record[found[0]] if found else []
+        self.given = bool(found)
+        self.paths = list(value) if isinstance(value, (list, tuple)) else [value]
+
+    def next(self) -> str:
+        self.tags += 1
+        if self.tags > len(self.paths):
+            return ""  # found out by check_used, which knows how many tags there are in all
+        return local_path(self.paths[self.tags - 1], self.kind, self.folder)
+
+    def check_used(self) -> None:
+        if self.tags != len(self.paths):
+            raise BrokenSampleError(
+                "media count", f"the text has {self.tags} {self.kind} tags, but {len(self.paths)} files are listed"
+            )
+
+
+def local_path(value: Any, kind: str, folder: Path) -> str:
+    """The absolute path of what names a file. Raises BrokenSampleError for networks and inline data."""
+    if isinstance(value, Mapping):  # {"path": ...}, OpenAI's {"url": ...}
+        value = next((value[key] for key in FILE_KEYS if value.get(key)), None)
+    if not isinstance(value, str) or not value:
+        raise BrokenSampleError("media key", f"{kind} is {_kind(value)}; the path of a file is wanted")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value) or value.startswith("data:"):
+        where = "inline data" if value.startswith("data:") else value
+        raise BrokenSampleError(
+            "url",
+            f"{kind} is {where[:120]}: training reads local files only, as a network that fails would change the "
+            "samples; save it to a file and give its path",
+        )
+    return os.path.join(folder, value)  # an absolute value replaces the folder
+
+
+def _turn(turn: Any, number: int, llava: bool, files: Mapping[str, _Files], folder: Path) -> Turn:
+    role_key, text_key = ("from", "value") if llava else ("role", "content")
+    if not isinstance(turn, Mapping):
+        raise BrokenSampleError("turns", f"turn {number} is {_kind(turn)}, not an object")
+    missing = [key for key in (role_key, text_key) if key not in turn]
+    if missing:
+        raise BrokenSampleError("turns", f"turn {number} has no {' and no '.join(missing)}")
+    if not isinstance(turn[role_key], str) or turn[role_key] not in ROLES:
+        raise BrokenSampleError("role", f"turn {number} is from {turn[role_key]!r}; known: {', '.join(ROLES)}")
+    role, content = ROLES[turn[role_key]], turn[text_key]
+    if isinstance(content, str):
+        parts = _tagged(content, files, newline=llava)
+    elif isinstance(content, (list, tuple)):
+        parts = [_typed(item, number, files, folder) for item in content]
+    else:
+        raise BrokenSampleError("content", f"turn {number} has content {_kind(content)}; text or a list is wanted")
+    said = "".join(part.text for part in parts).strip()
+    if not said and (role != "user" or not any(part.kind != "text" for part in parts)):
+        raise BrokenSampleError("empty", f"turn {number} ({role}) is empty")
+    return Turn(role, _merged(parts), _learns(turn, role, number))
+
+
+def _tagged(text: str, files: Mapping[str, _Files], *, newline: bool) -> list[Part]:
+    """Text cut at its tags. newline: one line break beside a tag belongs to it, as LLaVA's files write them."""
+    parts: list[Part] = []
+    at = 0
+    for tag in TAG.finditer(text):
+        before = text[at : tag.start()]
+        at = tag.end()
+        if newline and text.startswith("\n", at):
+            at += 1
+        elif newline and before.endswith("\n"):
+            before = before[:-1]
+        parts += [Part("text", before), Part(tag[1], path=files[tag[1]].next())]
+    return [*parts, Part("text", text[at:])]
+
+
+def _typed(item: Any, number: int, files: Mapping[str, _Files], folder: Path) -> Part:
+    if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
+        raise BrokenSampleError("content", f"turn {number} has an item without a type: {_kind(item)}")
+    kind = item["type"].removesuffix("_url")  # image_url: OpenAI's name
+    if kind == "text":
+        if not isinstance(item.get("text"), str):
+            raise BrokenSampleError("content", f"turn {number} has a text item whose text is {_kind(item.get('text'))}")
+        return Part("text", item["text"])
+    if kind not in KINDS:
+        raise BrokenSampleError("type", f"turn {number} has an item of type {item['type']!r}; known: text, image, ...")
+    value = next((item[key] for key in (item["type"], kind, *FILE_KEYS) if item.get(key) is not None), None)
+    if value is None and files[kind].given:
+        return Part(kind, path=files[kind].next())
+    return Part(kind, path=local_path(value, kind, folder))
+
+
+def _merged(parts: list[Part]) -> tuple[Part, ...]:
+    """Neighbouring texts joined, empty ones left out."""
+    merged: list[Part] = []
+    for part in parts:
+        if part.kind == "text" and merged and merged[-1].kind == "text":
+            merged[-1] = Part("text", merged[-1].text + part.text)
+        elif part.kind != "text" or part.text:
+            merged.append(part)
+    return tuple(merged)
+
+
+def _learns(turn: Mapping[str, Any], role: str, number: int) -> bool:
+    """Whether a turn is learnt from: the assistant's are unless `weight` or `train` says 0."""
+    said = [turn[key] for key in ("weight", "train") if turn.get(key) is not None]
+    for value in said:
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            raise BrokenSampleError("weight", f"turn {number} has weight {value!r}; a turn is learnt (1) or not (0)")
+    if role != "assistant" and any(said):
+        raise BrokenSampleError("weight", f"turn {number} is to be learnt, but is the {role}'s: only answers can be")
+    return role == "assistant" and all(said)
+
+
+def _check_order(turns: list[Turn]) -> None:
+    roles = [turn.role for turn in turns]
+    if "system" in roles[1:]:
+        raise BrokenSampleError(
+            "order", f"turn {roles.index('system', 1) + 1} is the system's, which can only be first"
+        )
+    spoken = roles[1:] if roles[0] == "system" else roles
+    for place, role in enumerate(spoken):
+        wanted = "assistant" if place % 2 else "user"
+        if role != wanted:
+            where = place + 1 + len(roles) - len(spoken)
+            raise BrokenSampleError("order", f"turn {where} is the {role}'s, where the {wanted}'s was due")
+    if not spoken or spoken[-1] != "assistant":
+        raise BrokenSampleError("order", "the last turn is not the assistant's: there is no answer to learn")
+
+
+def _kind(value: Any) -> str:
+    """What a value of JSON is, for messages."""
+    if value is None:
+        return "missing"
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number"}
+    found = names.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
+    return f"an empty {found.split()[-1]}" if value in ("", [], {}) else found

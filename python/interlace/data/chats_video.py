@@ -1,0 +1,103 @@
+"""Videos as some of their frames: how many follows from the length and a budget of tokens, which from that alone.
+
+A video of s seconds gives fps * s frames, at least one and at most as many as the budget holds, from the middles of as
+many equal parts of it. Headers tell size and length, so lengths need no decoding; frames are decoded from the start up
+to the last one wanted (a frame can only be made from those before it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from interlace.data.chats_shapes import BrokenSampleError
+from interlace.data.media import DecodeError, _library
+
+MOST_SECONDS = 7 * 86_400.0
+
+
+@dataclass(frozen=True)
+class VideoSpec:
+    """fps: frames per second that are taken; max_tokens: language-model tokens that all frames of a video may have."""
+
+    fps: float = 1.0
+    max_tokens: int = 512
+
+    def frames(self, seconds: float, tokens: int) -> int:
+        """How many frames a video of this length gives, of `tokens` tokens each."""
+        return max(1, min(round(seconds * self.fps), self.max_tokens // tokens))
+
+
+def video_size(path: str, *, decode: bool) -> tuple[int, int, float]:
+    """(width, height, seconds) of a video, upright. decode: all frames are decoded, too. Raises BrokenSampleError."""
+    av = _av(path)
+    try:
+        with av.open(path) as container:
+            stream = container.streams.video[0]
+            seconds = _seconds(container, stream)
+            frames = container.decode(stream)
+            width, height = _upright(next(frames)).size
+            if decode:
+                for _ in frames:
+                    pass
+    except (av.FFmpegError, OSError, IndexError, StopIteration, ValueError) as error:
+        reason = str(error) or "no picture in it"
+        raise BrokenSampleError("broken file", f"{path}: no video that can be read: {reason}") from None
+    if not 0 < seconds <= MOST_SECONDS:
+        raise BrokenSampleError("broken file", f"{path}: says it lasts {seconds:g} s")
+    return width, height, seconds
+
+
+def read_frames(path: str, count: int) -> list[Any]:
+    """`count` frames as upright pictures (PIL), from the middles of equal parts. Raises DecodeError."""
+    av = _av(path)
+    try:
+        with av.open(path) as container:
+            stream = container.streams.video[0]
+            seconds = _seconds(container, stream)
+            times = [(part + 0.5) * seconds / count for part in range(count)]
+            return _at(container.decode(stream), times)
+    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+        raise DecodeError(f"{path}: {error}") from error
+
+
+def _at(frames: Any, times: Sequence[float]) -> list[Any]:
+    """The last frame that has begun by each of the times."""
+    taken: list[Any] = []
+    last = begin = None
+    for frame in frames:
+        begin = frame.time if begin is None else begin
+        while last is not None and len(taken) < len(times) and frame.time - begin > times[len(taken)]:
+            taken.append(_upright(last))
+        last = frame
+        if len(taken) == len(times):
+            return taken
+    if last is None:
+        raise ValueError("no picture in it")
+    return [*taken, *[_upright(last)] * (len(times) - len(taken))]
+
+
+def _upright(frame: Any) -> Any:
+    """A frame as it is shown: players turn it as the file says."""
+    turns = round(getattr(frame, "rotation", 0) / 90) % 4
+    image_module = _library("PIL.Image")
+    return image_module.fromarray(np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns)))
+
+
+def _seconds(container: Any, stream: Any) -> float:
+    if stream.duration is not None:
+        return float(stream.duration * stream.time_base)
+    if container.duration is not None:
+        return float(container.duration) / 1e6
+    raise ValueError("it does not say how long it is")
+
+
+def _av(path: str) -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError(f"{path}: PyAV is needed to read videos: pip install av ({error})") from error
+    return av

@@ -1,0 +1,111 @@
+"""Rows of packed samples: batches counted in tokens instead of samples.
+
+A batch is a number of rows, each of whole samples with at most so many tokens together; they become one packed row of
+the language model each, in which the bitfield mask keeps the documents apart. The samples of an epoch are taken in
+their drawn order, as many per batch as fit, and dealt to the batch's rows so that these are about equally long (the
+balancer's `lpt`): no rank waits for a fuller row. All of it follows from the seed and the lengths, so every rank knows
+the rows of any step, and the place in the epoch is still all the state there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from interlace import balance
+from interlace.data.loader import Loader
+from interlace.model.sample import Media
+
+
+class RowLoader(Loader):
+    """Batches of `rows` rows with at most `max_tokens` tokens each.
+
+    `__next__` yields a batch as lists of samples, one per row, which is what `wanted` is given too. dataset: one with
+    `token_lengths` (int64 [n]). The samples after the last full batch of an epoch are dropped.
+    Raises ValueError when a sample is longer than a row, or all of them make no batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        rows: int,
+        max_tokens: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        prefetch: int = 2,
+        wanted: Callable[[list[Any]], Iterable[Media]] | None = None,
+    ) -> None:
+        super().__init__(dataset, 1, seed=seed, shuffle=shuffle, prefetch=prefetch, wanted=wanted)
+        self.tokens = np.asarray(dataset.token_lengths, np.int64)
+        if rows < 1:
+            raise ValueError(f"rows is {rows}: a batch needs at least one")
+        if int(self.tokens.max()) > max_tokens:
+            raise ValueError(
+                f"a sample has {int(self.tokens.max())} tokens, a row takes {max_tokens}; raise max_tokens"
+            )
+        self.rows, self.max_tokens = rows, max_tokens
+        self._planned: dict[int, list[list[list[int]]]] = {}
+        self.batches_per_epoch = self.batches(0)  # of other epochs: about
+        if not self.batches_per_epoch:
+            raise ValueError(
+                f"{len(self.tokens)} samples with {int(self.tokens.sum())} tokens make no batch of {rows} rows with "
+                f"{max_tokens} tokens each; lower max_tokens, or the number of rows"
+            )
+
+    def _plan(self, epoch: int) -> list[list[list[int]]]:
+        """Batch -> row -> dataset indices, of an epoch."""
+        planned = self._planned.get(epoch)
+        if planned is None:
+            order = self.order(epoch)
+            planned, start = [], 0
+            sums = np.concatenate([[0], np.cumsum(self.tokens[order])])
+            room = self.rows * self.max_tokens
+            while True:
+                end = int(np.searchsorted(sums, sums[start] + room, side="right")) - 1
+                if end >= len(order):  # what is left does not fill a batch
+                    break
+                rows = self._deal(order[start:end])
+                planned.append(rows)
+                start += sum(map(len, rows))
+            # The thread that reads ahead is in the next epoch while this one is still asked for.
+            self._planned = {kept: plan for kept, plan in self._planned.items() if abs(kept - epoch) < 2}
+            self._planned[epoch] = planned
+        return planned
+
+    def _deal(self, picks: np.ndarray) -> list[list[int]]:
+        """The first of `picks` in rows that hold them; the others wait for the next batch."""
+        while True:
+            lengths = self.tokens[picks]
+            bins = balance.assign(lengths, self.rows)
+            if int(np.bincount(bins, weights=lengths, minlength=self.rows).max()) <= self.max_tokens:
+                return [picks[bins == row].tolist() for row in range(self.rows)]
+            picks = picks[:-1]
+
+    def groups(self, epoch: int, position: int) -> list[list[int]]:
+        """The dataset indices of each row of a batch; rows without samples are left out."""
+        return [row for row in self._plan(epoch)[position] if row]
+
+    def indices(self, epoch: int, position: int) -> list[int]:
+        """Dataset indices of the batch at `position` of `epoch`, row by row."""
+        return [index for row in self.groups(epoch, position) for index in row]
+
+    def _make(self, epoch: int, position: int) -> list[Any]:
+        samples = iter(super()._make(epoch, position))
+        return [[next(samples) for _ in row] for row in self.groups(epoch, position)]
+
+    def _all_media(self, batch: list[Any]) -> Iterable[Media]:
+        return super()._all_media([sample for row in batch for sample in row])
+
+    def batches(self, epoch: int) -> int:
+        """Batches of an epoch."""
+        return len(self._plan(epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch comes from: plain numbers, the same on every rank."""
+        return super().state_dict() | {"batch_size": self.rows, "row_tokens": self.max_tokens}
+
+
+__all__ = ["RowLoader"]

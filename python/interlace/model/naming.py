@@ -1,0 +1,37 @@
+"""What names of parts of a MultimodalModel stand for, in freezing, learning rates and adapters."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from interlace.model.multimodal import MultimodalModel
+
+LANGUAGE_MODEL = "language_model"
+
+
+def short_names(model: MultimodalModel) -> dict[str, list[str]]:
+    """Short name -> the paths of what it stands for: "vision" is an encoder without its projector."""
+    valid = {LANGUAGE_MODEL: [LANGUAGE_MODEL]}
+    for name in model.encoders:
+        valid[name] = [f"encoders.{name}.{part}" for part in model.encoders[name].tower_names]
+        valid[f"{name}.projector"] = [f"encoders.{name}.{part}" for part in model.encoders[name].projector_names]
+    return valid
+
+
+def resolve(model: MultimodalModel, path: str) -> list[str]:
+    """The paths of what `path` names: a short name, or any module. Raises ValueError with the nearest name."""
+    valid = short_names(model)
+    if path in valid:
+        return valid[path]
+    inside = {name for name, _ in model.named_modules() if name.count(".") > 0 or name == LANGUAGE_MODEL}
+    for candidate in (path, f"encoders.{path}"):
+        if candidate in inside:
+            return [candidate]
+    near = difflib.get_close_matches(path, [*valid, *inside], n=1, cutoff=0.3)
+    raise ValueError(
+        f"cannot freeze {path!r}: it names no module"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+        + f" Valid are {', '.join(map(repr, valid))} and the names of modules inside them."
+    )

@@ -1,0 +1,91 @@
+"""Patterns that name parameters and modules of a MultimodalModel, as configs do: ``vision``, ``*.layers.0``, ``*norm``.
+
+A pattern is held against names with the wildcards of file names (``*`` also crosses dots). It names parameters, or
+modules with all that is inside. Encoders may be named without the ``encoders.`` before them, and there are short forms:
+``vision`` is that encoder without its projector, ``vision.projector`` the projector, ``language_model`` all of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from interlace.model.multimodal import MultimodalModel
+from interlace.model.naming import short_names
+
+ENCODERS = "encoders."
+_ADAPTER = re.compile(r"\.lora_[AB]\.default\b")  # peft's, inside of the layer that it belongs to
+_BASE = re.compile(r"\.base_layer(?=\.|$)")
+
+
+class Names:
+    """The names of a model's parameters, of which patterns choose some.
+
+    first: every name of a parameter -> its first one; tied weights have several names, and each of them names the
+    weight.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        held: dict[int, str] = {}
+        self.first = {
+            name: held.setdefault(id(parameter), name)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        self.short = short_names(model) if isinstance(model, MultimodalModel) else {}
+
+    def matching(self, pattern: str) -> set[str]:
+        """First names of the parameters that `pattern` names. Raises ValueError, with the nearest name, for none."""
+        found = {first for name, first in self.first.items() if self._matches(pattern, name)}
+        if not found:
+            raise ValueError(f"{pattern!r} matches nothing in the model{self._nearest(pattern)}")
+        return found
+
+    def names_module(self, pattern: str, module: str) -> bool:
+        """Whether `pattern` names the module at the path `module`, itself or by one around it."""
+        return self._matches(pattern, module)
+
+    def projectors(self) -> set[str]:
+        """The first names of the parameters of all projectors."""
+        places = [place for name, found in self.short.items() if name.endswith(".projector") for place in found]
+        return {first for name, first in self.first.items() if any(_inside(name, place) for place in places)}
+
+    def _matches(self, pattern: str, name: str) -> bool:
+        if pattern in self.short:
+            return any(_inside(name, place) for place in self.short[pattern])
+        own = {name, base_name(name)}
+        return any(fnmatch.fnmatchcase(path, pattern) for each in own for path in _paths(each))
+
+    def _nearest(self, pattern: str) -> str:
+        known = {path for name in self.first for path in _paths(name)} | self.short.keys()
+        bare = pattern.strip("*.")
+        near = difflib.get_close_matches(bare, sorted(known), n=1, cutoff=0.4)
+        parts = {part for path in known for part in path.split(".")}
+        near = near or difflib.get_close_matches(bare.split(".")[-1], sorted(parts), n=1, cutoff=0.4)
+        return f"; the nearest name is {near[0]!r}" if near else ""
+
+
+def _inside(name: str, place: str) -> bool:
+    return f"{name}.".startswith(f"{place}.")
+
+
+def _paths(name: str) -> Iterator[str]:
+    """A name and those of the modules around it, each also without what stands before the encoders' names."""
+    while name:
+        yield name
+        if name.startswith(ENCODERS):
+            yield name.removeprefix(ENCODERS)
+        name = name.rpartition(".")[0]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter's A or B."""
+    return _ADAPTER.search(name) is not None
+
+
+def base_name(name: str) -> str:
+    """The name of a parameter or module as it is without adapters."""
+    return _BASE.sub("", name)

@@ -1,0 +1,87 @@
+"""What a whole model's vision side is called with that takes tiles of images, and is told the images' sizes.
+
+LLaVA-NeXT, LLaVA-OneVision     the tiles of all images, one behind the other [N, 3, H, W], and image_sizes [n, 2]
+
+An item has the shape (tiles, 3, H, W), and about={"image_sizes": (height, width)} in pixels. What lies after the layers
+puts the tiles of an image together again; how many features that makes depends on the image's own size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interlace.model.feed import Inputs, Item, data_of
+from interlace.model.rows import ALONE
+from interlace.model.sample import Media
+
+SIZES = "image_sizes"
+
+MOST = 16  # tiles of an example
+
+
+@dataclass(frozen=True)
+class TileInputs:
+    """tile: shape of one (3, height, width). As runs of the encoder tell: length, the tokens of a tile inside the
+    layers, class tokens included; examples, images of the size of a tile and larger in as many tiles as they want."""
+
+    tile: tuple[int, int, int]
+    length: int = 0
+    examples: tuple[Item, ...] = ()
+    argument: str = "pixel_values"
+    in_one_row = True
+
+    def item(self, tiles: int, height: int, width: int) -> Item:
+        """An image of this size in so many tiles."""
+        return Item((tiles, *self.tile), {SIZES: (height, width)})
+
+    @property
+    def default(self) -> Item:
+        """An image of the size of a tile."""
+        return self.examples[0]
+
+    def may_be(self, height: int, width: int) -> list[Item]:
+        """An image of this size in one tile, in two, and so on."""
+        return [self.item(tiles, height, width) for tiles in range(1, MOST + 1)]
+
+    def check(self, item: Item, name: str) -> None:
+        """Raise ValueError unless the item is (tiles, *tile) and its size is told."""
+        size = item.about.get(SIZES)
+        if size is None or len(size) != 2 or any(n != int(n) or n < 1 for n in size):
+            raise ValueError(
+                f"{name} must be told {SIZES} of each item, its height and width in pixels, but its about is "
+                f"{dict(item.about)}: give Media(shape, ..., about={{{SIZES!r}: (height, width)}})"
+            )
+        if len(item.shape) != 4 or item.shape[1:] != self.tile:
+            raise ValueError(f"media of shape {item.shape} does not fit {name}, which takes (tiles, *{self.tile})")
+
+    def tokens(self, item: Item) -> int:
+        return item.shape[0] * self.length
+
+    def collate(self, items: Sequence[Media]) -> Inputs:
+        sizes = [[int(n) for n in item.about.get(SIZES, (0, 0))] for item in items]
+        sizes_of_all = torch.tensor(sizes, dtype=torch.int64, device="cpu").reshape(len(items), 2)
+        return {self.argument: [data_of(item) for item in items], SIZES: sizes_of_all}
+
+    def items(self, inputs: Inputs) -> list[Item]:
+        sizes = inputs[SIZES].tolist()
+        return [
+            Item(tuple(x.shape), {SIZES: tuple(size)}) for x, size in zip(inputs[self.argument], sizes, strict=True)
+        ]
+
+    def kwargs(self, inputs: Inputs, which: Sequence[int], like: Tensor) -> dict[str, Any]:
+        tiles = torch.cat([inputs[self.argument][i].to(like) for i in which])
+        return {self.argument: tiles, SIZES: inputs[SIZES][list(which)]}
+
+    def blank(self, items: Sequence[Item], packing: str, like: Tensor) -> dict[str, Any]:
+        tiles = sum(item.shape[0] for item in items)
+        sizes = torch.tensor([item.about[SIZES] for item in items], dtype=torch.int64, device="cpu")
+        return {self.argument: like.new_zeros(()).expand(tiles, *self.tile), SIZES: sizes}
+
+    def sets(self, items: Sequence[Item], packing: str) -> list[list[int]]:
+        every = list(range(len(items)))
+        return [[i] for i in every] if packing == ALONE else [every]

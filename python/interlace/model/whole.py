@@ -1,0 +1,177 @@
+"""Whole HuggingFace checkpoints: read from a folder, taken apart for a MultimodalModel, put together and saved again.
+
+whole = read_whole(folder)                   # HuggingFace's own model
+given = take_apart(whole)                    # its encoder and its language model, which share its weights
+put_together(encoder, language_model)        # HuggingFace's own model again, which it saves key for key
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig
+
+from interlace.attention.hf import NAME
+from interlace.model.deepstack import layers_of
+from interlace.model.placeholders import configured
+from interlace.model.whole_parts import Parts
+from interlace.model.whole_positions import RopeIndex
+from interlace.model.whole_tower import WholeEncoder
+from interlace.model.whole_trial import TakenApart, bidirectional_media
+
+CONFIG = "config.json"
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".msgpack", ".h5")
+
+
+def whole_class(folder: Path) -> tuple[type[Any], Any]:
+    """HuggingFace's class of the model in `folder`, and its config.
+
+    Raises ValueError for a folder without a config and for a model that is no vision- or audio-language model of the
+    installed transformers.
+    """
+    if transformers.__version__.partition(".")[0] == "4":
+        raise ValueError(f"whole models need transformers 5, this is {transformers.__version__}")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} has no {CONFIG}: it is no folder that HuggingFace's save_pretrained wrote")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())[:300]}") from None
+    named = (config.architectures or [""])[0]
+    found = getattr(transformers, named, None) or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    if isinstance(found, tuple):
+        found = found[0]
+    if (
+        found is None
+        or not hasattr(found, "get_output_embeddings")
+        or type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    ):
+        raise ValueError(
+            f"{folder} holds {named or config.model_type}, which is no whole vision- or audio-language model of this "
+            "transformers: give the folder to [model.NAME] path, or to HuggingFace's own class and a ModalityModule"
+        )
+    return found, config
+
+
+def read_whole(folder: Path, dtype: torch.dtype | None = None) -> Any:
+    """HuggingFace's model with the weights of `folder`; dtype None: that of the checkpoint.
+
+    Raises ValueError as `whole_class`, and where weights are missing, left over or of other shapes.
+    """
+    return read_module(whole_class(folder)[0], folder, dtype)
+
+
+def read_module(found: Any, folder: Path, dtype: torch.dtype | None) -> Any:
+    """A model of the class `found` with the weights of `folder`. Raises ValueError as `read_whole`."""
+    try:
+        module, info = found.from_pretrained(
+            folder,
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation=NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{folder}: {' '.join(str(error).split())[:300]}") from None
+    for what, keys in (
+        ("has no weight", info["missing_keys"]),
+        ("has a weight of another shape than the config says,", [key for key, *_ in info["mismatched_keys"]]),
+        ("has a weight that the model does not,", info["unexpected_keys"]),
+    ):
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise ValueError(f"{folder} {what} {sorted(keys)[0]!r}{more}: the model would compute something else")
+    return module
+
+
+def build_whole(folder: Path) -> Any:
+    """HuggingFace's model of the config in `folder`, with weights as torch makes them: for the meta device."""
+    found, config = whole_class(folder)
+    return found._from_config(config, attn_implementation=NAME)
+
+
+def modules_of(folder: Path) -> tuple[str, str]:
+    """Name of the encoder that the model in `folder` is cut into, and the model_type of its tower; without memory.
+
+    Raises ValueError as `whole_class`, and for a model that cannot be cut.
+    """
+    with torch.device("meta"):
+        whole = build_whole(folder)
+    parts = Parts.of(whole)
+    return parts.encoder, getattr(getattr(whole, parts.base), parts.tower).config.model_type
+
+
+def take_apart(whole: Any) -> TakenApart:
+    """The modules of a HuggingFace model, which share its weights.
+
+    Raises ValueError for one that cannot be cut so that it computes what HuggingFace computes; see whole_trial.py.
+    """
+    parts = Parts.of(whole)
+    language_model = parts.language_model(whole)
+    language_model.set_attn_implementation(NAME)  # before the tower, which may take the other name of it
+    encoder = WholeEncoder(whole, parts)
+    base = getattr(language_model, parts.base)
+    kinds = (parts.modality, "video") if hasattr(base, "get_video_features") else (parts.modality,)
+    tokens = tuple(token for kind in kinds if (token := configured(kind, whole.config)) is not None)
+    if not tokens:
+        raise ValueError(f"{type(whole).__name__} has no {parts.modality}_token_id in its config")
+    made = TakenApart(
+        encoders={parts.encoder: encoder},
+        language_model=language_model,
+        placeholders={parts.encoder: tokens[0] if len(tokens) == 1 else tokens},
+        bidirectional=False,
+        positions=RopeIndex(base, parts.encoder, tokens) if hasattr(base, "get_rope_index") else None,
+        deepstack=layers_of(encoder.module.tower, base.get_decoder()),
+    )
+    return made._replace(bidirectional=bidirectional_media(whole, made))
+
+
+def put_together(encoder: WholeEncoder, language_model: nn.Module) -> Any:
+    """HuggingFace's whole model again, which shares the weights of both."""
+    return encoder.parts.joined(language_model, encoder.module.base)
+
+
+def save_whole(whole: Any, folder: Path, source: Path | None) -> None:
+    """Write what HuggingFace's from_pretrained reads into `folder`, with tokenizer and processor of `source`."""
+    whole.save_pretrained(folder)
+    if source is not None:
+        copy_companions(source, folder)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy tokenizer, processor and generation settings beside the weights, as far as they are not written yet."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHTS) and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its name when all is written, and is gone when that fails.
+
+    Raises ValueError where `folder` exists and is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty: name a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield made
+        made.chmod(0o755)  # mkdtemp makes it for its owner alone
+        if folder.exists():
+            folder.rmdir()
+        made.rename(folder)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise

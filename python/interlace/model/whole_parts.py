@@ -1,0 +1,169 @@
+"""The parts of a whole HuggingFace model: towers, what follows them, and the language model.
+
+    LlavaForConditionalGeneration
+        model                              the base, whose get_image_features makes features of pictures
+            vision_tower                   the tower: its layers are cut into stages
+            multi_modal_projector          what follows it: the encoder's "projector"
+            language_model                 the decoder
+        lm_head                            belongs to the language model, too
+
+Which is which HuggingFace says itself: get_decoder(), get_encoder(modality), get_image_features. Where it does not, the
+tables here do. Nothing else in this package knows a family of whole models.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from interlace.model.slice import clone, find_layers
+
+MODALITIES = {"image": "vision", "audio": "audio"}
+"""HuggingFace's name of a modality -> that of the encoder."""
+
+
+class InTurn(NamedTuple):
+    """Children of the base that make features of a modality one after the other."""
+
+    tower: str
+    projector: str
+
+
+IN_TURN = {
+    # get_image_features drops pictures that are zero everywhere, of which shapes alone cannot tell
+    ("idefics3", "image"): InTurn("vision_model", "connector"),
+    ("smolvlm", "image"): InTurn("vision_model", "connector"),
+    # a forward without get_audio_features
+    ("qwen2_audio", "audio"): InTurn("audio_tower", "multi_modal_projector"),
+}
+"""(model_type, modality) -> what makes its features, where the base has no method that a stage may call."""
+
+
+MERGERS = ("merger", "deepstack_merger_list")
+"""Children of towers that are projectors (Qwen-VL and its relatives): HuggingFace has no word for them."""
+
+
+class Gone(nn.Module):
+    """Stands where the tower was: some models ask it for a device before they look whether there is anything to see."""
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Names of the parts of a whole model.
+
+    base: attribute of the whole that holds the rest. decoder, tower: attributes of the base. modality: "image" or
+    "audio", kind of the tower's items. layers: path of the tower's layers in it. beside: the base's other attributes,
+    modules and parameters, which belong to the encoder. mergers: those of the tower's children that make the language
+    model's features, where the tower has the projector inside.
+    """
+
+    base: str
+    decoder: str
+    tower: str
+    modality: str
+    layers: str
+    beside: tuple[str, ...]
+    mergers: tuple[str, ...]
+    in_turn: InTurn | None
+
+    @property
+    def encoder(self) -> str:
+        """Name of the encoder in a MultimodalModel."""
+        return MODALITIES[self.modality]
+
+    @classmethod
+    def of(cls, whole: Any) -> Parts:
+        """Those of a HuggingFace model; raises ValueError for one that is not built so."""
+        name, kind = type(whole).__name__, whole.config.model_type
+        base = whole.base_model
+        at = _attribute(whole, base)
+        if at is None:
+            raise ValueError(f"{name} is no model with a head around a base: it cannot be cut into its modules")
+        decoder = _attribute(base, base.get_decoder())
+        if decoder is None:
+            raise ValueError(
+                f"{name} has no language model of its own inside {at!r}: it cannot be cut into its modules"
+            )
+        found = {}
+        for modality in MODALITIES:
+            turns = IN_TURN.get((kind, modality))
+            tower = turns.tower if turns else _attribute(base, base.get_encoder(modality=modality))
+            if tower is not None and tower != decoder and (turns or hasattr(base, f"get_{modality}_features")):
+                found[modality] = tower, turns
+        if len(found) != 1:
+            what = f"towers for {' and '.join(found)}" if found else "no tower whose features HuggingFace tells"
+            raise ValueError(f"{name} has {what} beside its language model; whole models of one tower can be cut")
+        [(modality, (tower, turns))] = found.items()
+        own = [key for key, child in base.named_children() if any(True for _ in child.parameters())]
+        children = getattr(base, tower)._modules
+        own += [key for key, parameter in base._parameters.items() if parameter is not None]
+        return cls(
+            base=at,
+            decoder=decoder,
+            tower=tower,
+            modality=modality,
+            layers=find_layers(getattr(base, tower)),
+            mergers=tuple(key for key in MERGERS if key in children),
+            beside=tuple(key for key in own if key not in (decoder, tower)),
+            in_turn=turns,
+        )
+
+    def language_model(self, whole: Any) -> Any:
+        """The whole without tower and what follows it; it shares all that is left."""
+        base = clone(getattr(whole, self.base))
+        for key in (self.tower, *self.beside):
+            base._modules.pop(key, None)
+            base._parameters.pop(key, None)
+        base._modules[self.tower] = Gone()
+        made = self._around(whole, base)
+        # Without the tower's, or the library would wonder each time where its model is. The base keeps the whole's.
+        made.config = copy.copy(whole.config)
+        for key, config in vars(whole.config).items():
+            if config is getattr(getattr(whole, self.base), self.tower).config:
+                vars(made.config)[key] = None
+        return made
+
+    def tower_side(self, whole: Any) -> Any:
+        """The base without the language model; it shares all that is left."""
+        base = clone(getattr(whole, self.base))
+        del base._modules[self.decoder]
+        return base
+
+    def joined(self, language_model: Any, tower_side: Any) -> Any:
+        """The whole again, of what `language_model` and `tower_side` have given, in HuggingFace's order."""
+        base = clone(tower_side)
+        decoder = getattr(language_model, self.base)._modules[self.decoder]
+        base._modules[self.decoder] = decoder
+        made = self._around(language_model, base)
+        made.config = base.config
+        return made
+
+    def _around(self, whole: Any, base: nn.Module) -> Any:
+        made = clone(whole)
+        made._modules[self.base] = base
+        return made
+
+
+def _attribute(parent: nn.Module, child: Any) -> str | None:
+    """The name under which `parent` has `child`."""
+    return next((key for key, each in parent.named_children() if each is child), None)
+
+
+def decoder_layers(model: Any) -> str | None:
+    """Path of the layers of the part that reads text, as far as a model says which that is: it may hold towers too."""
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+    name = next((name for name, part in model.named_modules() if part is decoder and name), None)
+    if name is None:
+        return None
+    own = [key for key, part in decoder.named_children() if isinstance(part, nn.ModuleList) and len(part)]
+    try:
+        return f"{name}.{own[0] if len(own) == 1 else find_layers(decoder)}"
+    except ValueError:
+        return None

@@ -1,0 +1,148 @@
+"""The trial of a whole model: whether its modules compute what HuggingFace's own class does, and who sees whom.
+
+A stand-in of the whole model (standin.py) reads a text with two items by its own forward with eager attention, and its
+modules read the same as a MultimodalModel lets them. Models differ in whether the tokens of an item see each other both
+ways (Gemma 3) or are causal as text is (LLaVA): what agrees is taken. Where neither does (features that are scaled on
+the way, a prefix that sees all of itself), the model is refused: nobody would notice the difference in a loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from interlace.attention.hf import NAME
+from interlace.model.collate import collate_language
+from interlace.model.feed import Item
+from interlace.model.feeding import Feed
+from interlace.model.language import LanguageSettings, run_language
+from interlace.model.patches import GRID, UNIT, PatchInputs
+from interlace.model.placeholders import Ids, token_ids
+from interlace.model.sample import IGNORE, Media, Sample
+from interlace.model.slice import find_layers
+from interlace.model.standin import Unanswerable, cheaply, stand_in, takes
+from interlace.model.tiles import TileInputs
+from interlace.model.trial import TOLERANCE, far, one_line, random_rows
+from interlace.model.trial_language import plain_ids
+from interlace.model.whole_parts import decoder_layers
+from interlace.model.whole_positions import RopeIndex
+from interlace.model.whole_tower import Tower, WholeEncoder, tower_of
+
+GRID_OF_IMAGES = "image_grid_thw"
+TEXT = (3, 2, 4)  # tokens before, between and behind two items
+
+
+class TakenApart(NamedTuple):
+    """A whole model as a MultimodalModel takes it: see there."""
+
+    encoders: dict[str, WholeEncoder]
+    language_model: nn.Module
+    placeholders: dict[str, Ids]
+    bidirectional: bool
+    positions: RopeIndex | None
+    deepstack: int
+
+
+def bidirectional_media(whole: Any, given: TakenApart) -> bool:
+    """Whether the tokens of a media item see each other both ways in this model.
+
+    given: its modules, but for the answer. Raises ValueError where they give other logits than the whole, or where that
+    cannot be told.
+    """
+    name = type(whole).__name__
+    [encoder] = given.encoders.values()
+    parts = encoder.parts
+    with cheaply():
+        try:
+            layers = decoder_layers(whole) or find_layers(whole)
+            twin: Any = stand_in(whole, layers)
+            twin.set_attn_implementation("eager")
+            trial = _Trial(twin, encoder, given)
+            own = trial.own()
+        except Unanswerable as error:
+            raise ValueError(
+                f"{name} cannot be tried, so nothing says that its modules compute the same: {error}"
+            ) from None
+        except Exception as error:  # whatever a model may raise
+            raise ValueError(
+                f"{name} does not run by itself on a text with two items ({type(error).__name__}: {one_line(error)}), "
+                "so nothing says that its modules compute the same: it cannot be cut"
+            ) from error
+        tower, language_model = tower_of(twin, parts), parts.language_model(twin)
+        features = trial.features(tower)
+        language_model.set_attn_implementation(NAME)
+        errors = [far([trial.logits(language_model, layers, features, both)], [own]) for both in (False, True)]
+    if min(errors) > TOLERANCE:
+        raise ValueError(
+            f"{name} gives other logits cut into its modules than whole (relative error {min(errors):.0e} on random "
+            "weights): it changes features on their way into the text, or has a mask or positions of its own. Train it "
+            "with HuggingFace's class"
+        )
+    return errors[0] > TOLERANCE
+
+
+class _Trial:
+    def __init__(self, twin: Any, encoder: WholeEncoder, given: TakenApart):
+        self.twin, self.encoder, self.given = twin, encoder, given
+        [(self.name, ids)] = given.placeholders.items()
+        self.token = token_ids(ids)[0]
+        chosen = two_items(encoder.feed)
+        counts = [encoder.tokens(*item) for item in chosen]
+        self.items = [
+            Media(item.shape, count, random_rows(item.shape, seed), about=item.about)
+            for seed, (item, count) in enumerate(zip(chosen, counts))
+        ]
+        first, second = (torch.full((count,), self.token) for count in counts)
+        plain = plain_ids(twin, TEXT)
+        self.ids = torch.cat([plain[0], first, plain[1], second, plain[2]])
+        self.batch = encoder.feed.kwargs(encoder.feed.collate(self.items), range(2), torch.zeros(()))
+
+    def own(self) -> Tensor:
+        """Logits [T, V] by HuggingFace's whole model."""
+        ids = self.ids[None]
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if takes(self.twin, name):
+                given[name] = (ids == self.token).long()
+        items = {GRID_OF_IMAGES if name == GRID else name: value for name, value in self.batch.items()}
+        argument = self.encoder.feed.argument
+        if takes(self.twin, "feature_attention_mask"):
+            given["feature_attention_mask"] = torch.ones(2, items[argument].shape[-1], dtype=torch.long)
+        logits: Tensor
+        try:
+            logits = self.twin(**given, **items).logits[0]
+        except (ValueError, RuntimeError, IndexError):  # models that take items sample by sample
+            logits = self.twin(**given, **{**items, argument: items[argument][None]}).logits[0]
+        return logits
+
+    def features(self, tower: Tower) -> Tensor:
+        """[n, D_llm] of all items."""
+        made: Tensor = tower(**self.batch).last_hidden_state
+        return made.flatten(0, 1)
+
+    def logits(self, language_model: Any, layers: str, features: Tensor, bidirectional: bool) -> Tensor:
+        """Logits [T, V] by the modules."""
+        settings = LanguageSettings(layers, self.given.placeholders, deepstack=self.given.deepstack)
+        sample = Sample(self.ids, torch.full_like(self.ids, IGNORE), {self.name: self.items})
+        batch = collate_language(
+            [sample],
+            {self.name: self.encoder},
+            self.given.placeholders,
+            bidirectional=bidirectional,
+            positions_of=self.given.positions,
+        )
+        first = language_model.get_submodule(layers)[0]
+        inputs = {**batch, "features": {self.name: features}}
+        logits: Tensor = run_language(language_model, settings, first, inputs, None).logits[0]
+        return logits
+
+
+def two_items(feed: Feed) -> list[Item]:
+    """Two items, of different sizes where an encoder takes them."""
+    if isinstance(feed, PatchInputs):
+        return [feed.item(1, UNIT, 2 * UNIT), feed.item(1, 2 * UNIT, 2 * UNIT)]
+    if isinstance(feed, TileInputs):
+        return [feed.examples[0], feed.examples[-1]]
+    return [feed.default, feed.default]

@@ -1,0 +1,76 @@
+"""``interlace export``: the model of a run's checkpoint, as HuggingFace loads it again."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from interlace.train import runfolder
+from interlace.train.commands.generate import checkpoint_of
+from interlace.train.config import ConfigError, load
+from interlace.train.schema import Config
+
+
+def export(options: argparse.Namespace) -> int:
+    """``interlace export RUN FOLDER``: a whole checkpoint key for key, other models as one folder per module.
+
+    Adapters (``train.lora``) are added to the weights; with ``--adapter`` they are all that is written, for peft.
+    """
+    from interlace.model.lora import adapter_files, merge_adapters
+    from interlace.train.build import architecture
+    from interlace.train.checkpoint import checkpoints
+    from interlace.train.checkpoint import folder as checkpointfolder
+    from interlace.train.checkpoint.identity import identity_of
+
+    run, at = checkpoint_of(options.run)
+    target: Path = options.folder
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not empty: name a new folder")  # before minutes of reading
+    if options.step is not None:
+        if at is not None:
+            raise ConfigError(f"--step {options.step}: {options.run} is one checkpoint already")
+        at = runfolder.checkpoints_of(run) / checkpointfolder.name_of(options.step)
+        if not at.is_dir():
+            steps = [checkpointfolder.step_of(path) for path in checkpointfolder.complete(at.parent)]
+            have = ", ".join(map(str, sorted(steps))) or "none"
+            raise ConfigError(f"--step {options.step}: {run} has no checkpoint of that step; it has {have}")
+    source = str(run / "config.toml")
+    config = load(source)
+    if options.adapter and config.train.lora is None:
+        raise ConfigError(f"--adapter: {run} has trained none ([train.lora]): leave it out")
+    model = _model(config, source)
+    path = at or checkpointfolder.newest(runfolder.checkpoints_of(run))
+    if path is None:
+        raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(run)}")
+    step = checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))
+    try:
+        if options.adapter:
+            whole, llm = config.model.path, config.model.modules()["language_model"]
+            parts = model.modules_order() if whole is not None else ["language_model"]
+            left = adapter_files(model, target, parts=parts, base=whole or llm.path or "")
+            if left:
+                print(f"{left[0]} and {len(left) - 1} more that were trained are of other modules, and not in there")
+        else:
+            merge_adapters(model)
+            model.save_pretrained(target)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"export to {target}: {error}") from None
+    print(f"{target}: step {step} of {run}")
+    return 0
+
+
+def _model(config: Config, source: str) -> Any:
+    """The run's model on the CPU, with any weights."""
+    from interlace.model import MultimodalModel
+    from interlace.train.build import build, freeze, materialize
+    from interlace.train.texts import tokenizer_of
+
+    if config.model.path is not None:  # as HuggingFace read it: only then it is saved under the keys that it had
+        try:
+            model = MultimodalModel.from_pretrained(config.model.path)
+        except ValueError as error:
+            raise ConfigError(f"{source}: [model] path: {error}") from None
+        freeze(config, model, source)
+        return model
+    return materialize(build(config, tokenizer_of(config, source=source), source=source), seed=config.run.seed)

@@ -1,0 +1,41 @@
+"""Weights of a whole HuggingFace checkpoint, a rank's part of them alone.
+
+The keys of a file may differ from the names in the model: HuggingFace has renamed parts of its models, and knows how.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from interlace.model.patterns import base_name, is_adapter
+from interlace.train.pretrained import MADE_ANEW, Source, check_shapes, contents_of, converted
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
+
+
+def find_whole(model: MultimodalModel, folder: Path) -> dict[str, Source]:
+    """Where `folder` has each parameter of a model of `MultimodalModel.of_whole`, by its first name; adapters (LoRA)
+    are in no such folder.
+
+    Raises ValueError when one is missing or of another shape, and when the folder has more.
+    """
+    files, whole = contents_of(folder), model.whole()
+    stored = converted(whole, files)
+    own = {base_name(key) for key in whole.state_dict()}
+    for key in files.keys() & own:  # saved under today's names: nothing to rename
+        stored[key] = files[key]
+    kind = type(whole).__name__
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)]
+    names = {name: base_name(model.name_in_whole(name)) for name in every}
+    wanted = {name: weight for name, weight in model.named_parameters() if not is_adapter(name)}
+    if missing := [name for name in wanted if names[name] not in stored]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{folder} has no weight {names[missing[0]]!r}{more}, which {kind} needs")
+    known = {*names.values(), *own}
+    if left := sorted(key for key in stored if key not in known and not key.endswith(MADE_ANEW)):
+        raise ValueError(f"{folder} has {left[0]!r}, which {kind} has not: it would compute something else")
+    found = {name: stored[names[name]] for name in wanted}
+    check_shapes(wanted, found)
+    return found

@@ -1,0 +1,23 @@
+"""What all sections of a training config are made of: the class of a section, and the numbers that keys hold."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST = 2**31 - 1  # of anything that is counted
+WEEK = 7 * 86_400.0
+Positive = Annotated[int, Field(gt=0, le=MOST)]
+NotNegative = Annotated[int, Field(ge=0, le=MOST)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Rate = Annotated[float, Field(ge=0.0, le=1e6)]
+
+
+class Section(BaseModel):
+    """Base of all sections: strict types, no unknown keys, field docstrings become descriptions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True)
+
+    free: ClassVar[type[Section] | None] = None
+    """Of which section tables under names of their own are, where there may be such."""

@@ -1,0 +1,124 @@
+"""The run's tokenizer: bytes for the project's own data sets, the model's tokenizer (and processor) for chats.
+
+Whatever it is, a run asks it for `vocab_size`, `placeholders` (encoder -> id), `EOS` (what ends an answer) and
+`decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from interlace.train.config import ConfigError
+from interlace.train.schema import Config
+
+TAGS = {"vision": "<image>", "audio": "<audio>"}
+
+
+def tokenizer_of(config: Config, *, source: str = "config") -> Any:
+    """A ByteTokenizer, or a ModelTokenizer for chats. Raises ConfigError for folders and templates that do not fit."""
+    if config.data.dataset != "chats":
+        from interlace.data import ByteTokenizer
+
+        return ByteTokenizer(config.model.encoders())
+    try:
+        return ModelTokenizer(config)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{source}: [data] tokenizer: {error}") from None
+
+
+class ModelTokenizer:
+    """The tokenizer of a folder that HuggingFace wrote, with its chat template; for a whole checkpoint its processor.
+
+    Raises ValueError for a folder without a tokenizer, a template or an end of answers, and for placeholders that are
+    no single tokens.
+    """
+
+    def __init__(self, config: Config) -> None:
+        from interlace.data import chats_load
+        from interlace.data.chats_video import VideoSpec
+
+        data, whole = config.data, config.model.path
+        folder = data.tokenizer or whole or config.model.language_model.path
+        if folder is None:
+            raise ValueError("the model comes from no folder, so name one with a tokenizer as data.tokenizer")
+        self.processor = chats_load.load_processor(folder) if whole is not None else None
+        self.tokenizer = chats_load.load_tokenizer(folder) if self.processor is None else self.processor.tokenizer
+        self.tags = {} if whole is not None else {name: self._tag(config, name) for name in config.model.encoders()}
+        unknown = [name for name in data.placeholders if name not in self.tags]
+        if unknown:
+            raise ValueError(
+                f"data.placeholders names {unknown[0]!r}; the encoders are {', '.join(self.tags) or 'none'}"
+            )
+        known, special = self.tokenizer.get_vocab(), self.tokenizer.added_tokens_encoder
+        words = [tag for tag in self.tags.values() if tag in known and tag not in special]
+        if words:
+            raise ValueError(
+                f"the placeholder {words[0]!r} is a piece of words for this tokenizer: name a special token"
+            )
+        new = [tag for tag in self.tags.values() if tag not in known]
+        if new:
+            from transformers import AddedToken
+
+            self.tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in new], True)
+        self.name, self.template = self._template(data.chat_template, folder)
+        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        ids = self.tokenizer.convert_tokens_to_ids
+        self.placeholders = {name: int(ids(tag)) for name, tag in self.tags.items()}
+        if len(set(self.placeholders.values())) < len(self.placeholders):
+            raise ValueError(f"two encoders have one placeholder: {self.tags}; set data.placeholders")
+        self.video = VideoSpec(data.video_fps, data.max_video_tokens)
+        self.EOS = self._end()
+
+    def _tag(self, config: Config, name: str) -> str:
+        return config.data.placeholders.get(name, TAGS.get(name, f"<{name}>"))
+
+    def _template(self, path: str | None, folder: str) -> tuple[str, str]:
+        """What messages call the template, and its text."""
+        from interlace.data.chats_tokens import template_text
+
+        if path is not None:
+            return path, template_text(path)
+        owner = self.tokenizer if self.processor is None or self.processor.chat_template is None else self.processor
+        found = owner.chat_template
+        if isinstance(found, Mapping):
+            found = found.get("default")
+        if not isinstance(found, str):
+            raise ValueError(f"{folder} has no chat template: give a file with one as data.chat_template")
+        return f"the chat template of {Path(folder)}", found
+
+    def format(
+        self,
+        placeholders: Mapping[str, int | Sequence[int]],
+        tokens: Mapping[str, Any],
+        specs: Mapping[str, Any],
+    ) -> Any:
+        """The `interlace.data.chats_tokens.ChatFormat` for encoders with these placeholders, token counts and specs."""
+        from interlace.data.chats_tokens import ProcessorFormat, TokenizerFormat
+
+        if self.processor is not None:
+            return ProcessorFormat(
+                self.processor, self.template, name=self.name, placeholders=placeholders, tokens=tokens
+            )
+        tags = {name: self.tags[name] for name in placeholders}
+        return TokenizerFormat(
+            self.tokenizer, self.template, name=self.name, tags=tags, specs=specs, tokens=tokens, video=self.video
+        )
+
+    def _end(self) -> int:
+        """The token that ends an answer: the last that is learnt, if that is none of words, else the end of text."""
+        from interlace.data.chats_shapes import Chat, Part, Turn
+
+        turns = (Turn("user", (Part("text", "a"),), False), Turn("assistant", (Part("text", "b"),), True))
+        encoded = self.format({}, {}, {}).encode(Chat(turns), [])
+        last = [token for token, learnt in zip(encoded.ids, encoded.targets, strict=True) if learnt][-1]
+        if last in self.tokenizer.added_tokens_decoder:
+            return int(last)
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError(f"{self.name} ends answers with no special token, and the tokenizer has no eos_token")
+        return int(self.tokenizer.eos_token_id)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of `ids`."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))

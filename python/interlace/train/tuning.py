@@ -1,0 +1,178 @@
+"""What of a model a config trains, and how fast: freezing by pattern, LoRA, groups of learning rates.
+
+In this order: what modules say (``freeze``, ``freeze_projector``), ``train.lora``, ``train.freeze``, ``train.train``.
+All of it is done before the model is cut, so that the schedule knows which layers have a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from interlace.model.lora import add_lora
+from interlace.model.patterns import ENCODERS, Names, is_adapter
+from interlace.train.config import ConfigError
+from interlace.train.schema import Config
+
+if TYPE_CHECKING:
+    from interlace.model import MultimodalModel
+
+
+class Rates(NamedTuple):
+    """How a parameter is trained. group: in words; optimizer: which; lr: its peak; decay: of its weight."""
+
+    group: str
+    optimizer: str
+    lr: float
+    decay: float
+
+
+def tune(config: Config, model: MultimodalModel, *, source: str = "config") -> None:
+    """Freeze and open what ``[train]`` says and put adapters in; the model's modules are frozen already as they say.
+
+    Raises ConfigError for a pattern that matches nothing, for one without effect, and for adapters that cannot be.
+    """
+    train = config.train
+    if train.lora is not None:
+        _add_adapters(config, model, source)
+    if train.freeze or train.train:
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        names = Names(model)
+        for pattern in train.freeze:
+            trained -= {name for name in _matching(names, pattern, "freeze", source) if not is_adapter(name)}
+        for pattern in train.train:
+            trained |= _matching(names, pattern, "train", source)
+        model.train_only(trained)
+    rates(config, model, source=source)  # says what is wrong with the groups
+    _check_whole(config, model, source)
+
+
+def rates(config: Config, model: nn.Module, *, source: str = "config") -> dict[str, Rates]:
+    """How each trained parameter is trained, by its first name.
+
+    The first of ``train.groups`` that matches comes before the module's own keys, these before ``[train]``'s; a
+    projector's own rate comes before its encoder's. Raises ConfigError for a group that no trained parameter is in.
+    """
+    train, names = config.train, Names(model)
+    projectors = names.projectors()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    found: dict[str, tuple[str, float, float]] = {}
+    for group in train.groups:
+        matching = _matching(names, group.pattern, "groups", source)
+        mine = [name for name in trained if name in matching and name not in found]
+        if not mine:
+            why = "frozen" if matching.isdisjoint(trained) else "frozen or in a group before it"
+            raise ConfigError(f"{source}: [train] groups: all that {group.pattern!r} matches is {why}; remove it")
+        for name in mine:
+            _, lr, decay = _of_module(name, config, name in projectors)
+            lr = lr if group.lr is None else group.lr
+            found[name] = group.pattern, lr, decay if group.weight_decay is None else group.weight_decay
+    matrices = _matrices(model) if train.optimizer == "muon" else ()
+    made = {}
+    for name in trained:
+        label, lr, decay = found.get(name) or _of_module(name, config, name in projectors)
+        optimizer = "adamw" if train.optimizer == "muon" and name not in matrices else train.optimizer
+        made[name] = Rates(label, optimizer, lr, decay)
+    return made
+
+
+def _matrices(model: nn.Module) -> set[str]:
+    """First names of the weights of linear layers, but for those of the head and of embeddings that are tied to it."""
+    whole: Any = getattr(model, "language_model", None)
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    embedded = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+    linear = {
+        id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head
+    } - embedded
+    return {name for name, parameter in model.named_parameters() if id(parameter) in linear}
+
+
+def _of_module(name: str, config: Config, projector: bool) -> tuple[str, float, float]:
+    """(module, peak learning rate, weight decay) of a parameter that is in no group."""
+    train, lr, decay = config.train, None, None
+    parts = name.split(".")
+    group = parts[0]
+    if parts[0] == ENCODERS[:-1]:
+        encoder, group = config.model.encoders()[parts[1]], parts[1]
+        lr, decay = encoder.lr, encoder.weight_decay
+        if projector:
+            group = f"{group}.projector"
+            lr = lr if encoder.projector_lr is None else encoder.projector_lr
+    else:
+        lr, decay = config.model.language_model.lr, config.model.language_model.weight_decay
+    group += " (LoRA)" if is_adapter(name) else ""
+    return group, (train.lr if lr is None else lr), (train.weight_decay if decay is None else decay)
+
+
+def summary(model: nn.Module, found: Mapping[str, Rates]) -> list[str]:
+    """A line per group of trained parameters, and one for those that are not."""
+    sizes: dict[Rates, int] = {}
+    frozen = 0
+    for name, parameter in model.named_parameters():
+        if name in found:
+            sizes[found[name]] = sizes.get(found[name], 0) + parameter.numel()
+        else:
+            frozen += parameter.numel()
+    lines = [
+        f"trains {size:,} parameters of {each.group}: {each.optimizer}, lr {each.lr:g}, weight decay {each.decay:g}"
+        for each, size in sizes.items()
+    ]
+    return lines + [f"{frozen:,} of {frozen + sum(sizes.values()):,} parameters are frozen"]
+
+
+def _check_whole(config: Config, model: MultimodalModel, source: str) -> None:
+    """Raises ConfigError where an optimizer that needs whole matrices would have pieces of them."""
+    optimizer = config.train.optimizer
+    if optimizer not in ("adafactor", "muon"):
+        return
+    for name in config.modules():
+        spec = config.parallel.module(name)
+        place = f"{name}." if name == "language_model" else f"{ENCODERS}{name}."
+        trained = any(p.requires_grad for key, p in model.named_parameters() if key.startswith(place))
+        if trained and (spec.tp > 1 or spec.shard != "none"):
+            key = f"tp = {spec.tp}" if spec.tp > 1 else f"shard = {spec.shard!r}"
+            raise ConfigError(
+                f"{source}: [train] optimizer = {optimizer!r} computes with whole matrices, of which ranks have pieces "
+                f"under parallel.{name}.{key}: use 'adamw' or 'sgd', or leave {key.split()[0]} out"
+            )
+
+
+def _matching(names: Names, pattern: str, key: str, source: str) -> set[str]:
+    try:
+        return names.matching(pattern)
+    except ValueError as error:
+        raise ConfigError(f"{source}: [train] {key}: {error}") from None
+
+
+def _add_adapters(config: Config, model: MultimodalModel, source: str) -> None:
+    lora = config.train.lora
+    assert lora is not None
+    try:
+        layers = add_lora(
+            model,
+            targets=lora.targets,
+            rank=lora.rank,
+            alpha=lora.alpha,
+            dropout=lora.dropout,
+            use_rslora=lora.use_rslora,
+            modules_to_save=lora.modules_to_save,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{source}: [train.lora]: {error}") from None
+    for name in config.modules():
+        spec = config.parallel.module(name)
+        place = f"{name}." if name == "language_model" else f"{ENCODERS}{name}."
+        if not any(path.startswith(place) for path in layers):
+            continue
+        if spec.tp > 1:
+            raise ConfigError(
+                f"{source}: [train.lora]: layers of {name} have adapters, which tensor parallelism (tp = {spec.tp}) "
+                f"cannot cut: set parallel.{name}.tp = 1 and use pp, dp or shard"
+            )
+        if spec.cp > 1 and lora.dropout:
+            raise ConfigError(
+                f"{source}: [train.lora] dropout = {lora.dropout:g}: the cp = {spec.cp} ranks of {name} share its "
+                "layers and would not drop alike: set it to 0"
+            )

@@ -1,0 +1,324 @@
+"""Chats through a tokenizer and encoders put together: shapes, targets, cuts, files, what is kept and read again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from interlace.data import IGNORE, load_chats
+from interlace.data.chats_shapes import Chat, Part, Turn, parse
+from interlace.data.chats_store import Rules, examine, prepare, shortened
+from interlace.data.chats_template import TemplateError
+from interlace.data.chats_tokens import Encoded, Item, TokenizerFormat
+from interlace.data.media import ImageSpec, load_image
+from tests.data.chat_families import trained
+from tests.data.test_chats_faults import TEMPLATE, chats, image, said, talk, user
+
+MARKED = TEMPLATE.replace(
+    "{{ m['content'] }}<|im_end|>",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}",
+)
+
+
+def _format(template: str) -> TokenizerFormat:
+    made = chats()
+    return TokenizerFormat(
+        made.tokenizer, template, name="the template", tags=made.tags, specs=made.specs, tokens=made.tokens
+    )
+
+
+def _sizes(chat: Chat) -> list[tuple[int, int]]:
+    return [(40, 24)] * len(chat.media)
+
+
+# --- the two shapes ---------------------------------------------------------------------------------------
+
+
+def test_all_shapes_say_the_same(tmp_path: Path) -> None:
+    typed = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]
+    bare = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    openai = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "what?"}]
+    records = [
+        {"messages": [user(typed), said("b")]},
+        {"messages": [user(typed), said([{"type": "text", "text": "b"}])]},
+        {"messages": [user("<image>what?"), said("b")], "images": ["a.png"]},
+        {"messages": [user("<image>what?"), said("b")], "image": "a.png"},
+        {"messages": [user(bare), said("b")], "images": [{"path": "a.png"}]},
+        {"messages": [user(openai), said("b")]},
+        {
+            "conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "b"}],
+            "image": "a.png",
+        },
+    ]
+    parsed = [parse(record, tmp_path) for record in records]
+    assert all(chat == parsed[0] for chat in parsed)
+    assert parsed[0].media == [Part("image", path=str(tmp_path / "a.png"))]
+    absolute = parse({"messages": [user("<image>"), said("b")], "images": ["/else/a.png"]}, tmp_path)
+    assert absolute.media[0].path == "/else/a.png"
+    system = parse({"system": "be kind", **records[0]}, tmp_path)
+    assert system.turns == (Turn("system", (Part("text", "be kind"),), False), *parsed[0].turns)
+
+
+def test_media_stand_where_the_text_has_them() -> None:
+    record = {"messages": [user("a <image> b <image>"), said("c"), user("<image>"), said("d")], "images": list("xyz")}
+    chat = parse(record, Path("/"))
+    assert [(part.kind, part.text or part.path) for turn in chat.turns for part in turn.parts] == [
+        ("text", "a "),
+        ("image", "/x"),
+        ("text", " b "),
+        ("image", "/y"),
+        ("text", "c"),
+        ("image", "/z"),
+        ("text", "d"),
+    ]
+
+
+# --- targets ----------------------------------------------------------------------------------------------
+
+TALK = {
+    "messages": [
+        {"role": "system", "content": "be kind"},
+        user("<image>what is it?"),
+        said("a cat, \u732b"),
+        user("and this? <image>"),
+        said("nothing", weight=0),
+        user("sure?"),
+        said("yes"),
+    ],
+    "images": ["x", "y"],
+}
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["prefixes", "marks"])
+def test_targets_are_the_answers_that_are_learnt(template: str) -> None:
+    made = _format(template)
+    chat = parse(TALK, Path("/"))
+    encoded = made.encode(chat, _sizes(chat))
+    learnt = [token for token, target in zip(encoded.ids, encoded.targets) if target]
+    assert made.decode(learnt, skip_special=False) == "a cat, \u732b<|im_end|>yes<|im_end|>"
+    assert [item.tokens for item in encoded.items] == [15, 15]
+    for item in encoded.items:
+        run = encoded.ids[item.start : item.start + item.tokens]
+        assert set(run) == {made.placeholders["vision"][0]}
+        assert encoded.ids[item.start - 1] != run[0] != encoded.ids[item.start + item.tokens]
+    # With a placeholder for each picture it is what HuggingFace makes of the same messages.
+    flat = [{**m, "content": m["content"]} for m in TALK["messages"]]
+    expected = made.tokenizer.apply_chat_template(
+        flat, chat_template=template, return_assistant_tokens_mask=template is MARKED, return_dict=True
+    )
+    kept = [i for i in range(len(encoded.ids)) if not any(0 < i - item.start < item.tokens for item in encoded.items)]
+    assert [encoded.ids[i] for i in kept] == expected["input_ids"]
+    if template is MARKED:
+        learnable = parse(
+            {**TALK, "messages": [{k: v for k, v in m.items() if k != "weight"} for m in flat]}, Path("/")
+        )
+        everything = made.encode(learnable, _sizes(chat)).targets
+        assert [int(everything[i]) for i in kept] == expected["assistant_masks"]
+
+
+def test_templates_that_rewrite_earlier_turns_are_refused_by_name() -> None:
+    forgetful = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'] | length }}")
+    chat = parse(TALK, Path("/"))
+    with pytest.raises(TemplateError, match=r"the template: .*generation"):
+        _format(forgetful).encode(chat, _sizes(chat))
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ValueError, match=r"slow tokenizer.*tokenizer\.json"):
+        TokenizerFormat(Slow(), TEMPLATE, name="x", tags={}, specs={}, tokens={})
+
+
+def test_a_picture_goes_to_every_encoder_that_sees() -> None:
+    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>", "<image>", "<eye>"))
+    specs = {"vision": ImageSpec(8, 16), "eye": ImageSpec(4, 8)}
+    count = {"vision": lambda shape: shape[1] * shape[2] // 64, "eye": lambda shape: 3}
+    tags = {"vision": "<image>", "eye": "<eye>"}
+    made = TokenizerFormat(tokenizer, TEMPLATE, name="x", tags=tags, specs=specs, tokens=count)
+    chat = parse(TALK, Path("/"))
+    items = made.encode(chat, _sizes(chat)).items
+    assert [(item.encoder, item.medium, item.tokens) for item in items] == [
+        ("vision", 0, 15),
+        ("eye", 0, 3),
+        ("vision", 1, 15),
+        ("eye", 1, 3),
+    ]
+    assert items[1].before == items[0].start
+
+
+# --- lengths ----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def encoded_samples(draw: st.DrawFn) -> Encoded:
+    """Texts and media of any lengths, media of one to three items with text between."""
+    ids: list[int] = []
+    targets: list[bool] = []
+    items: list[Item] = []
+
+    def text(count: int, learnt: bool) -> None:
+        ids.extend(draw(st.lists(st.integers(10, 20), min_size=count, max_size=count)))
+        targets.extend([learnt] * count)
+
+    for medium in range(draw(st.integers(0, 3))):
+        text(draw(st.integers(0, 4)), draw(st.booleans()))
+        before = len(ids)
+        for _ in range(draw(st.integers(1, 3))):
+            text(draw(st.integers(0, 2)), False)
+            count = draw(st.integers(1, 5))
+            items.append(Item("vision", medium, len(ids), count, before, (3, 8, 8)))
+            ids.extend([1] * count)
+            targets.extend([False] * count)
+    text(draw(st.integers(1, 6)), True)
+    return Encoded(ids, targets, items)
+
+
+@settings(max_examples=200, deadline=None)
+@given(encoded_samples(), st.integers(1, 40))
+def test_a_cut_leaves_whole_media_and_something_to_learn(encoded: Encoded, most: int) -> None:
+    cut = shortened(encoded, most)
+    # By brute force: the longest beginning that ends with a target and cuts no medium.
+    spans: dict[int, tuple[int, int]] = {}
+    for item in encoded.items:
+        spans[item.medium] = (item.before, item.start + item.tokens)
+    ends = [
+        end
+        for end in range(2, min(most, len(encoded.ids)) + 1)
+        if encoded.targets[end - 1] and not any(first < end < last for first, last in spans.values())
+    ]
+    if not ends:
+        assert cut is None
+        return
+    assert cut is not None and len(cut.ids) == max(ends)
+    assert cut.ids == encoded.ids[: len(cut.ids)] and cut.targets == encoded.targets[: len(cut.ids)]
+    assert cut.items == [item for item in encoded.items if item.start + item.tokens <= len(cut.ids)]
+    assert sum(item.tokens for item in cut.items) == cut.ids.count(1)
+
+
+def test_lengths_are_followed_and_told(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
+    long = talk(user(image("a.png")), said("one"), user(image("a.png")), said("two"))
+    (tmp_path / "t.jsonl").write_text(f"{long}\n{talk(user('hi'), said('ho'))}\n")
+    whole = [one.length for one in examine([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path)]
+    rules = Rules(max_tokens=whole[0] - 20, on_too_long="cut")
+    store = prepare([tmp_path / "t.jsonl"], chats(), rules, tmp_path / "cache")
+    assert store.cut == [f"{tmp_path / 't.jsonl'}:1"] and len(store) == 2
+    (tmp_path / "v.jsonl").write_text(talk(user("hi"), said("ho")))
+    train, _ = load_chats([tmp_path / "t.jsonl"], [tmp_path / "v.jsonl"], chats(), rules, cache=tmp_path / "cache")
+    sample = train.sample(0)
+    assert len(sample.input_ids) < whole[0] and len(sample.media["vision"]) == 1
+    assert sample.labels[-2] != IGNORE and sample.labels[-1] == IGNORE
+    assert torch.equal(sample.media["vision"][0].data, load_image(tmp_path / "a.png", ImageSpec(8, 16)))
+    assert "1 cut to" in train.report() and "t.jsonl:1: cut to" in train.listing()
+
+
+# --- files, and what is kept of them ----------------------------------------------------------------------
+
+
+def _records(count: int) -> list[dict[str, Any]]:
+    return [{"messages": [user(f"question {n}"), said(f"answer {n}")]} for n in range(count)]
+
+
+def _texts(dataset: Any, made: Any) -> list[str]:
+    return [made.decode(dataset.answer(i)) for i in range(len(dataset))]
+
+
+def test_json_and_json_lines_give_the_same(tmp_path: Path) -> None:
+    records = _records(5)
+    lines = "\n\n".join(json.dumps(record) for record in records)
+    (tmp_path / "a.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
+    (tmp_path / "b.json").write_text(json.dumps(records, indent=1))
+    (tmp_path / "c.json").write_text(lines)
+    made = chats()
+    found = [prepare([tmp_path / name], made, Rules(), tmp_path / "cache") for name in ("a.jsonl", "b.json", "c.json")]
+    assert len({store.fingerprint for store in found}) == 1
+    assert [store.where(2).rpartition(":")[2] for store in found] == ["5", "3", "5"]
+    for store in found:
+        assert store.chat(4) == parse(records[4], tmp_path)
+        assert pickle.loads(pickle.dumps(store)).chat(0) == parse(records[0], tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
+def test_parquet_with_pictures_inside(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
+    inside = {"bytes": (tmp_path / "a.png").read_bytes(), "path": "a.png"}
+    rows = [{"messages": [user("<image>what?"), said(f"b{n}")], "images": [inside]} for n in range(3)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    store = prepare([tmp_path / "a.parquet"], chats(), Rules(), tmp_path / "cache")
+    [part] = store.chat(1).media
+    assert len(store) == 3 and Path(part.path).read_bytes() == inside["bytes"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
+def test_folders_of_datasets(tmp_path: Path) -> None:
+    import datasets
+
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
+    rows = {
+        "messages": [[user("<image>what?"), said("b")]] * 3,
+        "images": [[{"path": str(tmp_path / "a.png"), "bytes": None}]] * 3,
+    }
+    table = datasets.Dataset.from_dict(rows).cast_column("images", datasets.List(datasets.Image()))
+    table.save_to_disk(str(tmp_path / "saved"))
+    store = prepare([tmp_path / "saved"], chats(), Rules(), tmp_path / "cache")
+    assert len(store) == 3 and len(store.encoded(0).items) == 1
+
+
+def test_what_was_prepared_is_kept_until_a_file_or_a_setting_changes(tmp_path: Path) -> None:
+    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    path.write_text("\n".join(map(json.dumps, _records(4))))
+    made = chats()
+    first = prepare([path], made, Rules(), cache)
+    again = prepare([path], made, Rules(), cache)
+    assert (
+        again.folder == first.folder
+        and (again.folder / "ids.bin").stat().st_ino == (first.folder / "ids.bin").stat().st_ino
+    )
+    assert prepare([path], made, Rules(max_tokens=64), cache).folder != first.folder
+    assert prepare([path], _format(MARKED), Rules(), cache).folder != first.folder
+    path.write_text("\n".join(map(json.dumps, _records(5))))
+    assert len(prepare([path], made, Rules(), cache)) == 5
+    (first.folder / "ids.bin").write_bytes(b"")  # a torn folder is made again
+    path.write_text("\n".join(map(json.dumps, _records(4))))
+    assert len(prepare([path], made, Rules(), cache)) == 4
+
+
+def test_held_out_records_are_the_same_every_time_and_apart(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*_records(60), *_records(60)])))
+    made = chats()
+    pairs = [load_chats([path], [], made, Rules(), held_out=0.2, cache=tmp_path / "cache") for _ in range(2)]
+    (train, held), (other, _) = pairs
+    assert train.fingerprint() == other.fingerprint() != held.fingerprint()
+    assert len(train) + len(held) == 120 and not set(_texts(train, made)) & set(_texts(held, made))
+    assert np.array_equal(train.token_lengths, [len(train.sample(i)) for i in range(len(train))])
+
+
+def test_a_picture_that_changes_is_noticed_and_read_as_blank(tmp_path: Path) -> None:
+    for name in "ab":
+        Image.new("RGB", (40, 24), "red").save(tmp_path / f"{name}.png")
+    lines = [talk(user(image(f"{name}.png")), said("b")) for name in "ab"]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    (tmp_path / "v.jsonl").write_text(lines[0])
+    train, _ = load_chats([tmp_path / "t.jsonl"], [tmp_path / "v.jsonl"], chats(), Rules(), cache=tmp_path / "cache")
+    (tmp_path / "b.png").write_bytes(b"gone")
+    good, bad = (train.sample(i).media["vision"][0] for i in range(2))
+    assert good.data is not None and bool(good.data.any())
+    assert bad.data is not None and not bool(bad.data.any())
+    assert train.blank_items == 1 and train.read_items == 2 and "b.png" in train.report()

@@ -1,0 +1,228 @@
+"""Every planted fault is found, named by file and line, and costs its record alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from interlace import cli
+from interlace.data.chats_files import ChatFileError, find
+from interlace.data.chats_shapes import BROKEN, BrokenSampleError, parse
+from interlace.data.chats_store import Rules, examine, prepare
+from interlace.data.chats_tokens import TokenizerFormat
+from interlace.data.media import ImageSpec
+from tests.data.chat_families import trained
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chats(**tokens: Any) -> TokenizerFormat:
+    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>", "<image>"))
+    spec = ImageSpec(8, 16)
+    count = {"vision": lambda shape: shape[1] * shape[2] // 64} | tokens
+    return TokenizerFormat(
+        tokenizer, TEMPLATE, name="the template", tags={"vision": "<image>"}, specs={"vision": spec}, tokens=count
+    )
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def image(value: Any) -> list[dict[str, Any]]:
+    return [{"type": "image", "image": value}, {"type": "text", "text": "what?"}]
+
+
+def talk(*messages: Any, **more: Any) -> str:
+    return json.dumps({"messages": list(messages), **more})
+
+
+FAULTS: list[tuple[str, str | bytes]] = [
+    ("encoding", b'{"messages": [{"role": "user", "content": "caf\xe9"}]}'),
+    ("json", '{"messages": [{"role": "user", '),
+    ("json", "just words"),
+    ("record", "[1, 2]"),
+    ("record", '{"prompt": "a", "answer": "b"}'),
+    ("turns", '{"messages": []}'),
+    ("turns", '{"messages": "hello"}'),
+    ("turns", '{"messages": ["hello", "you"]}'),
+    ("turns", '{"messages": [{"role": "user"}]}'),
+    ("turns", '{"conversations": [{"role": "user", "content": "a"}]}'),
+    ("role", talk({"role": "alien", "content": "hello"}, said("yes"))),
+    ("order", talk(said("I begin"))),
+    ("order", talk(user("a"), user("b"), said("c"))),
+    ("order", talk(user("a"), said("b"), {"role": "system", "content": "late"})),
+    ("order", talk(user("a"), said("b"), user("and now?"))),
+    ("content", talk(user(5), said("b"))),
+    ("content", talk(user(["plain"]), said("b"))),
+    ("content", talk(user([{"type": "text", "text": None}]), said("b"))),
+    ("type", talk(user([{"type": "smell", "smell": "x"}]), said("b"))),
+    ("empty", talk(user("a"), said("   "))),
+    ("empty", talk(user(""), said("b"))),
+    ("weight", talk(user("a"), said("b", weight=0.5))),
+    ("weight", talk({"role": "user", "content": "a", "train": True}, said("b"))),
+    ("targets", talk(user("a"), said("b", weight=0))),
+    ("media count", talk(user("<image> what?"), said("b"))),
+    ("media count", talk(user("<image><image> what?"), said("b"), images=["good.png"])),
+    ("media count", talk(user("what?"), said("b"), images=["good.png"])),
+    ("media key", talk(user("<image>"), said("b"), images=[7])),
+    ("media key", talk(user("<image>"), said("b"), images=["good.png"], image="good.png")),
+    ("media key", talk(user(image(None)), said("b"))),
+    ("url", talk(user(image("https://example.org/a.png")), said("b"))),
+    ("url", talk(user(image("data:image/png;base64,AAAA")), said("b"))),
+    ("missing file", talk(user(image("gone.png")), said("b"))),
+    ("no file", talk(user(image("folder")), said("b"))),
+    ("broken file", talk(user(image("text.png")), said("b"))),
+    ("broken file", talk(user(image("torn.png")), said("b"))),
+    ("broken file", talk(user(image("empty.png")), said("b"))),
+    ("no encoder", talk(user([{"type": "audio", "audio": "good.png"}]), said("b"))),
+    ("broken file", talk(user("<video>"), said("b"), videos=["good.png"])),
+    ("size", talk(user(image("long.png")), said("b"))),
+    ("placeholder", talk(user([{"type": "text", "text": "the word <image> itself"}]), said("b"))),
+    ("too long", talk(user("word " * 300), said("b"))),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Good and broken files."""
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "good.png")
+    Image.effect_noise((80, 80), 50).save(tmp_path / "torn.png")
+    data = (tmp_path / "torn.png").read_bytes()
+    (tmp_path / "torn.png").write_bytes(data[: len(data) // 2])
+    Image.new("RGB", (400, 8)).save(tmp_path / "long.png")
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+GOOD = talk(user(image("good.png")), said("a red one"))
+
+
+def _planted(folder: Path) -> Path:
+    lines = [line if isinstance(line, bytes) else line.encode() for _, line in FAULTS]
+    good = [b"", *[GOOD.encode()] * 3]
+    path = folder / "chats.jsonl"
+    path.write_bytes(b"\n".join([*good, *lines, GOOD.encode()]) + b"\n")
+    return path
+
+
+def test_every_fault_is_found_and_costs_its_record_alone(folder: Path) -> None:
+    path = _planted(folder)
+    found = list(examine([path], chats(), Rules(max_tokens=128), folder / "media"))
+    by_line = {one.raw.number: one for one in found}
+    for number, (kind, line) in enumerate(FAULTS, 5):
+        broken = by_line[number].broken
+        assert broken is not None and broken.kind == kind, (kind, line, broken)
+    assert [number for number, one in by_line.items() if one.broken is None] == [2, 3, 4, 5 + len(FAULTS)]
+    assert {kind for kind, _ in FAULTS} == set(BROKEN) - {"template"}
+
+
+def test_what_the_template_refuses(folder: Path) -> None:
+    strict = "{% if messages | length > 2 %}{{ raise_exception('too much talk') }}{% endif %}" + TEMPLATE
+    made = chats()
+    refusing = TokenizerFormat(
+        made.tokenizer, strict, name="the template", tags=made.tags, specs=made.specs, tokens=made.tokens
+    )
+    path = folder / "a.jsonl"
+    path.write_text(talk(user("a"), said("b")) + "\n" + talk(user("a"), said("b"), user("c"), said("d")))
+    one, other = examine([path], refusing, Rules(), folder)
+    assert one.broken is None
+    assert other.broken is not None and other.broken.kind == "template" and "too much talk" in str(other.broken)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"on_broken": "error"}, r"chats.jsonl:5: no text in UTF-8.*on_broken"),
+        ({"max_tokens": 8}, r"no sample is left"),
+        ({"on_too_long": "error", "max_tokens": 8}, r"chats.jsonl:2: has \d+ tokens, more than data.max_tokens = 8"),
+    ],
+)
+def test_errors_where_they_are_asked_for(folder: Path, rules: dict[str, Any], message: str) -> None:
+    with pytest.raises(ChatFileError, match=message):
+        prepare([_planted(folder)], chats(), Rules(**rules), folder / "cache")
+
+
+def test_headers_alone_do_not_find_what_is_torn(folder: Path) -> None:
+    path = folder / "a.jsonl"
+    path.write_text(talk(user(image("torn.png")), said("b")))
+    [one] = examine([path], chats(), Rules(decode=False), folder)
+    assert one.broken is None
+    [one] = examine([path], chats(), Rules(), folder)
+    assert one.broken is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.jsonl", None, "no such file"),
+        ("a.txt", "x", "of no known kind"),
+        ("a.json", "[1, 2", "no JSON"),
+        ("a.jsonl", "\n\n", "the files are empty"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ChatFileError, match=message):
+        prepare(find([tmp_path / name]), chats(), Rules(), tmp_path / "cache")
+
+
+def test_folders_that_datasets_did_not_write(tmp_path: Path) -> None:
+    with pytest.raises(ChatFileError, match=r"no state\.json"):
+        find([tmp_path])
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "state.json").touch()
+    (tmp_path / "dataset_dict.json").touch()
+    with pytest.raises(ChatFileError, match=r"name one of them: .*/test, .*/train"):
+        find([tmp_path])
+    with pytest.raises(ChatFileError, match="named twice"):
+        find([tmp_path / "train", tmp_path / "train"])
+
+
+def test_a_processor_of_another_model_is_an_error_and_no_broken_sample(folder: Path) -> None:
+    path = folder / "a.jsonl"
+    path.write_text(GOOD)
+    with pytest.raises(ChatFileError, match=r"a.jsonl:1: .*template"):
+        dropping = TEMPLATE.replace("{% if add", "{{ messages | length }}{% if add")
+        made = chats()
+        wrong = TokenizerFormat(
+            made.tokenizer, dropping, name="the template", tags=made.tags, specs=made.specs, tokens=made.tokens
+        )
+        list(examine([path], wrong, Rules(), folder))
+
+
+def test_check_reports_and_writes_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, page = _planted(folder), folder / "page.html"
+    assert cli.main(["data", "check", str(path), "--out", str(page)]) == 1
+    told = capsys.readouterr().out
+    assert f"{len(FAULTS) + 4} records" in told
+    for kind in {"json", "order", "missing file", "broken file", "media count", "url"}:
+        assert f"x {kind} ({BROKEN[kind]})" in told, kind
+    shown = page.read_text()
+    assert shown.count("<section>") >= 4 and "data:image/jpeg;base64," in shown and "chats.jsonl:5" in shown
+    good = folder / "good.jsonl"
+    good.write_text(GOOD)
+    assert cli.main(["data", "check", str(good), "--samples", "0"]) == 0
+    assert cli.main(["data", "check", str(folder / "gone.jsonl")]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("record", [None, 3, "x", {}, {"messages": {}}, {"messages": [None]}])
+def test_no_record_makes_the_parser_fail_otherwise(record: Any) -> None:
+    with pytest.raises(BrokenSampleError):
+        parse(record, Path("."))

@@ -1,0 +1,93 @@
+"""Whole checkpoints' processors: token by token and pixel by pixel what HuggingFace's own call makes of a chat."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.data import IGNORE
+from interlace.data.chats import ChatDataset, load_chats
+from interlace.data.chats_store import Rules
+from interlace.data.chats_tokens import ProcessorFormat
+from tests.data import chat_families
+
+
+def _write(path: Path, records: list[Any]) -> Path:
+    import json
+
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def _dataset(family: Any, file: Path, cache: Path, **rules: Any) -> ChatDataset:
+    made = ProcessorFormat(family.processor, name="template", placeholders={"vision": family.placeholder})
+    return load_chats([file], [file.with_name("validation.jsonl")], made, Rules(**rules), cache=cache)[0]
+
+
+def _expected(family: Any, record: Any) -> Any:
+    """What HuggingFace makes of the record, all by itself."""
+    marked = "generation %}" in family.processor.chat_template
+    return family.processor.apply_chat_template(
+        copy.deepcopy(record["messages"]),
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        return_assistant_tokens_mask=marked,
+    )
+
+
+def _pixels(out: Any) -> torch.Tensor:
+    values = out["pixel_values"]
+    if "image_grid_thw" in out or values.dim() == 4:
+        return values
+    if "image_sizes" in out:  # tiles padded to the picture with most
+        return torch.cat([tiles[(tiles.flatten(1) != 0).any(1)] for tiles in values])
+    return values.flatten(0, 1)
+
+
+@pytest.mark.parametrize("name", chat_families.FAMILIES)
+def test_inputs_are_those_of_huggingface(name: str, tmp_path: Path, count: int = 10) -> None:
+    compare(name, tmp_path, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", chat_families.FAMILIES)
+def test_inputs_are_those_of_huggingface_in_200_chats(name: str, tmp_path: Path) -> None:
+    compare(name, tmp_path, 200)
+
+
+def compare(name: str, folder: Path, count: int) -> None:
+    family = chat_families.FAMILIES[name](folder / "model")
+    rng = random.Random(name)
+    paths = chat_families.pictures(folder / "pictures", 24)
+    records = [chat_families.chat(rng, paths) for _ in range(count)]
+    _write(folder / "validation.jsonl", records[:1])
+    dataset = _dataset(family, _write(folder / "train.jsonl", records), folder / "cache")
+    assert len(dataset) == count and not dataset.failures
+    pictures = 0
+    for index, record in enumerate(records):
+        sample, out = dataset.sample(index), _expected(family, record)
+        ids = out["input_ids"][0]
+        assert sample.input_ids.tolist() == ids.tolist()
+        items = sample.media.get("vision", [])
+        assert sum(item.tokens for item in items) == int((ids == family.placeholder).sum())
+        if "assistant_masks" in out:
+            mask = torch.as_tensor(out["assistant_masks"][0]).bool()
+            assert torch.equal(sample.labels[:-1] != IGNORE, mask[1:])
+        learnt = sample.labels[:-1] != IGNORE
+        assert torch.equal(sample.labels[:-1][learnt], ids[1:][learnt])
+        pictures += len(items)
+        if not items:
+            assert "pixel_values" not in out
+            continue
+        found = [item.data if len(item.shape) in (2, 4) else item.data[None] for item in items]
+        assert torch.equal(torch.cat(found), _pixels(out))
+        for key, told in (("image_grid_thw", "grid_thw"), ("image_sizes", "image_sizes")):
+            if key in out:
+                assert [list(item.about[told]) for item in items] == out[key].tolist()
+    assert pictures > count / 2

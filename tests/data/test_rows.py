@@ -1,0 +1,94 @@
+"""Rows of packed samples: full, deterministic, each sample once, and gone on with anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interlace.data import RowLoader, Sample
+
+
+class Texts:
+    """Sample i is `lengths[i]` tokens i."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.token_lengths = np.array(lengths)
+
+    def __len__(self) -> int:
+        return len(self.token_lengths)
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        ids = torch.full((int(self.token_lengths[index]),), index)
+        return Sample(ids, torch.full_like(ids, -100))
+
+
+def _shape(batch: list[Any]) -> list[list[int]]:
+    return [[int(sample.input_ids[0]) for sample in row] for row in batch]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=120), st.integers(1, 5), st.integers(50, 160), st.integers(0, 3)
+)
+def test_rows_hold_whole_samples_up_to_their_size(lengths: list[int], rows: int, most: int, seed: int) -> None:
+    try:
+        loader = RowLoader(Texts(lengths), rows, most, seed=seed, prefetch=0)
+    except ValueError as error:
+        assert "make no batch" in str(error) and sum(lengths) <= rows * most
+        return
+    seen = []
+    for _ in range(loader.batches(0)):
+        batch = next(loader)
+        assert len(batch) <= rows and all(row for row in batch)
+        assert all(sum(len(sample) for sample in row) <= most for row in batch)
+        seen += [index for row in _shape(batch) for index in row]
+    assert len(set(seen)) == len(seen)
+    assert loader.epoch == 1 and loader.position == 0
+    # What is left of the epoch would not have filled another batch.
+    assert sum(lengths) - sum(lengths[index] for index in seen) <= rows * most
+
+
+def test_rows_are_nearly_full_and_about_equal() -> None:
+    lengths = np.random.default_rng(0).integers(10, 400, 4000).tolist()
+    loader = RowLoader(Texts(lengths), 4, 4096, prefetch=0)
+    for _ in range(20):
+        sizes = [sum(len(sample) for sample in row) for row in next(loader)]
+        assert min(sizes) > 0.9 * 4096 and max(sizes) - min(sizes) < 200
+
+
+def test_a_resumed_loader_goes_on_with_the_next_batch_in_any_epoch() -> None:
+    texts = Texts(np.random.default_rng(1).integers(5, 60, 50).tolist())
+    loader = RowLoader(texts, 2, 120, seed=5, prefetch=2)
+    taken = [_shape(next(loader)) for _ in range(9)]
+    state = loader.state_dict()
+    expected = [_shape(next(loader)) for _ in range(9)]
+    loader.close()
+    other = RowLoader(texts, 2, 120, seed=5, prefetch=0)
+    assert [_shape(next(other)) for _ in range(9)] == taken
+    again = RowLoader(texts, 2, 120, seed=5, prefetch=1)
+    again.load_state_dict(state)
+    assert [_shape(next(again)) for _ in range(9)] == expected
+    again.close()
+    with pytest.raises(ValueError, match="row_tokens = 120, this run 130"):
+        RowLoader(texts, 2, 130, seed=5).load_state_dict(state)
+
+
+def test_the_reader_is_asked_for_rows() -> None:
+    asked: list[Any] = []
+    loader = RowLoader(Texts([30] * 9), 2, 60, prefetch=1, wanted=lambda rows: asked.append(_shape(rows)) or [])
+    assert _shape(next(loader)) == asked[0] and [len(row) for row in asked[0]] == [2, 2]
+    loader.close()
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="a sample has 30 tokens, a row takes 20"):
+        RowLoader(Texts([30, 5]), 1, 20)
+    with pytest.raises(ValueError, match="make no batch of 3 rows"):
+        RowLoader(Texts([30, 5]), 3, 40)
+    with pytest.raises(ValueError, match="rows is 0"):
+        RowLoader(Texts([30, 5]), 0, 40)

@@ -1,0 +1,259 @@
+"""Tiny whole checkpoints of HuggingFace's own classes, and their own forward with eager attention as the oracle."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import (
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2AudioConfig,
+    Qwen2AudioEncoderConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    SiglipVisionConfig,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
+
+from interlace.model import Media, MultimodalModel, Sample
+from interlace.model.placeholders import token_ids
+
+VOCAB, TOKEN, VIDEO = 48, 46, 45
+LAYERS = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+VISION = {**LAYERS, "hidden_size": 16, "image_size": 16, "patch_size": 4}
+TEXT = {**LAYERS, "hidden_size": 24, "vocab_size": VOCAB, "num_key_value_heads": 1, "max_position_embeddings": 256}
+
+
+def llava() -> nn.Module:
+    vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=TOKEN))
+
+
+def llava_full() -> nn.Module:
+    """All tokens of two layers, the class token among them."""
+    vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
+    options = {"vision_feature_select_strategy": "full", "vision_feature_layer": [-2, -1], "image_token_id": TOKEN}
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, **options))
+
+
+def gemma3() -> nn.Module:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    text = Gemma3TextConfig(**TEXT, head_dim=12, sliding_window=6, layer_types=kinds)
+    vision = SiglipVisionConfig(**VISION, vision_use_head=False)
+    tokens = {"image_token_id": TOKEN, "boi_token_id": 43, "eoi_token_id": 44}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
+    return Gemma3ForConditionalGeneration(config)
+
+
+def internvl() -> nn.Module:
+    vision = {**VISION, "image_size": [16, 16], "patch_size": [4, 4]}
+    config = InternVLConfig(vision_config=vision, text_config=Qwen2Config(**TEXT), image_token_id=TOKEN)
+    return InternVLForConditionalGeneration(config)
+
+
+def smolvlm() -> nn.Module:
+    config = SmolVLMConfig(image_token_id=TOKEN, vision_config=VISION, text_config=LlamaConfig(**TEXT), scale_factor=2)
+    return SmolVLMForConditionalGeneration(config)
+
+
+def idefics3() -> nn.Module:
+    config = Idefics3Config(image_token_id=TOKEN, vision_config=VISION, text_config=LlamaConfig(**TEXT), scale_factor=2)
+    return Idefics3ForConditionalGeneration(config)
+
+
+def qwen2_audio() -> nn.Module:
+    audio = Qwen2AudioEncoderConfig(
+        num_mel_bins=8,
+        encoder_layers=3,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        d_model=16,
+        max_source_positions=16,
+    )
+    config = Qwen2AudioConfig(audio_config=audio, text_config=Qwen2Config(**TEXT), audio_token_id=TOKEN)
+    return Qwen2AudioForConditionalGeneration(config)
+
+
+PATCHES = {"depth": 3, "num_heads": 2, "patch_size": 2, "temporal_patch_size": 2, "intermediate_size": 24}
+IDS = {"image_token_id": TOKEN, "video_token_id": VIDEO, "vision_start_token_id": 43, "vision_end_token_id": 44}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}}
+
+
+def qwen2_vl() -> nn.Module:
+    vision = {**PATCHES, "embed_dim": 16, "hidden_size": 24, "mlp_ratio": 2}
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(vision_config=vision, text_config={**TEXT, **ROPE}, **IDS))
+
+
+def qwen2_5_vl() -> nn.Module:
+    windows = {"window_size": 8, "fullatt_block_indexes": [1]}
+    vision = {**PATCHES, "hidden_size": 16, "out_hidden_size": 24, **windows}
+    config = Qwen2_5_VLConfig(vision_config=vision, text_config={**TEXT, **ROPE}, **IDS)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl() -> nn.Module:
+    sizes = {
+        "hidden_size": 16,
+        "out_hidden_size": 24,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    text = {**TEXT, **ROPE, "head_dim": 12}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(vision_config={**PATCHES, **sizes}, text_config=text, **IDS))
+
+
+def llava_onevision() -> nn.Module:
+    vision = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
+    pinpoints = [[16, 32], [32, 16], [32, 32], [16, 48]]
+    config = LlavaOnevisionConfig(
+        vision_config=vision,
+        text_config={**TEXT, "model_type": "qwen2"},
+        image_grid_pinpoints=pinpoints,
+        image_token_id=TOKEN,
+        video_token_id=VIDEO,
+    )
+    return LlavaOnevisionForConditionalGeneration(config)
+
+
+class Shown(NamedTuple):
+    """An item of a sample: shape and about of its Media."""
+
+    shape: tuple[int, ...]
+    about: dict[str, tuple[int, ...]] = {}
+    video: bool = False
+
+
+def patches(*grid: int, video: bool = False) -> Shown:
+    """Of a grid of patches; 24 numbers each."""
+    return Shown((math.prod(grid), 24), {"grid_thw": grid}, video)
+
+
+def tiles(count: int, height: int, width: int) -> Shown:
+    return Shown((count, 3, 16, 16), {"image_sizes": (height, width)})
+
+
+@dataclass
+class Case:
+    """A family: how it is made, the items of three samples, and whether HuggingFace wants those of a sample apart."""
+
+    make: Any
+    items: list[list[Shown]] = field(
+        default_factory=lambda: [[Shown((3, 16, 16))], [], [Shown((3, 16, 16)), Shown((3, 16, 16))]],
+    )
+    per_sample: bool = False
+
+
+GRIDS = [[patches(1, 4, 6)], [], [patches(1, 8, 4), patches(2, 4, 4, video=True), patches(1, 4, 4)]]
+FRAMES = [[patches(1, 4, 6)], [], [patches(1, 8, 4), *[patches(1, 4, 4, video=True)] * 2, patches(1, 4, 4)]]
+CASES = {
+    "llava": Case(llava),
+    "llava_full": Case(llava_full),
+    "gemma3": Case(gemma3),
+    "internvl": Case(internvl),
+    "smolvlm": Case(smolvlm, per_sample=True),
+    "idefics3": Case(idefics3, per_sample=True),
+    "qwen2_audio": Case(qwen2_audio, [[Shown((8, 32))], [], [Shown((8, 13)), Shown((8, 21))]]),
+    "qwen2_vl": Case(qwen2_vl, GRIDS),
+    "qwen2_5_vl": Case(qwen2_5_vl, GRIDS),
+    "qwen3_vl": Case(qwen3_vl, FRAMES),
+    "llava_onevision": Case(llava_onevision, [[tiles(5, 32, 32)], [], [tiles(3, 16, 30), tiles(4, 10, 60)]]),
+}
+
+
+def written(name: str, folder: Any, seed: int = 0) -> Any:
+    """The family's model with random weights, saved to `folder`; biases and norms are random, too."""
+    torch.manual_seed(seed)
+    whole = CASES[name].make()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    whole.save_pretrained(folder)
+    return whole.eval()
+
+
+def samples(name: str, mllm: MultimodalModel, seed: int = 0) -> list[Sample]:
+    """A sample per list of items, with text around them."""
+    g = torch.Generator().manual_seed(seed)
+    [(encoder, given)] = mllm.placeholders.items()
+    found = []
+    for number, items in enumerate(CASES[name].items):
+        ids = torch.randint(3, 40, (4,), generator=g).tolist()
+        media = []
+        for shape, about, video in items:
+            count = mllm.encoders[encoder].tokens(shape, about)
+            media.append(Media(shape, count, torch.randn(shape, generator=g), about=about))
+            ids += [VIDEO if video else TOKEN] * count + torch.randint(3, 40, (3,), generator=g).tolist()
+        labels = torch.tensor([*ids[1:], 2])
+        labels[torch.isin(labels, torch.tensor(token_ids(given)))] = -100
+        found.append(Sample(torch.tensor(ids), labels, {encoder: media} if media else {}, f"{name}{number}"))
+    return found
+
+
+def own_inputs(name: str, number: int, sample: Sample) -> dict[str, Any]:
+    """What HuggingFace's class is called with for sample `number`."""
+    ids = sample.input_ids[None]
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if name == "gemma3":
+        given["token_type_ids"] = (ids == TOKEN).long()
+    items = next(iter(sample.media.values()), [])
+    shown = CASES[name].items[number]
+    if items and name == "qwen2_audio":
+        lengths = torch.tensor([item.shape[1] for item in items])
+        given["input_features"] = torch.stack([nn.functional.pad(x.data, (0, 32 - x.shape[1])) for x in items])
+        given["feature_attention_mask"] = (torch.arange(32) < lengths[:, None]).long()
+    elif items and shown[0].shape[-1] == 24:
+        given["mm_token_type_ids"] = (ids == TOKEN).int() + 2 * (ids == VIDEO).int()
+        names = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+        for video, (pixels, grids) in enumerate(names):
+            some = [item for item, each in zip(items, shown, strict=True) if each.video == video]
+            if some:
+                given[pixels] = torch.cat([item.data for item in some])
+                given[grids] = torch.tensor([item.about["grid_thw"] for item in some])
+        if name == "qwen3_vl" and "video_grid_thw" in given:  # of which the processor writes each frame apart
+            given["video_grid_thw"] = torch.tensor([[2, 4, 4]])
+    elif items and shown[0].about:
+        most = max(item.shape[0] for item in items)
+        padded = [torch.cat([x.data, torch.zeros(most - x.shape[0], *x.shape[1:])]) for x in items]
+        given["pixel_values"] = torch.stack(padded)
+        given["image_sizes"] = torch.tensor([item.about["image_sizes"] for item in items])
+    elif items:
+        stacked = torch.stack([item.data for item in items])
+        given["pixel_values"] = stacked[None] if CASES[name].per_sample else stacked
+    return given
+
+
+def own_logits(name: str, whole: Any, number: int, sample: Sample) -> torch.Tensor:
+    """Logits [L, V] of sample `number` by HuggingFace's class."""
+    return whole(**own_inputs(name, number, sample)).logits[0]
+
+
+def own_loss(name: str, whole: Any, batch: list[Sample]) -> torch.Tensor:
+    """Mean cross entropy over the valid targets of all samples, each read alone by HuggingFace's class."""
+    total, count = torch.zeros(()), 0
+    for number, sample in enumerate(batch):
+        logits = own_logits(name, whole, number, sample)
+        total = total + nn.functional.cross_entropy(logits, sample.labels, ignore_index=-100, reduction="sum")
+        count += int((sample.labels != -100).sum())
+    return total / count

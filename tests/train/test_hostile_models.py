@@ -1,0 +1,137 @@
+"""[model] tables that name the wrong thing: one clear line each, of the config's place, and what would be right."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interlace.cli import main
+from interlace.data import ByteTokenizer
+from interlace.train import config as configs
+from interlace.train.build import build, build_layout, stored_weights
+from interlace.train.config import ConfigError
+from interlace.train.feed import media_specs
+from tests.train.test_build import TABLE
+
+OWN = "tests.train.own_modules"
+WRONG = [
+    ("model.vision.architecture=SiglipVisionMdoel", "no model 'SiglipVisionMdoel'; did you mean 'SiglipVisionModel'?"),
+    ("model.vision.architecture=Eye", "no model 'Eye'; give the name of a class, such as SiglipVisionModel or"),
+    ("model.vision.architecture='os.system'", "no model 'os.system'"),
+    ("model.vision.architecture=CLIPConfig", "CLIPConfig of transformers is no model class"),
+    ("model.vision.architecture=PreTrainedModel", "PreTrainedModel is a base class of transformers"),
+    ("model.vision.architecture=LlamaForCausalLM", "LlamaForCausalLM reads token ids, so it cannot be an encoder"),
+    ("model.vision.architecture=CLIPModel", "is a model of several parts, .* of its parts CLIPVisionModel can"),
+    ("model.vision.architecture=llava", "LlavaModel is a model of several parts, so it cannot be an encoder"),
+    ("model.vision.architecture=DetrForObjectDetection", "DetrForObjectDetection is made for a task: .*use DetrModel"),
+    ("model.vision.architecture=ViTForImageClassification", "made for a task: .*; use ViTModel"),
+    ("model.vision={architecture='ResNetModel'}", r"\[model.vision\]: ResNetModel "),
+    ("model.language_model.architecture=Qwen3ForCasualLM", "did you mean 'Qwen3ForCausalLM'?"),
+    ("model.language_model.architecture=LlamaModel", "LlamaModel is no causal language model; use LlamaForCausalLM"),
+    ("model.language_model.architecture=SiglipVisionModel", "SiglipVisionModel is no causal language model"),
+    ("model.language_model.architecture=gemma3", "a whole model of several parts; name the class of its language"),
+    ("model.language_model.architecture=t5", "no class for 't5' that can be the language model"),
+    ("model.vision.config.hiden_size=4", "no key 'hiden_size' for SiglipVisionModel; did you mean 'hidden_size'?"),
+    ("model.vision.config={hidden_act='glu'}", r"\[model.vision.config\] SiglipVisionModel: "),
+    ("model.vision.unset=['hiden_size']", r"\[model.vision\] unset: 'hiden_size' is no key .* mean 'hidden_size'?"),
+    ("model.vision.unset=['hidden_size']", "unset: 'hidden_size' is no key that can be None"),
+    ("model.vision.projector='nowhere.at_all:Projector'", "cannot import nowhere.at_all: No module named 'nowhere'"),
+    (f"model.vision.projector='{OWN}:Bottelneck'", "has no 'Bottelneck'; did you mean 'Bottleneck'?"),
+    (f"model.vision.projector='{OWN}:half'", "half' is no class of torch modules"),
+    (f"model.vision.projector='{OWN}:Scaled'", r"Scaled has 'scale' but no reset_parameters\(\), which fills it"),
+    (f"model.vision.projector='{OWN}:Loose'", "keeps the tensor 'shift' as it is: use register_buffer"),
+    (f"model.vision.projector='{OWN}:Narrow'", r"makes \[6, 15\] of features \[6, 16\], where \[6, 16\] are wanted"),
+    (f"model.vision.projector='{OWN}:TakesTwo'", r"does not take features \[6, 16\]: .*missing 1 required"),
+    (f"model.vision.projector='{OWN}:Raises'", "projector Raises cannot be made: RuntimeError: no such luck"),
+    ("model.vision.projector_config={scale=2}", r"projector mlp is called with .*unexpected keyword argument 'scale'"),
+    ("model.vision={projector='qformer',projector_config={headss=2}}", "its arguments after the first two: queries, "),
+    ("model.vision={projector='qformer',projector_config={heads=3}}", "3 heads do not divide the qformer's width 16"),
+    ("model.vision={projector='qformer',projector_config={queries=0}}", "of 1 or more, not queries = 0"),
+    ("model.vision={projector='pixel_shuffle',projector_config={scale=1.5}}", "must be 1 or more, not 1.5"),
+    (f"model.vision.postprocess='{OWN}:NOTHING'", "postprocess = .*NOTHING' is a int, not a function"),
+    (f"model.vision.postprocess='{OWN}:no_arguments'", r"no_arguments' must take two arguments, not "),
+    (f"model.vision.preprocess='{OWN}:half'", "half' must take one argument, not"),
+    ("model.train={architecture='ViTModel'}", r"\[model\]: .*'train'"),
+]
+
+
+def table_with(override: str) -> configs.Config:
+    """The override's table joins what is there, so that a case says only what is wrong."""
+    keys, value = configs.parse_override(override)
+    table = copy.deepcopy(TABLE)
+    if isinstance(value, dict) and len(keys) == 2 and "architecture" not in value:
+        value = table["model"][keys[1]] | value
+    configs.set_key(table, keys, value, override)
+    return configs.from_table(table, source="hostile.toml")
+
+
+def made(config: configs.Config) -> None:
+    model: Any = build(config, ByteTokenizer(config.model.encoders()), source="hostile.toml")
+    build_layout(config, model, source="hostile.toml")
+    media_specs(config, model, source="hostile.toml")
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG)
+def test_a_wrong_model_is_refused_in_one_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")) as error:
+        made(table_with(override))
+    text = str(error.value)
+    assert "hostile.toml: [model" in text and "\n" not in text and "Traceback" not in text, text
+
+
+def test_what_is_right_is_built() -> None:
+    """The same table with nothing wrong in it, or every case above would prove nothing."""
+    made(table_with(f"model.vision.projector='{OWN}:Bottleneck'"))
+    made(table_with(f"model.vision={{projector='{OWN}:Mean',postprocess_projector='{OWN}:half'}}"))
+
+
+FOLDERS = [
+    ({}, "config.json: cannot read it: No such file"),
+    ({"config.json": "{"}, "config.json is no JSON"),
+    ({"config.json": "[]"}, "config.json holds no table"),
+    ({"config.json": "{}"}, "has model_type = None, which transformers 5.* does not know"),
+    ({"config.json": '{"model_type": "my_vit"}'}, "has model_type = 'my_vit', which transformers 5.* does not know"),
+    ({"config.json": '{"model_type": "llama"}'}, "has model_type = 'llama', of which nothing takes images or sound"),
+    ({"config.json": '{"model_type": "resnet"}'}, r"\[model.vision\]: ResNetModel "),
+    ({"config.json": '{"model_type": "vit", "num_hidden_layers": "two"}'}, "num_hidden_layers"),
+    (
+        {"config.json": '{"model_type": "qwen2_5_omni_thinker"}'},
+        "holds several that can be an encoder; give architecture",
+    ),
+    ({"config.json": json.dumps({"model_type": "vit", "num_hidden_layers": 1})}, "has no model.safetensors"),
+    (
+        {"config.json": json.dumps({"model_type": "vit", "num_hidden_layers": 1}), "pytorch_model.bin": "x"},
+        "only pytorch_model.bin, which is a pickle",
+    ),
+    (
+        {"config.json": json.dumps({"model_type": "vit", "num_hidden_layers": 1}), "model.safetensors": "x"},
+        "model.safetensors is damaged",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), FOLDERS)
+def test_a_folder_that_holds_no_encoder_is_refused(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        table = copy.deepcopy(TABLE)
+        table["model"]["vision"] = {"path": str(tmp_path)}
+        config = configs.from_table(table, source="hostile.toml")
+        model = build(config, ByteTokenizer(), source="hostile.toml")
+        stored_weights(config, model, source="hostile.toml")
+    assert str(error.value).startswith("hostile.toml: [model.vision") and "\n" not in str(error.value)
+
+
+def test_the_command_says_it_and_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    table = copy.deepcopy(TABLE)
+    table["model"]["vision"]["architecture"] = "SiglipVisionMdoel"
+    path.write_text(configs.dumps(configs.from_table(table)))
+    assert main(["plan", str(path)]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "did you mean 'SiglipVisionModel'?" in lines[0] and str(path) in lines[0]

@@ -1,0 +1,138 @@
+"""Any number of encoders under names of one's own: three, two of which see the same pictures, each in its own way."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.data import ByteTokenizer
+from interlace.run import parallelize
+from interlace.train import config as configs
+from interlace.train.build import build, build_layout, initialize
+from interlace.train.commands.planning import _counted
+from interlace.train.feed import Feed, datasets, media_specs
+from interlace.train.trainer import Trainer, read_metrics
+from tests.data.package import build_tree
+from tests.train.test_build import AUDIO, LLAMA, VISION
+
+DINO = {key: VISION[key] for key in VISION if key != "intermediate_size"}
+TABLE: dict[str, Any] = {
+    "run": {"name": "three"},
+    "model": {
+        "wide": {
+            "architecture": "SiglipVisionModel",
+            "config": VISION | {"image_size": 16, "patch_size": 4},
+            "projector": "pixel_shuffle",
+            "projector_config": {"scale": 2},
+            "postprocess_projector": "tests.train.own_modules:half",
+        },
+        "ears": {"architecture": "WhisperEncoder", "config": AUDIO | {"max_source_positions": 300}, "downsample": 4},
+        "sharp": {
+            "architecture": "dinov2",
+            "config": DINO | {"image_size": 16, "patch_size": 6, "mlp_ratio": 2},
+            "projector": "qformer",
+            "projector_config": {"queries": 3, "layers": 1, "heads": 2},
+            "preprocess": "tests.train.own_modules:halved",
+            "mean": [0.0, 0.0, 0.0],
+            "std": [1.0, 1.0, 1.0],
+        },
+        "language_model": {"architecture": "LlamaForCausalLM", "config": LLAMA | {"max_position_embeddings": 4096}},
+    },
+    "data": {"dataset": "stamps", "held_out": 0.3, "languages": ["en", "fr"], "max_image_tokens": 16},
+    "train": {"steps": 2, "batch_size": 6, "microbatches": 2, "warmup_steps": 1, "validate_every": 0},
+    "parallel": {"ranks": 1, "timeout": 60.0},
+    "checkpoint": {"every": 0},
+    "log": {"every": 1, "tensorboard": False, "trace_step": 0, "samples": 0},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {"ranks": 1},
+    "two ranks": {},
+    "two ranks, in lanes": {
+        "placement": "shared", "wide": {"tp": 2}, "sharp": {"tp": 2}, "ears": {"dp": 2}, "language_model": {"pp": 2},
+    },
+    "four ranks": {"placement": "parallel"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cache")
+    build_tree(root / "stamps/1/stamps")
+    (root / "stamps/1/complete.json").write_text("{}")
+    return root
+
+
+def config_of(cache: Path, layout: str = "one rank", **data: Any) -> configs.Config:
+    table = copy.deepcopy(TABLE) | {"parallel": {"timeout": 60.0, **LAYOUTS[layout]}}
+    table["data"] |= {"cache": str(cache), **data}
+    return configs.from_table(table, source="three.toml")
+
+
+def train(config: configs.Config, folder: Path) -> list[float]:
+    """The losses of the steps."""
+    tokenizer = ByteTokenizer(config.model.encoders())
+    model = build(config, tokenizer)
+    parallel = parallelize(model, build_layout(config, model), timeout=60)
+    initialize(parallel, seed=0)
+    train, held_out, note = datasets(config, model, tokenizer, fetch=False)
+    assert not note
+    folder.mkdir()
+    feed = Feed(train, held_out, batch_size=config.train.batch_size, seed=0, validation_samples=4)
+    Trainer(config, model, parallel, feed, folder, quiet=True).run()
+    feed.close()
+    return [line["loss_metrics/step_loss"] for line in read_metrics(folder)]
+
+
+def test_two_steps_have_the_same_loss_on_one_rank_and_on_more(cache: Path, tmp_path: Path) -> None:
+    one = train(config_of(cache), tmp_path / "one")
+    assert len(one) == 2 and one[0] != one[1]
+    for layout in list(LAYOUTS)[1:]:
+        assert train(config_of(cache, layout), tmp_path / layout) == pytest.approx(one, rel=1e-5), layout
+
+
+def test_every_encoder_that_sees_is_shown_each_picture(cache: Path) -> None:
+    config = config_of(cache)
+    tokenizer = ByteTokenizer(config.model.encoders())
+    assert tokenizer.placeholders == {"vision": 259, "audio": 260, "wide": 263, "ears": 264, "sharp": 265}
+    assert tokenizer.vocab_size == 272
+    model: Any = build(config, tokenizer)
+    specs = media_specs(config, model)
+    assert (specs["wide"].patch_size, specs["wide"].max_tokens, specs["wide"].mean[0]) == (8, 4, 0.5)
+    assert (specs["sharp"].patch_size, specs["sharp"].max_tokens, specs["sharp"].mean[0]) == (6, 16, 0.0)
+    data, _, _ = datasets(config, model, tokenizer, fetch=False)
+    for index in range(40):
+        sample = data.sample(index, 0)
+        media = sample.media
+        assert len(media.get("wide", [])) == len(media.get("sharp", []))
+        ids = sample.input_ids.tolist()
+        for name, items in media.items():
+            assert ids.count(tokenizer.placeholders[name]) == sum(item.tokens for item in items)
+            assert all(item.tokens == model.encoders[name].tokens(item.shape) for item in items)
+        for wide, sharp in zip(media.get("wide", []), media.get("sharp", [])):
+            assert sharp.tokens == 3 and wide.shape[1] % 8 == 0 and sharp.shape[1] % 6 == 0
+        assert model.collate([sample])["input_ids"].shape[1] == len(sample)
+    shown = data.recipe(next(i for i in range(40) if data.recipe(i, 0).kind == "image"), 0).media
+    assert [ref.modality for ref in shown] == ["wide", "sharp"] and shown[0].source == shown[1].source
+
+
+def test_costs_count_every_encoder_and_digits_need_one_that_sees(cache: Path) -> None:
+    config = config_of(cache)
+    model = build(config, ByteTokenizer(config.model.encoders()))
+    assert set(_counted(config, model, 1.0).modules) == {"wide", "ears", "sharp", "language_model"}
+    digits = config_of(cache, dataset="digits")
+    tokenizer = ByteTokenizer(digits.model.encoders())
+    data, _, _ = datasets(digits, build(digits, tokenizer), tokenizer)
+    media = data.sample(0, 0).media
+    assert media["wide"][0].shape == (3, 8, 8) and media["sharp"][0].shape == (3, 12, 12) and "ears" not in media
+    assert torch.equal(media["wide"][0].data, media["wide"][0].data)  # type: ignore[arg-type]
+    deaf = copy.deepcopy(TABLE)
+    deaf["model"] = {key: value for key, value in deaf["model"].items() if key in ("ears", "language_model")}
+    deaf["data"] = {"dataset": "digits"}
+    config = configs.from_table(deaf, source="three.toml")
+    with pytest.raises(configs.ConfigError, match=r"three\.toml: the digits are images, but the model has no enc"):
+        tokenizer = ByteTokenizer(config.model.encoders())
+        datasets(config, build(config, tokenizer), tokenizer, source="three.toml")

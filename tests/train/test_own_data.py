@@ -1,0 +1,180 @@
+"""Own chats through the command line: a model put together from modules trains on a folder of pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interlace.cli import main
+from interlace.train.config import ConfigError, load, loads
+from tests.data.chat_families import pictures, trained
+from tests.data.test_chats_faults import TEMPLATE
+
+CONFIG = """
+[run]
+name = "own"
+folder = "{folder}/runs"
+
+[model.vision]
+architecture = "SiglipVisionModel"
+downsample = 2
+
+[model.vision.config]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+image_size = 32
+patch_size = 8
+
+[model.language_model]
+architecture = "LlamaForCausalLM"
+
+[model.language_model.config]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 1
+max_position_embeddings = 512
+
+[data]
+dataset = "chats"
+train = ["{folder}/train.jsonl"]
+validation = ["{folder}/validation.jsonl"]
+tokenizer = "{folder}/tokenizer"
+cache = "{folder}/cache"
+max_image_tokens = 32
+max_tokens = 160
+
+[train]
+steps = 2
+batch_size = 4
+microbatches = 2
+warmup_steps = 1
+validation_samples = 4
+
+[parallel]
+ranks = 1
+
+[log]
+every = 1
+tensorboard = false
+trace_step = 0
+samples = 3
+max_new_tokens = 4
+
+[checkpoint]
+asynchronous = false
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A config, a tokenizer, pictures, and chats about them, of which two are broken and one is too long."""
+    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    paths = [path.relative_to(tmp_path) for path in pictures(tmp_path / "pictures", 8)]
+    lines = []
+    for number in range(30):
+        turns = [("human", f"<image>\nWhat is number {number}?"), ("gpt", f"It is a red cat, {number}.")] * (
+            1 + number % 2
+        )
+        record: dict[str, Any] = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+        record["images"] = [str(paths[number % 8])] * (1 + number % 2)
+        lines.append(json.dumps(record))
+    lines[3] = "{"
+    lines[4] = lines[4].replace("pictures/", "gone/")
+    lines[5] = json.dumps(
+        {"messages": [{"role": "user", "content": "x " * 300}, {"role": "assistant", "content": "y"}]}
+    )
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    (tmp_path / "validation.jsonl").write_text("\n".join(lines[6:12]))
+    (tmp_path / "own.toml").write_text(CONFIG.format(folder=tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train in this process, as a rank under a launcher does."""
+    monkeypatch.delenv("INTERLACE_LAUNCHER", raising=False)
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(key, value)
+
+
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_two_steps_on_own_chats(own: Path, packed: bool, in_process: None, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = ["--set=data.pack=true", "--set=train.batch_size=2", "--set=log.samples=0"] if packed else []
+    assert main(["train", str(own / "own.toml"), *rows]) == 0, capfd.readouterr().err
+    [folder] = [path for path in (own / "runs" / "own").iterdir() if path.name != "latest"]
+    listing = (folder / "left_out.txt").read_text().splitlines()
+    assert [line.split(": ")[:2] for line in listing] == [
+        [f"{own}/train.jsonl:4", "json"],
+        [f"{own}/train.jsonl:5", "missing file"],
+        [f"{own}/train.jsonl:6", "too long"],
+    ]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["data"] == "chats" and summary["steps"] == 2 and summary["uniform_token_baseline"] > 5
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    if not packed:
+        assert (folder / "samples.html").stat().st_size > 1000
+        assert (
+            main(["train", "--resume", str(folder), "--set", "train.steps=3", "--set", "train.schedule_steps=3"]) == 0
+        )
+        picture = str(own / "pictures" / "0.png")
+        capfd.readouterr()
+        assert main(["generate", str(folder), "--image", picture, "--prompt", "What?", "--max-new-tokens", "3"]) == 0
+        assert main(["generate", str(folder), "--image", str(own / "own.toml")]) == 2
+        assert "own.toml: cannot identify image file" in capfd.readouterr().err
+        assert main(["mask", str(own / "own.toml"), "--out", str(own / "mask.png")]) == 0
+
+
+def test_check_of_a_config_shows_samples_in_tokens(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", str(own / "own.toml"), "--out", str(own / "page.html")]) == 1
+    told = capsys.readouterr().out
+    assert "30 records, 27 usable, 0 cut, 3 left out" in told and "6 records, 6 usable" in told
+    assert "1 x too long" in told and "1 x json" in told and "learnt" in told
+    page = (own / "page.html").read_text()
+    assert page.count("<section>") == 12 and 'class="t learnt special">&lt;|im_end|&gt;<' in page
+    assert "vision x " in page and "data:image/jpeg" in page
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train=[]", "dataset 'chats' needs train"),
+        ("data.pack=true", "train.batch_size = 4 must be train.microbatches"),
+        ("data.max_tokens=4096", "the language model has positions for 512"),
+        ('data.train=["{}/gone.jsonl"]', "gone.jsonl: no such file"),
+        ('data.tokenizer="{}/pictures"', "no tokenizer can be loaded"),
+        ('data.tokenizer="{}/gone"', "gone: no such folder"),
+        ('data.chat_template="{}/own.toml"', "the answers have no tokens that could be learnt"),
+        ('data.chat_template="{}/gone"', "the chat template cannot be read"),
+        ("data.max_tokens=4", "no sample is left of 30"),
+        ('data.on_broken="error"', "train.jsonl:4: no JSON"),
+        ("data.on_too_long=shorten", "data.on_too_long should be 'cut', 'skip' or 'error'"),
+        ("data.dataset=digits", "train is a key of dataset 'chats', not of 'digits'"),
+        ('data.placeholders={vision = "a"}', "the placeholder 'a' is a piece of words for this tokenizer"),
+        ('data.placeholders={eyes = "<eye>"}', "data.placeholders names 'eyes'; the encoders are vision"),
+    ],
+)
+def test_wrong_settings_are_one_line(
+    own: Path, override: str, message: str, in_process: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(own / "own.toml"), "--set", override.replace("{}", str(own))]) == 2
+    said = capfd.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+def test_files_of_a_config_are_found_from_any_folder(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own)
+    text = CONFIG.format(folder=".")
+    assert loads(text).data.train == [str(own / "train.jsonl")]
+    assert load(own / "own.toml").data.tokenizer == str(own / "tokenizer")
+    with pytest.raises(ConfigError, match="pack fills rows up to max_tokens"):
+        loads(text.replace("max_tokens = 160", "pack = true"))

@@ -1,0 +1,272 @@
+"""Averaged weights, fp16's scale of losses, the best checkpoint, early stop; a run goes on with all of them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.layout import Layout, ParallelSpec
+from interlace.run import parallelize
+from interlace.train.checkpoint import folder as checkpointfolder
+from interlace.train.config import ConfigError
+from interlace.train.device import compile_layers
+from interlace.train.metrics import HELD_OUT, LOSS
+from interlace.train.schema_train import EarlyStop
+from interlace.train.trainer import Trainer, TrainingError, read_metrics
+from interlace.train.watching import GROWS_AFTER, LossScale, Verdict
+from tests.tiny import random_microbatches, tiny_mllm
+from tests.train.one_process import OneProcess, ToyModel, toy_config, toy_feed
+from tests.train.test_trainer import VARYING
+
+
+def trainer_of(folder: Path, *overrides: str, held_out: list[float] | None = None, stop: int | None = None) -> Trainer:
+    """held_out: what validations find, one after the other, by step."""
+    folder.mkdir(exist_ok=True)
+    config, model = toy_config(*overrides), ToyModel()
+    torch.manual_seed(config.run.seed)
+    trainer = Trainer(config, model, OneProcess(model), toy_feed(config), folder, quiet=True)
+    if held_out is not None:
+        trainer.validate = lambda: held_out[trainer.step - 1]  # type: ignore[method-assign]
+    if stop is not None:
+        trainer.stop_requested = lambda: trainer.step >= stop
+    return trainer
+
+
+def lines_of(folder: Path) -> list[dict[str, float]]:
+    return [{k: v for k, v in line.items() if not k.startswith(VARYING)} for line in read_metrics(folder)]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(checkpointfolder.step_of(path) for path in checkpointfolder.complete(folder / "checkpoints"))
+
+
+# ---------------------------------------------------------------------- averages
+
+
+def test_averages_are_those_of_a_plain_loop_and_validations_use_them(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "train.ema=0.75", "train.steps=5", "train.validate_every=1")
+    averages = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
+    plain = ToyModel().eval()
+    found: list[float] = []
+    real = trainer.optimizer.step
+
+    def step(number: int) -> float:
+        rate = real(number)
+        for name, parameter in trainer.parameters.items():
+            averages[name] = 0.75 * averages[name] + 0.25 * parameter.detach()
+        plain.load_state_dict(averages)
+        held_out = trainer.feed.held_out
+        tokens = sum(len(sample.labels) for sample in held_out)
+        found.append(sum(plain.loss_sum(sample).item() for sample in held_out) / tokens)
+        return rate
+
+    trainer.optimizer.step = step  # type: ignore[method-assign]
+    trainer.run()
+    assert trainer.averages is not None
+    for name, average in trainer.averages.held.items():
+        torch.testing.assert_close(average, averages[name], rtol=1e-6, atol=1e-7)
+    assert [line[HELD_OUT] for line in read_metrics(tmp_path)] == pytest.approx(found, rel=1e-5)
+    weights = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
+    trainer.validate()
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in trainer.parameters.items())
+    plain.load_state_dict(weights)
+    held_out = trainer.feed.held_out
+    tokens = sum(len(sample.labels) for sample in held_out)
+    trainer.config = toy_config("train.ema=0.75", "train.ema_evaluate=false")
+    assert trainer.validate() == pytest.approx(sum(plain.loss_sum(s).item() for s in held_out) / tokens, rel=1e-5)
+
+
+def test_averages_that_begin_later_begin_with_the_weights_of_then(tmp_path: Path) -> None:
+    trainer_of(tmp_path, stop=4).run()
+    later = trainer_of(tmp_path, "train.ema=0.9")
+    later.resume()
+    assert later.averages is not None
+    assert all(torch.equal(later.averages.held[name], parameter) for name, parameter in later.parameters.items())
+
+
+# ---------------------------------------------------------------------- going on
+
+ALL = ["train.ema=0.9", "train.precision=fp16", "train.early_stop={patience=3, min_delta=0.01}", "checkpoint.best=loss"]
+ALL += ["train.optimizer=muon", "train.validate_every=2"]
+LOSSES = [9.0, 4.0, 9.0, 3.0, 9.0, 2.995, 9.0, 2.999, 9.0, 3.5, 9.0, 9.0]  # ends after step 10: 3.0 is not much beaten
+
+
+@pytest.mark.parametrize("stops", [(1,), (5,), (6, 9)])
+def test_an_interrupted_run_repeats_the_unbroken_one(tmp_path: Path, stops: tuple[int, ...]) -> None:
+    whole = trainer_of(tmp_path / "whole", *ALL, held_out=LOSSES)
+    overflowing(whole, {3, 8})
+    outcome = whole.run()
+    assert outcome["finished"] and outcome["step"] == 10 and LOSS in outcome["metrics"]
+    for number, stop in enumerate([*stops, None]):
+        part = trainer_of(tmp_path / "parts", *ALL, held_out=LOSSES, stop=stop)
+        overflowing(part, {3, 8})
+        if number:
+            torch.manual_seed(99)
+            part.resume()
+        outcome = part.run()
+        assert outcome["finished"] == (stop is None)
+    assert lines_of(tmp_path / "parts") == lines_of(tmp_path / "whole")
+    assert part.verdict == whole.verdict and part.loss_scale == whole.loss_scale
+    assert whole.loss_scale is not None and whole.loss_scale.skipped == 2 and whole.loss_scale.scale == 2.0**14
+    assert part.averages is not None and whole.averages is not None
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(parameter, part.parameters[name]), name
+        assert torch.equal(whole.averages.held[name], part.averages.held[name]), name
+    for name, tensor in whole.optimizer.state().items():
+        assert torch.equal(tensor, part.optimizer.state()[name]), name
+    again = trainer_of(tmp_path / "parts", *ALL, held_out=LOSSES)
+    again.resume()
+    assert again.run()["step"] == 10  # a run that was ended early is over
+
+
+def overflowing(trainer: Trainer, steps: set[int]) -> None:
+    """Have the gradients of these steps overflow."""
+    real = trainer.parallel.clip_grad_norm_
+
+    def clip(limit: float) -> float:
+        if trainer.step in steps:
+            for parameter in trainer.parameters.values():
+                parameter.grad = torch.full_like(parameter, math.inf)
+        return float(real(limit))
+
+    trainer.parallel.clip_grad_norm_ = clip
+
+
+def test_another_optimizer_cannot_go_on(tmp_path: Path) -> None:
+    trainer_of(tmp_path, stop=4).run()
+    with pytest.raises(ConfigError, match="has the state of optimizer = 'adamw', which 'sgd' cannot go on from"):
+        trainer_of(tmp_path, "train.optimizer=sgd").resume()
+
+
+# ---------------------------------------------------------------------- fp16
+
+
+def test_a_step_that_overflows_changes_nothing_but_the_scale(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "train.precision=fp16", "train.steps=3")
+    overflowing(trainer, {2})
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+    real = trainer._train_step
+
+    def step() -> Any:
+        values = real()
+        kept[trainer.step] = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
+        return values
+
+    trainer._train_step = step  # type: ignore[method-assign]
+    trainer.run()
+    assert all(torch.equal(kept[1][name], kept[2][name]) for name in kept[1])
+    assert not all(torch.equal(kept[2][name], kept[3][name]) for name in kept[1])
+    lines = read_metrics(tmp_path)
+    assert [line["fp16/loss_scale"] for line in lines] == [2.0**16, 2.0**15, 2.0**15]
+    assert [line["fp16/skipped_steps"] for line in lines] == [0, 1, 1]
+    assert ["grad_norm" in line for line in lines] == [True, False, True]
+
+
+def test_gradients_that_no_scale_helps_end_the_run(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "train.precision=fp16", "train.steps=100")
+    overflowing(trainer, set(range(101)))
+    with pytest.raises(TrainingError, match=r"step 27: .* gradient norm .* Lower train.lr"):
+        trainer.run()
+
+
+def test_the_scale_grows_after_many_good_steps() -> None:
+    scale = LossScale()
+    for _ in range(GROWS_AFTER):
+        scale.took(True)
+    assert scale == LossScale(scale=2.0**17) and not scale.lost
+    scale.took(False)
+    assert scale == LossScale(scale=2.0**16, skipped=1)
+
+
+def test_gradients_are_those_of_the_scaled_loss_and_fp16_is_near_fp32() -> None:
+    def gradients(scale: float, autocast: torch.dtype | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+        mllm = tiny_mllm()
+        layout = Layout.from_specs(mllm, {name: ParallelSpec() for name in mllm.modules_order()})
+        parallel = parallelize(mllm, layout, transport="local", autocast=autocast)
+        result = parallel.step(random_microbatches(mllm, "all"), loss_scale=scale)
+        norm = parallel.clip_grad_norm_(math.inf)
+        assert norm == pytest.approx(sum(float(p.grad.square().sum()) for p in used(mllm)) ** 0.5, rel=1e-5)
+        return result.loss, {name: p.grad for name, p in mllm.named_parameters() if p.grad is not None}
+
+    def used(mllm: Any) -> list[Any]:
+        return [parameter for parameter in mllm.parameters() if parameter.grad is not None]
+
+    loss, expected = gradients(1.0)
+    scaled_loss, scaled = gradients(1024.0)
+    assert scaled_loss == loss and all(torch.equal(scaled[name], 1024 * expected[name]) for name in expected)
+    half_loss, half = gradients(2.0**14, torch.float16)
+    assert half_loss == pytest.approx(loss, rel=1e-2)
+    for name, gradient in expected.items():
+        if name.endswith("k_proj.bias"):  # softmax forgets it: its gradient is rounding
+            continue
+        error = (half[name] / 2.0**14 - gradient).norm() / gradient.norm().clamp_min(1e-6)
+        assert error < 0.05, (name, error)
+
+
+# ---------------------------------------------------------------------- verdicts
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path) -> None:
+    losses = [9.0, 5.0, 9.0, 4.0, 9.0, 4.5, 9.0, 4.25, 9.0, math.nan, 9.0, 5.0]
+    options = ["train.validate_every=2", "checkpoint.best=loss", "checkpoint.every=3", "checkpoint.keep=1"]
+    trainer = trainer_of(tmp_path, *options, held_out=losses)
+    seen: list[tuple[int, list[int]]] = []
+    real = trainer.checkpoints._retain
+
+    def retain(step: int) -> None:
+        real(step)
+        seen.append((step, saved_steps(tmp_path)))
+
+    trainer.checkpoints._retain = retain  # type: ignore[method-assign]
+    trainer.run()
+    assert seen == [(2, [2]), (3, [2, 3]), (4, [4]), (6, [4, 6]), (9, [4, 9]), (12, [4, 12])]
+    assert trainer.verdict == Verdict(best=4.0, step=4, mark=4.0, waited=4)
+
+
+def test_what_counts_as_better() -> None:
+    early = EarlyStop(patience=2, min_delta=0.5)
+    verdict = Verdict()
+    told = [
+        (verdict.add(step, loss, early), verdict.ends(early)) for step, loss in enumerate([3.0, 2.8, 2.4, 2.0, 2.0])
+    ]
+    assert told == [(True, False), (True, False), (True, False), (True, False), (False, True)]
+    assert not verdict.ends(None) and verdict.step == 3
+    assert Verdict().add(1, math.nan, None) is False
+
+
+# ---------------------------------------------------------------------- compiled layers
+
+
+def test_compiling_where_it_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("\nno g++ here\nand so on")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(
+        ConfigError, match=r"run.toml: train.compile = true, but .* work here: no g\+\+ here. A CPU needs"
+    ):
+        compile_layers(None, torch.device("cpu"), source="run.toml")
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # the default takes minutes
+    found = []
+    for compiled in (False, True):
+        mllm = tiny_mllm(encoders=("vision",))
+        specs = {name: ParallelSpec() for name in mllm.modules_order()}
+        parallel = parallelize(mllm, Layout.from_specs(mllm, specs, ranks=1), transport="local")
+        if compiled:
+            compile_layers(parallel, torch.device("cpu"))
+        result = parallel.step(random_microbatches(mllm, "all", count=2))
+        held_out = parallel.evaluate(random_microbatches(mllm, "text", count=1, seed=1))
+        found.append(((result.loss, held_out.loss), [parameter.grad for parameter in mllm.parameters()]))
+    (losses, gradients), (others, again) = found
+    assert losses == pytest.approx(others, rel=1e-6)
+    for ours, theirs in zip(gradients, again, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
