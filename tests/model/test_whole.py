@@ -2,89 +2,108 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from interlace.layout import Layout, ParallelSpec
-from interlace.model import MultimodalModel
+from interlace.model import Media, MultimodalModel, Sample
 from interlace.run import parallelize
-from tests.model import wholes
-from tests.model.zoo import assert_same_gradients
+from tests.model import wholes, zoo
 
-FAMILIES = sorted(wholes.CASES)
+FAST = ("llava", "qwen3_vl")
+FAMILIES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in wholes.CASES]
+
+
+class Family(NamedTuple):
+    """whole: HuggingFace's class with the gradients of the loss over `batch`."""
+
+    name: str
+    folder: Path
+    whole: nn.Module
+    model: MultimodalModel
+    batch: list[Sample]
+    loss: float
+
+    def mllm(self) -> MultimodalModel:
+        """As `from_pretrained` gave it, for the test's own use."""
+        return copy.deepcopy(self.model)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """Name, folder, HuggingFace's class with its gradients, and the loss and logits of the samples."""
-    folder = tmp_path_factory.mktemp(request.param)
-    wholes.written(request.param, folder)
-    mllm = MultimodalModel.from_pretrained(folder, backend="reference")
-    whole = type(wholes.CASES[request.param].make()).from_pretrained(folder, attn_implementation="eager").eval()
-    batch = wholes.samples(request.param, mllm)
-    loss = wholes.own_loss(request.param, whole, batch)
-    loss.backward()
-    return request.param, folder, whole, batch, float(loss.detach())
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return read(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def compare(mllm: MultimodalModel, whole: torch.nn.Module) -> None:
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    tied = {id(p): p.grad for p in whole.parameters()}
-    found = {mllm.name_in_whole(name): p.grad for name, p in mllm.named_parameters()}
-    assert found.keys() == expected.keys() and len(tied) == len(expected)
-    unused = {name for name, want in expected.items() if want is None or not want.any()}
-    assert all(found[name] is None or not found[name].any() for name in unused)
-    assert_same_gradients(found, {name: want for name, want in expected.items() if name not in unused})
-
-
-def test_same_as_huggingface(family) -> None:
-    name, folder, whole, batch, loss = family
-    mllm = MultimodalModel.from_pretrained(folder, backend="reference").eval()
-    output = mllm(**mllm.collate(batch))
-    assert float(output.loss.detach()) == pytest.approx(loss, rel=1e-5)
-    pieces = output.logits[0].split([len(sample) for sample in batch])
-    with torch.no_grad():
-        for number, (sample, piece) in enumerate(zip(batch, pieces, strict=True)):
-            torch.testing.assert_close(piece, wholes.own_logits(name, whole, number, sample), rtol=1e-4, atol=1e-5)
-    output.loss.backward()
-    compare(mllm, whole)
-
-
-def test_saved_again_it_is_the_same_file(family, tmp_path: Path) -> None:
-    name, folder, whole, batch, _ = family
+def read(name: str, folder: Path) -> Family:
+    kind = type(wholes.written(name, folder))
     (folder / "tokenizer.json").write_text("{}")
-    mllm = MultimodalModel.from_pretrained(folder)
+    mllm = MultimodalModel.from_pretrained(folder, backend="reference").eval()
+    whole = kind.from_pretrained(folder, attn_implementation="eager").eval()
+    batch = wholes.samples(name, mllm)
+    loss = wholes.own_loss(name, whole, batch)
+    loss.backward()
+    return Family(name, folder, whole, mllm, batch, float(loss.detach()))
+
+
+def compare(mllm: MultimodalModel, whole: nn.Module) -> None:
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    found = {mllm.name_in_whole(name): p.grad for name, p in mllm.named_parameters()}
+    assert found.keys() == expected.keys()
+    unused = {name for name, want in expected.items() if want is None or not want.any()}
+    assert len(unused) < len(expected) / 3
+    assert all(found[name] is None or not found[name].any() for name in unused)
+    zoo.assert_same_gradients(found, {name: want for name, want in expected.items() if name not in unused})
+
+
+def test_same_as_huggingface(family: Family) -> None:
+    mllm = family.mllm()
+    assert mllm.language_settings.bidirectional == (family.name == "gemma3")
+    output = mllm(**mllm.collate(family.batch))
+    assert float(output.loss.detach()) == pytest.approx(family.loss, rel=1e-5)
+    pieces = output.logits[0].split([len(sample) for sample in family.batch])
+    with torch.no_grad():
+        for number, (sample, piece) in enumerate(zip(family.batch, pieces, strict=True)):
+            wanted = wholes.own_logits(family.name, family.whole, number, sample)
+            torch.testing.assert_close(piece, wanted, rtol=1e-5, atol=1e-5)
+    output.loss.backward()
+    compare(mllm, family.whole)
+
+
+def test_saved_again_it_is_the_same_file(family: Family, tmp_path: Path) -> None:
+    mllm = family.mllm()
     mllm.save_pretrained(tmp_path / "again")
-    before, after = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "again"))
+    before, after = (load_file(at / "model.safetensors") for at in (family.folder, tmp_path / "again"))
     assert list(before) == list(after)
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert (tmp_path / "again" / "tokenizer.json").exists()
-    again = type(whole).from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
+    again = type(family.whole).from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
     with torch.no_grad():
-        wanted = wholes.own_logits(name, whole, 2, batch[2])
-        assert torch.equal(wholes.own_logits(name, again, 2, batch[2]), wanted)
+        wanted = wholes.own_logits(family.name, family.whole, 2, family.batch[2])
+        assert torch.equal(wholes.own_logits(family.name, again, 2, family.batch[2]), wanted)
     with pytest.raises(ValueError, match="exists and is not empty"):
         mllm.save_pretrained(tmp_path / "again")
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_cut_over_ranks(family, stages: int) -> None:
-    _, folder, whole, batch, loss = family
-    mllm = MultimodalModel.from_pretrained(folder, backend="reference")
+def test_cut_over_ranks(family: Family, stages: int) -> None:
+    mllm = family.mllm()
     [encoder, language_model] = mllm.modules_order()
     layout = Layout.from_specs(mllm, {encoder: ParallelSpec(), language_model: ParallelSpec(pp=stages)})
     parallel = parallelize(mllm, layout, schedule="1f1b", transport="local")
-    result = parallel.step(batch, microbatches=2)
-    assert result.loss == pytest.approx(loss, rel=1e-5)
-    compare(mllm, whole)
+    result = parallel.step(family.batch, microbatches=2)
+    assert result.loss == pytest.approx(family.loss, rel=1e-5)
+    compare(mllm, family.whole)
 
 
-def test_frozen_parts(family) -> None:
-    _, folder, _, batch, _ = family
-    mllm = MultimodalModel.from_pretrained(folder, backend="reference")
+def test_frozen_parts(family: Family) -> None:
+    mllm = family.mllm()
     [encoder, language_model] = mllm.modules_order()
     mllm.freeze(encoder)
     mllm.freeze(language_model)
@@ -92,7 +111,7 @@ def test_frozen_parts(family) -> None:
     after = [*(f"{parts.base}.{each}" for each in parts.beside), *(f"model.visual.{each}" for each in parts.mergers)]
     trained = {mllm.name_in_whole(name) for name, p in mllm.named_parameters() if p.requires_grad}
     assert trained and all(name.startswith(tuple(after)) for name in trained)
-    mllm(**mllm.collate(batch)).loss.backward()
+    mllm(**mllm.collate(family.batch)).loss.backward()
     assert {mllm.name_in_whole(name) for name, p in mllm.named_parameters() if p.grad is not None} <= trained
     mllm.freeze(f"{encoder}.projector")
     assert not any(p.requires_grad for p in mllm.parameters())
@@ -102,3 +121,99 @@ def test_frozen_parts(family) -> None:
         parts.tower,
         *parts.beside,
     }
+
+
+def test_answers_are_huggingfaces(family: Family) -> None:
+    """Token by token, packed and with a cache, against the whole text read anew for each token."""
+    mllm, whole = family.mllm(), family.whole
+    found = [mllm.generate(sample, max_new_tokens=4) for sample in family.batch[1:]]
+    never = [wholes.TOKEN, *([wholes.VIDEO] if len(mllm.placeholders) and "qwen" in family.name else [])]
+    for number, (sample, answer) in enumerate(zip(family.batch[1:], found, strict=True), start=1):
+        ids = sample.input_ids
+        for token in answer:
+            longer = Sample(ids, torch.full_like(ids, -100), sample.media)
+            with torch.no_grad():
+                logits = wholes.own_logits(family.name, whole, number, longer)[-1]
+            logits[never] = -torch.inf
+            best = logits.topk(2)
+            assert token == int(best.indices[0]) or float(best.values[0] - best.values[1]) < 1e-4
+            ids = torch.cat([ids, torch.tensor([token])])
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return read("qwen3_vl", tmp_path_factory.mktemp("qwen"))
+
+
+def test_positions_and_features_of_inner_layers_are_dealt(qwen: Family) -> None:
+    mllm = qwen.mllm()
+    layout = Layout.from_specs(mllm, {"vision": ParallelSpec(), "language_model": ParallelSpec(cp=2)})
+    parallel = parallelize(mllm, layout, schedule="1f1b", transport="local")
+    assert parallel.step(qwen.batch, microbatches=2).loss == pytest.approx(qwen.loss, rel=1e-5)
+    compare(mllm, qwen.whole)
+
+
+def test_what_qwen_does_not_take_is_refused(qwen: Family) -> None:
+    mllm = qwen.model
+    with pytest.raises(ValueError, match=r"cannot be cut before layer 1: .*DeepStack.* Cut it before layer 2 or later"):
+        mllm.slice("language_model", 0, 1)
+    grid = {"grid_thw": (1, 4, 4)}
+    item = Media((16, 24), 4, torch.zeros(16, 24), about=grid)
+    ids = torch.tensor([5, *[wholes.TOKEN] * 8, 7])
+    touching = Sample(ids, torch.full_like(ids, -100), {"vision": [item, item]}, "touching")
+    with pytest.raises(ValueError, match="'touching', vision item 1 begins where the one before it ends"):
+        mllm.collate([touching])
+    untold = Sample(ids[:6], torch.full((6,), -100), {"vision": [Media((16, 24), 4, torch.zeros(16, 24))]}, "untold")
+    with pytest.raises(ValueError, match=r"'untold'.*grid_thw"):
+        mllm.collate([untold])
+    batch = mllm.collate(qwen.batch)
+    del batch["position_ids"]
+    with pytest.raises(ValueError, match="several positions each"):
+        mllm(**batch)
+
+
+def damaged(qwen: Family, tmp_path: Path, weights: dict[str, torch.Tensor] | None, **config: object) -> Path:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    table = json.loads((qwen.folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(table))
+    if weights is not None:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_folders_that_are_not_whole_are_refused(qwen: Family, tmp_path: Path) -> None:
+    weights = load_file(qwen.folder / "model.safetensors")
+    first, *others = weights
+    cases = [
+        (None, {}, "no file named"),
+        ({key: weights[key] for key in others}, {}, "has no weight"),
+        (weights | {"model.more": torch.ones(1)}, {}, "has a weight that the model does not"),
+        (weights | {first: torch.ones(3)}, {}, "of another shape|size mismatch|mismatch"),
+        (weights, {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "no whole vision- or audio-language"),
+        (weights, {"model_type": "qwen9"}, "qwen9"),
+    ]
+    for number, (given, config, message) in enumerate(cases):
+        where = tmp_path / str(number)
+        where.mkdir()
+        with pytest.raises(ValueError, match=message):
+            MultimodalModel.from_pretrained(damaged(qwen, where, given, **config))
+    with pytest.raises(ValueError, match=r"has no config.json"):
+        MultimodalModel.from_pretrained(tmp_path)
+
+
+def test_models_of_modules_are_folders(tmp_path: Path) -> None:
+    mllm = zoo.build()
+    mllm.save_pretrained(tmp_path / "out")
+    again = MultimodalModel.from_pretrained(tmp_path / "out", backend="reference")
+    before, after = mllm.state_dict(), again.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    batch = zoo.samples(mllm)
+    assert torch.equal(mllm(**mllm.collate(batch)).loss, again(**again.collate(batch)).loss)
+    (tmp_path / "out" / "interlace.json").write_text(
+        '{"format": 1, "modules": {"language_model": {"class": "os.path"}}}'
+    )
+    with pytest.raises(ValueError, match="does not say what the folder holds"):
+        MultimodalModel.from_pretrained(tmp_path / "out")
+    with pytest.raises(ValueError, match="put together from modules"):
+        mllm.whole()

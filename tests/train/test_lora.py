@@ -183,6 +183,8 @@ def test_what_a_folder_of_peft_cannot_say_is_refused(tmp_path: Path) -> None:
         adapter_files(filled("train.lora={targets=['vision']}"), tmp_path)
     with pytest.raises(ValueError, match=r"embed_tokens.weight was trained and is tied to another weight"):
         adapter_files(filled(LORA, "train.train=['*embed_tokens*']"), tmp_path)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj was trained beside its own adapter"):
+        adapter_files(filled(LORA, "train.train=['*.layers.0.self_attn.q_proj']"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -214,6 +216,11 @@ def test_the_schedule_knows_what_lies_before_the_first_adapter() -> None:
 
 
 CUTS: dict[str, dict[str, Any]] = {
+    "optimizer": {
+        "placement": "shared",
+        "vision": {"dp": 2, "shard": "full"},
+        "language_model": {"dp": 2, "shard": "optimizer"},
+    },
     "stages": {"placement": "parallel", "language_model": {"pp": 2}},
     "replicas": {"placement": "shared", "vision": {"pp": 2}, "language_model": {"dp": 2}},
     "full": {
@@ -224,7 +231,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", ["stages", "replicas", "full"])
 def test_layers_with_adapters_are_cut_like_others(tmp_path: Path, cut: str) -> None:
     train(config_of("one", *SETTINGS), tmp_path / "one")
     train(config_of("tp2", *SETTINGS, parallel=CUTS[cut]), tmp_path / cut)
@@ -240,7 +247,7 @@ def on_two_ranks(rank: int, folder: str, cut: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", ["replicas", "full"])
+@pytest.mark.parametrize("cut", ["replicas", "full", "optimizer"])
 def test_two_ranks_resume_bit_for_bit_and_from_one_process(tmp_path: Path, cut: str) -> None:
     """With averaged weights, which ranks hold as they hold the weights."""
     config = config_of("one", *SETTINGS, "train.ema=0.9")

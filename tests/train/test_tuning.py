@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,15 @@ def test_the_first_group_that_matches_comes_before_the_modules_rates() -> None:
     assert lines[-1] == f"0 of {sum(p.numel() for p in model.parameters()):,} parameters are frozen"
     assert any(line.endswith("parameters of vision.projector: adamw, lr 0.75, weight decay 0.05") for line in lines)
     assert loads(dumps(config)) == config  # groups survive the run folder's config.toml
+
+
+def test_the_configs_of_the_page_are_configs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text()
+    blocks = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+    beside = dumps(config_of("one")).partition("[train]")[0]
+    assert len(blocks) == 3
+    for block in blocks:
+        assert loads(beside + block, source="fine-tuning.md").train.batch_size >= 32
 
 
 # ---------------------------------------------------------------------- schedules

@@ -77,6 +77,7 @@ def test_every_rank_holds_its_part_of_the_folder(folder: Path) -> None:
     assert seen == set(stored)
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_key_for_key(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = written(tmp_path, folder, vision={"freeze": True}, language_model={"lr": 1e-2})
     assert main(["train", str(config)]) == 0
@@ -118,6 +119,7 @@ def test_what_a_whole_model_does_not_say_is_refused(folder: Path, tmp_path: Path
             configs.from_table(copy.deepcopy(TABLE) | {"model": {"path": str(folder), **model}}, source="mine.toml")
 
 
+@pytest.mark.slow
 def test_modules_are_exported_as_folders(tmp_path: Path) -> None:
     vision = {"architecture": "SiglipVisionModel", "config": SIZES | {"image_size": 8, "patch_size": 4}}
     sizes = SIZES | {"num_key_value_heads": 1, "max_position_embeddings": 128}

@@ -17,7 +17,7 @@ from torch import nn
 
 from interlace.model.multimodal import MultimodalModel
 from interlace.model.naming import LANGUAGE_MODEL
-from interlace.model.patterns import Names, is_adapter
+from interlace.model.patterns import Names, base_name, is_adapter
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"  # peft's name for the only one
@@ -129,7 +129,7 @@ def adapter_files(
     among peft's modules_to_save. Returns the names of the trained parameters that lie in other parts.
 
     Raises ValueError for a model without adapters in these parts, and for what a folder of peft cannot say: trained
-    weights that are tied, or that lie around an adapter.
+    weights that are tied, or that lie around or under an adapter.
     """
     from peft import LoraConfig
     from safetensors.torch import save_file
@@ -154,6 +154,10 @@ def adapter_files(
     if around := [path for path in saved if not path or any(target.startswith(f"{path}.") for target in targets)]:
         raise ValueError(
             f"{around[0]} was trained whole around layers with adapters, which peft cannot say: merge instead"
+        )
+    if inner := [path for path in saved if any(path.startswith(f"{target}.") for target in targets)]:
+        raise ValueError(
+            f"{base_name(inner[0])} was trained beside its own adapter, which peft cannot say: merge instead"
         )
     tensors = {
         f"base_model.model.{own.replace(f'.{_ADAPTER}.', '.')}": parameter.detach()

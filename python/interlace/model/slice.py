@@ -52,15 +52,19 @@ class Absent(nn.Module):
         plain = {k: v for k, v in layer.__dict__.items() if not k.startswith("_") and k not in ("training", "forward")}
         self.__dict__.update(plain)
         self._returned = returned
-        for hook in layer._forward_hooks.values():  # the library counts layers by them to find one in the middle
-            if getattr(hook, "__name__", "") == "output_capturing_hook":
-                self.register_forward_hook(hook)
+        for hook in filter(captures, layer._forward_hooks.values()):
+            self.register_forward_hook(hook)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Not the argument: where layers return tuples, the caller has taken it apart.
         entering = _hidden.get()
         hidden = hidden_argument(args, kwargs) if entering is None else entering
         return hidden if self._returned is None else (hidden, *[None] * (self._returned - 1))
+
+
+def captures(hook: Callable[..., Any]) -> bool:
+    """Whether it is a hook of the library's own, which counts layers to find the features of one in the middle."""
+    return getattr(hook, "__name__", "") == "output_capturing_hook"
 
 
 class _Exit(Absent):

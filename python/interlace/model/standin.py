@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from interlace.model.slice import Absent
+from interlace.model.slice import Absent, captures
 
 SMALL = 1 << 18  # weights of at most this many numbers are real, and products with them exact
 CHANNELS = 32  # of the input that a product with a larger weight sums over
@@ -38,18 +38,21 @@ class Unanswerable(Exception):
     """No stand-in can be made of a model; the message says why."""
 
 
-def stand_in(module: nn.Module, path: str, *, keep: int = KEPT) -> nn.Module:
-    """A copy of `module` as described above, in evaluation mode on the CPU; `path` leads to its list of layers.
+def stand_in(module: nn.Module, *paths: str, keep: int = KEPT) -> nn.Module:
+    """A copy of `module` as described above, in evaluation mode on the CPU; `paths` lead to its lists of layers.
 
     keep: how many layers all compute; of more, one of each kind does. To be called inside `cheaply`. Raises
     Unanswerable for weights that are no floating numbers (quantised ones).
     """
     generator = torch.Generator().manual_seed(0)
-    layers = module.get_submodule(path)
-    assert isinstance(layers, nn.ModuleList)
-    again = _repeated(module, layers) if len(layers) > keep else {}
-    memo: dict[int, Any] = {id(layers[i]): _Again(layers[i]) for i in again}
-    repeats = tuple(f"{path}.{i}." for i in again)
+    again: dict[str, dict[int, int]] = {}
+    memo: dict[int, Any] = {}
+    for path in paths:
+        layers = module.get_submodule(path)
+        assert isinstance(layers, nn.ModuleList)
+        again[path] = _repeated(module, layers) if len(layers) > keep else {}
+        memo |= {id(layers[i]): _Again(layers[i]) for i in again[path]}
+    repeats = tuple(f"{path}.{i}." for path, found in again.items() for i in found)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.is_floating_point():
             raise Unanswerable(f"{name} is {parameter.dtype}")
@@ -68,12 +71,13 @@ def stand_in(module: nn.Module, path: str, *, keep: int = KEPT) -> nn.Module:
         size: Any = vars(part).get("chunk_size")
         if isinstance(size, int) and size > CHUNK:
             vars(part)["chunk_size"] = CHUNK
-    kept = made.get_submodule(path)
-    assert isinstance(kept, nn.ModuleList)
-    for i, like in again.items():
-        follower = kept[i]
-        assert isinstance(follower, _Again)
-        kept[like].register_forward_hook(follower.learn)
+    for path, found in again.items():
+        kept = made.get_submodule(path)
+        assert isinstance(kept, nn.ModuleList)
+        for i, like in found.items():
+            follower = kept[i]
+            assert isinstance(follower, _Again)
+            kept[like].register_forward_hook(follower.learn)
     _fill_buffers(module, made)
     _large.get().update(p.untyped_storage().data_ptr() for p in made.parameters() if p.numel() > SMALL)
     set_experts = getattr(made, "set_experts_implementation", None)
@@ -113,8 +117,9 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
         shapes = tuple((key, tuple(p.shape)) for key, p in part._parameters.items() if p is not None)
         forward = type(part).forward
         own = tuple(vars(part).get(key) for key in ("forward", "_old_forward") if key in vars(part))
-        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-        found.append((name, type(part), getattr(forward, "__code__", forward), plain, shapes, own, hooks))
+        hooks = [getattr(hook, "__code__", hook) if captures(hook) else hook for hook in part._forward_hooks.values()]
+        hooks += part._forward_pre_hooks.values()
+        found.append((name, type(part), getattr(forward, "__code__", forward), plain, shapes, own, tuple(hooks)))
     return tuple(found)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from interlace.model.feeding import Feed
 from interlace.model.rows import ALONE
+from interlace.model.slice import captures
 from interlace.model.standin import signature
 
 log = logging.getLogger(__name__)
@@ -144,8 +145,10 @@ def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool]:
 
 def remembered(what: str, module: nn.Module, extra: Any, answer: Callable[[], T]) -> T:
     """answer(), or what it was for a module of the same structure and config."""
-    if any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in module.modules()):
-        return answer()
+    for part in module.modules():
+        hooked = part._forward_pre_hooks or not all(map(captures, part._forward_hooks.values()))
+        if hooked or "forward" in vars(part):
+            return answer()
     config: Any = module.config
     key = (what, type(module), config.to_json_string(use_diff=False), signature(module), extra)
     if key not in _answers:

@@ -23,7 +23,7 @@ class RopeIndex:
 
     def __init__(self, base: Any, encoder: str, tokens: tuple[int, ...]):
         self.base, self.encoder, self.tokens = base, encoder, tokens
-        self._takes = inspect.signature(base.get_rope_index).parameters
+        self._takes_seconds = SECONDS in inspect.signature(base.get_rope_index).parameters
 
     def __call__(self, sample: Sample) -> Tensor:
         """Raises ValueError, naming the sample, for media without a grid and for two that touch."""
@@ -56,7 +56,7 @@ class RopeIndex:
             for kind, name in ((1, "image_grid_thw"), (2, "video_grid_thw"))
             if kind in grids
         }
-        if SECONDS in self._takes and seconds:
+        if self._takes_seconds and seconds:
             if len(seconds) != len(grids.get(2, ())):
                 raise ValueError(f"{where}: some of its videos have {SECONDS} in Media.about, others do not")
             given[SECONDS] = torch.tensor(seconds)

@@ -57,7 +57,7 @@ def bidirectional_media(whole: Any, given: TakenApart) -> bool:
     with cheaply():
         try:
             layers = decoder_layers(whole) or find_layers(whole)
-            twin: Any = stand_in(whole, layers)
+            twin: Any = stand_in(whole, layers, encoder.layer_path)
             twin.set_attn_implementation("eager")
             trial = _Trial(twin, encoder, given)
             own = trial.own()

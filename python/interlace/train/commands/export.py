@@ -35,14 +35,14 @@ def export(options: argparse.Namespace) -> int:
             steps = [checkpointfolder.step_of(path) for path in checkpointfolder.complete(at.parent)]
             have = ", ".join(map(str, sorted(steps))) or "none"
             raise ConfigError(f"--step {options.step}: {run} has no checkpoint of that step; it has {have}")
+    path = at or checkpointfolder.newest(runfolder.checkpoints_of(run))
+    if path is None:
+        raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(run)}")
     source = str(run / "config.toml")
     config = load(source)
     if options.adapter and config.train.lora is None:
         raise ConfigError(f"--adapter: {run} has trained none ([train.lora]): leave it out")
     model = _model(config, source)
-    path = at or checkpointfolder.newest(runfolder.checkpoints_of(run))
-    if path is None:
-        raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(run)}")
     step = checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))
     try:
         if options.adapter:
