@@ -108,6 +108,17 @@ def llava_next(folder: Path) -> Family:
     return Family(made, tokenizer.convert_tokens_to_ids("<image>"))
 
 
+def llava_onevision(folder: Path) -> Family:
+    tokenizer = trained({"image_token": "<image>", "video_token": "<video>"}, ("<|im_start|>", "<|im_end|>"))
+    pixels = transformers.LlavaOnevisionImageProcessorPil(
+        size={"height": 28, "width": 28}, image_grid_pinpoints=[[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+    )
+    said = {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
+    template = CHATML.replace("IMAGE", "<image>")
+    made = _loaded(folder, "LlavaOnevisionProcessor", tokenizer, pixels, template, **said)
+    return Family(made, tokenizer.convert_tokens_to_ids("<image>"))
+
+
 def qwen2_vl(folder: Path) -> Family:
     tokenizer = trained(
         {}, ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -153,6 +164,7 @@ def internvl(folder: Path) -> Family:
 FAMILIES = {
     "llava": llava,
     "llava_next": llava_next,
+    "llava_onevision": llava_onevision,
     "qwen2_vl": qwen2_vl,
     "gemma3": gemma3,
     "idefics3": idefics3,

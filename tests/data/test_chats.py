@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
-from interlace.data import IGNORE, load_chats
+from interlace.data import IGNORE, DecodeError, load_chats
 from interlace.data.chats_shapes import Chat, Part, Turn, parse
 from interlace.data.chats_store import Rules, examine, prepare, shortened
 from interlace.data.chats_template import TemplateError
@@ -225,6 +225,38 @@ def test_lengths_are_followed_and_told(tmp_path: Path) -> None:
     assert "1 cut to" in train.report() and "t.jsonl:1: cut to" in train.listing()
 
 
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_pictures_are_the_right_way_up(tmp_path: Path, turn: int) -> None:
+    told = Image.Exif()
+    told[0x0112] = turn
+    Image.effect_noise((56, 24), 90).convert("RGB").save(tmp_path / "a.jpg", exif=told, quality=95)
+    with Image.open(tmp_path / "a.jpg") as taken:
+        ImageOps.exif_transpose(taken).save(tmp_path / "upright.png")
+    lines = [talk(user(image(name)), said("b")) for name in ("a.jpg", "upright.png")]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    (tmp_path / "v.jsonl").write_text(lines[0])
+    wide = _format(TEMPLATE)
+    wide.specs["vision"] = ImageSpec(8, 64)
+    train, _ = load_chats([tmp_path / "t.jsonl"], [tmp_path / "v.jsonl"], wide, Rules(), cache=tmp_path / "cache")
+    turned, upright = (train.sample(i).media["vision"][0] for i in range(2))
+    assert turned.shape == upright.shape == ((3, 56, 24) if turn > 4 else (3, 24, 56))
+    assert torch.equal(turned.data, upright.data)
+    assert torch.equal(turned.data, load_image(tmp_path / "a.jpg", ImageSpec(8, 64)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_pictures_over_their_budget_are_scaled_down_or_refused(tmp_path: Path, strict: bool) -> None:
+    Image.new("RGB", (80, 80), "red").save(tmp_path / "a.png")
+    (tmp_path / "t.jsonl").write_text(talk(user(image("a.png")), said("b")))
+    made = chats()
+    made.strict = strict
+    [one] = examine([tmp_path / "t.jsonl"], made, Rules(), tmp_path)
+    if strict:
+        assert one.broken is not None and one.broken.kind == "size" and "max_image_tokens" in str(one.broken)
+    else:
+        assert one.encoded is not None and one.encoded.items[0].shape == (3, 32, 32)
+
+
 # --- files, and what is kept of them ----------------------------------------------------------------------
 
 
@@ -322,3 +354,17 @@ def test_a_picture_that_changes_is_noticed_and_read_as_blank(tmp_path: Path) -> 
     assert good.data is not None and bool(good.data.any())
     assert bad.data is not None and not bool(bad.data.any())
     assert train.blank_items == 1 and train.read_items == 2 and "b.png" in train.report()
+
+
+def test_a_lost_file_is_counted_once_however_many_items_it_costs(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
+    line = json.dumps({"messages": [user("<image>" * 12), said("b")], "images": ["a.png"] * 12})
+    for name in "tv":
+        (tmp_path / f"{name}.jsonl").write_text(f"{line}\n" * 40)
+    train, _ = load_chats([tmp_path / "t.jsonl"], [tmp_path / "v.jsonl"], chats(), Rules(), cache=tmp_path / "cache")
+    (tmp_path / "a.png").unlink()
+    for index in range(8):
+        assert not any(item.data.any() for item in train.sample(index).media["vision"])
+    assert train.blank_items == 8
+    with pytest.raises(DecodeError, match="9 of 9 items that were verified"):
+        train.sample(8).media["vision"][0].data  # noqa: B018

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from interlace.cli import main
-from interlace.train.config import ConfigError, load, loads
+from interlace.data.chats_shapes import parse
+from interlace.train.config import ConfigError, from_table, load, loads, tomllib
 from tests.data.chat_families import pictures, trained
 from tests.data.test_chats_faults import TEMPLATE
 
@@ -131,7 +133,25 @@ def test_two_steps_on_own_chats(own: Path, packed: bool, in_process: None, capfd
         assert main(["generate", str(folder), "--image", picture, "--prompt", "What?", "--max-new-tokens", "3"]) == 0
         assert main(["generate", str(folder), "--image", str(own / "own.toml")]) == 2
         assert "own.toml: cannot identify image file" in capfd.readouterr().err
+        for command in ("plan", "simulate"):
+            assert main([command, str(own / "own.toml"), *["--out", str(own / "out")] * (command == "simulate")]) == 0
         assert main(["mask", str(own / "own.toml"), "--out", str(own / "mask.png")]) == 0
+
+
+@pytest.mark.slow
+def test_packed_rows_are_the_same_on_one_rank_and_on_two_replicas(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    packed = ["--set=data.pack=true", "--set=train.batch_size=4", "--set=log.samples=0", "--set=train.steps=3"]
+    curves = []
+    for name, cut in {
+        "one": ["--set=train.microbatches=4"],
+        "two": ["--set=train.microbatches=2", "--set=parallel.dp=2"],
+    }.items():
+        assert main(["train", str(own / "own.toml"), f"--set=run.name={name}", *packed, *cut]) == 0
+        [folder] = [path for path in (own / "runs" / name).iterdir() if path.name != "latest"]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        curves.append([value for line in lines for key, value in line.items() if "loss" in key])
+    assert len(curves[0]) >= 6 and curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
 def test_check_of_a_config_shows_samples_in_tokens(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +189,19 @@ def test_wrong_settings_are_one_line(
     assert main(["train", str(own / "own.toml"), "--set", override.replace("{}", str(own))]) == 2
     said = capfd.readouterr().err
     assert message in said and "Traceback" not in said
+
+
+def test_the_page_about_own_data_is_right() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "your-own-data.md").read_text()
+    [records] = re.findall(r"```json\n(.*?)```", page, flags=re.S)
+    chats = [parse(json.loads(line), Path(".")) for line in records.splitlines()]
+    assert [len(chat.media) for chat in chats] == [1, 1, 1, 2, 0]
+    [config] = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+    table = tomllib.loads(config)
+    del table["model"]["vision"]["path"], table["model"]["language_model"]["path"]
+    table["model"]["vision"]["architecture"] = "SiglipVisionModel"
+    table["model"]["language_model"]["architecture"] = "LlamaForCausalLM"
+    assert from_table(table).data.pack
 
 
 def test_files_of_a_config_are_found_from_any_folder(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from interlace.model.sample import IGNORE, Media, Sample
 MOST_BLANK = 8  # items read as blank, and
 MOST_BLANK_SHARE = 0.01  # the share of all items read, beyond both of which the data are lost rather than damaged
 _COUNTING = threading.Lock()  # media are decoded by the thread that reads ahead and by those that compute
+Loaded = TypeVar("Loaded")
 log = logging.getLogger("interlace.data")
 
 
@@ -65,10 +67,10 @@ class Reading:
         self.blank_items = 0
         """How many of these could no longer be read, so that the sample has a blank instead."""
 
-    def read_or_blank(self, source: str, load: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    def read_or_blank(self, source: str, load: Callable[[], Loaded], blank: Callable[[], Loaded]) -> Loaded:
         """What `load` makes of `source`. Files were verified before; one that fails all the same (a disk fault, a
         deleted file) must not change the sequence, which other ranks cannot see: it is reported, counted and read as
-        blank.
+        `blank`.
 
         Raises DecodeError when that happens too often: samples would teach answers to nothing.
         """
@@ -81,15 +83,15 @@ class Reading:
                 first = source not in self.failures
                 self.failures[source] = f"failed after it was verified: {error}"
                 self.blank_items += 1
-                blank, read = self.blank_items, self.read_items
+                lost, read = self.blank_items, self.read_items
             if first:
                 log.error("%s can no longer be read, blank used instead: %s", source, error)
-            if blank > max(MOST_BLANK, MOST_BLANK_SHARE * read):
+            if lost > max(MOST_BLANK, MOST_BLANK_SHARE * read):
                 raise DecodeError(
-                    f"{blank} of {read} items that were verified before the run can no longer be read, the last "
+                    f"{lost} of {read} items that were verified before the run can no longer be read, the last "
                     f"{source}: {error}; bring the files back and go on with --resume"
                 ) from None
-            return torch.zeros(shape)
+            return blank()
 
 
 class MultimodalDataset(Dataset[Sample], Reading, ABC):
@@ -226,7 +228,9 @@ class MultimodalDataset(Dataset[Sample], Reading, ABC):
     def _data(self, item: MediaRef) -> torch.Tensor:
         """The item's input tensor; see `Reading.read_or_blank`."""
         spec = self.specs[item.modality]
-        return self.read_or_blank(item.source, lambda: to_tensor(self.read(item), spec), item.shape)
+        return self.read_or_blank(
+            item.source, lambda: to_tensor(self.read(item), spec), lambda: torch.zeros(item.shape)
+        )
 
     def fingerprint(self) -> str:
         """A hash of everything that determines the sample sequence: equal on all ranks, or they would drift apart."""

@@ -59,14 +59,14 @@ class ChatDataset(Dataset[Sample], Reading):
         ids = torch.tensor(encoded.ids, dtype=torch.int64)
         labels = torch.where(torch.tensor(encoded.targets), ids, IGNORE)
         media: dict[str, list[Media]] = {}
-        together = _Together(partial(self._load, place, encoded))
+        where = self.store.where(place)
+        # Counted once a sample, however many tiles its pictures have.
+        load = partial(self.read_or_blank, where, partial(self._load, place, encoded), partial(_blank, encoded))
+        together = _Together(load)
         for number, item in enumerate(encoded.items):
-            load = partial(self._item, place, together, number, item.shape)
-            media.setdefault(item.encoder, []).append(Media(item.shape, item.tokens, load=load, about=item.about))
-        return Sample.from_unshifted(ids, labels, media, self.store.where(place))
-
-    def _item(self, place: int, together: _Together, number: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.read_or_blank(self.store.where(place), partial(together.item, number), shape)
+            data = partial(together.item, number)
+            media.setdefault(item.encoder, []).append(Media(item.shape, item.tokens, load=data, about=item.about))
+        return Sample.from_unshifted(ids, labels, media, where)
 
     def _load(self, place: int, encoded: Encoded) -> list[torch.Tensor]:
         """The data of a sample's items. Raises DecodeError."""
@@ -126,24 +126,18 @@ class _Together:
 
     def __init__(self, load: Callable[[], list[torch.Tensor]]) -> None:
         self._load, self._lock = load, threading.Lock()
-        self._loaded: list[torch.Tensor | None] | None = None
-        self._error: DecodeError | None = None
+        self._loaded: dict[int, torch.Tensor] = {}
 
     def item(self, number: int) -> torch.Tensor:
-        """The data of an item; each is handed out once. Raises DecodeError."""
+        """The data of an item, handed out once: Media keeps it from there on. Raises DecodeError."""
         with self._lock:
-            if self._error is not None:
-                raise self._error
-            if self._loaded is None or self._loaded[number] is None:
-                try:
-                    self._loaded = [*self._load()]
-                except DecodeError as error:
-                    self._error = error
-                    raise
-            data = self._loaded[number]
-            assert data is not None
-            self._loaded[number] = None  # Media keeps it from here on
-            return data
+            if number not in self._loaded:
+                self._loaded = dict(enumerate(self._load()))
+            return self._loaded.pop(number)
+
+
+def _blank(encoded: Encoded) -> list[torch.Tensor]:
+    return [torch.zeros(item.shape) for item in encoded.items]
 
 
 def load_chats(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from interlace.data.chats_shapes import BrokenSampleError
 from interlace.data.chats_video import video_size
-from interlace.data.media import DecodeError, _library, clip_info, decode_image, svg_size
+from interlace.data.media import DecodeError, _library, clip_info, decode_image, svg_size, upright_size
 
 BLANK = (200, 90, 30)  # no channel of it is 0 after normalisation, so padding, which is 0, can be told from it
 REMEMBERED = 4096
@@ -81,11 +81,9 @@ def picture_size(path: str, *, decode: bool) -> Size:
     image_module = _library("PIL.Image")
     try:
         with image_module.open(path) as image:
-            width, height = image.size
-            # Pillow looks for it behind a PNG's pixels, too, and decodes them on the way.
+            # Pillow looks for what is up behind a PNG's pixels, too, and decodes them on the way.
             told = decode or image.format != "PNG" or "exif" in image.info
-            if told and image.getexif().get(0x0112) in (5, 6, 7, 8):
-                width, height = height, width
+            width, height = upright_size(image) if told else image.size
             if decode:
                 image.load()
     except Exception as error:  # pillow raises many types on broken files

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,12 +131,16 @@ class ChatFormat(ABC):
         return marks
 
     def _check_tokens(self, item: Item) -> Item:
-        """`item`, if its encoder makes as many tokens of it as it has placeholders. Raises ValueError."""
+        """`item`, if its encoder makes as many tokens of it as it has placeholders.
+
+        Raises BrokenSampleError for an item that the encoder refuses, ValueError for another number of tokens.
+        """
         count = self.tokens.get(item.encoder)
         if count is not None:
             key = (item.encoder, item.shape, tuple(item.about.items()))
             if key not in self._counts:
-                self._counts[key] = count(item.shape, item.about) if item.about else count(item.shape)
+                with refused_by(f"the encoder {item.encoder!r}"):
+                    self._counts[key] = count(item.shape, item.about) if item.about else count(item.shape)
             if self._counts[key] != item.tokens:
                 raise ValueError(
                     f"{self.name}: an item of shape {item.shape} has {item.tokens} placeholders, but the encoder "
@@ -150,6 +155,7 @@ class TokenizerFormat(ChatFormat):
 
     tags: encoder -> the text of its placeholder, one token. specs: encoder -> how its files become tensors; an encoder
     takes the kind of media that its spec is for, and encoders of pictures take the frames of videos, each an item.
+    strict: whether pictures that are too large for their spec are broken, in place of scaled down.
     """
 
     def __init__(
@@ -162,10 +168,12 @@ class TokenizerFormat(ChatFormat):
         specs: Mapping[str, ImageSpec | AudioSpec],
         tokens: Mapping[str, Tokens],
         video: VideoSpec | None = None,
+        strict: bool = False,
     ) -> None:
         ids = {encoder: int(tokenizer.convert_tokens_to_ids(tag)) for encoder, tag in tags.items()}
         super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens)
         self.tags, self.specs, self.video = dict(tags), dict(specs), video or VideoSpec()
+        self.strict = strict
         self._render = chats_template.render_with(template, self.special)
 
     def encoders_of(self, kind: str) -> list[str]:
@@ -230,7 +238,7 @@ class TokenizerFormat(ChatFormat):
         spec = self.specs[encoder]
         if isinstance(spec, ImageSpec):
             with refused_by(f"the encoder {encoder!r}"):
-                return spec.fit(size[0], size[1], path)
+                return spec.fit(size[0], size[1], path, strict=self.strict)
         frames, rate = size
         if frames > spec.max_seconds * rate:
             raise BrokenSampleError("size", f"{path}: {frames / rate:.1f} s, longer than max_audio_seconds")
@@ -258,7 +266,7 @@ class TokenizerFormat(ChatFormat):
         return made
 
     def signature(self) -> str:
-        said = (self.template, self.tags, self.specs, self.video, self.placeholders)
+        said = (self.template, self.tags, self.specs, self.video, self.strict, self.placeholders)
         return repr((_tokenizer_text(self.tokenizer), *said))
 
 
@@ -286,6 +294,7 @@ class ProcessorFormat(ChatFormat):
         if part is not None:
             self._blank.image_processor, self._real.image_processor = Remembered(part), Watched(part)
         self._text = processor
+        self._loading = threading.Lock()
 
     def _messages(self, chat: Chat, media: Sequence[Any]) -> chats_template.Messages:
         """Typed content, each medium with what it is: a picture or its blank."""
@@ -381,7 +390,9 @@ class ProcessorFormat(ChatFormat):
 
     def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
         media = [chats_media.read_picture(part.path) for part in chat.media]
-        out = self._call(self._real, self._messages(chat, media))
+        with self._loading:  # the processor keeps what it made last
+            out = self._call(self._real, self._messages(chat, media))
+            raw = self._real.image_processor.last
         ids = [int(token) for token in out["input_ids"][0]][: len(encoded.ids)]
         if ids != encoded.ids:
             raise DecodeError(
@@ -393,7 +404,7 @@ class ProcessorFormat(ChatFormat):
         whole = [int(token) for token in out["input_ids"][0]]
         wanted = self.placeholders["vision"]
         runs = [_runs(whole, offsets, replaced["new_span"], wanted)[1] for replaced in moved]
-        runs = chats_media.in_tiles(runs, self._real.image_processor.last, self.who)
+        runs = chats_media.in_tiles(runs, raw, self.who)
         known = [item.shape for item in encoded.items]
         known += [(1,)] * (sum(map(len, runs)) - len(known))  # of what was cut off nothing is kept
         pieces = chats_media.cut("image", out, runs, self.who, known)[: len(encoded.items)]

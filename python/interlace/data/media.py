@@ -273,15 +273,21 @@ def to_tensor(array: np.ndarray, spec: ImageSpec | AudioSpec) -> torch.Tensor:
 def load_image(path: str | Path, spec: ImageSpec) -> torch.Tensor:
     """float32 [3, H, W] of one file, sized by the spec: for generation and demos. Raises DecodeError."""
     try:
-        size = image_size(path) if str(path).lower().endswith((".svg", ".png")) else _pillow_size(path)
+        size = svg_size(path) if str(path).lower().endswith(".svg") else _pillow_size(path)
     except OSError as error:
         raise DecodeError(f"{path}: {error}") from error
     return to_tensor(decode_image(path, spec.fit(size[0], size[1], str(path))), spec)
 
 
 def _pillow_size(path: str | Path) -> tuple[int, int]:
-    with _library("PIL.Image").open(path) as image:  # JPEG, WebP, ...: pillow reads the header only
-        return image.size
+    with _library("PIL.Image").open(path) as image:
+        return upright_size(image)
+
+
+def upright_size(image: Any) -> tuple[int, int]:
+    """(width, height) of an opened picture (PIL) as it is shown: cameras write beside the pixels which side is up."""
+    width, height = image.size
+    return (height, width) if image.getexif().get(0x0112) in (5, 6, 7, 8) else (width, height)
 
 
 def load_audio(path: str | Path, spec: AudioSpec) -> torch.Tensor:

@@ -23,7 +23,8 @@ def budget_loads(config: Config, model: Any) -> dict[str, Load]:
     """What passes through every module for a microbatch (of the language model) of the config's mixture of samples.
 
     Images, clips and captions fill the budgets that the config gives them: all ranks must cut alike before they have
-    the data. Of the digits, sizes are known: their pictures are all alike and their captions words.
+    the data. Of the digits, sizes are known: their pictures are all alike and their captions words. Chats fill
+    data.max_tokens, with an item of each encoder.
     """
     samples = config.train.batch_size / config.parallel.replicas("language_model") / config.train.microbatches
     items: dict[str, list[tuple[float, float]]] = {name: [] for name in model.modules_order()}  # share, tokens
@@ -54,6 +55,11 @@ def flop_costs(config: Config, model: Any) -> Mapping[str, Any]:
 
 def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[float]]]]:
     """The kinds of samples: share of all, and the lengths of their items per module (of the language model: one)."""
+    if config.data.dataset == "chats":  # nobody has looked into the files yet: an item each, and a full row
+        row = config.data.max_tokens or model.max_length or 1024
+        items = {name: [float(encoder.nominal_length)] for name, encoder in model.encoders.items()}
+        yield 1.0, {**items, "language_model": [float(row)]}
+        return
     from interlace.data.digits import WORDS
     from interlace.data.stamps import KINDS
 
@@ -66,7 +72,7 @@ def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[f
             shape = (*other, min(frames, round(config.data.max_audio_seconds * 100)))
             media[name] = encoder.encoder_length(shape), encoder.tokens(shape)
             continue
-        image = config.data.max_image_tokens
+        image = config.data.image_tokens(0)
         if digits and encoder.images is not None:
             side = -(-(config.data.digit_size or 8) // encoder.images.patch[0])
             image = min(image, side * side)

@@ -251,7 +251,8 @@ def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[s
                 f"{config.data.dataset!r} has: use another encoder or another data.dataset"
             )
         unit = unit_of(encoder.projector)  # patches that it joins on each side
-        budget = max(1, config.data.max_image_tokens // unit**2)
+        own = math.prod(side // images.patch[0] for side in images.size)
+        budget = max(1, config.data.image_tokens(own) // unit**2)
         specs[name] = ImageSpec(images.patch[0] * unit, budget, *pixels(config, model, name, source))
     return specs
 

@@ -70,10 +70,12 @@ class Data(Section):
     """Language codes of captions and speech to use, such as ``["en", "fr"]``; by default the ten with most speech."""
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Fraction of the stamps (with all their languages), or of the digits, that is never trained on."""
-    max_image_tokens: Positive = 64
-    """Most patches of one image, before the encoder's ``downsample`` divides them."""
+    max_image_tokens: Positive | None = None
+    """Most patches of one image, before the encoder's ``downsample`` divides them; by default 64, and of chats as many
+    as an image has of the size that the encoder was made for."""
     on_too_large: Literal["downscale", "error"] = "downscale"
-    """What happens to an image over its budget: scaled down keeping its aspect, or an error that names it."""
+    """What happens to an image over its budget: scaled down keeping its aspect, or an error that names it; a chat that
+    has it is then broken."""
     max_images: Annotated[int, Field(ge=2, le=MOST)] = 3
     """Most pictures in a sample with several."""
     max_audio_seconds: Annotated[float, Field(gt=0.0, le=WEEK)] = 6.0
@@ -85,6 +87,10 @@ class Data(Section):
     digit_jitter: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     """Strength of random distortions of the training digits, new in every epoch; 1 moves them by up to half a pixel,
     turns them by up to 8 degrees and stretches them by up to 10 % (digits)."""
+
+    def image_tokens(self, own: int) -> int:
+        """Most patches of one image for an encoder that was made for images of `own` patches."""
+        return self.max_image_tokens or (own if self.dataset == "chats" else 64)
 
     @field_validator("train", "validation", mode="after")
     @classmethod

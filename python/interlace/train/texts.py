@@ -68,6 +68,7 @@ class ModelTokenizer:
         self.placeholders = {name: int(ids(tag)) for name, tag in self.tags.items()}
         if len(set(self.placeholders.values())) < len(self.placeholders):
             raise ValueError(f"two encoders have one placeholder: {self.tags}; set data.placeholders")
+        self.strict = data.on_too_large == "error"
         self.video = VideoSpec(data.video_fps, data.max_video_tokens)
         self.EOS = self._end()
 
@@ -103,7 +104,14 @@ class ModelTokenizer:
             )
         tags = {name: self.tags[name] for name in placeholders}
         return TokenizerFormat(
-            self.tokenizer, self.template, name=self.name, tags=tags, specs=specs, tokens=tokens, video=self.video
+            self.tokenizer,
+            self.template,
+            name=self.name,
+            tags=tags,
+            specs=specs,
+            tokens=tokens,
+            video=self.video,
+            strict=self.strict,
         )
 
     def _end(self) -> int:
