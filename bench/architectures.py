@@ -103,15 +103,20 @@ def towers() -> dict[str, Any]:
                 and issubclass(made, transformers.PreTrainedModel)
                 and made.__module__ == module.__name__
                 and made.config_class is not None
-                and not re.search(r"For[A-Z]|Backbone|Pre[Tt]rainedModel$|With[A-Z]|Decoder", name)
+                and not re.search(r"For[A-Z]|Backbone|PreTrainedModel$|With[A-Z]|Decoder", name)
             ):
                 arguments = list(inspect.signature(made.forward).parameters)[1:]
-                if _is_tower(arguments):
+                if _takes_media(arguments):
                     found[name] = made
     return found
 
 
-def _is_tower(arguments: list[str]) -> bool:
+def is_tower(kind: str, model_type: str) -> bool:
+    """Whether it is the name of a class, one of `towers`."""
+    return kind == ENCODER and model_type not in modeling_auto.MODEL_MAPPING_NAMES
+
+
+def _takes_media(arguments: list[str]) -> bool:
     """Whether a forward with these arguments takes media, and neither ids nor what a decoder reads."""
     if any(name == "input_ids" or "decoder" in name or name.startswith("inputs_embeds") for name in arguments):
         return False
@@ -120,8 +125,8 @@ def _is_tower(arguments: list[str]) -> bool:
 
 def model_class(kind: str, model_type: str) -> Any:
     """The class that is built for a model type: its language model, or its base model; or of that name, see towers."""
-    if kind == ENCODER and model_type in towers():
-        return towers()[model_type]
+    if is_tower(kind, model_type):
+        return getattr(transformers, model_type, None) or towers()[model_type]
     tables = [modeling_auto.MODEL_MAPPING_NAMES]
     if kind == LANGUAGE:
         tables = [
@@ -149,7 +154,7 @@ def build(kind: str, model_type: str, variant: dict[str, Any] | None = None, see
         try:
             torch.manual_seed(seed)
             made = model_class(kind, model_type)
-            tower = made.config_class if kind == ENCODER and model_type in towers() else None
+            tower = made.config_class if is_tower(kind, model_type) else None
             config = _part_for(made, tiny_config(model_type, strategy, variant, tower))
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in made(config).parameters())

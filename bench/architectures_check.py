@@ -222,8 +222,8 @@ def items_for(geometry: ModalityModule) -> list[Item]:
     feed, default = geometry.feed, geometry.default
     items = [default, default, default]
     if isinstance(feed, PatchInputs):
-        items = [feed.item(1, 8, 4), feed.item(1, 4, 12), feed.item(2, 4, 4), feed.item(1, 8, 4)]
-        return items if feed.videos else [item for item in items if item.shape == items[0].shape or item is items[1]]
+        videos = [feed.item(2, 4, 4)] if feed.videos else []
+        return [feed.item(1, 8, 4), feed.item(1, 4, 12), *videos, feed.item(1, 8, 4)]
     if isinstance(feed, ImageInputs) and feed.any_size:
         items[1] = Item((feed.channels, 2 * feed.patch[0], 3 * feed.patch[1]))
     if isinstance(feed, ClipInputs) and feed.any_length:

@@ -19,8 +19,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.video_llama_3.modeling_video_llama_3 import VideoLlama3VisionModel
 
 from interlace import Layout, ParallelSpec, parallelize
-from interlace.model import Media, ModalityModule, Sample
-from tests.model.zoo import PLACEHOLDERS, assert_same_gradients, build, gradients
+from interlace.model import Media, ModalityModule, MultimodalModel, Sample
+from interlace.run.traced import activations_of
+from tests.model.zoo import PLACEHOLDERS, assert_same_gradients, build, gradients, llama
 
 SIZES = {"depth": 3, "num_heads": 2, "patch_size": 2, "temporal_patch_size": 2, "intermediate_size": 24}
 GRIDS = [(1, 4, 6), (2, 4, 4), (1, 8, 2), (1, 4, 6), (1, 10, 6)]
@@ -181,6 +182,15 @@ def test_one_projector_less():
     assert encoder(**encoder.collate(media)).shape == (sum(item.tokens for item in media), 24)
     with pytest.raises(ValueError, match=r"needs a projector.*24 channels that become 32"):
         encoder.connect(32)
+
+
+def test_what_ranks_would_hold():
+    """Without weights and data, as `interlace plan` asks."""
+    with torch.device("meta"):
+        encoder = ModalityModule(qwen2_5(), projector="mlp")
+        mllm = MultimodalModel({"vision": encoder}, llama(), placeholders={"vision": PLACEHOLDERS["vision"]})
+    layout = Layout.from_specs(mllm, {"vision": ParallelSpec(pp=2), "language_model": ParallelSpec()})
+    assert activations_of(mllm, layout)["vision"].edges == (64.0, 64.0, 64.0, 24.0)  # bytes per patch; merged at last
 
 
 def test_wrong_items():

@@ -10,6 +10,7 @@ at neighbours before the layers sees what it sees of a clip alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,10 +46,8 @@ class ClipInputs:
             raise ValueError(
                 f"its config has layerdrop {config.layerdrop}, which cannot be cut into stages: set it to 0"
             )
-        strides = [
-            max(part.stride) for name, part in module.named_modules()
-            if isinstance(part, (nn.Conv1d, nn.Conv2d)) and not name.startswith(f"{layer_path}.")
-        ]  # fmt: skip
+        before = itertools.takewhile(lambda part: part[0] != layer_path, module.named_modules())
+        strides = [max(part.stride) for _, part in before if isinstance(part, (nn.Conv1d, nn.Conv2d))]
         length = TOKENS * math.prod(strides)
         bins = next((int(n) for name in BINS if isinstance(n := getattr(config, name, None), int)), 0)
         whole = getattr(config, "max_length", None)

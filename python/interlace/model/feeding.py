@@ -42,7 +42,9 @@ def feeds_of(module: nn.Module, config: Any, layer_path: str, parameters: Sequen
     if argument == "pixel_values":
         return [ImageInputs.of(config, parameters)]
     if argument == "input_features" and getattr(config, "max_source_positions", None) is not None:
-        return [AudioInputs.of(module, config)]
+        audio = AudioInputs.of(module, config)
+        if audio.channels:
+            return [audio]
     return ClipInputs.of(module, config, argument, layer_path)
 
 
@@ -58,8 +60,12 @@ def _tower_takes(module: nn.Module, layer_path: str, argument: str) -> bool:
 
 
 def features_of(output: Any) -> Tensor:
-    """The tokens among what a HuggingFace encoder returns."""
+    """The tokens among what a HuggingFace encoder returns. Raises ValueError where there are none."""
     if isinstance(output, Tensor):
         return output
-    features: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    features = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
+    if not isinstance(features, Tensor):
+        raise ValueError(
+            f"it returns a {type(output).__name__} without last_hidden_state: use the encoder inside, without its head"
+        )
     return features

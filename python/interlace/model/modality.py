@@ -146,8 +146,10 @@ class ModalityModule(nn.Module):
         packing = encoder_packing(self)
         self.packing, self.returned = packing.name, packing.returned
         self.feature_size = packing.width or self.hidden_size
-        if packing.feed is not None:
-            self.feed = packing.feed
+        self.feed = packing.feed or self.feed
+        if packing.implementation:
+            self.implementation = packing.implementation
+            module.set_attn_implementation(self.implementation)  # type: ignore[operator]
 
     def _unknown(self, error: Exception) -> ValueError:
         return ValueError(
@@ -359,7 +361,7 @@ class ModalityModule(nn.Module):
         """Inside, attention follows `plan`; with a context the layers are to have what is yielded of the rows."""
         if context is None:
             with use_plan(plan.to(device), backend=self.backend):
-                yield _all
+                yield lambda rows: rows
             return
         share = context.share(mask_of(plan.queries(), plan.sinks), plan, self.backend)
         joined = changing_output(self.layers[self.stop - 1], share.whole) if self.is_last else nullcontext()
@@ -444,7 +446,8 @@ class ModalityModule(nn.Module):
     def features_of(self, output: Any) -> Tensor:
         """[B, n, D] of what the encoder returns; [1, n, D] of all items where it is told about them."""
         if self.is_told:  # it may merge tokens, and give what becomes of them beside the tokens themselves
-            features = getattr(output, "pooler_output", None)
+            pooled = isinstance(self.feed, TileInputs) or self.feed.pooled  # type: ignore[union-attr]
+            features = getattr(output, "pooler_output", None) if pooled else None
             features = features_of(output) if features is None else features
             features = torch.cat(list(features)) if isinstance(features, (tuple, list)) else features
             return features.reshape(1, -1, features.shape[-1])
@@ -461,10 +464,6 @@ class ModalityModule(nn.Module):
         grids = [self._grid(item, -(-n // self.downsample)) for item, n in zip(items, lengths, strict=True)]
         features = project(self.projector, features, lengths, grids, self.downsample)
         return features if self.postprocess_projector is None else self.postprocess_projector(inputs, features)
-
-
-def _all(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 def _first_tokens(hidden: Tensor, length: int) -> Tensor:

@@ -32,7 +32,8 @@ NOMINAL = 32  # rows and columns of an item where a config does not say for whic
 @dataclass(frozen=True)
 class PatchInputs:
     """patch: shape of one, as the encoder takes it; width: of its layers; side: patches of a nominal item's side;
-    merged: patches that become one feature; videos: whether an item may have several frames."""
+    merged: patches that become one feature; pooled: whether `pooler_output` holds these, and not a vector per item;
+    videos: whether an item may have several frames."""
 
     argument: str
     told: tuple[str, ...]
@@ -40,7 +41,8 @@ class PatchInputs:
     width: int
     side: int
     merged: int = 1
-    videos: bool = True
+    pooled: bool = True
+    videos: bool = False
     in_one_row = True
 
     @staticmethod

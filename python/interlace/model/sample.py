@@ -20,9 +20,10 @@ COPIES = 3
 
 
 class Media:
-    """One image or clip.
+    """One image, video or clip.
 
-    shape:  image (3, H, W) in pixels; audio (mel bins, frames)
+    shape:  as its encoder takes it: image (3, H, W) in pixels, (patches, numbers of a patch) or (tiles, 3, H, W); audio
+            (mel bins, frames) or (samples,). docs/encoders.md has a table
     tokens: language-model tokens (= placeholders in the text) that it becomes after encoder and projector
     data:   floating tensor of `shape`, normalised as the encoder wants it; None on ranks that do not run the encoder,
             which need shapes only

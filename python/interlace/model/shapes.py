@@ -103,7 +103,9 @@ def features_after_layers(encoder: ModalityModule, item: Item, length: int) -> i
     try:
         output, _ = run(shell, kept, encoder.feed.blank([item], encoder.packing, like), hidden=hidden)
         return encoder.features_of(output).shape[1]
-    except RuntimeError as error:
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a model may raise
         raise ValueError(
             f"{type(encoder.module).__name__} makes no features of an item of shape {item.shape}, about "
             f"{dict(item.about)} ({error}): give items as its image or audio processor makes them"

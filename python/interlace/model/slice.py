@@ -26,6 +26,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from interlace.model.checkpointing import Checkpointing, check_entry, set_checkpointing
 
@@ -91,7 +92,7 @@ def find_layers(module: nn.Module, path: str | None = None) -> str:
     lists = {
         key: child
         for key, child in module.named_modules()
-        if isinstance(child, nn.ModuleList) and len(child) > 0 and key != ""
+        if isinstance(child, nn.ModuleList) and not isinstance(child, ParametrizationList) and len(child) and key != ""
     }
     if path is not None:
         if path not in lists:

@@ -37,7 +37,8 @@ class Packing:
     returned: the length of the tuple that each layer returns, None for a tensor (see Absent); empty if not known.
     limit: with a longer sample [tokens] in the batch each must be run alone (rotary frequencies that depend on the
     longest); None: however long they are. ends_with_head: a language model's logits are what its head gives, untouched.
-    width: of an encoder's features, 0 if not known. feed: how an encoder is fed, as far as the trial told.
+    Of an encoder: width, of its features, 0 if not known; feed, how it is fed, as far as the trial told;
+    implementation, of attention, if it has to be another than it has.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Packing:
     ends_with_head: bool = False
     width: int = 0
     feed: Feed | None = None
+    implementation: str = ""
 
 
 def far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

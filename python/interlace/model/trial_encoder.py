@@ -22,6 +22,7 @@ from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import Media
 from interlace.model.slice import carve, clone
 from interlace.model.standin import Unanswerable, cheaply, stand_in
+from interlace.model.switch import NAMES
 from interlace.model.tiles import TileInputs
 from interlace.model.trial import (
     TOLERANCE,
@@ -40,6 +41,7 @@ from interlace.model.trial import (
 if TYPE_CHECKING:
     from interlace.model.modality import ModalityModule
 
+OWN = "eager"  # attention where an encoder's is not one that a plan could be followed with
 LARGEST = 1600  # tokens of an item of nominal size with which an encoder is still compared with its own forward
 
 
@@ -52,10 +54,23 @@ def encoder_packing(encoder: ModalityModule) -> Packing:
 
 
 def _packing(encoder: ModalityModule) -> Packing:
+    try:
+        return _packing_with(encoder, encoder.implementation)
+    except ValueError:
+        if encoder.in_one_row:
+            raise
+        try:  # its own attention (biases of the scores, relative positions) on items that need no mask
+            return replace(_packing_with(encoder, OWN), implementation=OWN)
+        except ValueError:
+            pass
+        raise
+
+
+def _packing_with(encoder: ModalityModule, implementation: str) -> Packing:
     name = type(encoder.module).__name__
     with cheaply():
         try:
-            trial = _Trial(encoder)
+            trial = _Trial(encoder, implementation=implementation)
         except Unanswerable as error:
             return one_by_one(name, error)
         if isinstance(encoder.feed, PatchInputs):
@@ -70,17 +85,21 @@ def _packing(encoder: ModalityModule) -> Packing:
             found = fastest(name, (PACKED, ROWS), both_modes(trial.together, trial.alone))
             if found.name != ALONE or (encoder.images is not None and encoder.images.any_size):
                 break
+        if found.name != PACKED and not encoder.is_told:
+            trial.check_counts()
         return replace(found, returned=tuple(trial.returned), width=trial.width, feed=trial.encoder.feed)
 
 
 class _Trial:
-    def __init__(self, encoder: ModalityModule, keep: int | None = None):
+    def __init__(self, encoder: ModalityModule, keep: int | None = None, implementation: str | None = None):
         options = {} if keep is None else {"keep": keep}
         self.encoder = clone(encoder)
         self.encoder.module = stand_in(encoder.module, encoder.layer_path, **options)
+        self.encoder.implementation = implementation or encoder.implementation
+        self.encoder.module.set_attn_implementation(self.encoder.implementation)  # type: ignore[operator]
         self.encoder.projector, self.encoder.downsample, self.encoder.backend = nn.Identity(), 1, None
         self.encoder.preprocess = self.encoder.postprocess = self.encoder.postprocess_projector = None
-        self.encoder._collate = None
+        self.encoder._collate = self.encoder._tokens = None
         self.items: list[Media] = []
         self.width = 0  # of the features that came last
         self.returned = note_returns(self.encoder.layers)
@@ -98,13 +117,16 @@ class _Trial:
         """
         problems: list[str] = []
         for patch in feed.patches(self.encoder.module):
-            self.encoder.feed = replace(feed, patch=patch)
+            self.encoder.feed = replace(feed, patch=patch, videos=False)
             try:
                 [images, _] = _items(self.encoder.feed)
                 self.choose(images)
                 patches, features = zip(*((one.shape[0], len(self._own(one))) for one in self.items))
-                merged = {count // made for count, made in zip(patches, features) if count == count // made * made}
-                if len(merged) == 1 and all(patches):
+                if set(features) == {1}:  # a vector per item
+                    self.encoder.feed = replace(self.encoder.feed, pooled=False)
+                    features = tuple(len(self._own(one)) for one in self.items)
+                merged = {count / made for count, made in zip(patches, features)}
+                if len(merged) == 1 and min(merged).is_integer():
                     break
                 problems.append(f"it makes {features} features of {patches} patches, whose number does not follow")
             except Exception as error:  # whatever a model may raise
@@ -114,7 +136,7 @@ class _Trial:
                 f"{type(self.encoder.module).__name__} takes grid_thw, but not patches of it one behind the other "
                 f"({'; '.join(problems)}): use an encoder like those of Qwen2-VL, or give it a forward like theirs"
             )
-        self.encoder.feed = replace(self.encoder.feed, merged=merged.pop())
+        self.encoder.feed = replace(self.encoder.feed, merged=int(merged.pop()))
         video = self.encoder.feed.item(2, UNIT, UNIT)
         self.choose([video])
         try:
@@ -126,11 +148,13 @@ class _Trial:
 
     def _own(self, one: Media) -> Tensor:
         """Features [n, D] of an item by the module's own forward and eager attention."""
+        return self.encoder.features_of(self._own_output(one))[0]
+
+    def _own_output(self, one: Media) -> Any:
         encoder: Any = self.encoder
         try:
-            encoder.module.set_attn_implementation("eager")
-            features: Tensor = encoder.features_of(encoder.module(**encoder.kwargs_of([one])))[0]
-            return features
+            encoder.module.set_attn_implementation(OWN)
+            return encoder.module(**encoder.kwargs_of([one]))
         finally:
             encoder.module.set_attn_implementation(encoder.implementation)
 
@@ -140,9 +164,15 @@ class _Trial:
         name = type(encoder.module).__name__
         for one in items:
             try:
-                own = self._own(one)
-            except Exception:  # whatever a model may raise; it says so itself when it is run
-                return
+                output = self._own_output(one)
+            except Exception as problem:  # whatever a model may raise; it says so itself when it is run
+                if encoder.implementation in NAMES:
+                    return
+                raise ValueError(
+                    f"{name} has attention of its own, and does not run by itself on what it would be given "
+                    f"({type(problem).__name__}: {one_line(problem)}): use another encoder"
+                ) from problem
+            own = encoder.features_of(output)[0]
             self.items = [one]
             try:
                 found = self.alone()[0]
@@ -159,6 +189,21 @@ class _Trial:
                     "on random weights): its layers are told more than their tokens. Use another encoder"
                 )
         self.items = items
+
+    def check_counts(self) -> None:
+        """Raise ValueError if an item has other features in number than what follows the layers makes of its tokens."""
+        encoder, one = self.encoder, self.items[0]
+        try:
+            found = len(self._run(ALONE, [one], training=False))
+        except Exception:  # whatever a model may raise; it says so itself when it is run
+            return
+        encoder.returned = tuple(self.returned)
+        wanted = encoder.tokens(one.shape, one.about)
+        if found != wanted:
+            raise ValueError(
+                f"{type(encoder.module).__name__} makes {found} features of an item, where {wanted} follow from the "
+                "tokens that its layers are given: its layers change their number. Use another encoder"
+            )
 
     def alone(self, training: bool = False) -> list[Tensor]:
         """Features of all items, each run by itself: [one tensor [n, D]]."""
@@ -180,7 +225,7 @@ def _items(feed: Feed) -> list[list[Item]]:
     """Sets of items to try: the first and the last of a set are alike; several sizes where the encoder takes them."""
     default = feed.default
     if isinstance(feed, PatchInputs):
-        images = [feed.item(1, UNIT, 2 * UNIT), feed.item(1, 2 * UNIT, UNIT), feed.item(1, UNIT, 2 * UNIT)]
+        images = [feed.item(1, UNIT, 2 * UNIT), feed.item(1, 3 * UNIT, UNIT), feed.item(1, UNIT, 2 * UNIT)]
         if feed.videos:
             images[1:1] = [feed.item(2, UNIT, UNIT), feed.item(1, 3 * UNIT, 3 * UNIT)]
         return [images, [feed.item(1, UNIT, UNIT)] * 3]

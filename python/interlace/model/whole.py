@@ -45,7 +45,7 @@ def whole_class(folder: Path) -> tuple[type[Any], Any]:
         raise ValueError(f"{folder} has no {CONFIG}: it is no folder that HuggingFace's save_pretrained wrote")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # the library's own checks, of values that may be anything
         raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())[:300]}") from None
     named = (config.architectures or [""])[0]
     found = getattr(transformers, named, None) or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
@@ -82,7 +82,7 @@ def read_module(found: Any, folder: Path, dtype: torch.dtype | None) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"{folder}: {' '.join(str(error).split())[:300]}") from None
     for what, keys in (
         ("has no weight", info["missing_keys"]),
@@ -96,9 +96,20 @@ def read_module(found: Any, folder: Path, dtype: torch.dtype | None) -> Any:
 
 
 def build_whole(folder: Path) -> Any:
-    """HuggingFace's model of the config in `folder`, with weights as torch makes them: for the meta device."""
+    """HuggingFace's model of the config in `folder`, with weights as torch makes them, in fp32: for the meta device."""
     found, config = whole_class(folder)
-    return found._from_config(config, attn_implementation=NAME)
+    try:
+        return found._from_config(config, attn_implementation=NAME, dtype=torch.float32)
+    except Exception as error:  # as above
+        raise ValueError(
+            f"{folder / CONFIG}: the library cannot make a {found.__name__} of it: {' '.join(str(error).split())[:300]}"
+        ) from None
+
+
+def dtype_of(folder: Path) -> torch.dtype:
+    """What the model in `folder` was saved in, as its config says; fp32 where it does not. Raises as `whole_class`."""
+    dtype = getattr(whole_class(folder)[1], "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def modules_of(folder: Path) -> tuple[str, str]:

@@ -33,6 +33,7 @@ class Tower(nn.Module):
         self.parts = parts
         self.add_module(parts.base, parts.tower_side(whole))
         self.config = self.tower.config
+        self.layerdrop = getattr(self.tower, "layerdrop", 0.0)
         self.told = whole.config.to_json_string()  # what the trial of an encoder's structure has to know besides
         if getattr(whole.config, "vision_feature_layer", None) is not None:
             # Features of a layer in the middle are found by hooks on all layers. Where the library puts them itself,

@@ -18,6 +18,7 @@ def export(options: argparse.Namespace) -> int:
     Adapters (``train.lora``) are added to the weights; with ``--adapter`` they are all that is written, for peft.
     """
     from interlace.model.lora import adapter_files, merge_adapters
+    from interlace.model.whole import dtype_of
     from interlace.train.build import architecture
     from interlace.train.checkpoint import checkpoints
     from interlace.train.checkpoint import folder as checkpointfolder
@@ -53,6 +54,8 @@ def export(options: argparse.Namespace) -> int:
                 print(f"{left[0]} and {len(left) - 1} more that were trained are of other modules, and not in there")
         else:
             merge_adapters(model)
+            if config.model.path is not None:
+                model.to(dtype_of(Path(config.model.path)))  # trained in fp32
             model.save_pretrained(target)
     except (ValueError, OSError) as error:
         raise ConfigError(f"export to {target}: {error}") from None
@@ -62,13 +65,15 @@ def export(options: argparse.Namespace) -> int:
 
 def _model(config: Config, source: str) -> Any:
     """The run's model on the CPU, with any weights."""
+    import torch
+
     from interlace.model import MultimodalModel
     from interlace.train.build import build, freeze, materialize
     from interlace.train.texts import tokenizer_of
 
     if config.model.path is not None:  # as HuggingFace read it: only then it is saved under the keys that it had
         try:
-            model = MultimodalModel.from_pretrained(config.model.path)
+            model = MultimodalModel.from_pretrained(config.model.path, dtype=torch.float32)
         except ValueError as error:
             raise ConfigError(f"{source}: [model] path: {error}") from None
         freeze(config, model, source)
