@@ -18,6 +18,7 @@ from transformers import (
     WavLMModel,
 )
 
+from interlace import Layout, ParallelSpec, parallelize
 from interlace.model import Media, ModalityModule
 from tests.model.zoo import COMMON, assert_same_gradients, build, gradients
 
@@ -99,6 +100,10 @@ def test_what_is_refused():
     mllm = build(ENCODERS["wavlm"][0], audio=None)
     with pytest.raises(ValueError, match="need more of the earlier ones than the hidden state"):
         mllm.slice("vision", 1, 3)
+    for degrees in ({"tp": 2}, {"cp": 2}):
+        layout = Layout.from_specs(mllm, {"vision": ParallelSpec(**degrees), "language_model": ParallelSpec()})
+        with pytest.raises(ValueError, match=r"vision cannot be (cut|dealt) among"):  # its attention is its own
+            parallelize(mllm, layout, transport="local")
     stable = build(ENCODERS["wav2vec2, stable"][0], audio=None)
     inputs = stable.encoders["vision"].collate(clips(stable.encoders["vision"], "wav2vec2, stable"))
     with pytest.raises(ValueError, match="Wav2Vec2Model cannot"):  # the norm after its layers is registered before them
