@@ -109,8 +109,15 @@ def test_items_in_a_batch_are_what_they_are_alone(name: str) -> None:
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", PROJECTORS)
+OFTEN = {("pixel_shuffle", "lanes"), ("qformer", "stages"), ("qformer", "tokens"), ("own class", "replicas")}
+CASES = [
+    pytest.param(name, layout, marks=() if (name, layout) in OFTEN else pytest.mark.slow)
+    for name in PROJECTORS
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_layouts_give_the_loss_and_gradients_of_one_process(name: str, layout: str) -> None:
     model = build(*PROJECTORS[name]).train()
     batch = samples(model)

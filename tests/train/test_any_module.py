@@ -47,6 +47,18 @@ def llava() -> Any:
     return hf.LlavaForConditionalGeneration(config)
 
 
+def internvl() -> Any:
+    eyes = hf.InternVLVisionConfig(**SIZES, image_size=[32, 32], patch_size=[8, 8])
+    return hf.InternVLForConditionalGeneration(
+        hf.InternVLConfig(text_config=hf.Qwen2Config(**TEXT), vision_config=eyes)
+    )
+
+
+def voice_of(whole: Any) -> Any:
+    """The language model of a whole one: its layers and its head, which lie apart there."""
+    return torch.nn.ModuleDict({"model": whole.model.language_model, "lm_head": whole.lm_head})
+
+
 # name -> (what HuggingFace saves, the class that a config finds in it, the library's own way to read just that)
 Own = Callable[[Path], Any]
 FOLDERS: dict[str, tuple[Callable[[], Any], str, Own]] = {
@@ -75,6 +87,11 @@ FOLDERS: dict[str, tuple[Callable[[], Any], str, Own]] = {
         llava,
         "CLIPVisionModel",
         lambda folder: hf.LlavaForConditionalGeneration.from_pretrained(folder).model.vision_tower,
+    ),
+    "internvl's voice": (
+        internvl,
+        "Qwen2ForCausalLM",
+        lambda folder: voice_of(hf.InternVLForConditionalGeneration.from_pretrained(folder)),
     ),
     "qwen2": (lambda: text("Qwen2"), "Qwen2ForCausalLM", hf.Qwen2ForCausalLM.from_pretrained),
     "qwen3": (lambda: text("Qwen3", head_dim=8), "Qwen3ForCausalLM", hf.Qwen3ForCausalLM.from_pretrained),
@@ -166,6 +183,18 @@ def test_experts_are_read_one_by_one(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors")
     config = config_with(language_model={"path": str(folder)})
     with pytest.raises(configs.ConfigError, match=r"language_model\] path: .*experts"):
+        stored_weights(config, build(config, ByteTokenizer()))
+
+
+def test_weights_that_are_there_twice_are_refused(tmp_path: Path) -> None:
+    """Two towers alike, as in Video-LLaVA: which one is meant nobody says."""
+    folder = saved(tmp_path / "model", FOLDERS["qwen2"][0])
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {f"{tower}.{key}": w.clone() for tower in "ab" for key, w in weights.items()}, folder / "model.safetensors"
+    )
+    config = config_with(language_model={"path": str(folder)})
+    with pytest.raises(configs.ConfigError, match=r"has these weights twice, under 'a\.' and 'b\.': save the one"):
         stored_weights(config, build(config, ByteTokenizer()))
 
 

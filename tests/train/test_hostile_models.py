@@ -55,6 +55,16 @@ WRONG = [
     (f"model.vision.postprocess='{OWN}:NOTHING'", "postprocess = .*NOTHING' is a int, not a function"),
     (f"model.vision.postprocess='{OWN}:no_arguments'", r"no_arguments' must take two arguments, not "),
     (f"model.vision.preprocess='{OWN}:half'", "half' must take one argument, not"),
+    (
+        "model.vision={architecture='qwen2_5_vl_vision',config={hidden_size=16,out_hidden_size=16,intermediate_size=24,"
+        "depth=1,num_heads=2,patch_size=4,window_size=16}}",
+        "takes no pictures .* is what the dataset 'digits' has: use another encoder or another data.dataset",
+    ),
+    (
+        "model.audio={architecture='ASTModel',config={hidden_size=16,intermediate_size=24,num_hidden_layers=1,"
+        "num_attention_heads=2,num_mel_bins=16,max_length=64}}",
+        r"ASTModel takes no \(mel bins, frames\) of 10 ms, which is what the dataset",
+    ),
     ("model.train={architecture='ViTModel'}", r"\[model\]: .*'train'"),
 ]
 

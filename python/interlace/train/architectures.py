@@ -318,6 +318,9 @@ def _part_of(folder: Path, name: str | None, encoder: bool) -> Part:
     except Exception as error:  # the library's own checks, of values that may be anything
         raise ValueError(f"{path}: {' '.join(str(error.__cause__ or error).split())}") from None
     configs = list(_tree(whole))
+    if not encoder and hasattr(whole, "tie_word_embeddings"):  # of a whole model its own word counts, not its part's
+        for part in configs:
+            part.tie_word_embeddings = whole.tie_word_embeddings
     if name is not None:
         model = model_class(name, encoder=encoder)
         if found := [each for each in configs if type(each) is model.config_class]:

@@ -62,14 +62,16 @@ def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[f
         return
     from interlace.data.digits import WORDS
     from interlace.data.stamps import KINDS
+    from interlace.model.audio import AudioInputs
 
     digits = config.data.dataset == "digits"
     media: dict[str, tuple[float, float]] = {}  # tokens of an item in each encoder, and for the language model
     for name, spec in config.model.encoders().items():
         encoder = model.encoders[name]
         if encoder.kind == "audio":
-            *other, frames = encoder.default_shape
-            shape = (*other, min(frames, round(config.data.max_audio_seconds * 100)))
+            shape = encoder.default_shape
+            if isinstance(encoder.feed, AudioInputs):  # frames of 10 ms
+                shape = shape[0], min(shape[1], round(config.data.max_audio_seconds * 100))
             media[name] = encoder.encoder_length(shape), encoder.tokens(shape)
             continue
         image = config.data.image_tokens(0)

@@ -235,17 +235,22 @@ def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[s
     trained weights of whose pixels nobody says how they are scaled.
     """
     from interlace.data import AudioSpec, ImageSpec
+    from interlace.model.audio import AudioInputs
     from interlace.model.projector import unit_of
 
     specs: dict[str, Any] = {}
     for name, kind in kinds(model).items():
         encoder = model.encoders[name]
-        if kind == "audio" and len(encoder.default_shape) == 2:
+        if isinstance(encoder.feed, AudioInputs):
             specs[name] = AudioSpec(encoder.default_shape[0], config.data.max_audio_seconds)
             continue
         images = encoder.images
         if images is None or images.patch[0] != images.patch[1]:
-            what = "no pictures (3, height, width) of square patches" if kind == "image" else "no mel frames"
+            what = (
+                "no pictures (3, height, width) of square patches"
+                if kind == "image"
+                else "no (mel bins, frames) of 10 ms"
+            )
             raise ConfigError(
                 f"{source}: [model.{name}] {type(encoder.module).__name__} takes {what}, which is what the dataset "
                 f"{config.data.dataset!r} has: use another encoder or another data.dataset"

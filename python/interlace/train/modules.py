@@ -24,7 +24,7 @@ from interlace.train.schema_base import MOST
 from interlace.train.schema_model import PROJECTORS, Encoder, LanguageModel, Module
 
 MOST_LAYERS = 10_000
-SIZES = ("size", "dim", "heads", "layers", "channels", "bins", "positions", "d_model", "stride", "kernel", "experts")
+SIZES = ("size", "dim", "heads", "layers", "channels", "bins", "positions", "embeddings", "d_model", "experts")
 """What the names of keys end with that count something of which there must be some."""
 MAY_BE_0 = {"chunk_size_feed_forward", "max_window_layers"}
 DROPPED = {"attention_dropout", "attention_probs_dropout_prob"}
@@ -223,7 +223,7 @@ def _problem_of(key: str, value: Any) -> str:
     if "drop" in key or key.endswith("_prob"):
         return "" if 0 <= value <= 1 else f"must be between 0 and 1, not {value!r}"
     if isinstance(value, float):
-        return "" if abs(value) <= MOST else f"must be at most {MOST:,}, not {value!r}"
+        return "" if 0 <= value <= MOST else f"must be between 0 and {MOST:,}, not {value!r}"
     if key == "num_channels" and value != 3:
         return f"must be 3, as pictures are read in colour, not {value!r}"
     least = 1 if key.endswith(SIZES) and key not in MAY_BE_0 else 0 if key.endswith("_token_id") else -MOST

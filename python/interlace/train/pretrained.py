@@ -169,13 +169,26 @@ def _left_over(more: Collection[str], used: Collection[str]) -> list[str]:
 
 
 def _prefixes(wanted: Collection[str], stored: Collection[str]) -> tuple[str, str]:
-    """What to take away before the module's names, and what to put there, to meet most of the folder's."""
+    """What to take away before the module's names, and what to put there, to meet most of the folder's.
+
+    Raises ValueError where two places in the folder have all of them.
+    """
+    before: dict[str, list[str]] = {}  # end of a key -> what stands before it
+    for key in stored:
+        parts = key.split(".")
+        for cut in range(len(parts)):
+            before.setdefault(".".join(parts[cut:]), []).append("".join(f"{part}." for part in parts[:cut]))
     votes: Counter[tuple[str, str]] = Counter()
     for name in wanted:
         parts = name.split(".")
         for cut in range(min(3, len(parts) - 1)):
-            own, rest = "".join(f"{part}." for part in parts[:cut]), ".".join(parts[cut:])
-            votes.update((own, key.removesuffix(rest)) for key in stored if f".{key}".endswith(f".{rest}"))
+            own = "".join(f"{part}." for part in parts[:cut])
+            votes.update((own, theirs) for theirs in before.get(".".join(parts[cut:]), ()))
+    whole = sorted(theirs for (own, theirs), count in votes.items() if not own and count == len(wanted))
+    if len(whole) > 1:
+        raise ValueError(
+            f"the folder has these weights twice, under {whole[0]!r} and {whole[1]!r}: save the one that is meant alone"
+        )
     return max(votes, key=lambda pair: (votes[pair], -len(pair[0]), -len(pair[1])), default=("", ""))
 
 

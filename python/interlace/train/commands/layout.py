@@ -217,9 +217,11 @@ def _by_layer(schedule: Any) -> frozenset[tuple[int, str]]:
 
 def _items(config: Config, model: Any) -> dict[str, tuple[int, ...]]:
     """Of each encoder that hears, the shape of a clip that fills its budget: it is padded to the encoder's length."""
-    clips = {name: encoder.default_shape for name, encoder in model.encoders.items() if encoder.kind == "audio"}
-    longest = round(config.data.max_audio_seconds * 100)
-    return {name: (*shape[:-1], min(shape[-1], longest)) for name, shape in clips.items()}
+    from interlace.model.audio import AudioInputs
+
+    longest = round(config.data.max_audio_seconds * 100)  # frames of 10 ms
+    clips = {name: each.default_shape for name, each in model.encoders.items() if isinstance(each.feed, AudioInputs)}
+    return {name: (shape[0], min(shape[1], longest)) for name, shape in clips.items()}
 
 
 def _loads(config: Config, model: Any, activations: Mapping[str, Any], sizes: Mapping[str, float]) -> dict[str, Any]:
