@@ -93,6 +93,9 @@ class DigitsDataset(MultimodalDataset):
             source += "".join(f" {self.jitter * value:.4f}" for value in drawn.uniform(-1, 1, 5))
         return Recipe("digit", (MediaRef("vision", source, self.shape),), "en", WORDS[self.targets[index]], stamp=name)
 
+    def questions(self) -> dict[str, list[Recipe]]:
+        return {"digit": [self.recipe(index, 0) for index in range(len(self))]}
+
     def read(self, item: MediaRef) -> np.ndarray:
         name, *drawn = item.source.split()
         if name not in self._pictures:

@@ -114,16 +114,20 @@ class Model(Section):
 class Mixture(Section):
     """Relative weights of the kinds of samples drawn from the stamps; 0 leaves a kind out."""
 
-    image: Rate = 0.35
+    image: Rate = 0.25
     """One picture, answer its caption."""
-    speech: Rate = 0.2
+    speech: Rate = 0.15
     """A spoken description, answer it in writing, in the language of the speech."""
-    image_speech: Rate = 0.2
+    image_speech: Rate = 0.15
     """A picture and the speech about it, answer the caption."""
-    images: Rate = 0.15
+    images: Rate = 0.1
     """Several pictures, answer all their captions."""
     text: Rate = 0.1
     """A caption, answer it in another language."""
+    category: Rate = 0.15
+    """One picture, answer the folder that it lies in, such as "animals"."""
+    language: Rate = 0.1
+    """A spoken description, answer the code of its language."""
 
 
 class Data(Section):
@@ -335,7 +339,8 @@ class Log(Section):
     max_new_tokens: Positive = 48
     """Longest generated answer on the page and in the accuracy, in tokens."""
     accuracy_samples: NotNegative = 512
-    """At most so many held-out digits are answered at the end to count the exactly right answers; 0 counts none."""
+    """At most so many held-out questions of each kind with one right answer (digits, category, language) are answered
+    at the end, with their media and with those of another sample, to count the right answers; 0 counts none."""
 
 
 class Config(Section):
