@@ -104,6 +104,10 @@ def test_what_is_refused():
         layout = Layout.from_specs(mllm, {"vision": ParallelSpec(**degrees), "language_model": ParallelSpec()})
         with pytest.raises(ValueError, match=r"vision cannot be (cut|dealt) among"):  # its attention is its own
             parallelize(mllm, layout, transport="local")
+    masking = build(lambda: wav2vec2(mask_time_prob=0.05), audio=None).train()
+    layout = Layout.from_specs(masking, {"vision": ParallelSpec(tp=2), "language_model": ParallelSpec()})
+    with pytest.raises(ValueError, match=r"drops at random in training .*mask_time_prob = 0\.05"):
+        parallelize(masking, layout, transport="local")
     stable = build(ENCODERS["wav2vec2, stable"][0], audio=None)
     inputs = stable.encoders["vision"].collate(clips(stable.encoders["vision"], "wav2vec2, stable"))
     with pytest.raises(ValueError, match="Wav2Vec2Model cannot"):  # the norm after its layers is registered before them

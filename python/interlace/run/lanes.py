@@ -142,10 +142,18 @@ def how_cut(mllm: Any, name: str, whole: StageModule, tp: int, *, sequence_paral
         ) from error
 
 
+# Settings of a config by which a model changes its inputs at random in training: masked frames, moved positions.
+_DRAWN = ("mask_time_prob", "mask_feature_prob", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+
+
 def _draws(mllm: Any, name: str) -> str:
     """What in module `name` draws random numbers as it is now, and its rate; empty if nothing is seen that does."""
     whole = f"encoders.{name}" if name in mllm.encoders else name
     for path, part in mllm.get_submodule(whole).named_modules(prefix=whole):
+        config = getattr(part, "config", None) if part.training else None
+        for key in _DRAWN if getattr(config, "apply_spec_augment", True) else ():
+            if getattr(config, key, None):
+                return f"{path}.config has {key} = {getattr(config, key)}"
         for key, value in vars(part).items() if part.training else ():
             named = "drop" in key or "jitter" in key or (key == "p" and isinstance(part, _DropoutNd))
             if named and isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:

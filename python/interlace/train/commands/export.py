@@ -73,7 +73,7 @@ def _model(config: Config, source: str) -> Any:
 
     if config.model.path is not None:  # as HuggingFace read it: only then it is saved under the keys that it had
         try:
-            model = MultimodalModel.from_pretrained(config.model.path, dtype=torch.float32)
+            model = MultimodalModel.from_pretrained(config.model.path).to(torch.float32)
         except ValueError as error:
             raise ConfigError(f"{source}: [model] path: {error}") from None
         freeze(config, model, source)
