@@ -222,3 +222,15 @@ def test_features_of_inner_layers_cannot_be_cut_away():
     assert encoder(**encoder.collate(media)).shape == (sum(item.tokens for item in media), 24)
     with pytest.raises(ValueError, match="cut"):
         mllm.slice("vision", 0, 1)(encoder.collate(media))
+
+
+def test_checkpointing_recomputes_the_same():
+    mllm, oracle = model("qwen2.5")
+    mllm.set_checkpointing("full")
+    encoder = mllm.encoders["vision"]
+    media = items(encoder)
+    found = encoder(**encoder.collate(media))
+    wanted = oracle.projector(torch.cat([alone(oracle.module, item) for item in media]))
+    for output in (found, wanted):
+        output.square().sum().backward()
+    assert_same_gradients(gradients(encoder), gradients(oracle))
