@@ -99,7 +99,7 @@ $(DEPS): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -qq "$(TORCH)"
 	$(PIP) install -qq "setuptools>=77" "pybind11>=3" "clang-format==23.1.5"
-	$(PIP) install -qq --no-build-isolation --editable ".[data,dev]"
+	$(PIP) install -qq --no-build-isolation --editable ".[data,lora,dev]"
 	touch $@
 
 # Nothing to compile right after the installation above: the extension is then newer than its sources.

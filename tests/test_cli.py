@@ -203,7 +203,7 @@ def test_two_ranks_train_and_leave_their_folder_though_nobody_reads_their_output
         assert (trained / name).stat().st_size > 100, name
     assert {path.name for path in (trained / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
     summary = json.loads((trained / "summary.json").read_text())
-    assert summary["steps"] == 6 and 0 <= summary["held_out_accuracy"] <= 1
+    assert summary["steps"] == 6 and 0 <= summary["digit_accuracy"] <= 1
     assert summary["uniform_byte_baseline"] == pytest.approx(5.545, abs=1e-3)
     assert not (trained / "run.lock").exists()
 

@@ -83,7 +83,7 @@ def test_wheel_metadata(distributions):
         scripts = wheel.read("interlace-0.1.0.dist-info/entry_points.txt").decode()
     assert metadata["Name"] == "interlace" and metadata["Version"] == "0.1.0"
     assert metadata["License-Expression"] == "Apache-2.0"
-    extras = {"chats", "cuda12", "cuda13", "data", "dev", "docs", "lora", "peers", "video"}
+    extras = {"cuda12", "cuda13", "data", "dev", "docs", "lora", "peers", "video"}
     assert set(metadata.get_all("Provides-Extra")) == extras
     assert "interlace = interlace.cli:main" in scripts
 

@@ -68,6 +68,7 @@ def test_labels_are_the_shifted_answer_and_nothing_else(tree, kind):
 def test_the_answer_is_determined_by_the_prompt(tree):
     """Captions come from the stamp's file, in the language of the tag, which for speech is the speech's."""
     dataset = make_stamps(tree, length=200)
+    questions = dataset.questions()
     by_key = {s.key: s for s in dataset.index.stamps}
     seen = Counter()
     for i in range(len(dataset)):
@@ -77,6 +78,12 @@ def test_the_answer_is_determined_by_the_prompt(tree):
         tag = tokens[tokens.index(dataset.tokenizer.LANG) + 1 : tokens.index(dataset.tokenizer.SEP)]
         assert bytes(tag).decode() == recipe.language
         keys = [m.source.split("_desc")[0].rsplit(".", 1)[0] for m in recipe.media] or [recipe.stamp]
+        if recipe.kind in questions:
+            [item] = recipe.media
+            spoken = item.source.partition("_desc")[2].split(".")[0].lstrip("_") or "en"
+            assert recipe.answer == {"category": item.source.split("/")[0], "language": spoken}[recipe.kind]
+            assert recipe in questions[recipe.kind] and keys == [recipe.stamp]
+            continue
         for m in recipe.media:
             if m.modality == "audio":
                 suffix = m.source.split("_desc")[1]
@@ -231,7 +238,8 @@ def test_data_that_are_lost_under_the_run_end_it(own_tree):
 
 def test_models_with_one_encoder_or_none(tree):
     vision = make_stamps(tree, tokens={"vision": TOKENS["vision"]})
-    assert set(vision.weights) == {"image", "images", "text"} and set(vision.lengths(0)) == {"text", "vision"}
+    assert set(vision.weights) == {"image", "images", "text", "category"}
+    assert set(vision.lengths(0)) == {"text", "vision"}
     assert set(make_stamps(tree, tokens={}).weights) == {"text"}
     with pytest.raises(ValueError, match=r"'speech' samples need an encoder for \['audio'\]"):
         make_stamps(tree, tokens={"vision": TOKENS["vision"]}, weights={"speech": 1})

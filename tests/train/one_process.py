@@ -74,6 +74,9 @@ class ToyData:
     def answer(self, index: int, epoch: int = 0) -> list[int]:
         return self.sample(index, epoch).labels.tolist()
 
+    def questions(self) -> dict[str, list[Any]]:
+        return {}
+
     def fingerprint(self) -> str:
         return f"toy {self.size} {self.offset}"
 

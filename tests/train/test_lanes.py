@@ -269,7 +269,7 @@ def test_the_command_trains_goes_on_and_answers(tmp_path: Path) -> None:
     assert done.returncode == 0 and not done.stderr, done
     folder = tmp_path / "lanes" / "latest"
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == 3 and 0 <= summary["held_out_accuracy"] <= 1
+    assert summary["steps"] == 3 and 0 <= summary["digit_accuracy"] <= 1
     assert (folder / "samples.html").exists() and (folder / "timeline.png").exists()
     more = interlace(str(path), "--resume", "--set", "train.steps=4", "--set", "train.schedule_steps=3")
     assert more.returncode == 0 and [line["step"] for line in read_metrics(folder)] == [1, 2, 3, 4], more

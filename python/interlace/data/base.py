@@ -189,6 +189,11 @@ class MultimodalDataset(Dataset[Sample], Reading, ABC):
             result[modality].append(count)
         return result
 
+    def questions(self) -> dict[str, list[Recipe]]:
+        """Kind of sample -> all that can be asked, for kinds with one right answer of a few words: what tells whether a
+        model uses the media at all."""
+        return {}
+
     def extremes(self) -> Iterable[Recipe]:
         """Recipes among which are the longest sample and the longest prompt that any epoch can have."""
         return (self.recipe(i, 0) for i in range(len(self)))
@@ -211,7 +216,10 @@ class MultimodalDataset(Dataset[Sample], Reading, ABC):
 
     def sample(self, index: int, epoch: int | None = None) -> Sample:
         """Sample ``index`` of ``epoch`` (default: the current one); its media are decoded when somebody reads them."""
-        recipe = self.recipe(index, epoch)
+        return self.sample_of(self.recipe(index, epoch))
+
+    def sample_of(self, recipe: Recipe) -> Sample:
+        """The sample that a recipe describes."""
         media: dict[str, list[Media]] = {}
         runs = []
         for item in recipe.media:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,6 +90,10 @@ class ChatDataset(Dataset[Sample], Reading):
     def kind(self, index: int) -> str:
         """What a sample is of: "text", or its encoders."""
         return "+".join(sorted({item.encoder for item in self.store.encoded(int(self.picks[index])).items})) or "text"
+
+    def questions(self) -> dict[str, list[Any]]:
+        """None that are known to have one right answer."""
+        return {}
 
     def longest(self) -> tuple[int, int]:
         """Tokens of the longest sample, and a bound of the longest prompt."""

@@ -90,6 +90,9 @@ class DigitsDataset(MultimodalDataset):
         media = tuple(MediaRef(encoder, source, shape) for encoder, shape in self.shapes.items())
         return Recipe("digit", media, "en", WORDS[self.targets[index]], stamp=name)
 
+    def questions(self) -> dict[str, list[Recipe]]:
+        return {"digit": [self.recipe(index, 0) for index in range(len(self))]}
+
     def read(self, item: MediaRef) -> np.ndarray:
         name, *drawn = item.source.split()
         if name not in self._pictures:

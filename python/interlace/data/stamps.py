@@ -7,6 +7,10 @@ Kinds of samples (the language tag in the prompt determines the answer's languag
     image+speech    both                      -> the caption in the speech's language
     images          2..max_images pictures    -> their captions, one a line, in a language that all have
     text            a caption                 -> the same caption in another language
+    category        one picture, "What is it?"          -> the stamp's folder, such as "animals"
+    language        one description, "Which language?"  -> its code, such as "fr"
+
+The last two have one right answer of one word, so how many are right tells whether pictures and speech are used.
 
 Trade-offs: each kind walks through its own files in a seeded order, epoch after epoch, so that no file comes twice
 before all have come once; but an epoch is a fixed number of samples, not one pass over the 7,300 clips.
@@ -34,8 +38,14 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> modalities it needs
     "image+speech": ("vision", "audio"),
     "images": ("vision",),
     "text": (),
+    "category": ("vision",),
+    "language": ("audio",),
 }
-WEIGHTS = {"image": 0.35, "speech": 0.2, "image+speech": 0.2, "images": 0.15, "text": 0.1}
+WEIGHTS = {
+    "image": 0.25, "speech": 0.15, "image+speech": 0.15, "images": 0.1, "text": 0.1, "category": 0.15, "language": 0.1,
+}  # fmt: skip
+QUESTIONS = {"category": "What is it?", "language": "Which language?"}
+ASKED_IN = "en"
 
 
 @dataclass
@@ -236,6 +246,8 @@ class StampsDataset(MultimodalDataset):
             "image+speech": [(e, c) for e, c in clips if self.entries[e].image],
             "images": with_image if len(with_image) > 1 else [],
             "text": [(e, 0) for e in range(len(self.entries))],
+            "category": with_image,
+            "language": clips,
         }
         self._by_language = {
             language: np.array([e for e, _ in with_image if language in self.entries[e].captions], dtype=np.int64)
@@ -280,6 +292,8 @@ class StampsDataset(MultimodalDataset):
         kinds, places = self._plan(epoch)
         kind = list(self.weights)[kinds[index]]
         entry_number, clip_number = self._pools[kind][places[index]]
+        if kind in QUESTIONS:
+            return self._question(kind, int(entry_number), int(clip_number))
         entry = self.entries[entry_number]
         rng = np.random.default_rng([self.seed, 3, epoch, index])
         key = entry.stamp.key
@@ -303,12 +317,26 @@ class StampsDataset(MultimodalDataset):
         images = tuple(ref for pick in picks for ref in pick.image)
         return Recipe(kind, images, language, "\n".join(p.captions[language] for p in picks), stamp=key)
 
+    def _question(self, kind: str, entry_number: int, clip_number: int) -> Recipe:
+        entry = self.entries[entry_number]
+        if kind == "language":
+            clip, refs = entry.clips[clip_number]
+            return Recipe(kind, refs, ASKED_IN, clip.language, QUESTIONS[kind], entry.stamp.key)
+        folder = entry.stamp.key.partition("/")[0]
+        return Recipe(kind, entry.image, ASKED_IN, folder, QUESTIONS[kind], entry.stamp.key)
+
+    def questions(self) -> dict[str, list[Recipe]]:
+        asked = [kind for kind in self.weights if kind in QUESTIONS]
+        return {kind: [self._question(kind, e, c) for e, c in self._pools[kind].tolist()] for kind in asked}
+
     def extremes(self) -> Iterable[Recipe]:
         """The longest samples and prompts that can be drawn, found from the entries alone: epochs draw at random."""
         for kind in self.weights:
             if kind == "images":
                 for language in self.languages:
                     yield from self._longest_images(language)
+            elif kind in QUESTIONS:
+                yield from (self._question(kind, e, c) for e, c in self._pools[kind].tolist())
             else:
                 for entry in self.entries:
                     yield from self._longest_texts(entry) if kind == "text" else self._longest_of(entry, kind)

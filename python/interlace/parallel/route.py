@@ -134,18 +134,28 @@ class Routes:
         """The route of what chunk `reader` reads of chunk `source`."""
         route = self._made.get((source, reader))
         if route is None:
-            rows, places = (_rows(self._pieces[source, reader], column) for column in (1, 3))
-            regions = np.array([len(rows)])
-            if self._owners is not None:
-                dealt = self._dealt_of(self._table.chunks[source].module, reader)
-                owner = dealt.owner[places]
-                order = np.argsort(owner, kind="stable")
-                rows, places = rows[order], dealt.place[places[order]]
-                regions = np.bincount(owner, minlength=self._ranks)
-            own = np.split(places, np.cumsum(regions)[:-1])
-            route = Route(self._index(rows), tuple(map(self._index, own)), len(rows), tuple(regions.tolist()))
-            self._made[source, reader] = route
+            route = self._made[source, reader] = self._route(source, reader)
         return route
+
+    def _route(self, source: int, reader: int) -> Route:
+        pieces = self._pieces[source, reader]
+        if self._owners is None:
+            length = sum(piece[4] for piece in pieces)
+            return Route(self._joined(pieces, 1), (self._joined(pieces, 3),), length, (length,))
+        rows, places = _rows(pieces, 1), _rows(pieces, 3)
+        dealt = self._dealt_of(self._table.chunks[source].module, reader)
+        owner = dealt.owner[places]
+        order = np.argsort(owner, kind="stable")
+        rows, places = rows[order], dealt.place[places[order]]
+        regions = np.bincount(owner, minlength=self._ranks)
+        own = np.split(places, np.cumsum(regions)[:-1])
+        return Route(self._index(rows), tuple(map(self._index, own)), len(rows), tuple(regions.tolist()))
+
+    def _joined(self, pieces: list[list[int]], column: int) -> Index:
+        """The rows of the pieces on the side that starts at `column`; in most routes, and at once, one slice."""
+        if all(piece[column] + piece[4] == follows[column] for piece, follows in pairwise(pieces)):
+            return slice(pieces[0][column], pieces[-1][column] + pieces[-1][4])
+        return self._index(_rows(pieces, column))
 
     def total(self, producer: str, reader: int, rank: int = 0) -> int:
         """Rows that a context-parallel rank of chunk `reader` reads of encoder `producer` in all."""

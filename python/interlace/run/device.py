@@ -69,7 +69,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return BitfieldMask(moved(value.bits, device), doc=doc, span=span, pos=pos, window=window, sinks=value.sinks)
     if isinstance(value, Media):
         data = value.data
-        return value if data is None else Media(value.shape, value.tokens, moved(data, device))
+        return value if data is None else Media(value.shape, value.tokens, moved(data, device), about=value.about)
     if isinstance(value, Mapping):
         return {key: each if key == ON_THE_HOST else moved(each, device) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -367,7 +367,7 @@ def _check_context(config: Config, model: Any, splits: list[Any], source: str) -
     if most is None:
         return
     sample, prompt = (max(sizes) for sizes in zip(*(split.longest() for split in splits), strict=True))
-    answered = config.log.samples or (config.log.accuracy_samples and splits[0].name == "digits")
+    answered = config.log.samples or (config.log.accuracy_samples and splits[0].questions())
     written = prompt + config.log.max_new_tokens - 1 if answered else 0  # the last token is not read again
     if max(sample, written) <= most:
         return

@@ -309,13 +309,14 @@ def close(
     with optional("the baselines"):
         baselines = feed.baselines(tokenizer.vocab_size)
         rows |= {f"{name}_baseline": nats for name, nats in baselines.items()}
-    wants_accuracy = held_out.name == "digits" and config.log.accuracy_samples > 0
-    if config.log.samples or wants_accuracy:
+    counts = bool(held_out.questions()) and config.log.accuracy_samples > 0
+    if config.log.samples or counts:
         with optional("the answers to held-out samples"):
             check_room(model)
             whole = load_whole(config, folder, tokenizer, source, best=best)
-            if wants_accuracy:
-                rows["held_out_accuracy"] = report.accuracy(whole, held_out, tokenizer, config)
+            counted = report.accuracies(whole, held_out, tokenizer, config) if counts else []
+            for each in counted:
+                rows |= each.rows()
             if config.log.samples:
                 picks = report.spread_by_kind(held_out, config.log.samples)
                 answers = report.held_out_answers(whole, held_out, picks, tokenizer, config)
@@ -323,7 +324,7 @@ def close(
                     name: pixels(config, whole, name) if kind == "image" else None
                     for name, kind in kinds(whole).items()
                 }
-                report.write_page(answers, folder, config, shown)
+                report.write_page(answers, folder, config, shown, counted)
     report.write_summary(folder, rows)
     with contextlib.suppress(OSError, SystemExit):  # nobody reads it any more
         report.print_summary(rows, f"{config.run.name}: trained")

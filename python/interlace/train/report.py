@@ -1,4 +1,4 @@
-"""What a finished run shows: the closing table, held-out answers as a page and a picture, digits' accuracy.
+"""What a finished run shows: the closing table, held-out answers as a page and a picture, and how many are right.
 
 All from the last checkpoint, loaded whole into one process: so it also proves that the checkpoint can be read.
 """
@@ -10,8 +10,9 @@ import html
 import io
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,11 @@ class Answer:
 
 def held_out_answers(model: Any, dataset: Any, indices: Sequence[int], tokenizer: Any, config: Config) -> list[Answer]:
     """The model's greedy answers to the held-out samples at `indices`."""
-    samples = [dataset.sample(i, 0) for i in indices]
+    return answers_to([dataset.sample(i, 0) for i in indices], model, tokenizer, config)
+
+
+def answers_to(samples: Sequence[Any], model: Any, tokenizer: Any, config: Config) -> list[Answer]:
+    """The model's greedy answers to samples."""
     said = greedy.answer(
         model,
         [greedy.prompt_of(sample, model.placeholders) for sample in samples],
@@ -53,12 +58,48 @@ def held_out_answers(model: Any, dataset: Any, indices: Sequence[int], tokenizer
     ]
 
 
-def accuracy(model: Any, dataset: Any, tokenizer: Any, config: Config) -> float:
-    """Share of held-out digits (at most ``log.accuracy_samples``, spread over the split) answered exactly right."""
-    count = min(len(dataset), config.log.accuracy_samples)
-    indices = [i * len(dataset) // count for i in range(count)]
-    answers = held_out_answers(model, dataset, indices, tokenizer, config)
-    return sum(answer.right for answer in answers) / count
+@dataclass
+class Accuracy:
+    """Shares of held-out questions of a kind answered exactly right: `right` by the model, `majority` by always saying
+    what is most often right, `swapped` by the model when each question comes with the media of one that has another
+    answer (None where all have the same): as many as `right` if it does not use them. count: questions."""
+
+    kind: str
+    count: int
+    right: float
+    majority: float
+    swapped: float | None
+
+    def rows(self) -> dict[str, float]:
+        """For the summary."""
+        rows = {f"{self.kind}_accuracy": self.right, f"{self.kind}_majority_accuracy": self.majority}
+        return rows if self.swapped is None else rows | {f"{self.kind}_swapped_media_accuracy": self.swapped}
+
+
+def accuracies(model: Any, dataset: Any, tokenizer: Any, config: Config) -> list[Accuracy]:
+    """Of each kind of question that the dataset has, at most ``log.accuracy_samples`` spread over the split."""
+    found = []
+    for kind, recipes in dataset.questions().items():
+        count = min(len(recipes), config.log.accuracy_samples)
+        asked = [recipes[i * len(recipes) // count] for i in range(count)]
+        right, swapped = _share_right(model, dataset, asked, tokenizer, config), None
+        if len({recipe.answer for recipe in asked}) > 1:
+            others = [replace(recipe, media=_another(asked, i).media) for i, recipe in enumerate(asked)]
+            swapped = _share_right(model, dataset, others, tokenizer, config)
+        most = max(Counter(recipe.answer for recipe in asked).values())
+        found.append(Accuracy(kind, count, right, most / count, swapped))
+    return found
+
+
+def _another(recipes: Sequence[Any], index: int) -> Any:
+    """The first recipe with another answer, from half way round on."""
+    turned = ((index + len(recipes) // 2 + step) % len(recipes) for step in range(len(recipes)))
+    return next(recipes[i] for i in turned if recipes[i].answer != recipes[index].answer)
+
+
+def _share_right(model: Any, dataset: Any, recipes: Sequence[Any], tokenizer: Any, config: Config) -> float:
+    answers = answers_to([dataset.sample_of(recipe) for recipe in recipes], model, tokenizer, config)
+    return sum(answer.right for answer in answers) / len(answers)
 
 
 def spread_by_kind(dataset: Any, count: int) -> list[int]:
@@ -74,8 +115,11 @@ def spread_by_kind(dataset: Any, count: int) -> list[int]:
     return chosen
 
 
-def write_page(answers: Sequence[Answer], folder: Path, config: Config, pixels: Pixels) -> None:
-    """samples.html (self-contained) and samples.png: media, true answer, generated answer of each sample.
+def write_page(
+    answers: Sequence[Answer], folder: Path, config: Config, pixels: Pixels, counted: Sequence[Accuracy] = ()
+) -> None:
+    """samples.html (self-contained) and samples.png: media, true answer, generated answer of each sample; in the page
+    above them what was `counted`.
 
     pixels: mean and std of what each encoder sees; None of one that hears.
     """
@@ -91,7 +135,7 @@ def write_page(answers: Sequence[Answer], folder: Path, config: Config, pixels: 
             f"<p><b>wanted</b> {html.escape(answer.truth)}</p>"
             f'<p class="{verdict}"><b>said</b> {html.escape(answer.said)}</p></div>'
         )
-    page = _PAGE.format(title=html.escape(config.run.name), cards="\n".join(cards))
+    page = _PAGE.format(title=html.escape(config.run.name), cards="\n".join(cards), counted=_table(counted))
     (folder / "samples.html").write_text(page, encoding="utf-8")
     _draw(answers, folder / "samples.png", config, pixels)
 
@@ -190,6 +234,18 @@ def _short(text: str) -> str:
     return "\n".join(textwrap.wrap(textwrap.shorten(printable, 120, placeholder="..."), 48)) or "(nothing)"
 
 
+def _table(counted: Sequence[Accuracy]) -> str:
+    if not counted:
+        return ""
+    rows = "".join(
+        f"<tr><td>{html.escape(each.kind)}<td>{each.count}<td>{100 * each.right:.1f} %<td>{100 * each.majority:.1f} %"
+        f"<td>{'' if each.swapped is None else f'{100 * each.swapped:.1f} %'}"
+        for each in counted
+    )
+    head = "<tr><th>question<th>held out<th>right<th>always the most frequent answer<th>with media of another sample"
+    return f"<table>{head}{rows}</table>"
+
+
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}: held-out samples</title>
 <style>
@@ -199,8 +255,10 @@ _PAGE = """<!doctype html>
  .media img {{ max-width: 100%; height: 96px; image-rendering: pixelated; margin-right: 4px; }}
  .name {{ color: #57606a; font-size: 12px; overflow-wrap: anywhere; }}
  .right {{ color: #1a7f37; }}
+ td, th {{ text-align: left; padding: .2rem 1rem .2rem 0; }}
 </style>
 <h1>{title}: held-out samples</h1>
+{counted}
 <div class="cards">
 {cards}
 </div></html>

@@ -63,7 +63,8 @@ class Log(Section):
     max_new_tokens: Positive = 48
     """Longest generated answer on the page and in the accuracy, in tokens."""
     accuracy_samples: NotNegative = 512
-    """At most so many held-out digits are answered at the end to count the exactly right answers; 0 counts none."""
+    """At most so many held-out questions of each kind with one right answer (digits, category, language) are answered
+    at the end, with their media and with those of another sample, to count the right answers; 0 counts none."""
 
 
 class Config(Section):

@@ -13,16 +13,20 @@ from interlace.train.schema_base import MOST, WEEK, Positive, Rate, Section
 class Mixture(Section):
     """Relative weights of the kinds of samples drawn from the stamps; 0 leaves a kind out."""
 
-    image: Rate = 0.35
+    image: Rate = 0.25
     """One picture, answer its caption."""
-    speech: Rate = 0.2
+    speech: Rate = 0.15
     """A spoken description, answer it in writing, in the language of the speech."""
-    image_speech: Rate = 0.2
+    image_speech: Rate = 0.15
     """A picture and the speech about it, answer the caption."""
-    images: Rate = 0.15
+    images: Rate = 0.1
     """Several pictures, answer all their captions."""
     text: Rate = 0.1
     """A caption, answer it in another language."""
+    category: Rate = 0.15
+    """One picture, answer the folder that it lies in, such as "animals"."""
+    language: Rate = 0.1
+    """A spoken description, answer the code of its language."""
 
 
 class Data(Section):
