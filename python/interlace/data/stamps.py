@@ -46,6 +46,7 @@ WEIGHTS = {
 }  # fmt: skip
 QUESTIONS = {"category": "What is it?", "language": "Which language?"}
 ASKED_IN = "en"
+ANSWER_BYTES = 16  # no folder's name is longer
 
 
 @dataclass

@@ -105,9 +105,10 @@ class ModalityModule(nn.Module):
         if isinstance(projector, str) and projector not in PROJECTORS:
             raise ValueError(f"unknown projector {projector!r}: use {', '.join(PROJECTORS)} or your own module")
         self.projector = projector if isinstance(projector, nn.Module) else None
-        self.given_projector = (
-            PROJECTORS.get(projector) if isinstance(projector, str) else projector
-        )  # class of one to make
+        # Of one to make. Not a module that was given: that would be in here under two names.
+        self.projector_class = projector if isinstance(projector, type) else None
+        if isinstance(projector, str):
+            self.projector_class = PROJECTORS[projector]
         self.projector_config = dict(projector_config or {})
         self.downsample = downsample
         self.preprocess, self.postprocess = preprocess, postprocess
@@ -184,9 +185,9 @@ class ModalityModule(nn.Module):
         """Make the projector for a language model of this hidden size (called by MultimodalModel)."""
         self.out_features = out_features
         width = self.feature_size * self.downsample
-        if isinstance(self.given_projector, type) and self.projector is None:
+        if self.projector_class is not None and self.projector is None:
             like = next(self.module.parameters())
-            made = make_projector(self.given_projector, width, out_features, self.projector_config)
+            made = make_projector(self.projector_class, width, out_features, self.projector_config)
             self.projector = made.to(device=like.device, dtype=like.dtype)
         if self.projector is None and (self.kind == "text" or (width != out_features and self.postprocess is None)):
             raise ValueError(
@@ -234,7 +235,7 @@ class ModalityModule(nn.Module):
             return self._tokens(tuple(shape), about)
         item = Item(tuple(shape), about)
         count = -(-self._feature_count(item) // self.downsample)
-        return count_tokens(self.projector or self.given_projector, count, self._grid(item, count))
+        return count_tokens(self.projector or self.projector_class, count, self._grid(item, count))
 
     def _grid(self, item: Item, features: int) -> Grid | None:
         """Rows and columns of an item's features; None where they are no grid."""

@@ -50,7 +50,7 @@ def save_modules(
                 f"{name} has a {set_[0]} function, which a folder of weights cannot hold: save it yourself"
             )
         kind = next((key for key, each in PROJECTORS.items() if type(encoder.projector) is each), None)
-        if kind is None or (kind not in PLAIN and not isinstance(encoder.given_projector, type)):
+        if kind is None or (kind not in PLAIN and encoder.projector_class is None):
             raise ValueError(
                 f"the projector of {name} is {type(encoder.projector).__name__}, none of {', '.join(PROJECTORS)}: save "
                 "its weights yourself"

@@ -61,7 +61,7 @@ def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[f
         yield 1.0, {**items, "language_model": [float(row)]}
         return
     from interlace.data.digits import WORDS
-    from interlace.data.stamps import KINDS
+    from interlace.data.stamps import ANSWER_BYTES, KINDS, QUESTIONS
     from interlace.model.audio import AudioInputs
 
     digits = config.data.dataset == "digits"
@@ -103,7 +103,8 @@ def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[f
                 yield weight / total / (most - 1), sample(count, 0, count, caption)
         else:
             texts = 2 if kind == "text" else 1  # a caption is translated
-            yield weight / total, sample("vision" in KINDS[kind], "audio" in KINDS[kind], texts, caption)
+            text = len(QUESTIONS[kind]) + ANSWER_BYTES if kind in QUESTIONS else caption
+            yield weight / total, sample("vision" in KINDS[kind], "audio" in KINDS[kind], texts, text)
 
 
 def _projected(encoder: Any, features: int) -> int:

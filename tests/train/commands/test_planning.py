@@ -26,17 +26,19 @@ def dense(lengths: list[int], causal: bool) -> tuple[int, float]:
 
 def test_lengths_are_those_of_the_mixture_with_full_images_clips_and_captions() -> None:
     overrides = ["data.dataset=stamps", "data.max_images=4", "data.max_caption_bytes=20", "data.max_image_tokens=6"]
-    mixture = {"image": 0.3, "speech": 0.2, "image_speech": 0.1, "images": 0.3, "text": 0.1}
+    mixture = {"image": 0.2, "speech": 0.1, "image_speech": 0.1, "images": 0.3, "text": 0.1}
+    mixture |= {"category": 0.1, "language": 0.1}
     overrides += [f"data.mixture.{kind}={weight}" for kind, weight in mixture.items()]
     config, model = _config(*overrides, "train.batch_size=200"), _build()
     clip, features = 50, 25  # a second of speech, in front of a downsampling by 2
-    # One batch of 200 samples in which every kind has its share: (images, clips, captions) of each.
-    batch = [(1, 0, 1)] * 60 + [(0, 1, 1)] * 40 + [(1, 1, 1)] * 20 + [(0, 0, 2)] * 20
-    batch += [(count, 0, count) for count in (2, 3, 4)] * 20
+    # One batch of 200 samples in which every kind has its share: (images, clips, bytes of text) of each.
+    batch = [(1, 0, 20)] * 40 + [(0, 1, 20)] * 20 + [(1, 1, 20)] * 20 + [(0, 0, 40)] * 20
+    batch += [(count, 0, 20 * count) for count in (2, 3, 4)] * 20
+    batch += [(1, 0, len("What is it?") + 16)] * 20 + [(0, 1, len("Which language?") + 16)] * 20
     expected = {
         "vision": dense([6 for images, _, _ in batch for _ in range(images)], causal=False),
         "audio": dense([clip for _, clips, _ in batch for _ in range(clips)], causal=False),
-        "language_model": dense([6 * i + features * c + 20 * t for i, c, t in batch], causal=True),
+        "language_model": dense([6 * i + features * c + t for i, c, t in batch], causal=True),
     }
     found = budget_loads(config, model)
     assert set(found) == set(expected)
@@ -57,7 +59,8 @@ def flops(costs: Any, name: str) -> float:
 
 def test_long_samples_cost_more_attention_than_short_ones() -> None:
     """Attention over samples of 4,000 tokens was charged 512 keys, like that over any others."""
-    text = [f"data.mixture.{kind}=0.0" for kind in ("image", "speech", "image_speech", "images")]
+    others = ("image", "speech", "image_speech", "images", "category", "language")
+    text = [f"data.mixture.{kind}=0.0" for kind in others]
     text += ["data.dataset=stamps", "model.language_model.config.max_position_embeddings=8192"]
     per_token = {}
     for size in (100, 2000):
