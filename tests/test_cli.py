@@ -404,6 +404,7 @@ def test_doctor_says_what_is_on_and_why_the_rest_is_off(capfd: pytest.CaptureFix
         assert "the Gluon kernel runs on Hopper GPUs, not on cpu" in said
 
 
+@pytest.mark.slow
 def test_the_large_example_can_be_planned(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(ROOT / "configs" / "vlm_8b_example.toml"), "--tflops", "400"]) == 0
     said = capfd.readouterr().out

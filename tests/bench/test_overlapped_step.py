@@ -9,6 +9,7 @@ import pytest
 from bench import overlapped_step
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_quick_run(tmp_path):
     out = tmp_path / "overlapped_step.json"

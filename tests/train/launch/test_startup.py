@@ -50,7 +50,7 @@ def _said(process: BaseProcess, output: Path) -> str:
     return output.read_text()
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_slow_rank_is_waited_for_and_a_hung_one_is_named(lost: int, tmp_path: Path) -> None:
     processes = _start(SCRIPT, 3, tmp_path, str(lost), ranks=range(3))
     try:
