@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from interlace.train import runfolder
 from interlace.train.build import architecture
-from interlace.train.checkpoint.checkpoints import Checkpoints, seconds_to_write
+from interlace.train.checkpoint.checkpoints import AVERAGE, Checkpoints, seconds_to_write
 from interlace.train.checkpoint.identity import canonical_names, identity_of
 from interlace.train.checkpoint.pieces import Piece, pieces_of
 from interlace.train.checkpoint.storage import CheckpointError
@@ -42,7 +42,6 @@ from interlace.train.optim import Optimizer, lr_factor, schedule_length
 from interlace.train.schema import Config
 from interlace.train.watching import Averages, LossScale, Verdict
 
-AVERAGE = "ema"
 READY = 1 << 10  # more than any signal's number
 BLANK = "data/blank_items"  # read as blank since the start of the job, over all ranks
 
