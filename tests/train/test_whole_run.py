@@ -78,6 +78,15 @@ def test_every_rank_holds_its_part_of_the_folder(folder: Path) -> None:
     assert seen == set(stored)
 
 
+def test_pixels_that_the_config_says_half_of_are_the_folders_in_the_other(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(processor))
+    model = {"path": str(tmp_path / "model"), "vision": {"std": [1.0, 1.0, 1.0]}}
+    vision = configs.from_table(copy.deepcopy(TABLE) | {"model": model}, source="mine.toml").model.encoders()["vision"]
+    assert (vision.mean, vision.std) == ([0.1, 0.2, 0.3], [1.0, 1.0, 1.0])
+
+
 def test_a_folder_that_keeps_state_in_a_buffer_is_refused(folder: Path, tmp_path: Path) -> None:
     """Nobody reads it: a run would train with zeros in its place."""
     key = "model.language_model.layers.1.mlp.scores"

@@ -293,7 +293,7 @@ def close(
         "data": held_out.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "steps": outcome["step"],
-        "train_loss": metrics[LOSS],
+        "train_loss": metrics.get(LOSS),
         "held_out_loss": metrics[HELD_OUT],
         "seconds_of_training": seconds,
         "samples_per_second": outcome["samples"] / seconds,
@@ -302,6 +302,8 @@ def close(
     }
     if BLANK in metrics:
         rows["items_read_as_blank"] = metrics[BLANK]
+    if rows["train_loss"] is None:  # fp16 has left out every step
+        del rows["train_loss"]
     best = -1 if config.checkpoint.best is None else outcome["verdict"].step
     if best >= 0:
         rows |= {"best_step": best, "best_held_out_loss": outcome["verdict"].best}
