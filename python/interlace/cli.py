@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+CHECKPOINT = "run folder (its best checkpoint where it keeps that, else its newest) or one checkpoint folder"
 DESCRIPTION = "Train multimodal language models with bitfield attention and a scheduled pipeline."
 
 
@@ -97,11 +98,12 @@ def parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate", parents=[common], help="answer from a checkpoint: images and/or speech and/or text -> text"
     )
-    generate.add_argument("run", type=Path, help="run folder (its newest checkpoint) or one checkpoint folder")
+    generate.add_argument("run", type=Path, help=CHECKPOINT)
     generate.add_argument("--image", type=Path, action="append", default=[], help="PNG, JPEG or SVG; may be repeated")
     generate.add_argument("--speech", type=Path, action="append", default=[], help="OGG, WAV or FLAC; may be repeated")
     generate.add_argument("--prompt", default="", help="text after the media")
     generate.add_argument("--language", default="en", help="language code of the answer (default: en)")
+    _add_choice(generate)
     generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in bytes (default: 96)")
 
     export = commands.add_parser(
@@ -111,9 +113,9 @@ def parser() -> argparse.ArgumentParser:
         description="Write the model of a run's checkpoint: a whole HuggingFace model key for key as it came, with "
         "its tokenizer and processor; one that was put together from modules as a folder per module.",
     )
-    export.add_argument("run", type=Path, help="run folder (its newest checkpoint) or one checkpoint folder")
+    export.add_argument("run", type=Path, help=CHECKPOINT)
     export.add_argument("folder", type=Path, help="folder to write, which must not hold anything")
-    export.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+    _add_choice(export)
     export.add_argument(
         "--adapter", action="store_true", help="write the adapters of a LoRA run alone, as peft loads them (not merged)"
     )
@@ -189,6 +191,13 @@ def _add_set(command: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="change one key, such as --set train.steps=100; values are TOML; may be repeated",
+    )
+
+
+def _add_choice(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--step", type=int, help="the checkpoint of this step (default: the best or the newest)")
+    command.add_argument(
+        "--raw", action="store_true", help="the weights of that step, not their averages (of a run with train.ema)"
     )
 
 

@@ -207,11 +207,16 @@ def test_pixels_are_scaled_as_the_folder_says(tmp_path: Path) -> None:
         config = config_with(eyes={"path": str(folder), **more})
         return media_specs(config, build(config, ByteTokenizer(["eyes"])), source="mine.toml")["eyes"]
 
+    def about(**more: Any) -> tuple[Any, Any]:
+        found = spec(**more)
+        return found.mean, found.std
+
     assert spec().mean == spec().std == (0.5, 0.5, 0.5)
     processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"height": 32, "width": 32}}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     assert (spec().mean, spec().std, spec().patch_size) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 8)
-    assert spec(mean=[0.0, 0.0, 0.0]).mean == (0.0, 0.0, 0.0)
+    assert about(mean=[0.0, 0.0, 0.0]) == ((0.0, 0.0, 0.0), (0.4, 0.5, 0.6))
+    assert about(std=[1.0, 1.0, 1.0]) == ((0.1, 0.2, 0.3), (1.0, 1.0, 1.0))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor | {"rescale_factor": 1.0}))
     with pytest.raises(configs.ConfigError, match=r"does not scale pixels to 0\.\.1: say mean and std"):
         spec()

@@ -62,7 +62,13 @@ def plain_llm(model: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("targets", "count"),
-    [("['all-linear']", 14), ("['q_proj', 'v_proj']", 4), ("['language_model.*.layers.1.mlp']", 3), ("['vision']", 12)],
+    [
+        ("['all-linear']", 14),
+        ("['q_proj', 'v_proj']", 4),
+        ("['language_model.*.layers.1.mlp']", 3),
+        ("['vision']", 12),
+        ("['vision*']", 12),
+    ],
 )
 def test_targets(targets: str, count: int) -> None:
     _, model = built(f"train.lora={{rank=2, targets={targets}}}")
@@ -73,7 +79,10 @@ def test_targets(targets: str, count: int) -> None:
         name for name, _ in model.named_parameters() if name.startswith("encoders.vision.projector.")
     ]
     assert all(
-        name.startswith("encoders.vision.module." if "vision" in targets else "language_model.") for name in made
+        name.startswith(
+            "encoders.vision.module." if "vision" in targets else ("language_model.", "encoders.vision.module")
+        )
+        for name in made
     )
 
 
@@ -82,6 +91,10 @@ def test_targets(targets: str, count: int) -> None:
     [
         (["train.lora.targets=['q_porj']"], r"\[train.lora\]: 'q_porj' matches nothing in the model; .*'q_proj'"),
         (["train.lora.targets=['embed_tokens']"], r"'embed_tokens' names no linear layer"),
+        (
+            ["train.lora.targets=['vision.projector']"],
+            r"'vision.projector' names encoders.vision.projector.* is trained wh",
+        ),
         (["train.lora.targets=['lm_head']"], r"lm_head shares its weight with another layer"),
         (
             ["train.lora={modules_to_save=['q_proj']}"],

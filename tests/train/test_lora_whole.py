@@ -109,7 +109,7 @@ def test_the_command_exports_what_a_run_has_trained(folder: Path, tmp_path: Path
     identity = identity_of(model, architecture(config))
     Checkpoints(run / "checkpoints", keep=1, identity=identity).save(1, held, {}, {"step": 1})
     for name, adapter in (("adapter", True), ("merged", False)):
-        export(SimpleNamespace(run=run, folder=tmp_path / name, step=None, adapter=adapter))  # type: ignore[arg-type]
+        export(SimpleNamespace(run=run, folder=tmp_path / name, step=None, raw=False, adapter=adapter))  # type: ignore[arg-type]
     merged = LlavaForConditionalGeneration.from_pretrained(tmp_path / "merged").eval()
     plain = LlavaForConditionalGeneration.from_pretrained(folder).eval()
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()

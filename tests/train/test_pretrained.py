@@ -175,3 +175,18 @@ def test_what_is_no_folder_of_weights_is_refused(folders: dict[str, Path], tmp_p
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"only pytorch_model.bin, which is a pickle"):
         stored_weights(config, build(config, ByteTokenizer()))
+
+
+def test_a_folder_that_keeps_state_in_a_buffer_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Such as the bias by which GLM's experts are chosen: it would be zeros."""
+    key = "model.layers.1.mlp.correction_bias"
+    folder = damaged(folders, tmp_path, "tied", lambda w, t: w.update({key: torch.ones(4)}))
+    config = config_with(language_model={"path": str(folder)})
+    model: Any = build(config, ByteTokenizer())
+    mlp = model.language_model.model.layers[1].mlp
+    mlp.register_buffer("correction_bias", torch.zeros(4, device="meta"))
+    with pytest.raises(ConfigError, match=f"keeps '{key}' in a buffer, which is not read yet"):
+        stored_weights(config, model)
+    mlp.register_buffer("correction_bias", torch.zeros(4, device="meta"), persistent=False)
+    with pytest.raises(ConfigError, match=f"has '{key}', which LlamaForCausalLM with this config has not"):
+        stored_weights(config, model)

@@ -89,6 +89,10 @@ def test_the_schedule_sees_what_patterns_freeze() -> None:
         (["train.freeze=['vison']"], r"\[train\] freeze: 'vison' matches nothing in the model; the nearest .*'vision'"),
         (["train.train=['*.projektor.*']"], r"\[train\] train: '\*.projektor.\*' matches nothing.*'vision.projector'"),
         (["train.freeze=['*']"], r"freeze everything"),
+        (
+            ["train.freeze=['*.lora_A*']", "train.lora={}"],
+            r"freeze: '\*.lora_A\*' names adapters alone, .* in train.lora",
+        ),
         (["train.groups=[{pattern='*.layres.*', lr=1}]"], r"groups: '\*.layres.\*' matches nothing.*layers"),
         (
             ["train.groups=[{pattern='vision', lr=1}]", "model.vision.freeze=true"],

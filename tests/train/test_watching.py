@@ -89,6 +89,26 @@ def test_averages_that_begin_later_begin_with_the_weights_of_then(tmp_path: Path
     assert all(torch.equal(later.averages.held[name], parameter) for name, parameter in later.parameters.items())
 
 
+def test_averages_of_weights_that_are_opened_later_begin_with_them(tmp_path: Path) -> None:
+    def part(opened: bool) -> Trainer:
+        config, model = toy_config("train.ema=0.9"), ToyModel()
+        model.language_model["mix"].requires_grad_(opened)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        return Trainer(config, model, OneProcess(model), toy_feed(config), tmp_path / "run", quiet=True)
+
+    first = part(False)
+    first.stop_requested = lambda: first.step >= 4
+    first.run()
+    later = part(True)
+    assert first.averages is not None and later.averages is not None
+    for average in later.averages.held.values():
+        average.fill_(7.0)  # of values that a rank has before it reads the checkpoint
+    later.resume()
+    opened = later.averages.held.keys() - first.averages.held.keys()
+    assert len(opened) == 2 and all(torch.equal(later.averages.held[n], later.parameters[n]) for n in opened)
+    assert all(torch.equal(average, later.averages.held[name]) for name, average in first.averages.held.items())
+
+
 # ---------------------------------------------------------------------- going on
 
 ALL = ["train.ema=0.9", "train.precision=fp16", "train.early_stop={patience=3, min_delta=0.01}", "checkpoint.best=loss"]
@@ -143,7 +163,44 @@ def test_another_optimizer_cannot_go_on(tmp_path: Path) -> None:
         trainer_of(tmp_path, "train.optimizer=sgd").resume()
 
 
+def test_momentum_that_a_run_had_not_is_refused(tmp_path: Path) -> None:
+    trainer_of(tmp_path, "train.optimizer=sgd", "train.momentum=0.0", stop=4).run()
+    with pytest.raises(ConfigError, match=r"is of sgd without momentum, .* keep train.momentum=0, or begin"):
+        trainer_of(tmp_path, "train.optimizer=sgd").resume()
+    trainer_of(tmp_path, "train.optimizer=sgd", "train.momentum=0.0").resume()
+
+
+def test_a_best_loss_without_its_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    """The best was measured in step 2, when nobody wanted its checkpoint."""
+    losses = [9.0, 3.0, 9.0, 5.0, 9.0, 4.0, 9.0, 6.0]
+    options = ["train.validate_every=2", "checkpoint.every=5", "train.steps=8"]
+    trainer_of(tmp_path, *options, held_out=losses, stop=5).run()
+    later = trainer_of(tmp_path, *options, "checkpoint.best=loss", held_out=losses)
+    later.resume()
+    outcome = later.run()
+    assert (outcome["verdict"].best, outcome["verdict"].step) == (4.0, 6) and 6 in saved_steps(tmp_path)
+    again = trainer_of(tmp_path, *options, "checkpoint.best=loss", held_out=losses)
+    again.resume()
+    assert again.verdict.step == 6
+
+
 # ---------------------------------------------------------------------- fp16
+
+
+def test_a_rank_without_gradients_takes_its_step(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "train.precision=fp16")
+    trainer.parameters = {}  # all that this rank holds is frozen
+    trainer._update(1.0, 1.0, True)
+
+
+def test_a_window_of_steps_that_are_left_out_has_no_loss(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "train.precision=fp16", "train.steps=6", "log.every=2")
+    overflowing(trainer, {3, 4})
+    outcome = trainer.run()
+    lines = read_metrics(tmp_path)
+    assert [LOSS in line for line in lines if "lr" in line] == [True, False, True]
+    assert ["throughput(tps)" in line for line in lines if "lr" in line] == [True, False, True]
+    assert outcome["metrics"][LOSS] > 0.0
 
 
 def test_a_step_that_overflows_changes_nothing_but_the_scale(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from interlace.cli import main
@@ -75,6 +76,31 @@ def test_every_rank_holds_its_part_of_the_folder(folder: Path) -> None:
         for stage in held.stages[rank].values():
             assert not any(b.isnan().any() for b in stage.buffers() if b.is_floating_point())
     assert seen == set(stored)
+
+
+def test_pixels_that_the_config_says_half_of_are_the_folders_in_the_other(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(processor))
+    model = {"path": str(tmp_path / "model"), "vision": {"std": [1.0, 1.0, 1.0]}}
+    vision = configs.from_table(copy.deepcopy(TABLE) | {"model": model}, source="mine.toml").model.encoders()["vision"]
+    assert (vision.mean, vision.std) == ([0.1, 0.2, 0.3], [1.0, 1.0, 1.0])
+
+
+def test_a_folder_that_keeps_state_in_a_buffer_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Nobody reads it: a run would train with zeros in its place."""
+    key = "model.language_model.layers.1.mlp.scores"
+    shutil.copytree(folder, tmp_path / "model")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    table["weight_map"][key] = "buffer.safetensors"
+    save_file({key: torch.ones(4)}, tmp_path / "model" / "buffer.safetensors")
+    index.write_text(json.dumps(table))
+    config = configs.from_table(copy.deepcopy(TABLE) | {"model": {"path": str(tmp_path / "model")}}, source="mine.toml")
+    model: Any = build(config, ByteTokenizer())
+    model.whole().model.language_model.layers[1].mlp.register_buffer("scores", torch.zeros(4, device="meta"))
+    with pytest.raises(configs.ConfigError, match=f"path: .* keeps '{key}' in a buffer, which is not read yet"):
+        stored_weights(config, model)
 
 
 @pytest.mark.slow

@@ -41,9 +41,11 @@ def add_lora(
     A and B are as undefined as those of the model while it is on meta.
 
     targets, modules_to_save: patterns (see `interlace.model.patterns`); a name such as ``q_proj`` means the layers of
-    the language model that end with it, "all-linear" all linear layers of the language model but its head.
+    the language model that end with it, "all-linear" all linear layers of the language model but its head. An adapter
+        would freeze a projector that is trained, so patterns with wildcards leave that out.
 
-    Raises ValueError for patterns that match no linear layer, for tied weights, and without peft.
+    Raises ValueError for patterns that match no linear layer, for tied weights, for a trained projector, and without
+    peft.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -69,7 +71,7 @@ def add_lora(
     made = {name for name, _ in model.named_parameters() if is_adapter(name)}
     if len(made) != 2 * len(layers):
         raise ValueError(f"peft made adapters of {len(made) // 2} layers where {len(layers)} were meant")
-    model.train_only(made | {name for name in kept if name.rpartition(".")[0] not in layers})
+    model.train_only(made | kept)
     return [*layers]
 
 
@@ -78,6 +80,8 @@ def _targets(model: MultimodalModel, targets: Sequence[str]) -> dict[str, Any]:
     names = Names(model)
     linear = {path: layer for path, layer in model.named_modules() if type(layer) is nn.Linear}
     head: Any = model.language_model.get_output_embeddings()  # type: ignore[operator]
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    projectors = {name.rpartition(".")[0] for name in trained & names.projectors()}
     found: dict[str, Any] = {}
     for pattern in targets:
         if pattern == ALL_LINEAR:
@@ -85,6 +89,13 @@ def _targets(model: MultimodalModel, targets: Sequence[str]) -> dict[str, Any]:
             chosen = {path: layer for path, layer in own.items() if layer is not head}
         else:
             chosen = {path: layer for path, layer in linear.items() if _names_module(names, pattern, path)}
+        if both := sorted(chosen.keys() & projectors):
+            if not any(sign in pattern for sign in "*?[") or len(both) == len(chosen):
+                raise ValueError(
+                    f"{pattern!r} names {both[0]} of a projector that is trained whole, which an adapter would freeze: "
+                    "leave it out, or freeze the projector (freeze_projector)"
+                )
+            chosen = {path: layer for path, layer in chosen.items() if path not in projectors}
         if not chosen:
             if not any(_names_module(names, pattern, path) for path, _ in model.named_modules()):
                 names.matching(pattern)  # says what is near

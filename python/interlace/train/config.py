@@ -94,8 +94,10 @@ def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], s
         section["config"] = {key: value for key, value in found.config.items() if key not in said} | said
         if unset := [key for key in found.unset if key.partition(".")[0] not in said]:
             section["unset"] = [*section.get("unset", []), *unset]
-        if found.pixels is not None and "mean" not in section and "std" not in section:
-            section["mean"], section["std"] = found.pixels
+        if found.pixels is not None:  # what the config says of one leaves the other as the folder has it
+            section["mean"], section["std"] = (
+                section.get(k, p) for k, p in zip(("mean", "std"), found.pixels, strict=True)
+            )
 
 
 def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], source: str) -> None:
@@ -115,8 +117,8 @@ def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], 
             raise ConfigError(f"{source}: [model.{name}] is no module of {folder}, whose are {encoder}, language_model")
     modules.setdefault("language_model", {})
     section = modules.setdefault(encoder, {})
-    if pixels is not None and isinstance(section, dict) and "mean" not in section and "std" not in section:
-        section["mean"], section["std"] = pixels
+    if pixels is not None and isinstance(section, dict):
+        section["mean"], section["std"] = (section.get(k, p) for k, p in zip(("mean", "std"), pixels, strict=True))
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

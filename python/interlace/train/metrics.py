@@ -46,10 +46,12 @@ class LogWindow:
         self.seconds += seconds
 
     def metrics(self) -> dict[str, float]:
-        """The averages of the window under their metric names."""
+        """The averages of the window under their metric names; none where every step was left out (fp16)."""
+        if not self.tokens:
+            return {}
         seconds = max(self.seconds, 1e-9)
         return {
-            LOSS: self.loss_sum / max(self.tokens, 1),
+            LOSS: self.loss_sum / self.tokens,
             "throughput(tps)": self.read_tokens / seconds,
             "throughput(samples/s)": self.samples / seconds,
             "time_metrics/data_loading(s)": self.data_seconds,

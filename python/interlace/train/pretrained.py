@@ -88,7 +88,7 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
     The module's names and those of the folder may differ by what stands before all of them, and as the library's own
     conversions say. Raises ValueError when a parameter is missing or of another shape, and when the folder has more
     than the module beside a parameter or among the layers: a bias, a norm or a layer that would be left out changes
-    every result.
+    every result. Buffers are not read, so a folder that keeps some is refused.
     """
     files = contents_of(folder)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not is_adapter(name)]
@@ -104,6 +104,8 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
     if missing := [name for name in wanted if key_of[name] not in stored]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{folder} has no weight {key_of[missing[0]]!r}{more}, which {kind} needs")
+    every = _keys(wanted, [*module.state_dict(), *names], stored)
+    refuse_buffers(folder, stored.keys() & set(every.values()) - set(key_of.values()))
     if left := _left_over(set(stored) - set(key_of.values()), key_of.values()):
         raise ValueError(
             f"{folder} has {left[0]!r}, which {kind} with this config has not: it would compute something else than "
@@ -112,6 +114,18 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
     found = {name: stored[key_of[name]] for name in wanted}
     check_shapes(wanted, found)
     return found
+
+
+def refuse_buffers(folder: Path, kept: Collection[str]) -> None:
+    """Raises ValueError for keys of a folder that are buffers of the model: nobody reads them, and a run would begin
+    with what a new model has there, mostly zeros. Those that every version of the library makes anew are none of them.
+    """
+    if left := sorted(key for key in kept if not key.endswith(MADE_ANEW)):
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ValueError(
+            f"{folder} keeps {left[0]!r}{more} in a buffer, which is not read yet: it would begin as in a new model; "
+            "use a model that keeps none"
+        )
 
 
 def _keys(wanted: Collection[str], names: Collection[str], stored: Collection[str]) -> dict[str, str]:

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from interlace.model.patterns import base_name, is_adapter
-from interlace.train.pretrained import MADE_ANEW, Source, check_shapes, contents_of, converted
+from interlace.train.pretrained import (
+    MADE_ANEW,
+    Source,
+    check_shapes,
+    contents_of,
+    converted,
+    refuse_buffers,
+)
 
 if TYPE_CHECKING:
     from interlace.model import MultimodalModel
@@ -19,7 +26,7 @@ def find_whole(model: MultimodalModel, folder: Path) -> dict[str, Source]:
     """Where `folder` has each parameter of a model of `MultimodalModel.of_whole`, by its first name; adapters (LoRA)
     are in no such folder.
 
-    Raises ValueError when one is missing or of another shape, and when the folder has more.
+    Raises ValueError when one is missing or of another shape, and when the folder has more, buffers too.
     """
     files, whole = contents_of(folder), model.whole()
     stored = converted(whole, files)
@@ -33,7 +40,8 @@ def find_whole(model: MultimodalModel, folder: Path) -> dict[str, Source]:
     if missing := [name for name in wanted if names[name] not in stored]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{folder} has no weight {names[missing[0]]!r}{more}, which {kind} needs")
-    known = {*names.values(), *own}
+    refuse_buffers(folder, own & (stored.keys() - set(names.values())))
+    known = set(names.values())
     if left := sorted(key for key in stored if key not in known and not key.endswith(MADE_ANEW)):
         raise ValueError(f"{folder} has {left[0]!r}, which {kind} has not: it would compute something else")
     found = {name: stored[names[name]] for name in wanted}

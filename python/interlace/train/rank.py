@@ -17,8 +17,8 @@ from interlace.train import device as devices
 from interlace.train import offload, report, runfolder
 from interlace.train.build import architecture, build, build_layout, initialize, materialize, stored_weights
 from interlace.train.checkpoint import checkpoints
-from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.checkpoint.identity import identity_of
+from interlace.train.chosen import choose
 from interlace.train.config import ConfigError
 from interlace.train.feed import Feed, datasets, kinds, pixels, report_left_out
 from interlace.train.launch import launcher, lock
@@ -293,7 +293,7 @@ def close(
         "data": held_out.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "steps": outcome["step"],
-        "train_loss": metrics[LOSS],
+        "train_loss": metrics.get(LOSS),
         "held_out_loss": metrics[HELD_OUT],
         "seconds_of_training": seconds,
         "samples_per_second": outcome["samples"] / seconds,
@@ -302,6 +302,8 @@ def close(
     }
     if BLANK in metrics:
         rows["items_read_as_blank"] = metrics[BLANK]
+    if rows["train_loss"] is None:  # fp16 has left out every step
+        del rows["train_loss"]
     best = -1 if config.checkpoint.best is None else outcome["verdict"].step
     if best >= 0:
         rows |= {"best_step": best, "best_held_out_loss": outcome["verdict"].best}
@@ -313,7 +315,7 @@ def close(
     if config.log.samples or counts:
         with optional("the answers to held-out samples"):
             check_room(model)
-            whole = load_whole(config, folder, tokenizer, source, best=best)
+            whole = load_whole(config, folder, tokenizer, source)
             counted = report.accuracies(whole, held_out, tokenizer, config) if counts else []
             for each in counted:
                 rows |= each.rows()
@@ -341,16 +343,14 @@ def check_room(model: Any) -> None:
         )
 
 
-def load_whole(config: Config, folder: Path, tokenizer: Any, source: str, *, best: int = -1) -> Any:
-    """The whole model in this process, from the run's checkpoint of step `best`, by default the newest."""
+def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any:
+    """The whole model in this process, as `choose` says: from the run's best checkpoint or its newest, with averaged
+    weights where the held-out loss was measured with them."""
     model = build(config, tokenizer, source=source)
     materialize(model, seed=config.run.seed)
-    path: Path | None = runfolder.checkpoints_of(folder) / checkpointfolder.name_of(best)
-    if best < 0:
-        path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
-    if path is None:
-        raise checkpoints.CheckpointError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
-    checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))
+    chosen = choose(config, folder)
+    identity = identity_of(model, architecture(config))
+    checkpoints.load_parameters(chosen.path, model, identity, averaged=chosen.averaged)
     return model
 
 

@@ -1,6 +1,7 @@
 """What a finished run shows: the closing table, held-out answers as a page and a picture, and how many are right.
 
-All from the last checkpoint, loaded whole into one process: so it also proves that the checkpoint can be read.
+All from the best checkpoint, where the run keeps that, or the last, loaded whole into one process: so it also proves
+that the checkpoint can be read.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class Checkpoint(Section):
     keep: Positive = 2
     """How many checkpoints stay; older ones are removed after a newer one is complete."""
     best: Literal["loss"] | None = None
-    """Keep the checkpoint with the least held-out loss, too: it is saved when it is measured."""
+    """Keep the checkpoint with the least held-out loss, too: it is saved when it is measured. It is what
+    answers and is exported."""
     asynchronous: bool = True
     """Write while training goes on, from a copy in host memory. false: training waits, and no copy is made."""
 

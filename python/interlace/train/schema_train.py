@@ -112,7 +112,7 @@ class Train(Section):
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Keep an exponential moving average of the trained weights, in fp32, with this decay per step, such as 0.999."""
     ema_evaluate: bool = True
-    """Measure the held-out loss with the averaged weights, where they are kept."""
+    """Measure the held-out loss with the averaged weights, where they are kept, and answer with and export them."""
     compile: bool = False
     """Compile the repeated layers (torch.compile). The first steps take minutes; a CPU needs a C++ compiler."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"

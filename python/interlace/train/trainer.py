@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from interlace.train import runfolder
 from interlace.train.build import architecture
-from interlace.train.checkpoint.checkpoints import Checkpoints, seconds_to_write
+from interlace.train.checkpoint.checkpoints import AVERAGE, Checkpoints, seconds_to_write
+from interlace.train.checkpoint.folder import name_of
 from interlace.train.checkpoint.identity import canonical_names, identity_of
 from interlace.train.checkpoint.pieces import Piece, pieces_of
-from interlace.train.checkpoint.storage import CheckpointError
+from interlace.train.checkpoint.storage import CheckpointError, read_manifest
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.feed import Feed
@@ -42,7 +43,6 @@ from interlace.train.optim import Optimizer, lr_factor, schedule_length
 from interlace.train.schema import Config
 from interlace.train.watching import Averages, LossScale, Verdict
 
-AVERAGE = "ema"
 READY = 1 << 10  # more than any signal's number
 BLANK = "data/blank_items"  # read as blank since the start of the job, over all ranks
 
@@ -80,8 +80,8 @@ class Progress(BaseModel):
 
     step: int
     optimizer: str
-    averaged: bool
-    """Whether averages of the weights are there."""
+    momentum: float
+    """Of sgd and muon; 0: sgd's is not kept."""
     verdict: Verdict
     loss_scale: LossScale | None
     schedule_steps: int
@@ -163,17 +163,29 @@ class Trainer:
         self.verdict = progress.verdict
         if self.loss_scale is not None and progress.loss_scale is not None:
             self.loss_scale = progress.loss_scale
-        if self.averages is not None and not progress.averaged:
-            self.averages.begin_here()
+        if self.averages is not None:  # those of weights that were frozen, or not averaged, until now
+            kept = read_manifest(path).tensors
+            self.averages.begin_here([name for name in self.averages.held if f"optimizer.{AVERAGE}.{name}" not in kept])
         self.feed.load_state_dict(progress.feed)
         self.window.__dict__.update(progress.window)
         self.totals, self.last = progress.totals, progress.last
         self.last.pop(BLANK, None)  # of the job before; each counts its own
         self.checkpoints.set_aside_after(self.step)
+        self._forget_best_if_gone()
         return path
 
+    def _forget_best_if_gone(self) -> None:
+        """The best validation counts only with its checkpoint, which is not there when ``checkpoint.best`` is new, or
+        when a better one had taken its place before the run went back to an earlier step. Collective."""
+        best = self.checkpoints.folder / name_of(self.verdict.step)
+        if not self.peers.on_first(f"looking for {best.name}", best.is_dir):
+            self.verdict.best, self.verdict.step = None, -1
+
     def _check_goes_on(self, progress: Progress, path: Path) -> None:
-        """Raises ConfigError when steps lie behind the run already, or would make its learning rate jump."""
+        """Raises ConfigError when steps lie behind the run already, or would make its learning rate jump.
+
+        What the config says of the rate itself (lr, schedule, warm-up, decay, minimum) is taken as it says now.
+        """
         train, reached = self.config.train, progress.step
         if reached > train.last_step:
             raise ConfigError(
@@ -184,6 +196,11 @@ class Trainer:
             raise ConfigError(
                 f"--resume: {path} has the state of optimizer = {progress.optimizer!r}, which "
                 f"{train.optimizer!r} cannot go on from: keep it, or begin a new run"
+            )
+        if train.optimizer == "sgd" and train.momentum and not progress.momentum:
+            raise ConfigError(
+                f"--resume: {path} is of sgd without momentum, which train.momentum = {train.momentum:g} would begin "
+                "from zeros: keep train.momentum=0, or begin a new run"
             )
         planned, now = progress.schedule_steps, schedule_length(train)
         before = lr_factor(reached + 1, train.model_copy(update={"schedule_steps": planned}))
@@ -300,8 +317,9 @@ class Trainer:
         if not finite:
             self.optimizer.zero_grad()
             return self.config.train.lr * lr_factor(self.step, self.config.train)
-        if scale != 1.0:
-            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], 1.0 / scale)
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if scale != 1.0 and gradients:  # a rank of frozen stages has none, of which torch makes an error
+            torch._foreach_mul_(gradients, 1.0 / scale)
         lr = self.optimizer.step(self.step)
         if self.averages is not None:
             self.averages.update()
@@ -345,7 +363,7 @@ class Trainer:
         progress = Progress(
             step=self.step,
             optimizer=self.config.train.optimizer,
-            averaged=self.averages is not None,
+            momentum=self.config.train.momentum,
             verdict=self.verdict,
             loss_scale=self.loss_scale,
             schedule_steps=schedule_length(self.config.train),

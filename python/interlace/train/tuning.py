@@ -41,7 +41,13 @@ def tune(config: Config, model: MultimodalModel, *, source: str = "config") -> N
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         names = Names(model)
         for pattern in train.freeze:
-            trained -= {name for name in _matching(names, pattern, "freeze", source) if not is_adapter(name)}
+            found = {name for name in _matching(names, pattern, "freeze", source) if not is_adapter(name)}
+            if not found:
+                raise ConfigError(
+                    f"{source}: [train] freeze: {pattern!r} names adapters alone, which are there to be trained: leave "
+                    "out their layers in train.lora.targets"
+                )
+            trained -= found
         for pattern in train.train:
             trained |= _matching(names, pattern, "train", source)
         model.train_only(trained)

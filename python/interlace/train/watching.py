@@ -6,7 +6,7 @@ All of it is part of a checkpoint, so that a run that goes on repeats the unbrok
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -40,10 +40,10 @@ class Averages:
             torch._foreach_lerp_(list(self.held.values()), weights, 1.0 - self.decay)
 
     @torch.no_grad()
-    def begin_here(self) -> None:
-        """Begin anew with the weights as they are."""
-        for name, parameter in self.parameters.items():
-            self.held[name].copy_(parameter)
+    def begin_here(self, names: Collection[str]) -> None:
+        """Begin those of `names` anew with the weights as they are."""
+        for name in names:
+            self.held[name].copy_(self.parameters[name])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ A checkpoint is a folder ``step-00000100`` with one file per rank and ``manifest
 and why nothing in them can run. Its keys:
 
     model.<FQN>                        every parameter under its name in the one-process model
-    optimizer.{exp_avg,exp_avg_sq,step}.<FQN>
+    optimizer.{exp_avg,exp_avg_sq,step,ema}.<FQN>
     rng.<rank>                         python, numpy and torch generators of that rank, of its GPU too (JSON as bytes)
     progress                           step, dataloader state, counters (JSON as bytes), the same on all ranks
 
@@ -86,6 +86,7 @@ from interlace.train.checkpoint.storage import (
 from interlace.train.errors import TrainingError
 from interlace.train.launch.peers import Peers
 
+AVERAGE = "ema"
 SLOWEST_DISK = 20e6  # bytes per second: what the ranks wait for before they call one of them lost
 SHARE = "all ranks must see one and the same run folder: put run.folder on a file system that all nodes share"
 
@@ -250,12 +251,12 @@ class Checkpoints:
                 f"optimizer.{n}": detached(t) for n, t in optimizer.items() if f"optimizer.{n}" in manifest.tensors
             }
             _read_into(path, manifest, wanted)
-            progress.update(_read_json(path, manifest, "progress"))
+            progress.update(read_json(path, manifest, "progress"))
             if progress.get("step") != manifest.step:
                 raise CheckpointError(f"{path}: its progress is of step {progress.get('step')!r}, not {manifest.step}")
             if f"rng.{self.rank}" in manifest.tensors:  # a rank that did not exist then keeps its freshly seeded ones
                 try:
-                    set_rng_state(_read_json(path, manifest, f"rng.{self.rank}"))
+                    set_rng_state(read_json(path, manifest, f"rng.{self.rank}"))
                 except (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError) as error:
                     raise CheckpointError(f"{path}: rng.{self.rank} is no state of the generators: {error}") from None
             return digest(path / MANIFEST)
@@ -369,11 +370,18 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def load_parameters(path: Path, model: nn.Module, identity: Mapping[str, Any]) -> int:
-    """Fills a whole model in this one process from a checkpoint (for `generate`); returns the step."""
+def load_parameters(path: Path, model: nn.Module, identity: Mapping[str, Any], *, averaged: bool = False) -> int:
+    """Fills a whole model in this one process from a checkpoint (for `generate`); returns the step.
+
+    averaged: trained weights with their averages, where the checkpoint has them.
+    """
     manifest = check_model(path, identity)
     verify(path)
-    _read_into(path, manifest, {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
+    wanted = {}
+    for name, parameter in model.named_parameters():
+        average = f"optimizer.{AVERAGE}.{name}"
+        wanted[average if averaged and average in manifest.tensors else f"model.{name}"] = parameter.detach()
+    _read_into(path, manifest, wanted)
     return manifest.step
 
 
@@ -446,8 +454,8 @@ def _read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor | Pie
         planner.commit_tensor(item, target)
 
 
-def _read_json(path: Path, manifest: Manifest, key: str) -> Any:
-    """What `_pack` made a tensor of."""
+def read_json(path: Path, manifest: Manifest, key: str) -> Any:
+    """What a checkpoint says under `key` beside tensors, unchecked."""
     stored = manifest.tensors.get(key)
     if stored is None or stored.dtype != "U8" or len(stored.shape) != 1 or len(stored.chunks) != 1:
         raise CheckpointError(f"{path}: holds no {key}")

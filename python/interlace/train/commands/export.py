@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from interlace.train import runfolder
 from interlace.train.commands.generate import checkpoint_of
 from interlace.train.config import ConfigError, load
 from interlace.train.schema import Config
@@ -21,30 +20,23 @@ def export(options: argparse.Namespace) -> int:
     from interlace.model.whole import dtype_of
     from interlace.train.build import architecture
     from interlace.train.checkpoint import checkpoints
-    from interlace.train.checkpoint import folder as checkpointfolder
     from interlace.train.checkpoint.identity import identity_of
+    from interlace.train.chosen import choose
 
     run, at = checkpoint_of(options.run)
     target: Path = options.folder
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty: name a new folder")  # before minutes of reading
-    if options.step is not None:
-        if at is not None:
-            raise ConfigError(f"--step {options.step}: {options.run} is one checkpoint already")
-        at = runfolder.checkpoints_of(run) / checkpointfolder.name_of(options.step)
-        if not at.is_dir():
-            steps = [checkpointfolder.step_of(path) for path in checkpointfolder.complete(at.parent)]
-            have = ", ".join(map(str, sorted(steps))) or "none"
-            raise ConfigError(f"--step {options.step}: {run} has no checkpoint of that step; it has {have}")
-    path = at or checkpointfolder.newest(runfolder.checkpoints_of(run))
-    if path is None:
-        raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(run)}")
+    if options.step is not None and at is not None:
+        raise ConfigError(f"--step {options.step}: {options.run} is one checkpoint already")
     source = str(run / "config.toml")
     config = load(source)
     if options.adapter and config.train.lora is None:
         raise ConfigError(f"--adapter: {run} has trained none ([train.lora]): leave it out")
+    chosen = choose(config, run, at=at, step=options.step, raw=options.raw)
     model = _model(config, source)
-    step = checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))
+    identity = identity_of(model, architecture(config))
+    step = checkpoints.load_parameters(chosen.path, model, identity, averaged=chosen.averaged)
     try:
         if options.adapter:
             whole, llm = config.model.path, config.model.modules()["language_model"]
@@ -59,7 +51,7 @@ def export(options: argparse.Namespace) -> int:
             model.save_pretrained(target)
     except (ValueError, OSError) as error:
         raise ConfigError(f"export to {target}: {error}") from None
-    print(f"{target}: step {step} of {run}")
+    print(f"{target}: step {step} of {run}{chosen.words and f' ({chosen.words})'}")
     return 0
 
 

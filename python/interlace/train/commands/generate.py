@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
-from interlace.train import runfolder
 from interlace.train.config import ConfigError, load
 from interlace.train.schema import Config
 
@@ -19,13 +19,15 @@ def generate(options: argparse.Namespace) -> int:
     from interlace.train.answers import answer
     from interlace.train.build import architecture, build, materialize
     from interlace.train.checkpoint import checkpoints
-    from interlace.train.checkpoint import folder as checkpointfolder
     from interlace.train.checkpoint.identity import identity_of
+    from interlace.train.chosen import choose
     from interlace.train.texts import tokenizer_of
 
     folder, at = checkpoint_of(options.run)
     source = str(folder / "config.toml")
     config = load(source)
+    if options.step is not None and at is not None:
+        raise ConfigError(f"--step {options.step}: {options.run} is one checkpoint already")
     if options.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {options.max_new_tokens}: at least 1")
     if not (options.image or options.speech or options.prompt):
@@ -39,12 +41,13 @@ def generate(options: argparse.Namespace) -> int:
         if not path.is_file():
             raise ConfigError(f"{path}: a folder, not a file" if path.is_dir() else f"{path}: no such file")
     read = _chat if config.data.dataset == "chats" else _caption
+    chosen = choose(config, folder, at=at, step=options.step, raw=options.raw)
     ids, media = read(config, model, tokenizer, options, folder)
     materialize(model, seed=config.run.seed)
-    path = at or checkpointfolder.newest(runfolder.checkpoints_of(folder))
-    if path is None:
-        raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
-    checkpoints.load_parameters(path, model, identity_of(model, architecture(config)))
+    identity = identity_of(model, architecture(config))
+    step = checkpoints.load_parameters(chosen.path, model, identity, averaged=chosen.averaged)
+    if chosen.words:  # on stderr: the answer is alone on stdout
+        print(f"interlace: step {step} of {folder} ({chosen.words})", file=sys.stderr)
     longest, room = options.max_new_tokens, model.max_length
     if room is not None:
         if len(ids) > room:
@@ -125,7 +128,7 @@ def languages(config: Config) -> tuple[str, ...]:
 
 
 def checkpoint_of(path: Path) -> tuple[Path, Path | None]:
-    """(run folder, checkpoint or None for the newest) of what the user named."""
+    """(run folder, checkpoint or None if none is named) of what the user named."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such run folder")
     at = path if path.name.startswith("step-") else None

@@ -1,0 +1,81 @@
+"""Which checkpoint of a run is meant, and which of its weights: those that the held-out loss was measured with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from interlace.train import runfolder
+from interlace.train.checkpoint import checkpoints
+from interlace.train.checkpoint import folder as checkpointfolder
+from interlace.train.checkpoint.storage import read_manifest
+from interlace.train.config import ConfigError
+from interlace.train.schema import Config
+from interlace.train.watching import Verdict
+
+
+class Chosen(NamedTuple):
+    """A checkpoint. averaged: its averages (``train.ema``) are meant in place of the weights; words: why this one and
+    which weights, for a line that names its step; "" where there was nothing to choose."""
+
+    path: Path
+    averaged: bool
+    words: str
+
+
+def choose(
+    config: Config, folder: Path, *, at: Path | None = None, step: int | None = None, raw: bool = False
+) -> Chosen:
+    """The checkpoint `at`, or that of `step`, by default the best of the run in `folder` where it keeps that
+    (``checkpoint.best``), else the newest.
+
+    Of it the averages, where it has them and the held-out loss is measured with them, but not with `raw`. Raises
+    ConfigError where there is none, and for `raw` where a run keeps no averages.
+    """
+    if raw and config.train.ema is None:
+        raise ConfigError(f"--raw: {folder} keeps no averages of its weights (train.ema): leave it out")
+    words = []
+    path = at
+    if path is None and step is not None:
+        path = _of_step(folder, step)
+    if path is None:
+        path = checkpointfolder.newest(runfolder.checkpoints_of(folder))
+        if path is None:
+            raise ConfigError(f"no whole checkpoint in {runfolder.checkpoints_of(folder)}")
+        if config.checkpoint.best is not None and (best := _best(path)) is not None:
+            path = best
+            words.append("the least held-out loss")
+    keeps = config.train.ema is not None
+    averaged = keeps and not raw and config.train.ema_evaluate and _has_averages(path)
+    if keeps:
+        words.append("averaged weights" if averaged else "weights that are not averaged")
+    return Chosen(path, averaged, ", ".join(words))
+
+
+def _of_step(folder: Path, step: int) -> Path:
+    path = runfolder.checkpoints_of(folder) / checkpointfolder.name_of(step)
+    if not path.is_dir():
+        steps = [checkpointfolder.step_of(each) for each in checkpointfolder.complete(path.parent)]
+        have = ", ".join(map(str, sorted(steps))) or "none"
+        raise ConfigError(f"--step {step}: {folder} has no checkpoint of that step; it has {have}")
+    return path
+
+
+def _has_averages(path: Path) -> bool:
+    start = f"optimizer.{checkpoints.AVERAGE}."
+    return any(key.startswith(start) for key in read_manifest(path).tensors)
+
+
+def _best(newest: Path) -> Path | None:
+    """The checkpoint that the newest one says was best, if it is there."""
+    table = checkpoints.read_json(newest, read_manifest(newest), "progress")
+    try:
+        step = Verdict.model_validate(table.get("verdict") if isinstance(table, dict) else None).step
+    except ValidationError as error:
+        raise checkpoints.CheckpointError(
+            f"{newest}: its progress is damaged: {error.errors()[0]['msg']}; name another with --step"
+        ) from None
+    path = newest.with_name(checkpointfolder.name_of(step))
+    return path if step >= 0 and path.is_dir() else None
