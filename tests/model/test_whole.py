@@ -172,6 +172,20 @@ def test_what_qwen_does_not_take_is_refused(qwen: Family) -> None:
         mllm(**batch)
 
 
+def test_videos_of_models_that_make_other_features_of_them_are_refused(tmp_path: Path) -> None:
+    wholes.written("llava_onevision", tmp_path / "onevision")
+    mllm = MultimodalModel.from_pretrained(tmp_path / "onevision", backend="reference")
+    assert mllm.placeholders == {"vision": wholes.TOKEN}
+    shape, about = (3, 3, 16, 16), {"image_sizes": (16, 30)}
+    count = mllm.encoders["vision"].tokens(shape, about)
+    ids = torch.tensor([5, *[wholes.VIDEO] * count, 7])
+    media = Media(shape, count, torch.zeros(shape), about=about)
+    with pytest.raises(ValueError, match=r"'video'.*vision"):
+        mllm.collate([Sample(ids, torch.full_like(ids, -100), {"vision": [media]}, "video")])
+    with pytest.raises(ValueError, match=r"VideoLlava.* has a second tower, '(video|image)_tower'"):
+        MultimodalModel.of_whole(wholes.video_llava())
+
+
 def damaged(qwen: Family, tmp_path: Path, weights: dict[str, torch.Tensor] | None, **config: object) -> Path:
     folder = tmp_path / "damaged"
     folder.mkdir()

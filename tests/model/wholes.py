@@ -35,6 +35,8 @@ from transformers import (
     SiglipVisionConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
+    VideoLlavaConfig,
+    VideoLlavaForConditionalGeneration,
 )
 
 from interlace.model import Media, MultimodalModel, Sample
@@ -135,6 +137,13 @@ def llava_onevision() -> nn.Module:
         video_token_id=VIDEO,
     )
     return LlavaOnevisionForConditionalGeneration(config)
+
+
+def video_llava() -> nn.Module:
+    """With a tower for images and another for videos."""
+    vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
+    tokens = {"image_token_index": TOKEN, "video_token_index": VIDEO}
+    return VideoLlavaForConditionalGeneration(VideoLlavaConfig(vision_config=vision, text_config=text, **tokens))
 
 
 class Shown(NamedTuple):

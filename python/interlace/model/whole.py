@@ -21,6 +21,7 @@ from transformers import AutoConfig
 
 from interlace.attention.hf import NAME
 from interlace.model.deepstack import layers_of
+from interlace.model.patches import PatchInputs
 from interlace.model.placeholders import configured
 from interlace.model.whole_parts import Parts
 from interlace.model.whole_positions import RopeIndex
@@ -133,7 +134,9 @@ def take_apart(whole: Any) -> TakenApart:
     language_model.set_attn_implementation(NAME)  # before the tower, which may take the other name of it
     encoder = WholeEncoder(whole, parts)
     base = getattr(language_model, parts.base)
-    kinds = (parts.modality, "video") if hasattr(base, "get_video_features") else (parts.modality,)
+    # Others make features of a video by code of their own (pooling, another tower), which is not called here.
+    videos = isinstance(encoder.feed, PatchInputs) and hasattr(base, "get_video_features")
+    kinds = (parts.modality, "video") if videos else (parts.modality,)
     tokens = tuple(token for kind in kinds if (token := configured(kind, whole.config)) is not None)
     if not tokens:
         raise ValueError(f"{type(whole).__name__} has no {parts.modality}_token_id in its config")
