@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from interlace.layout import Layout, ParallelSpec
-from interlace.model import Media, MultimodalModel, Sample
+from interlace.model import Media, ModalityModule, MultimodalModel, Sample
 from interlace.run import parallelize
 from tests.model import wholes, zoo
 
@@ -199,6 +200,7 @@ def damaged(qwen: Family, tmp_path: Path, weights: dict[str, torch.Tensor] | Non
 def test_folders_that_are_not_whole_are_refused(qwen: Family, tmp_path: Path) -> None:
     weights = load_file(qwen.folder / "model.safetensors")
     first, *others = weights
+    text = json.loads((qwen.folder / "config.json").read_text())["text_config"]
     cases = [
         (None, {}, "no file named"),
         ({key: weights[key] for key in others}, {}, "has no weight"),
@@ -206,6 +208,9 @@ def test_folders_that_are_not_whole_are_refused(qwen: Family, tmp_path: Path) ->
         (weights | {first: torch.ones(3)}, {}, "of another shape|size mismatch|mismatch"),
         (weights, {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "no whole vision- or audio-language"),
         (weights, {"model_type": "qwen9"}, "qwen9"),
+        (weights, {"architectures": [None]}, "architectures"),
+        (weights, {"architectures": "Qwen3VLForConditionalGeneration"}, "architectures"),
+        (weights, {"text_config": text | {"hidden_act": "no such"}}, "cannot be read: KeyError: 'no such'"),
     ]
     for number, (given, config, message) in enumerate(cases):
         where = tmp_path / str(number)
@@ -214,6 +219,12 @@ def test_folders_that_are_not_whole_are_refused(qwen: Family, tmp_path: Path) ->
             MultimodalModel.from_pretrained(damaged(qwen, where, given, **config))
     with pytest.raises(ValueError, match=r"has no config.json"):
         MultimodalModel.from_pretrained(tmp_path)
+    cut = damaged(qwen, tmp_path, weights)
+    for content in ((cut / "model.safetensors").read_bytes()[:-40], b"not a file of weights", b""):
+        (cut / "model.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match=r"damaged cannot be read: ") as caught:
+            MultimodalModel.from_pretrained(cut)
+        assert len(str(caught.value).splitlines()) == 1
 
 
 def test_models_of_modules_are_folders(tmp_path: Path) -> None:
@@ -224,10 +235,63 @@ def test_models_of_modules_are_folders(tmp_path: Path) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     batch = zoo.samples(mllm)
     assert torch.equal(mllm(**mllm.collate(batch)).loss, again(**again.collate(batch)).loss)
-    (tmp_path / "out" / "interlace.json").write_text(
-        '{"format": 1, "modules": {"language_model": {"class": "os.path"}}}'
-    )
-    with pytest.raises(ValueError, match="does not say what the folder holds"):
-        MultimodalModel.from_pretrained(tmp_path / "out")
     with pytest.raises(ValueError, match="put together from modules"):
         mllm.whole()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modules": {"language_model": {"class": "os.path"}}}, "os.path is no model class of transformers"),
+        ({"modules": {"language_model": {"class": "transformers.no.such.Model"}}}, "No module named"),
+        ({"modules": {"language_model": {"class": 3}}}, "class is 3"),
+        ({"modules": {"language_model": {}}}, "it has no 'class'"),
+        ({"modules": []}, "names no language_model"),
+        ({"modules": [1]}, "does not say what the folder holds"),
+        ({"placeholders": {"vision": "46"}}, "a placeholder is '46'"),
+        ({"bidirectional": "no"}, "bidirectional is 'no'"),
+        ({"format": 2, "modules": None}, "has format 2, this version of Interlace reads 1"),
+    ],
+)
+def test_a_changed_list_of_modules_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    zoo.build(audio=None).save_pretrained(tmp_path / "out")
+    told = tmp_path / "out" / "interlace.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        MultimodalModel.from_pretrained(tmp_path / "out")
+
+
+def test_a_folder_that_is_gone_is_missed(tmp_path: Path) -> None:
+    zoo.build(audio=None).save_pretrained(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "vision")
+    with pytest.raises(ValueError, match=r"interlace.json names 'vision', of which there is no folder"):
+        MultimodalModel.from_pretrained(tmp_path / "out")
+
+
+def test_modules_without_a_projector_are_folders(tmp_path: Path) -> None:
+    encoders = {"vision": ModalityModule(zoo.siglip(hidden_size=24), projector=None)}
+    placeholders = {"vision": zoo.PLACEHOLDERS["vision"]}
+    MultimodalModel(encoders, zoo.llama(), placeholders=placeholders).save_pretrained(tmp_path / "out")
+    again = MultimodalModel.from_pretrained(tmp_path / "out")
+    assert again.encoders["vision"].projector is None
+
+
+def test_what_a_folder_would_lose_is_refused(tmp_path: Path) -> None:
+    """Functions, and settings that are in no weights."""
+    mllm = zoo.build(audio=None)
+    encoder, settings = mllm.encoders["vision"], mllm.language_settings
+    for owner, key, value, message in (
+        (encoder, "_tokens", lambda shape, about: 4, "vision has a tokens function"),
+        (encoder, "_collate", lambda items: {}, "vision has a collate function"),
+        (encoder, "layer_path", "encoder.others", "vision is cut at layers 'encoder.others', which you named"),
+        (settings, "layer_path", "model.others", "language_model is cut at layers 'model.others'"),
+        (settings, "positions", lambda sample: None, "functions of your own"),
+        (settings, "deepstack", 1, "deepstack"),
+    ):
+        before = getattr(owner, key)
+        setattr(owner, key, value)
+        with pytest.raises(ValueError, match=message):
+            mllm.save_pretrained(tmp_path / "out")
+        setattr(owner, key, before)
+    assert not list(tmp_path.iterdir())
+    mllm.save_pretrained(tmp_path / "out")

@@ -48,7 +48,7 @@ def whole_class(folder: Path) -> tuple[type[Any], Any]:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's own checks, of values that may be anything
         raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())[:300]}") from None
-    named = (config.architectures or [""])[0]
+    named, *_ = _names_of(folder, config) or [""]
     found = getattr(transformers, named, None) or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if isinstance(found, tuple):
         found = found[0]
@@ -62,6 +62,14 @@ def whole_class(folder: Path) -> tuple[type[Any], Any]:
             "transformers: give the folder to [model.NAME] path, or to HuggingFace's own class and a ModalityModule"
         )
     return found, config
+
+
+def _names_of(folder: Path, config: Any) -> list[str]:
+    """What a config says under `architectures`. Raises ValueError where that is no list of names."""
+    said = config.architectures or []
+    if not isinstance(said, list) or not all(isinstance(name, str) for name in said):
+        raise ValueError(f"{folder / CONFIG}: architectures is {said!r}, not a list of names of classes")
+    return said
 
 
 def read_whole(folder: Path, dtype: torch.dtype | None = None) -> Any:
@@ -83,8 +91,10 @@ def read_module(found: Any, folder: Path, dtype: torch.dtype | None) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{folder}: {' '.join(str(error).split())[:300]}") from None
+    except Exception as error:  # the library's own, of files and configs that may be anything
+        said = " ".join(str(error).split())[:300]
+        what = said if isinstance(error, (OSError, RuntimeError, ValueError)) else f"{type(error).__name__}: {said}"
+        raise ValueError(f"{folder} cannot be read: {what}") from None
     for what, keys in (
         ("has no weight", info["missing_keys"]),
         ("has a weight of another shape than the config says,", [key for key, *_ in info["mismatched_keys"]]),
