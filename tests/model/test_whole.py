@@ -15,6 +15,7 @@ from torch import nn
 
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
+from interlace.model.whole import copy_companions, dtype_of, read_whole
 from interlace.run import parallelize
 from tests.model import wholes, zoo
 
@@ -295,3 +296,34 @@ def test_what_a_folder_would_lose_is_refused(tmp_path: Path) -> None:
         setattr(owner, key, before)
     assert not list(tmp_path.iterdir())
     mllm.save_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("shards", [None, "20KB"])
+def test_the_dtype_is_that_of_the_weights_where_the_config_names_none(tmp_path: Path, shards: str | None) -> None:
+    wholes.llava().to(torch.bfloat16).save_pretrained(tmp_path, **({"max_shard_size": shards} if shards else {}))
+    assert (tmp_path / "model.safetensors").exists() == (shards is None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for table in (config, config["text_config"], config["vision_config"]):
+        table.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert dtype_of(tmp_path) == torch.bfloat16 == read_whole(tmp_path).dtype
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(b"")
+    with pytest.raises(ValueError, match="safetensors cannot be read"):
+        dtype_of(tmp_path)
+
+
+def test_what_comes_along_beside_the_weights(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    (source / "onnx").mkdir()
+    target.mkdir()
+    for name in ("additional_chat_templates/tool.jinja", "tokenizer.json", "config.json", "adapter_config.json"):
+        (source / name).write_text("source")
+    for name in ("model.safetensors", "model.gguf", "model.onnx", "last.ckpt", "onnx/model.onnx"):
+        (source / name).write_text("weights")
+    (target / "config.json").write_text("target")
+    copy_companions(source, target)
+    found = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    assert found == ["additional_chat_templates/tool.jinja", "config.json", "tokenizer.json"]
+    assert (target / "config.json").read_text() == "target"

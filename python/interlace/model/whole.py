@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig
 
@@ -29,7 +30,12 @@ from interlace.model.whole_tower import WholeEncoder
 from interlace.model.whole_trial import TakenApart, bidirectional_media
 
 CONFIG = "config.json"
-WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".msgpack", ".h5")
+WEIGHTS = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".msgpack", ".h5"),
+    *(".gguf", ".onnx", ".onnx_data", ".ckpt"),
+)
+ADAPTER = ("adapter_config.json",)  # with it, HuggingFace would load an adapter that is not there
+FOLDERS = ("additional_chat_templates",)  # of a tokenizer or processor with several
 
 
 def whole_class(folder: Path) -> tuple[type[Any], Any]:
@@ -118,9 +124,21 @@ def build_whole(folder: Path) -> Any:
 
 
 def dtype_of(folder: Path) -> torch.dtype:
-    """What the model in `folder` was saved in, as its config says; fp32 where it does not. Raises as `whole_class`."""
+    """What `read_whole` gives weights of: what the config says, else the first of them that are no whole numbers.
+
+    Raises ValueError as `whole_class`, and for a folder whose weights cannot be read.
+    """
     dtype = getattr(whole_class(folder)[1], "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    one = folder / "model.safetensors"
+    file = one if one.exists() else next(iter(sorted(folder.glob("model-*.safetensors"))), one)
+    try:
+        with safe_open(file, framework="pt") as stored:
+            dtypes = (stored.get_tensor(key).dtype for key in stored.keys())
+            return next((each for each in dtypes if each.is_floating_point), torch.float32)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from None
 
 
 def modules_of(folder: Path) -> tuple[str, str]:
@@ -175,9 +193,13 @@ def save_whole(whole: Any, folder: Path, source: Path | None) -> None:
 
 def copy_companions(source: Path, folder: Path) -> None:
     """Copy tokenizer, processor and generation settings beside the weights, as far as they are not written yet."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(WEIGHTS) and not (folder / file.name).exists():
+    for file in sorted(source.iterdir() if source.is_dir() else ()):
+        if (folder / file.name).exists():
+            continue
+        if file.is_file() and not file.name.endswith(WEIGHTS) and file.name not in ADAPTER:
             shutil.copyfile(file, folder / file.name)
+        elif file.is_dir() and file.name in FOLDERS:
+            shutil.copytree(file, folder / file.name)
 
 
 @contextmanager
