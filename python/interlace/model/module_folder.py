@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from interlace.model.language import LanguageSettings, merge_tokens
@@ -68,13 +68,7 @@ def save_modules(
         module.save_pretrained(folder / name)  # type: ignore[operator]
         if source is not None:
             copy_companions(source / name, folder / name)
-    weights = {
-        f"{name}.{key}": value.detach().contiguous()
-        for name, encoder in encoders.items()
-        if encoder.projector is not None
-        for key, value in encoder.projector.state_dict().items()
-    }
-    save_file(weights, folder / PROJECTOR)
+    save_file(projector_weights(encoders), folder / PROJECTOR)
     facts = {
         "format": FORMAT,
         "modules": modules,
@@ -82,6 +76,16 @@ def save_modules(
         "bidirectional": settings.bidirectional,
     }
     (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def projector_weights(encoders: Mapping[str, ModalityModule]) -> dict[str, Tensor]:
+    """What projector.safetensors holds."""
+    return {
+        f"{name}.{key}": value.detach().to("cpu").contiguous()
+        for name, encoder in encoders.items()
+        if encoder.projector is not None
+        for key, value in encoder.projector.state_dict().items()
+    }
 
 
 def _check_settings(language_model: nn.Module, settings: LanguageSettings) -> None:
