@@ -19,7 +19,7 @@ from interlace.model.whole import copy_companions, dtype_of, read_whole
 from interlace.run import parallelize
 from tests.model import wholes, zoo
 
-FAST = ("llava", "qwen3_vl")
+FAST = ("gemma3", "qwen3_vl")  # both ways, and causal
 FAMILIES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in wholes.CASES]
 
 
@@ -85,6 +85,9 @@ def test_saved_again_it_is_the_same_file(family: Family, tmp_path: Path) -> None
     assert list(before) == list(after)
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert (tmp_path / "again" / "tokenizer.json").exists()
+    family.whole.save_pretrained(tmp_path / "by huggingface")
+    told, found = (json.loads((tmp_path / at / "config.json").read_text()) for at in ("by huggingface", "again"))
+    assert found == told
     again = type(family.whole).from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
     with torch.no_grad():
         wanted = wholes.own_logits(family.name, family.whole, 2, family.batch[2])
