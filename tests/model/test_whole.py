@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from interlace.layout import Layout, ParallelSpec
-from interlace.model import Media, MultimodalModel, Sample
+from interlace.model import Media, ModalityModule, MultimodalModel, Sample
+from interlace.model.whole import copy_companions, dtype_of, read_whole
 from interlace.run import parallelize
 from tests.model import wholes, zoo
 
-FAST = ("llava", "qwen3_vl")
+FAST = ("gemma3", "qwen3_vl")  # both ways, and causal
 FAMILIES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in wholes.CASES]
 
 
@@ -83,6 +85,9 @@ def test_saved_again_it_is_the_same_file(family: Family, tmp_path: Path) -> None
     assert list(before) == list(after)
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert (tmp_path / "again" / "tokenizer.json").exists()
+    family.whole.save_pretrained(tmp_path / "by huggingface")
+    told, found = (json.loads((tmp_path / at / "config.json").read_text()) for at in ("by huggingface", "again"))
+    assert found == told
     again = type(family.whole).from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
     with torch.no_grad():
         wanted = wholes.own_logits(family.name, family.whole, 2, family.batch[2])
@@ -172,6 +177,35 @@ def test_what_qwen_does_not_take_is_refused(qwen: Family) -> None:
         mllm(**batch)
 
 
+def test_videos_of_models_that_make_other_features_of_them_are_refused(tmp_path: Path) -> None:
+    wholes.written("llava_onevision", tmp_path / "onevision")
+    mllm = MultimodalModel.from_pretrained(tmp_path / "onevision", backend="reference")
+    assert mllm.placeholders == {"vision": wholes.TOKEN}
+    shape, about = (3, 3, 16, 16), {"image_sizes": (16, 30)}
+    count = mllm.encoders["vision"].tokens(shape, about)
+    ids = torch.tensor([5, *[wholes.VIDEO] * count, 7])
+    media = Media(shape, count, torch.zeros(shape), about=about)
+    with pytest.raises(ValueError, match=r"'video'.*vision"):
+        mllm.collate([Sample(ids, torch.full_like(ids, -100), {"vision": [media]}, "video")])
+    with pytest.raises(ValueError, match=r"VideoLlava.* has a second tower, '(video|image)_tower'"):
+        MultimodalModel.of_whole(wholes.video_llava())
+
+
+def test_seconds_of_videos_place_them_as_huggingface_does(tmp_path: Path) -> None:
+    """tokens_per_second is 4: at 0.5 s from frame to frame the second one is 2 positions later."""
+    wholes.written("qwen2_5_vl", tmp_path)
+    mllm = MultimodalModel.from_pretrained(tmp_path, backend="reference").eval()
+    positions = mllm.language_settings.positions
+    video = Media((32, 24), 8, torch.zeros(32, 24), about={"grid_thw": (2, 4, 4), "second_per_grid_ts": (0.5,)})
+    ids = torch.tensor([5, *[wholes.VIDEO] * 8, 7])
+    sample = Sample(ids, torch.full_like(ids, -100), {"vision": [video]}, "told")
+    assert positions is not None and positions(sample)[:, 0].tolist() == [0, 1, 1, 1, 1, 3, 3, 3, 3, 3]
+    for about in ({}, {"second_per_grid_ts": ()}, {"second_per_grid_ts": (0.0,)}):
+        untold = Media((32, 24), 8, torch.zeros(32, 24), about={"grid_thw": (2, 4, 4), **about})
+        with pytest.raises(ValueError, match=r"'untold', vision item 0 is a video and .*second_per_grid_ts"):
+            mllm.collate([Sample(ids, torch.full_like(ids, -100), {"vision": [untold]}, "untold")])
+
+
 def damaged(qwen: Family, tmp_path: Path, weights: dict[str, torch.Tensor] | None, **config: object) -> Path:
     folder = tmp_path / "damaged"
     folder.mkdir()
@@ -185,6 +219,7 @@ def damaged(qwen: Family, tmp_path: Path, weights: dict[str, torch.Tensor] | Non
 def test_folders_that_are_not_whole_are_refused(qwen: Family, tmp_path: Path) -> None:
     weights = load_file(qwen.folder / "model.safetensors")
     first, *others = weights
+    text = json.loads((qwen.folder / "config.json").read_text())["text_config"]
     cases = [
         (None, {}, "no file named"),
         ({key: weights[key] for key in others}, {}, "has no weight"),
@@ -192,6 +227,9 @@ def test_folders_that_are_not_whole_are_refused(qwen: Family, tmp_path: Path) ->
         (weights | {first: torch.ones(3)}, {}, "of another shape|size mismatch|mismatch"),
         (weights, {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "no whole vision- or audio-language"),
         (weights, {"model_type": "qwen9"}, "qwen9"),
+        (weights, {"architectures": [None]}, "architectures"),
+        (weights, {"architectures": "Qwen3VLForConditionalGeneration"}, "architectures"),
+        (weights, {"text_config": text | {"hidden_act": "no such"}}, "cannot be read: KeyError: 'no such'"),
     ]
     for number, (given, config, message) in enumerate(cases):
         where = tmp_path / str(number)
@@ -200,6 +238,12 @@ def test_folders_that_are_not_whole_are_refused(qwen: Family, tmp_path: Path) ->
             MultimodalModel.from_pretrained(damaged(qwen, where, given, **config))
     with pytest.raises(ValueError, match=r"has no config.json"):
         MultimodalModel.from_pretrained(tmp_path)
+    cut = damaged(qwen, tmp_path, weights)
+    for content in ((cut / "model.safetensors").read_bytes()[:-40], b"not a file of weights", b""):
+        (cut / "model.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match=r"damaged cannot be read: ") as caught:
+            MultimodalModel.from_pretrained(cut)
+        assert len(str(caught.value).splitlines()) == 1
 
 
 def test_models_of_modules_are_folders(tmp_path: Path) -> None:
@@ -210,10 +254,94 @@ def test_models_of_modules_are_folders(tmp_path: Path) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     batch = zoo.samples(mllm)
     assert torch.equal(mllm(**mllm.collate(batch)).loss, again(**again.collate(batch)).loss)
-    (tmp_path / "out" / "interlace.json").write_text(
-        '{"format": 1, "modules": {"language_model": {"class": "os.path"}}}'
-    )
-    with pytest.raises(ValueError, match="does not say what the folder holds"):
-        MultimodalModel.from_pretrained(tmp_path / "out")
     with pytest.raises(ValueError, match="put together from modules"):
         mllm.whole()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modules": {"language_model": {"class": "os.path"}}}, "os.path is no model class of transformers"),
+        ({"modules": {"language_model": {"class": "transformers.no.such.Model"}}}, "No module named"),
+        ({"modules": {"language_model": {"class": 3}}}, "class is 3"),
+        ({"modules": {"language_model": {}}}, "it has no 'class'"),
+        ({"modules": []}, "names no language_model"),
+        ({"modules": [1]}, "does not say what the folder holds"),
+        ({"placeholders": {"vision": "46"}}, "a placeholder is '46'"),
+        ({"bidirectional": "no"}, "bidirectional is 'no'"),
+        ({"format": 2, "modules": None}, "has format 2, this version of Interlace reads 1"),
+    ],
+)
+def test_a_changed_list_of_modules_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    zoo.build(audio=None).save_pretrained(tmp_path / "out")
+    told = tmp_path / "out" / "interlace.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        MultimodalModel.from_pretrained(tmp_path / "out")
+
+
+def test_a_folder_that_is_gone_is_missed(tmp_path: Path) -> None:
+    zoo.build(audio=None).save_pretrained(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "vision")
+    with pytest.raises(ValueError, match=r"interlace.json names 'vision', of which there is no folder"):
+        MultimodalModel.from_pretrained(tmp_path / "out")
+
+
+def test_modules_without_a_projector_are_folders(tmp_path: Path) -> None:
+    encoders = {"vision": ModalityModule(zoo.siglip(hidden_size=24), projector=None)}
+    placeholders = {"vision": zoo.PLACEHOLDERS["vision"]}
+    MultimodalModel(encoders, zoo.llama(), placeholders=placeholders).save_pretrained(tmp_path / "out")
+    again = MultimodalModel.from_pretrained(tmp_path / "out")
+    assert again.encoders["vision"].projector is None
+
+
+def test_what_a_folder_would_lose_is_refused(tmp_path: Path) -> None:
+    """Functions, and settings that are in no weights."""
+    mllm = zoo.build(audio=None)
+    encoder, settings = mllm.encoders["vision"], mllm.language_settings
+    for owner, key, value, message in (
+        (encoder, "_tokens", lambda shape, about: 4, "vision has a tokens function"),
+        (encoder, "_collate", lambda items: {}, "vision has a collate function"),
+        (encoder, "layer_path", "encoder.others", "vision is cut at layers 'encoder.others', which you named"),
+        (settings, "layer_path", "model.others", "language_model is cut at layers 'model.others'"),
+        (settings, "positions", lambda sample: None, "functions of your own"),
+        (settings, "deepstack", 1, "deepstack"),
+    ):
+        before = getattr(owner, key)
+        setattr(owner, key, value)
+        with pytest.raises(ValueError, match=message):
+            mllm.save_pretrained(tmp_path / "out")
+        setattr(owner, key, before)
+    assert not list(tmp_path.iterdir())
+    mllm.save_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("shards", [None, "20KB"])
+def test_the_dtype_is_that_of_the_weights_where_the_config_names_none(tmp_path: Path, shards: str | None) -> None:
+    wholes.llava().to(torch.bfloat16).save_pretrained(tmp_path, **({"max_shard_size": shards} if shards else {}))
+    assert (tmp_path / "model.safetensors").exists() == (shards is None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for table in (config, config["text_config"], config["vision_config"]):
+        table.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert dtype_of(tmp_path) == torch.bfloat16 == read_whole(tmp_path).dtype
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(b"")
+    with pytest.raises(ValueError, match="safetensors cannot be read"):
+        dtype_of(tmp_path)
+
+
+def test_what_comes_along_beside_the_weights(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    (source / "onnx").mkdir()
+    target.mkdir()
+    for name in ("additional_chat_templates/tool.jinja", "tokenizer.json", "config.json", "adapter_config.json"):
+        (source / name).write_text("source")
+    for name in ("model.safetensors", "model.gguf", "model.onnx", "last.ckpt", "onnx/model.onnx"):
+        (source / name).write_text("weights")
+    (target / "config.json").write_text("target")
+    copy_companions(source, target)
+    found = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    assert found == ["additional_chat_templates/tool.jinja", "config.json", "tokenizer.json"]
+    assert (target / "config.json").read_text() == "target"

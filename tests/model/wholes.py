@@ -35,6 +35,8 @@ from transformers import (
     SiglipVisionConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
+    VideoLlavaConfig,
+    VideoLlavaForConditionalGeneration,
 )
 
 from interlace.model import Media, MultimodalModel, Sample
@@ -137,17 +139,25 @@ def llava_onevision() -> nn.Module:
     return LlavaOnevisionForConditionalGeneration(config)
 
 
+def video_llava() -> nn.Module:
+    """With a tower for images and another for videos."""
+    vision, text = CLIPVisionConfig(**VISION), LlamaConfig(**TEXT)
+    tokens = {"image_token_index": TOKEN, "video_token_index": VIDEO}
+    return VideoLlavaForConditionalGeneration(VideoLlavaConfig(vision_config=vision, text_config=text, **tokens))
+
+
 class Shown(NamedTuple):
     """An item of a sample: shape and about of its Media."""
 
     shape: tuple[int, ...]
-    about: dict[str, tuple[int, ...]] = {}
+    about: dict[str, tuple[float, ...]] = {}
     video: bool = False
 
 
-def patches(*grid: int, video: bool = False) -> Shown:
-    """Of a grid of patches; 24 numbers each."""
-    return Shown((math.prod(grid), 24), {"grid_thw": grid}, video)
+def patches(*grid: int, video: bool = False, seconds: float = 0.0) -> Shown:
+    """Of a grid of patches; 24 numbers each. seconds: from one frame to the next."""
+    about: dict[str, tuple[float, ...]] = {"second_per_grid_ts": (seconds,)} if seconds else {}
+    return Shown((math.prod(grid), 24), {"grid_thw": grid} | about, video)
 
 
 def tiles(count: int, height: int, width: int) -> Shown:
@@ -166,6 +176,12 @@ class Case:
 
 
 GRIDS = [[patches(1, 4, 6)], [], [patches(1, 8, 4), patches(2, 4, 4, video=True), patches(1, 4, 4)]]
+# two videos of unlike speed
+SECONDS = [
+    [patches(1, 4, 6)],
+    [],
+    [patches(2, 4, 4, video=True, seconds=0.5), patches(1, 4, 4), patches(3, 4, 4, video=True, seconds=2.0)],
+]
 FRAMES = [[patches(1, 4, 6)], [], [patches(1, 8, 4), *[patches(1, 4, 4, video=True)] * 2, patches(1, 4, 4)]]
 CASES = {
     "llava": Case(llava),
@@ -176,7 +192,7 @@ CASES = {
     "idefics3": Case(idefics3, per_sample=True),
     "qwen2_audio": Case(qwen2_audio, [[Shown((8, 32))], [], [Shown((8, 13)), Shown((8, 21))]]),
     "qwen2_vl": Case(qwen2_vl, GRIDS),
-    "qwen2_5_vl": Case(qwen2_5_vl, GRIDS),
+    "qwen2_5_vl": Case(qwen2_5_vl, SECONDS),
     "qwen3_vl": Case(qwen3_vl, FRAMES),
     "llava_onevision": Case(llava_onevision, [[tiles(5, 32, 32)], [], [tiles(3, 16, 30), tiles(4, 10, 60)]]),
 }
@@ -231,6 +247,8 @@ def own_inputs(name: str, number: int, sample: Sample) -> dict[str, Any]:
             if some:
                 given[pixels] = torch.cat([item.data for item in some])
                 given[grids] = torch.tensor([item.about["grid_thw"] for item in some])
+            if seconds := [item.about["second_per_grid_ts"][0] for item in some if "second_per_grid_ts" in item.about]:
+                given["second_per_grid_ts"] = torch.tensor(seconds)
         if name == "qwen3_vl" and "video_grid_thw" in given:  # of which the processor writes each frame apart
             given["video_grid_thw"] = torch.tensor([[2, 4, 4]])
     elif items and shown[0].about:

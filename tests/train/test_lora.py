@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from interlace.data import ByteTokenizer
@@ -17,6 +20,7 @@ from interlace.model.patterns import base_name, is_adapter
 from interlace.run import parallelize, stage_graph
 from interlace.train.build import build, build_layout, initialize, materialize, stored_weights
 from interlace.train.checkpoint.storage import CheckpointError
+from interlace.train.commands.export import export
 from interlace.train.config import ConfigError, dumps, loads
 from interlace.train.schema import Config
 from interlace.train.tuning import rates, summary
@@ -172,8 +176,11 @@ def test_logits_and_gradients_are_pefts(options: str) -> None:
 def test_adapter_files_are_what_peft_loads_and_merged_weights_say_the_same(tmp_path: Path, saved: str) -> None:
     model = filled(f"train.lora={{rank=3, alpha=6{saved}}}")
     whole = plain_llm(filled(LORA))  # the base: what is trained beside adapters must come from the folder
-    left = adapter_files(model, tmp_path / "adapter", base="base")
-    assert left and all(name.startswith("encoders.vision.projector.") for name in left)
+    assert adapter_files(model, tmp_path / "adapter", base="base") == ["vision"]
+    stored = load_file(tmp_path / "adapter" / "projector.safetensors")
+    made = model.encoders["vision"].projector.state_dict()
+    assert stored.keys() == {f"vision.{key}" for key in made}
+    assert all(torch.equal(stored[f"vision.{key}"], value) for key, value in made.items())
     loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
     sample = text()
     expected = model(**model.collate([sample])).logits
@@ -197,8 +204,32 @@ def test_what_a_folder_of_peft_cannot_say_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"embed_tokens.weight was trained and is tied to another weight"):
         adapter_files(filled(LORA, "train.train=['*embed_tokens*']"), tmp_path)
     with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj was trained beside its own adapter"):
-        adapter_files(filled(LORA, "train.train=['*.layers.0.self_attn.q_proj']"), tmp_path)
+        adapter_files(filled(LORA, "train.train=['language_model.*.layers.0.self_attn.q_proj']"), tmp_path)
+    with pytest.raises(ValueError, match=r"encoders.vision.module.* was trained and is no part of language_model"):
+        adapter_files(filled("train.lora={targets=['all-linear', 'vision']}"), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_an_adapter_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        adapter_files(filled(LORA), tmp_path / "adapter", base="base")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_for_weights_that_lie_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(dumps(config_of("one", *SETTINGS)))
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir()
+    options = SimpleNamespace(run=tmp_path / "run", folder=tmp_path / "out", step=None, adapter=True)
+    with pytest.raises(ConfigError, match="lies nowhere: leave out --adapter"):
+        export(options)  # type: ignore[arg-type]
 
 
 def test_frozen_bits_stay_and_the_loss_falls(tmp_path: Path) -> None:

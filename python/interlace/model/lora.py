@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.model.module_folder import PROJECTOR, projector_weights
 from interlace.model.multimodal import MultimodalModel
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.patterns import Names, base_name, is_adapter
+from interlace.model.whole import new_folder
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"  # peft's name for the only one
@@ -41,8 +43,9 @@ def add_lora(
     A and B are as undefined as those of the model while it is on meta.
 
     targets, modules_to_save: patterns (see `interlace.model.patterns`); a name such as ``q_proj`` means the layers of
-    the language model that end with it, "all-linear" all linear layers of the language model but its head. An adapter
-        would freeze a projector that is trained, so patterns with wildcards leave that out.
+    the language model that end with it, "all-linear" all linear layers of the language model but its head: of a model
+    that keeps the experts of a layer in one parameter [experts, out, in], not these, which stay frozen. An adapter
+    would freeze a projector that is trained, so patterns with wildcards leave that out.
 
     Raises ValueError for patterns that match no linear layer, for tied weights, for a trained projector, and without
     peft.
@@ -137,10 +140,12 @@ def adapter_files(
     parts: the modules of the model that together are the HuggingFace model which the adapter is for: the language
     model alone, or all of them of a whole checkpoint, whose names follow "language_model." or
     "encoders.<name>.module.". base: where that model lies, for the reader of the folder. What was trained whole is
-    among peft's modules_to_save. Returns the names of the trained parameters that lie in other parts.
+    among peft's modules_to_save. Projectors of encoders that are none of these parts lie beside, in
+    projector.safetensors (`interlace.model.module_folder.load_projectors` reads it). Returns their encoders' names.
 
-    Raises ValueError for a model without adapters in these parts, and for what a folder of peft cannot say: trained
-    weights that are tied, or that lie around or under an adapter.
+    Raises ValueError for a model without adapters in these parts, for what else was trained in other parts, for a
+    folder that is there and not empty, and for what a folder of peft cannot say: trained weights that are tied, or
+    that lie around or under an adapter.
     """
     from peft import LoraConfig
     from safetensors.torch import save_file
@@ -155,6 +160,13 @@ def adapter_files(
         raise ValueError(f"no layer of {', '.join(parts)} has an adapter: write the whole model")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     whole = [name for name in trained if not is_adapter(name)]
+    beside = {name: model.encoders[name] for name in model.encoders if name not in parts}
+    kept = tuple(f"encoders.{name}.projector." for name in beside)
+    if lost := [name for name in trained if inside(name) is None and not name.startswith(kept)]:
+        raise ValueError(
+            f"{base_name(lost[0])} was trained and is no part of {', '.join(parts)}, which this adapter is for: merge "
+            "instead"
+        )
     tied = {name for group in model.tied_parameters() for name in group}
     if both := [name for name in whole if name in tied]:
         raise ValueError(
@@ -190,11 +202,13 @@ def adapter_files(
         base_model_name_or_path=base,
         inference_mode=True,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(str(folder))
-    held = {key: tensor.to("cpu").contiguous() for key, tensor in tensors.items()}
-    save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    return [name for name in trained if inside(name) is None]
+    with new_folder(folder) as new:
+        config.save_pretrained(str(new))
+        held = {key: tensor.to("cpu").contiguous() for key, tensor in tensors.items()}
+        save_file(held, new / "adapter_model.safetensors", metadata={"format": "pt"})
+        if projectors := projector_weights(beside):
+            save_file(projectors, new / PROJECTOR)
+    return sorted({key.partition(".")[0] for key in projectors})
 
 
 @torch.no_grad()

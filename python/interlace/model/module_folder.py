@@ -17,40 +17,46 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from interlace.model.language import LanguageSettings, merge_tokens
 from interlace.model.modality import ModalityModule
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.placeholders import Ids
 from interlace.model.projector import PROJECTORS
-from interlace.model.whole import read_module
+from interlace.model.slice import find_layers
+from interlace.model.whole import copy_companions, read_module
+from interlace.model.whole_parts import decoder_layers
 
 FACTS, PROJECTOR = "interlace.json", "projector.safetensors"
 FORMAT = 1
 PLAIN = ("linear", "mlp")  # projectors without a config
-CALLBACKS = ("preprocess", "postprocess", "postprocess_projector")
+CALLBACKS = ("preprocess", "postprocess", "postprocess_projector", "_tokens", "_collate")
 
 
 def save_modules(
     encoders: Mapping[str, ModalityModule],
     language_model: nn.Module,
-    placeholders: Mapping[str, Ids],
-    bidirectional: bool,
+    settings: LanguageSettings,
     folder: Path,
+    source: Path | None = None,
 ) -> None:
-    """Write the modules into `folder`, which is there and empty.
+    """Write the modules into `folder`, which is there and empty; source: the folder that they were read from, if one.
 
-    Raises ValueError for what a folder cannot say: callbacks, and a projector of a class of the user's own.
+    Raises ValueError for what a folder cannot say: functions, layers named by hand, and a projector of a class of the
+    user's own.
     """
     modules: dict[str, Any] = {}
+    _check_settings(language_model, settings)
     for name, encoder in encoders.items():
         if set_ := [key for key in CALLBACKS if getattr(encoder, key) is not None]:
             raise ValueError(
-                f"{name} has a {set_[0]} function, which a folder of weights cannot hold: save it yourself"
+                f"{name} has a {set_[0].strip('_')} function, which a folder of weights cannot hold: save it yourself"
             )
+        _check_layers(name, encoder.module, encoder.layer_path, None)
         kind = next((key for key, each in PROJECTORS.items() if type(encoder.projector) is each), None)
-        if kind is None or (kind not in PLAIN and encoder.projector_class is None):
+        if encoder.projector is not None and (kind is None or (kind not in PLAIN and encoder.projector_class is None)):
             raise ValueError(
                 f"the projector of {name} is {type(encoder.projector).__name__}, none of {', '.join(PROJECTORS)}: save "
                 "its weights yourself"
@@ -60,19 +66,47 @@ def save_modules(
     modules[LANGUAGE_MODEL] = {"class": _class_of(language_model)}
     for name, module in {**{n: e.module for n, e in encoders.items()}, LANGUAGE_MODEL: language_model}.items():
         module.save_pretrained(folder / name)  # type: ignore[operator]
-    weights = {
-        f"{name}.{key}": value.detach().contiguous()
-        for name, encoder in encoders.items()
-        for key, value in encoder.projector.state_dict().items()  # type: ignore[union-attr]
-    }
-    save_file(weights, folder / PROJECTOR)
+        if source is not None:
+            copy_companions(source / name, folder / name)
+    save_file(projector_weights(encoders), folder / PROJECTOR)
     facts = {
         "format": FORMAT,
         "modules": modules,
-        "placeholders": dict(placeholders),
-        "bidirectional": bidirectional,
+        "placeholders": settings.placeholders,
+        "bidirectional": settings.bidirectional,
     }
     (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def projector_weights(encoders: Mapping[str, ModalityModule]) -> dict[str, Tensor]:
+    """What projector.safetensors holds."""
+    return {
+        f"{name}.{key}": value.detach().to("cpu").contiguous()
+        for name, encoder in encoders.items()
+        if encoder.projector is not None
+        for key, value in encoder.projector.state_dict().items()
+    }
+
+
+def _check_settings(language_model: nn.Module, settings: LanguageSettings) -> None:
+    """Raise ValueError for what of a language model is not in its weights, and would be gone."""
+    if settings.preprocess or settings.postprocess or settings.merge is not merge_tokens or settings.positions:
+        raise ValueError("the language model has functions of your own around it: save its modules yourself")
+    if settings.deepstack:
+        raise ValueError(
+            "features are added behind layers of the language model (deepstack): save its modules yourself"
+        )
+    _check_layers(LANGUAGE_MODEL, language_model, settings.layer_path, decoder_layers(language_model))
+
+
+def _check_layers(name: str, module: nn.Module, path: str, told: str | None) -> None:
+    """Raise ValueError where `path` is not what a reader would find (told: by HuggingFace's own word)."""
+    try:
+        found: str | None = find_layers(module, told)
+    except ValueError:
+        found = None
+    if found != path:
+        raise ValueError(f"{name} is cut at layers {path!r}, which you named yourself: save its modules yourself")
 
 
 def read_modules(folder: Path, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -82,27 +116,54 @@ def read_modules(folder: Path, dtype: torch.dtype | None = None) -> dict[str, An
     """
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        told, modules = facts["format"], dict(facts["modules"])
-        made = {name: (_class_named(each["class"]), each) for name, each in modules.items()}
-        placeholders = {n: v if isinstance(v, int) else tuple(map(int, v)) for n, v in facts["placeholders"].items()}
-        bidirectional = bool(facts["bidirectional"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder / FACTS} does not say what the folder holds: {error}") from None
+    told = facts.get("format") if isinstance(facts, dict) else None
     if told != FORMAT:
-        raise ValueError(f"{folder / FACTS} has format {told}, this version of Interlace reads {FORMAT}")
+        raise ValueError(f"{folder / FACTS} has format {told!r}, this version of Interlace reads {FORMAT}")
+    try:
+        made = {name: (_class_named(each["class"]), each) for name, each in dict(facts["modules"]).items()}
+        given = {name: _projector(each) for name, (_, each) in made.items() if name != LANGUAGE_MODEL}
+        placeholders = {name: _ids(ids) for name, ids in dict(facts["placeholders"]).items()}
+        bidirectional = _of(bool, facts["bidirectional"], "bidirectional")
+    except KeyError as error:
+        raise ValueError(f"{folder / FACTS} does not say what the folder holds: it has no {error}") from None
+    except (ImportError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / FACTS} does not say what the folder holds: {error}") from None
     if LANGUAGE_MODEL not in made:
         raise ValueError(f"{folder / FACTS} names no {LANGUAGE_MODEL}")
-    encoders = {}
-    for name, (found, each) in made.items():
-        if name != LANGUAGE_MODEL:
-            module = read_module(found, folder / name, dtype)
-            given = {key: each[key] for key in ("projector", "projector_config", "downsample")}
-            encoders[name] = ModalityModule(module, **given)
+    for name in made:
+        if Path(name).name != name or not (folder / name).is_dir():
+            raise ValueError(f"{folder / FACTS} names {name!r}, of which there is no folder beside it")
+    read = {name: read_module(found, folder / name, dtype) for name, (found, _) in made.items()}
     return {
-        "encoders": encoders,
-        "language_model": read_module(made[LANGUAGE_MODEL][0], folder / LANGUAGE_MODEL, dtype),
+        "encoders": {name: ModalityModule(read[name], **arguments) for name, arguments in given.items()},
+        "language_model": read[LANGUAGE_MODEL],
         "placeholders": placeholders,
         "bidirectional": bidirectional,
+    }
+
+
+def _of(kind: type[Any], value: Any, name: str) -> Any:
+    """`value`, if it is of that type and no other. Raises ValueError."""
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {value!r}, which is no {kind.__name__}")
+    return value
+
+
+def _ids(given: Any) -> Ids:
+    """Placeholders of an encoder. Raises ValueError."""
+    each = tuple(_of(int, token, "a placeholder") for token in (given if isinstance(given, list) else [given]))
+    return each if isinstance(given, list) else each[0]
+
+
+def _projector(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a ModalityModule. Raises KeyError and ValueError."""
+    kind = said["projector"]
+    return {
+        "projector": None if kind is None else _of(str, kind, "projector"),
+        "projector_config": _of(dict, said["projector_config"], "projector_config"),
+        "downsample": _of(int, said["downsample"], "downsample"),
     }
 
 
@@ -112,7 +173,7 @@ def load_projectors(encoders: Mapping[str, ModalityModule], folder: Path) -> Non
         stored = load_file(folder / PROJECTOR)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / PROJECTOR}: {error}") from None
-    holder = nn.ModuleDict({name: encoder.projector for name, encoder in encoders.items()})  # type: ignore[misc]
+    holder = nn.ModuleDict({name: each.projector for name, each in encoders.items() if each.projector is not None})
     try:
         holder.load_state_dict(stored)
     except RuntimeError as error:
@@ -130,6 +191,7 @@ def _class_of(module: nn.Module) -> str:
 
 def _class_named(path: str) -> type[Any]:
     """A model class of transformers: nothing else is imported because a file says so."""
+    path = _of(str, path, "class")
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name) if module.partition(".")[0] == "transformers" else None
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):

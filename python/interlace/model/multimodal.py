@@ -177,14 +177,11 @@ class MultimodalModel(nn.Module):
         for a folder that is there and not empty, and for what cannot be written.
         """
         encoders = {name: self.encoders[name] for name in self.encoders}
-        settings = self.language_settings
         with new_folder(Path(folder)) as made:
             if any(isinstance(encoder, WholeEncoder) for encoder in encoders.values()):
                 save_whole(self.whole(), made, self.source)
-            elif settings.preprocess or settings.postprocess or settings.merge is not merge_tokens:
-                raise ValueError("the language model has functions of your own around it: save its modules yourself")
             else:
-                save_modules(encoders, self.language_model, self.placeholders, settings.bidirectional, made)
+                save_modules(encoders, self.language_model, self.language_settings, made, self.source)
 
     def whole(self) -> Any:
         """HuggingFace's whole model again, which shares the weights. Raises ValueError if this is none."""

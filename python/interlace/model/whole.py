@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig
 
 from interlace.attention.hf import NAME
 from interlace.model.deepstack import layers_of
+from interlace.model.patches import PatchInputs
 from interlace.model.placeholders import configured
 from interlace.model.whole_parts import Parts
 from interlace.model.whole_positions import RopeIndex
@@ -28,7 +30,12 @@ from interlace.model.whole_tower import WholeEncoder
 from interlace.model.whole_trial import TakenApart, bidirectional_media
 
 CONFIG = "config.json"
-WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".msgpack", ".h5")
+WEIGHTS = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".msgpack", ".h5"),
+    *(".gguf", ".onnx", ".onnx_data", ".ckpt"),
+)
+ADAPTER = ("adapter_config.json",)  # with it, HuggingFace would load an adapter that is not there
+FOLDERS = ("additional_chat_templates",)  # of a tokenizer or processor with several
 
 
 def whole_class(folder: Path) -> tuple[type[Any], Any]:
@@ -47,7 +54,7 @@ def whole_class(folder: Path) -> tuple[type[Any], Any]:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's own checks, of values that may be anything
         raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())[:300]}") from None
-    named = (config.architectures or [""])[0]
+    named, *_ = _names_of(folder, config) or [""]
     found = getattr(transformers, named, None) or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if isinstance(found, tuple):
         found = found[0]
@@ -61,6 +68,14 @@ def whole_class(folder: Path) -> tuple[type[Any], Any]:
             "transformers: give the folder to [model.NAME] path, or to HuggingFace's own class and a ModalityModule"
         )
     return found, config
+
+
+def _names_of(folder: Path, config: Any) -> list[str]:
+    """What a config says under `architectures`. Raises ValueError where that is no list of names."""
+    said = config.architectures or []
+    if not isinstance(said, list) or not all(isinstance(name, str) for name in said):
+        raise ValueError(f"{folder / CONFIG}: architectures is {said!r}, not a list of names of classes")
+    return said
 
 
 def read_whole(folder: Path, dtype: torch.dtype | None = None) -> Any:
@@ -82,8 +97,10 @@ def read_module(found: Any, folder: Path, dtype: torch.dtype | None) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{folder}: {' '.join(str(error).split())[:300]}") from None
+    except Exception as error:  # the library's own, of files and configs that may be anything
+        said = " ".join(str(error).split())[:300]
+        what = said if isinstance(error, (OSError, RuntimeError, ValueError)) else f"{type(error).__name__}: {said}"
+        raise ValueError(f"{folder} cannot be read: {what}") from None
     for what, keys in (
         ("has no weight", info["missing_keys"]),
         ("has a weight of another shape than the config says,", [key for key, *_ in info["mismatched_keys"]]),
@@ -107,9 +124,21 @@ def build_whole(folder: Path) -> Any:
 
 
 def dtype_of(folder: Path) -> torch.dtype:
-    """What the model in `folder` was saved in, as its config says; fp32 where it does not. Raises as `whole_class`."""
+    """What `read_whole` gives weights of: what the config says, else the first of them that are no whole numbers.
+
+    Raises ValueError as `whole_class`, and for a folder whose weights cannot be read.
+    """
     dtype = getattr(whole_class(folder)[1], "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    one = folder / "model.safetensors"
+    file = one if one.exists() else next(iter(sorted(folder.glob("model-*.safetensors"))), one)
+    try:
+        with safe_open(file, framework="pt") as stored:
+            dtypes = (stored.get_tensor(key).dtype for key in stored.keys())
+            return next((each for each in dtypes if each.is_floating_point), torch.float32)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from None
 
 
 def modules_of(folder: Path) -> tuple[str, str]:
@@ -133,7 +162,9 @@ def take_apart(whole: Any) -> TakenApart:
     language_model.set_attn_implementation(NAME)  # before the tower, which may take the other name of it
     encoder = WholeEncoder(whole, parts)
     base = getattr(language_model, parts.base)
-    kinds = (parts.modality, "video") if hasattr(base, "get_video_features") else (parts.modality,)
+    # Others make features of a video by code of their own (pooling, another tower), which is not called here.
+    videos = isinstance(encoder.feed, PatchInputs) and hasattr(base, "get_video_features")
+    kinds = (parts.modality, "video") if videos else (parts.modality,)
     tokens = tuple(token for kind in kinds if (token := configured(kind, whole.config)) is not None)
     if not tokens:
         raise ValueError(f"{type(whole).__name__} has no {parts.modality}_token_id in its config")
@@ -162,9 +193,13 @@ def save_whole(whole: Any, folder: Path, source: Path | None) -> None:
 
 def copy_companions(source: Path, folder: Path) -> None:
     """Copy tokenizer, processor and generation settings beside the weights, as far as they are not written yet."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(WEIGHTS) and not (folder / file.name).exists():
+    for file in sorted(source.iterdir() if source.is_dir() else ()):
+        if (folder / file.name).exists():
+            continue
+        if file.is_file() and not file.name.endswith(WEIGHTS) and file.name not in ADAPTER:
             shutil.copyfile(file, folder / file.name)
+        elif file.is_dir() and file.name in FOLDERS:
+            shutil.copytree(file, folder / file.name)
 
 
 @contextmanager

@@ -14,16 +14,22 @@ tables here do. Nothing else in this package knows a family of whole models.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from interlace.model.slice import clone, find_layers
 
 MODALITIES = {"image": "vision", "audio": "audio"}
 """HuggingFace's name of a modality -> that of the encoder."""
+
+
+MEDIA = ("pixel_values", "input_features", "input_values")
+"""How the arguments of a tower's forward begin."""
 
 
 class InTurn(NamedTuple):
@@ -104,6 +110,12 @@ class Parts:
         own = [key for key, child in base.named_children() if any(True for _ in child.parameters())]
         children = getattr(base, tower)._modules
         own += [key for key, parameter in base._parameters.items() if parameter is not None]
+        beside = tuple(key for key in own if key not in (decoder, tower))
+        second = next((key for key in beside if _takes_media(base._modules.get(key))), None)
+        if second is not None:
+            raise ValueError(
+                f"{name} has a second tower, {second!r}, beside {tower!r}: whole models of one tower can be cut"
+            )
         return cls(
             base=at,
             decoder=decoder,
@@ -111,7 +123,7 @@ class Parts:
             modality=modality,
             layers=find_layers(getattr(base, tower)),
             mergers=tuple(key for key in MERGERS if key in children),
-            beside=tuple(key for key in own if key not in (decoder, tower)),
+            beside=beside,
             in_turn=turns,
         )
 
@@ -149,6 +161,12 @@ class Parts:
         made = clone(whole)
         made._modules[self.base] = base
         return made
+
+
+def _takes_media(part: nn.Module | None) -> bool:
+    """Whether some HuggingFace model in `part` is called with pictures, videos or clips, as towers are."""
+    models = (each for each in part.modules() if isinstance(each, PreTrainedModel)) if part is not None else ()
+    return any(name.startswith(MEDIA) for each in models for name in inspect.signature(each.forward).parameters)
 
 
 def _attribute(parent: nn.Module, child: Any) -> str | None:

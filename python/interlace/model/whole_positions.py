@@ -1,7 +1,9 @@
 """Positions of whole models whose tokens have several each: Qwen2-VL's time, row and column (M-RoPE).
 
 They are HuggingFace's own: get_rope_index of the model's base, asked for each sample alone, with the grids of its media
-(`Media.about["grid_thw"]`). The mask keeps positions of its own, 0, 1, 2 ... in each sample.
+(`Media.about["grid_thw"]`) and, for a model that counts time in seconds (Qwen2.5-VL), the seconds from one frame of a
+video's grid to the next (`Media.about["second_per_grid_ts"]`, one number). The mask keeps positions of its own,
+0, 1, 2 ... in each sample.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interlace.model.sample import Sample
+from interlace.model.sample import Media, Sample
 
 GRID, SECONDS = "grid_thw", "second_per_grid_ts"
+VIDEO = 2  # what get_rope_index calls a video's tokens
 
 
 class RopeIndex:
@@ -50,15 +53,14 @@ class RopeIndex:
                     f"{where}, {self.encoder} item {i} has no {GRID} in Media.about: no positions are known"
                 )
             grids.setdefault(kind, []).append(items[i].about[GRID])
-            seconds += items[i].about.get(SECONDS, ()) if kind == 2 else ()
+            if self._takes_seconds and kind == VIDEO:
+                seconds.append(_seconds_of(items[i], f"{where}, {self.encoder} item {i}"))
         given: dict[str, Any] = {
             name: torch.tensor(grids[kind], dtype=torch.int64)
-            for kind, name in ((1, "image_grid_thw"), (2, "video_grid_thw"))
+            for kind, name in ((1, "image_grid_thw"), (VIDEO, "video_grid_thw"))
             if kind in grids
         }
-        if self._takes_seconds and seconds:
-            if len(seconds) != len(grids.get(2, ())):
-                raise ValueError(f"{where}: some of its videos have {SECONDS} in Media.about, others do not")
+        if seconds:
             given[SECONDS] = torch.tensor(seconds)
         try:
             positions = self.base.get_rope_index(ids[None], mm_token_type_ids=kinds[None].int(), **given)[0]
@@ -66,3 +68,16 @@ class RopeIndex:
             raise ValueError(f"{where}: its media and their {GRID} do not fit its placeholders: {error}") from None
         made: Tensor = positions[:, 0].T.contiguous()
         return made
+
+
+def _seconds_of(item: Media, where: str) -> float:
+    """Seconds per frame of the grid of a video. Raises ValueError where nobody says."""
+    given = item.about.get(SECONDS, ())
+    if len(given) == 1 and given[0] > 0:
+        return float(given[0])
+    if given or item.about[GRID][0] > 1:  # of one frame there is no time to the next
+        raise ValueError(
+            f"{where} is a video and its Media.about has {SECONDS} = {given or None}: give (seconds,), the time from "
+            "one frame of its grid to the next, which this model's positions are made of"
+        )
+    return 1.0

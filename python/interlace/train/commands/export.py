@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,21 @@ from interlace.train.commands.generate import checkpoint_of
 from interlace.train.config import ConfigError, load
 from interlace.train.schema import Config
 
+LANGUAGE_MODEL = "language_model"
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""What says how an encoder's input is made, the first before the second."""
+
 
 def export(options: argparse.Namespace) -> int:
     """``interlace export RUN FOLDER``: a whole checkpoint key for key, other models as one folder per module.
 
     Adapters (``train.lora``) are added to the weights; with ``--adapter`` they are all that is written, for peft.
     """
+    from safetensors import SafetensorError
+
     from interlace.model.lora import adapter_files, merge_adapters
-    from interlace.model.whole import dtype_of
+    from interlace.model.module_folder import PROJECTOR
+    from interlace.model.whole import dtype_of, new_folder
     from interlace.train.build import architecture
     from interlace.train.checkpoint import checkpoints
     from interlace.train.checkpoint.identity import identity_of
@@ -31,28 +40,65 @@ def export(options: argparse.Namespace) -> int:
         raise ConfigError(f"--step {options.step}: {options.run} is one checkpoint already")
     source = str(run / "config.toml")
     config = load(source)
+    base = config.model.path or config.model.modules()[LANGUAGE_MODEL].path or ""
     if options.adapter and config.train.lora is None:
         raise ConfigError(f"--adapter: {run} has trained none ([train.lora]): leave it out")
+    if options.adapter and not base:
+        raise ConfigError(
+            "--adapter: the language model began with random weights, so what the adapter is for lies nowhere: leave "
+            "out --adapter, which merges it"
+        )
     chosen = choose(config, run, at=at, step=options.step, raw=options.raw)
     model = _model(config, source)
     identity = identity_of(model, architecture(config))
     step = checkpoints.load_parameters(chosen.path, model, identity, averaged=chosen.averaged)
     try:
         if options.adapter:
-            whole, llm = config.model.path, config.model.modules()["language_model"]
-            parts = model.modules_order() if whole is not None else ["language_model"]
-            left = adapter_files(model, target, parts=parts, base=whole or llm.path or "")
-            if left:
-                print(f"{left[0]} and {len(left) - 1} more that were trained are of other modules, and not in there")
+            parts = model.modules_order() if config.model.path is not None else [LANGUAGE_MODEL]
+            if beside := adapter_files(model, target, parts=parts, base=base):
+                print(f"the adapter is the language model's; projector of {', '.join(beside)}: {PROJECTOR}")
         else:
             merge_adapters(model)
             if config.model.path is not None:
                 model.to(dtype_of(Path(config.model.path)))  # trained in fp32
-            model.save_pretrained(target)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"export to {target}: {error}") from None
+            with new_folder(target) as made:
+                model.save_pretrained(made)
+                if config.model.path is None:
+                    _companions(config, model, made, source)
+    except (ValueError, OSError, SafetensorError) as error:
+        said = f"{error}".replace("merge instead", "merge instead: leave out --adapter")
+        raise ConfigError(f"export to {target}: {said}") from None
     print(f"{target}: step {step} of {run}{chosen.words and f' ({chosen.words})'}")
     return 0
+
+
+def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
+    """Write what a model of modules is asked with into `folder`: tokenizer, chat template, and how pixels are scaled.
+
+    Of chats the run's own tokenizer, which knows the placeholders; else that of the language model's folder. Beside
+    each encoder what its folder says of pixels, with the config's mean and std where it gives them.
+    """
+    from interlace.model.whole import copy_companions
+    from interlace.train.feed import pixels
+    from interlace.train.texts import tokenizer_of
+
+    language_model = folder / LANGUAGE_MODEL
+    if config.data.dataset == "chats":
+        tokens = tokenizer_of(config, source=source)
+        tokens.tokenizer.chat_template = tokens.template
+        tokens.tokenizer.save_pretrained(language_model)
+    elif config.model.language_model.path is not None:
+        copy_companions(Path(config.model.language_model.path), language_model)
+    for name, spec in config.model.encoders().items():
+        files = [Path(spec.path) / each for each in PROCESSORS] if spec.path is not None else []
+        for own in filter(Path.is_file, files):
+            shutil.copyfile(own, folder / name / own.name)
+        if spec.mean or spec.std:
+            file = folder / name / PROCESSORS[0]
+            said = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            said |= {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+            said["image_mean"], said["image_std"] = map(list, pixels(config, model, name, source))
+            file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
 def _model(config: Config, source: str) -> Any:

@@ -1,0 +1,67 @@
+"""What an export of a model of modules has beside its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from interlace.cli import main
+from interlace.model import MultimodalModel
+from interlace.train.architectures import pixel_statistics
+from interlace.train.build import architecture, build, materialize
+from interlace.train.checkpoint.checkpoints import Checkpoints
+from interlace.train.checkpoint.identity import identity_of
+from interlace.train.commands.export import _companions
+from interlace.train.config import dumps, loads
+from interlace.train.texts import tokenizer_of
+from tests.data.chat_families import trained
+from tests.data.test_chats_faults import TEMPLATE
+from tests.model import zoo
+from tests.train.test_own_data import CONFIG
+
+
+def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(tmp_path: Path) -> None:
+    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>"))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    text = CONFIG.format(folder=tmp_path).replace("downsample = 2", "mean = [0.1, 0.2, 0.3]\nstd = [1.0, 1.0, 0.5]")
+    config = loads(text.replace("max_tokens", f'chat_template = "{tmp_path}/template.jinja"\nmax_tokens'))
+    model = materialize(build(config, tokenizer_of(config)), seed=0)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(dumps(config))
+    held = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    identity = identity_of(model, architecture(config))
+    Checkpoints(run / "checkpoints", keep=1, identity=identity).save(1, held, {}, {"step": 1})
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    again = AutoTokenizer.from_pretrained(tmp_path / "out" / "language_model")
+    assert again.convert_tokens_to_ids("<image>") == model.placeholders["vision"]
+    assert again.chat_template == TEMPLATE
+    pixels = ([0.1, 0.2, 0.3], [1.0, 1.0, 0.5])
+    assert pixel_statistics("siglip_vision_model", tmp_path / "out" / "vision") == pixels
+    MultimodalModel.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "twice")
+    assert pixel_statistics("siglip_vision_model", tmp_path / "twice" / "vision") == pixels
+    assert (tmp_path / "twice" / "language_model" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("mean", ["", "mean = [0.5, 0.5, 0.5]\n"])
+def test_what_lies_beside_the_modules_of_a_run_goes_along(tmp_path: Path, mean: str) -> None:
+    model = zoo.build(audio=None)
+    vision, language_model, out = (tmp_path / name for name in ("siglip", "llama", "out"))
+    model.encoders["vision"].module.save_pretrained(vision)
+    model.language_model.save_pretrained(language_model)
+    said = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 0.5], "size": 16}
+    (vision / "preprocessor_config.json").write_text(json.dumps(said))
+    (language_model / "tokenizer.json").write_text("{}")
+    config = loads(
+        f'[model.vision]\npath = "{vision}"\n{mean}[model.language_model]\npath = "{language_model}"\n'
+        '[data]\ndataset = "digits"\n[run]\nname = "beside"\n[train]\nsteps = 20\nbatch_size = 1\n'
+    )
+    model.save_pretrained(out)
+    _companions(config, model, out, "config")
+    assert (out / "language_model" / "tokenizer.json").exists()
+    found = json.loads((out / "vision" / "preprocessor_config.json").read_text())
+    assert found["image_mean"] == ([0.5, 0.5, 0.5] if mean else [0.1, 0.2, 0.3]) and found["size"] == 16
