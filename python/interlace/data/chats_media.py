@@ -197,6 +197,33 @@ def _light(value: Any) -> Any:
     return kept[(..., *[None] * per_item)].expand(value.shape)
 
 
+def shifted(place: int, moved: Sequence[Mapping[str, Any]]) -> int:
+    """Where a character of the template's text came to stand when media were written into it."""
+    gained = 0
+    for replaced in moved:
+        if replaced["span"][1] > place:
+            break
+        gained = replaced["new_span"][1] - replaced["span"][1]
+    return place + gained
+
+
+def runs_in(
+    ids: Sequence[int], offsets: Sequence[tuple[int, int]], span: tuple[int, int], wanted: Sequence[int]
+) -> tuple[int, Runs]:
+    """The first token of a span of characters, and the runs (start, count) of `wanted` ids in it."""
+    start, end = span
+    inside = [place for place, (first, last) in enumerate(offsets) if first < end and last > start]
+    runs: list[tuple[int, int]] = []
+    for place in inside:
+        if ids[place] not in wanted:
+            continue
+        if runs and runs[-1][0] + runs[-1][1] == place:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((place, 1))
+    return (inside[0] if inside else 0), runs
+
+
 def in_tiles(runs: Sequence[Runs], raw: Mapping[str, Any], who: str) -> list[Runs]:
     """The runs of each medium, where a processor writes the tiles of a picture as one run cut into its tiles.
 
