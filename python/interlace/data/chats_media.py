@@ -9,12 +9,14 @@ of placeholders by the names that all processors of transformers share (FIELDS);
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
+import stat
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,11 +54,17 @@ class Cut:
 
 def check_file(path: str) -> None:
     """Raises BrokenSampleError unless there is such a file."""
-    place = Path(path)
-    if not place.exists():
-        raise BrokenSampleError("missing file", f"{path}: no such file")
-    if not place.is_file():
-        raise BrokenSampleError("no file", f"{path}: not a file")
+    name = path if len(path) <= 300 else f"{path[:300]}..."
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise BrokenSampleError("missing file", f"{name}: no such file") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+            raise BrokenSampleError("broken file", f"{name}: cannot be read: {error.strerror}") from None
+        raise BrokenSampleError("no file", f"{name}: no path; inline data have to be saved to a file") from None
+    if not stat.S_ISREG(mode):
+        raise BrokenSampleError("no file", f"{name}: not a file")
 
 
 def look_at(kind: str, path: str, *, decode: bool) -> Any:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 import zlib
@@ -41,6 +42,8 @@ from interlace.data.fetch import exclusive
 
 FORMAT = 2
 KEPT_STORES = 8
+HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+"""How JSON writes one half of a character; two of them beside each other are a whole one."""
 READ = ("ids.bin", "targets.bin", "items.jsonl", "records.jsonl")
 BLOCK = 256  # records whose files are looked at together, by several threads
 SAY_EVERY = 30.0  # seconds
@@ -104,6 +107,12 @@ def chat_of(raw: Raw, rules: Rules) -> Chat:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BrokenSampleError("json", f"no JSON: {error}") from None
+    half = HALF.search(text)
+    if half is not None:
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise BrokenSampleError("encoding", f"{half[0]} is half a character, without its other half") from None
     return parse(record, Path(rules.media).expanduser().absolute() if rules.media else raw.path.parent)
 
 

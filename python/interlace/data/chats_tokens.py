@@ -366,6 +366,10 @@ class ProcessorFormat(ChatFormat):
         media = chat.media
         for part in media:
             self.encoders_of(part.kind)
+            if part.path.lower().endswith(".svg"):
+                raise BrokenSampleError(
+                    "no encoder", f"{part.path}: a drawing (SVG), which {self.who} does not read: save it as a PNG"
+                )
         messages = self._messages(chat, [chats_media.blank_picture(size) for size in sizes])
         render = chats_template.render_with(self.template, self.special)
         text = render(messages, False)
