@@ -49,8 +49,8 @@ BROKEN = {
     "broken file": "a file that cannot be read or decoded",
     "no encoder": "media that the model cannot take",
     "size": "a picture of a size that the encoder or its processor refuses",
-    "template": "a chat that the chat template refuses",
-    "placeholder": "text that contains a placeholder token",
+    "template": "a chat that the chat template or the processor refuses",
+    "placeholder": "text that contains a placeholder or another special token that stands for media",
     "too long": "more tokens than data.max_tokens",
 }
 """What can be wrong with a record: kind -> in words."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from interlace.data.chats_shapes import BrokenSampleError, Chat, Part
 from interlace.data.chats_video import VideoSpec, read_frames
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, fitted, to_tensor
 
+WORDS = "the text has them as words"
+DATED = re.compile(r"strftime_now\s*\(")
 ENCODER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
 """The encoders of a whole checkpoint by the kind of media that they take."""
 Tokens = Callable[..., int]
@@ -234,7 +237,7 @@ class TokenizerFormat(ChatFormat):
             raise BrokenSampleError(
                 "placeholder",
                 f"its text has {len(found)} placeholder tokens ({', '.join(self.tags.values())}) for {len(wanted)} "
-                "items: the text has them as words, or the template leaves media out or moves them",
+                f"items: {WORDS}, or the template leaves media out or moves them",
             )
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -316,6 +319,11 @@ class ProcessorFormat(ChatFormat):
         tokens: Mapping[str, Tokens] | None = None,
     ) -> None:
         template = processor._resolve_chat_template(template)
+        if DATED.search(template):  # an item read tomorrow would be one of another text
+            raise ValueError(
+                f"{name} writes today's date (strftime_now), so samples would be others every day: give a template "
+                "with a fixed date as data.chat_template"
+            )
         super().__init__(processor.tokenizer, template, name=name, placeholders=placeholders, tokens=tokens)
         self.who = type(processor).__name__
         # The same processor twice: one that remembers what it made of blanks, one for the real files.
@@ -374,8 +382,12 @@ class ProcessorFormat(ChatFormat):
         render = chats_template.render_with(self.template, self.special)
         text = render(messages, False)
         spans = chats_template.answers(chat, messages, text, self.template, self.special, self.ends, self.name)
-        with refused_by(self.who):
+        try:
             out = self._call(self._blank, messages)
+        except (TypeError, ZeroDivisionError, ValueError) as error:
+            if isinstance(error, BrokenSampleError):
+                raise
+            raise BrokenSampleError(self._why(chat), f"{self.who} refuses it: {error}") from None
         ids = [int(token) for token in out["input_ids"][0]]
         offsets = [(int(first), int(last)) for first, last in out["offset_mapping"][0]]
         moved = (out.get("text_replacement_offsets") or [[]])[0]
@@ -386,7 +398,18 @@ class ProcessorFormat(ChatFormat):
             )
         spans = [(chats_media.shifted(start, moved), chats_media.shifted(end, moved)) for start, end in spans]
         items = self._items(chat, out, getattr(self._blank, "image_processor", None), ids, offsets, moved)
+        wanted = {token for encoder in self.placeholders.values() for token in encoder}
+        found, told = sum(token in wanted for token in ids), sum(item.tokens for item in items)
+        if found != told:
+            raise BrokenSampleError("placeholder", f"has {found} placeholder tokens for {told} of its media: {WORDS}")
         return Encoded(ids, self._targets(chat, spans, offsets, ids), items)
+
+    def _why(self, chat: Chat) -> str:
+        """Which kind of broken a chat is that the processor refuses."""
+        words = "".join(part.text for turn in chat.turns for part in turn.parts)
+        if any(token in words for token in self.ends):
+            return "placeholder"
+        return "size" if chat.media else "template"
 
     def encoders_of(self, kind: str) -> list[str]:
         if kind != "image" or getattr(self._text, "image_processor", None) is None:
