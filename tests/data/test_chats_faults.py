@@ -91,6 +91,7 @@ FAULTS: list[tuple[str, str | bytes]] = [
     ("broken file", talk(user(image("text.png")), said("b"))),
     ("broken file", talk(user(image("torn.png")), said("b"))),
     ("broken file", talk(user(image("empty.png")), said("b"))),
+    ("broken file", talk(user(image("deep.png")), said("b"))),
     ("no encoder", talk(user([{"type": "audio", "audio": "good.png"}]), said("b"))),
     ("broken file", talk(user("<video>"), said("b"), videos=["good.png"])),
     ("size", talk(user(image("long.png")), said("b"))),
@@ -107,6 +108,7 @@ def folder(tmp_path: Path) -> Path:
     data = (tmp_path / "torn.png").read_bytes()
     (tmp_path / "torn.png").write_bytes(data[: len(data) // 2])
     Image.new("RGB", (400, 8)).save(tmp_path / "long.png")
+    Image.new("I;16", (40, 24), 9000).save(tmp_path / "deep.png")
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "folder").mkdir()

@@ -73,8 +73,10 @@ def test_what_validation_files_leave_out_and_what_is_cut_are_told(tmp_path: Path
     assert len(said) == 1 and said[0].startswith("report of v.jsonl:1")
     report_left_out([Split("a\n"), Split("b\n")], tmp_path, said.append)
     assert len(said) == 3 and (tmp_path / "left_out.txt").read_text() == "a\nb\n"
+    report_left_out([Split("a\nb\n"), Split("b\n")], tmp_path, said.append)  # nothing of its own
+    assert len(said) == 4 and (tmp_path / "left_out.txt").read_text() == "a\nb\n"
     report_left_out([Split(""), Split("")], tmp_path, said.append)
-    assert len(said) == 3 and not (tmp_path / "left_out.txt").exists()
+    assert len(said) == 4 and not (tmp_path / "left_out.txt").exists()
 
 
 def test_without_a_reader_nothing_is_decoded() -> None:

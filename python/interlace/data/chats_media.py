@@ -24,7 +24,7 @@ from torch import Tensor
 
 from interlace.data.chats_shapes import BrokenSampleError
 from interlace.data.chats_video import video_size
-from interlace.data.media import DecodeError, _library, clip_info, decode_image, svg_size, upright_size
+from interlace.data.media import DecodeError, _library, check_depth, clip_info, decode_image, svg_size, upright_size
 
 BLANK = (200, 90, 30)  # no channel of it is 0 after normalisation, so padding, which is 0, can be told from it
 REMEMBERED = 4096
@@ -89,6 +89,7 @@ def picture_size(path: str, *, decode: bool) -> Size:
     image_module = _library("PIL.Image")
     try:
         with image_module.open(path) as image:
+            check_depth(image)
             # Pillow looks for what is up behind a PNG's pixels, too, and decodes them on the way.
             told = decode or image.format != "PNG" or "exif" in image.info
             width, height = upright_size(image) if told else image.size

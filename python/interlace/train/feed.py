@@ -320,18 +320,20 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
 def report_left_out(splits: Iterable[Any], folder: Path, say: Callable[[str], None]) -> None:
     """Says what the samples of a run do without, cuts included, and lists it in left_out.txt of its `folder`.
 
-    Splits of the same files have the same list, which is told once.
+    Splits of the same files share much of it: a split with nothing of its own is not told again.
     """
-    place, listings = folder / "left_out.txt", dict[str, Any]()
+    place, lines, reports = folder / "left_out.txt", dict[str, None](), list[str]()
     for dataset in splits:
-        listings.setdefault(dataset.listing(), dataset)
-    listings.pop("", None)
-    if not listings:
+        new = dict.fromkeys(dataset.listing().splitlines(keepends=True))
+        if new.keys() - lines.keys():
+            reports.append(dataset.report())
+        lines |= new
+    if not lines:
         place.unlink(missing_ok=True)
         return
-    place.write_text("".join(listings), encoding="utf-8")
-    for dataset in listings.values():
-        say(f"{dataset.report()}; list in {place}")
+    place.write_text("".join(lines), encoding="utf-8")
+    for report in reports:
+        say(f"{report}; list in {place}")
 
 
 def _say_on_stderr(line: str) -> None:
