@@ -331,6 +331,68 @@ def test_what_was_prepared_is_kept_until_a_file_or_a_setting_changes(tmp_path: P
     assert len(prepare([path], made, Rules(), cache)) == 4
 
 
+def test_media_are_compared_with_what_they_were(tmp_path: Path) -> None:
+    lines = [talk(user(image(f"{name}.png")), said("b")) for name in "ab"]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
+    assert len(prepare([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path / "cache")) == 1
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "b.png")  # what was missing is there
+    found = prepare([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path / "cache")
+    assert len(found) == 2 and not found.left_out
+    inode = (found.folder / "ids.bin").stat().st_ino
+    Image.new("RGB", (24, 40), "red").save(tmp_path / "a.png")
+    again = prepare([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path / "cache")
+    assert [item.shape for i in range(2) for item in again.encoded(i).items] == [(3, 40, 24), (3, 24, 40)]
+    assert (again.folder / "ids.bin").stat().st_ino != inode
+    assert found.encoded(0).items[0].shape == (3, 24, 40)  # who has the old one open keeps it
+
+
+def test_other_counts_of_tokens_are_prepared_anew(tmp_path: Path) -> None:
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "a.png")
+    (tmp_path / "t.jsonl").write_text(talk(user(image("a.png")), said("b")))
+
+    def refuses(shape: tuple[int, ...]) -> int:
+        raise ValueError("no such shape")
+
+    counts: list[Any] = [lambda shape: 16, lambda shape: 4, refuses, lambda shape: 4]
+    for count in counts:
+        made = chats(vision=count)
+        if count is refuses:
+            with pytest.raises(ValueError, match="no such shape"):
+                prepare([tmp_path / "t.jsonl"], made, Rules(), tmp_path / "cache")
+            continue
+        [item] = prepare([tmp_path / "t.jsonl"], made, Rules(), tmp_path / "cache").encoded(0).items
+        assert item.tokens == count(item.shape)
+
+
+def test_a_picture_that_changes_its_size_in_a_run_is_not_squeezed(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 24), "red").save(tmp_path / "a.png")
+    for name in "tv":
+        (tmp_path / f"{name}.jsonl").write_text(talk(user(image("a.png")), said("b")))
+    train, _ = load_chats([tmp_path / "t.jsonl"], [tmp_path / "v.jsonl"], chats(), Rules(), cache=tmp_path / "cache")
+    Image.new("RGB", (24, 40), "red").save(tmp_path / "a.png")
+    assert not train.sample(0).media["vision"][0].data.any()
+    assert train.blank_items == 1 and "when it was prepared" in train.report()
+
+
+def test_a_data_file_written_anew_in_a_run_gives_no_other_pictures(tmp_path: Path) -> None:
+    for name, color in (("a", "red"), ("b", "blue")):
+        Image.new("RGB", (40, 24), color).save(tmp_path / f"{name}.png")
+    for name in "tv":
+        (tmp_path / f"{name}.jsonl").write_text(talk(user(image("a.png")), said("b")))
+    train, _ = load_chats([tmp_path / "t.jsonl"], [tmp_path / "v.jsonl"], chats(), Rules(), cache=tmp_path / "cache")
+    (tmp_path / "t.jsonl").write_text(talk(user(image("b.png")), said("b")))
+    assert not train.sample(0).media["vision"][0].data.any()
+    assert "is another record" in train.report()
+
+
+def test_a_store_that_is_pruned_stays_readable_for_who_uses_it(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(talk(user("a"), said("b")))
+    stores = [prepare([tmp_path / "t.jsonl"], chats(), Rules(max_tokens=64 + n), tmp_path / "c") for n in range(10)]
+    assert not stores[0].folder.exists()
+    assert stores[0].encoded(0).ids == stores[9].encoded(0).ids and stores[0].chat(0) == stores[9].chat(0)
+
+
 def test_held_out_records_are_the_same_every_time_and_apart(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, [*_records(60), *_records(60)])))

@@ -11,6 +11,7 @@ from PIL import Image
 
 from interlace import cli
 from interlace.data.chats_files import ChatFileError, find
+from interlace.data.chats_page import Findings
 from interlace.data.chats_shapes import BROKEN, BrokenSampleError, parse
 from interlace.data.chats_store import Rules, examine, prepare
 from interlace.data.chats_tokens import TokenizerFormat
@@ -50,6 +51,7 @@ def talk(*messages: Any, **more: Any) -> str:
 
 FAULTS: list[tuple[str, str | bytes]] = [
     ("encoding", b'{"messages": [{"role": "user", "content": "caf\xe9"}]}'),
+    ("encoding", talk(user("half \ud83d a frog"), said("b"))),
     ("json", '{"messages": [{"role": "user", '),
     ("json", "just words"),
     ("record", "[1, 2]"),
@@ -82,10 +84,14 @@ FAULTS: list[tuple[str, str | bytes]] = [
     ("url", talk(user(image("https://example.org/a.png")), said("b"))),
     ("url", talk(user(image("data:image/png;base64,AAAA")), said("b"))),
     ("missing file", talk(user(image("gone.png")), said("b"))),
+    ("missing file", talk(user(image("good.png/a.png")), said("b"))),
     ("no file", talk(user(image("folder")), said("b"))),
+    ("no file", talk(user(image("iVBORw0KGgo" * 500)), said("b"))),
+    ("no file", talk(user(image("a\0.png")), said("b"))),
     ("broken file", talk(user(image("text.png")), said("b"))),
     ("broken file", talk(user(image("torn.png")), said("b"))),
     ("broken file", talk(user(image("empty.png")), said("b"))),
+    ("broken file", talk(user(image("deep.png")), said("b"))),
     ("no encoder", talk(user([{"type": "audio", "audio": "good.png"}]), said("b"))),
     ("broken file", talk(user("<video>"), said("b"), videos=["good.png"])),
     ("size", talk(user(image("long.png")), said("b"))),
@@ -102,6 +108,7 @@ def folder(tmp_path: Path) -> Path:
     data = (tmp_path / "torn.png").read_bytes()
     (tmp_path / "torn.png").write_bytes(data[: len(data) // 2])
     Image.new("RGB", (400, 8)).save(tmp_path / "long.png")
+    Image.new("I;16", (40, 24), 9000).save(tmp_path / "deep.png")
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "folder").mkdir()
@@ -128,6 +135,46 @@ def test_every_fault_is_found_and_costs_its_record_alone(folder: Path) -> None:
         assert broken is not None and broken.kind == kind, (kind, line, broken)
     assert [number for number, one in by_line.items() if one.broken is None] == [2, 3, 4, 5 + len(FAULTS)]
     assert {kind for kind, _ in FAULTS} == set(BROKEN) - {"template"}
+
+
+@pytest.mark.parametrize("says", ["m['content'].index('zz')", "'%d' % m['content']", "1 / (m['content'] | int)"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_whatever_a_template_raises_costs_one_record(folder: Path, says: str, marked: bool) -> None:
+    strict = "{% if messages | length > 2 %}{% set x = namespace(v=0) %}{% for m in messages %}{{ SAYS }}{% endfor %}"
+    made = chats()
+    text = strict.replace("SAYS", says) + "{% endif %}" + TEMPLATE
+    text += "{% if false %}{% generation %}{% endgeneration %}{% endif %}" if marked else ""
+    refusing = TokenizerFormat(
+        made.tokenizer, text, name="the template", tags=made.tags, specs=made.specs, tokens=made.tokens
+    )
+    path = folder / "a.jsonl"
+    path.write_text(talk(user("a"), said("b"), user("c"), said("d")))
+    [one] = examine([path], refusing, Rules(), folder)
+    assert one.broken is not None and one.broken.kind == "template"
+
+
+def test_halves_of_characters_in_a_list_are_found_too(folder: Path) -> None:
+    (folder / "a.json").write_text("[" + talk(user("half \ud83d"), said("b")) + "]")
+    [one] = examine([folder / "a.json"], chats(), Rules(), folder)
+    assert one.broken is not None and one.broken.kind == "encoding"
+
+
+def test_a_folder_that_may_not_be_read_costs_its_records_alone(folder: Path, monkeypatch: Any) -> None:
+    import os
+
+    real = os.stat
+
+    def refused(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if "locked" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **kwargs)
+
+    path = folder / "a.jsonl"
+    path.write_text(talk(user(image("locked/a.png")), said("b")) + "\n" + GOOD)
+    monkeypatch.setattr(os, "stat", refused)
+    one, other = examine([path], chats(), Rules(), folder)
+    assert one.broken is not None and one.broken.kind == "broken file" and "Permission denied" in str(one.broken)
+    assert other.broken is None
 
 
 def test_what_the_template_refuses(folder: Path) -> None:
@@ -220,6 +267,30 @@ def test_check_reports_and_writes_a_page(folder: Path, capsys: pytest.CaptureFix
     assert cli.main(["data", "check", str(good), "--samples", "0"]) == 0
     assert cli.main(["data", "check", str(folder / "gone.jsonl")]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_check_never_writes_over_what_it_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = folder / "good.jsonl"
+    good.write_text(GOOD)
+    assert cli.main(["data", "check", str(good), "--out", str(folder / "folder" / ".." / "good.jsonl")]) == 2
+    assert good.read_text() == GOOD and "which is read" in capsys.readouterr().err
+
+
+def test_a_page_shows_pictures_that_cannot_be_read_as_such(folder: Path) -> None:
+    path, page = folder / "a.jsonl", folder / "page.html"
+    path.write_text(talk(user(image("torn.png")), said("b")))
+    assert cli.main(["data", "check", str(path), "--headers", "--out", str(page)]) == 0
+    assert "torn.png: " in page.read_text() and not list(folder.glob(".page*"))
+
+
+def test_what_is_too_long_is_broken_where_it_is_an_error(folder: Path) -> None:
+    path = folder / "a.jsonl"
+    path.write_text(GOOD)
+    [one] = examine([path], chats(), Rules(max_tokens=8, on_too_long="error"), folder)
+    for strict in (False, True):
+        found = Findings(strict)
+        found.add(one)
+        assert len(found.broken) == strict
 
 
 @pytest.mark.parametrize("record", [None, 3, "x", {}, {"messages": {}}, {"messages": [None]}])

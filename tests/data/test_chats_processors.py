@@ -12,7 +12,7 @@ import torch
 
 from interlace.data import IGNORE
 from interlace.data.chats import ChatDataset, load_chats
-from interlace.data.chats_store import Rules
+from interlace.data.chats_store import Rules, examine
 from interlace.data.chats_tokens import ProcessorFormat
 from tests.data import chat_families
 
@@ -91,3 +91,37 @@ def compare(name: str, folder: Path, count: int) -> None:
             if key in out:
                 assert [list(item.about[told]) for item in items] == out[key].tolist()
     assert pictures > count / 2
+
+
+def _examined(family: Any, folder: Path, text: str, *, picture: str = "") -> Any:
+    content = [{"type": "text", "text": text}, *([{"type": "image", "image": picture}] if picture else [])]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    made = ProcessorFormat(family.processor, name="template", placeholders={"vision": family.placeholder})
+    [one] = examine([_write(folder / "a.jsonl", [{"messages": messages}])], made, Rules(), folder)
+    return one
+
+
+@pytest.mark.parametrize("token", ["<image_soft_token>", "<start_of_image>"])
+def test_a_placeholder_written_as_words_is_named_as_such(token: str, tmp_path: Path) -> None:
+    family = chat_families.FAMILIES["gemma3"](tmp_path / "model")
+    [picture, *_] = chat_families.pictures(tmp_path / "pictures", 1)
+    for file in ("", str(picture)):
+        one = _examined(family, tmp_path, f"what is {token} here?", picture=file)
+        assert one.broken is not None and one.broken.kind == "placeholder", one.broken
+    assert _examined(family, tmp_path, "what is here?", picture=str(picture)).broken is None
+
+
+def test_drawings_cost_their_record_alone(tmp_path: Path) -> None:
+    family = chat_families.FAMILIES["gemma3"](tmp_path / "model")
+    (tmp_path / "a.svg").write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg" width="24.5" height="24"><rect width="24" height="24"/></svg>'
+    )
+    one = _examined(family, tmp_path, "what?", picture=str(tmp_path / "a.svg"))
+    assert one.broken is not None and one.broken.kind == "no encoder" and "save it as a PNG" in str(one.broken)
+
+
+def test_templates_with_the_date_of_today_are_refused(tmp_path: Path) -> None:
+    family = chat_families.FAMILIES["gemma3"](tmp_path / "model")
+    dated = "{{ strftime_now('%d %b %Y') }}" + family.processor.chat_template
+    with pytest.raises(ValueError, match="today's date"):
+        ProcessorFormat(family.processor, dated, name="template", placeholders={"vision": family.placeholder})

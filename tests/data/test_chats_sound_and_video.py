@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from interlace.data.chats_media import look_at
 from interlace.data.chats_shapes import BrokenSampleError, parse
 from interlace.data.chats_store import Rules, examine, prepare
 from interlace.data.chats_tokens import TokenizerFormat
-from interlace.data.chats_video import VideoSpec, read_frames, video_size
-from interlace.data.media import AudioSpec, ImageSpec, load_audio
+from interlace.data.chats_video import VideoSpec, _time, read_frames, video_size
+from interlace.data.media import AudioSpec, DecodeError, ImageSpec, load_audio
 from tests.data.chat_families import trained
 from tests.data.test_chats_faults import TEMPLATE, said, talk, user
 
@@ -127,6 +128,23 @@ def test_videos_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(BrokenSampleError) as raised:
             look_at("video", str(tmp_path / name), decode=True)
         assert raised.value.kind == "broken file" and name in str(raised.value)
+
+
+def test_frames_without_a_time_are_a_broken_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _video(tmp_path / "a.mp4", 2)
+    monkeypatch.setattr("interlace.data.chats_video._time", _refused)
+    with pytest.raises(BrokenSampleError, match="does not say when"):
+        video_size(str(path), decode=False)
+    with pytest.raises(DecodeError, match="does not say when"):
+        read_frames(str(path), 2)
+    monkeypatch.undo()
+    assert _time(SimpleNamespace(time=1)) == 1.0
+    with pytest.raises(ValueError, match="does not say when"):
+        _time(SimpleNamespace(time=None))
+
+
+def _refused(frame: Any) -> float:
+    return _time(SimpleNamespace(time=None))
 
 
 def test_a_cut_takes_the_whole_video(tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from interlace.data import DigitsDataset
-from interlace.train.feed import Feed
+from interlace.train.config import ConfigError
+from interlace.train.feed import Feed, report_left_out
 
 
 def _feed(wanted: Callable[[list[Any]], Any] | None = None, **settings: Any) -> Feed:
@@ -46,6 +49,34 @@ def test_held_out_samples_are_all_of_them_and_wait_to_be_read() -> None:
     assert all(item.data is not None for item in _pictures(feed.held_out))
     assert feed.held_out_data.read_items == 50
     feed.close()
+
+
+def test_other_validation_samples_are_no_continuation() -> None:
+    feed, other = _feed(), _feed()
+    other.held_out_data = other.train
+    state = feed.state_dict()
+    feed.load_state_dict(state)
+    with pytest.raises(ConfigError, match="the validation samples are not those"):
+        other.load_state_dict(state)
+    for one in (feed, other):
+        one.close()
+
+
+def test_what_validation_files_leave_out_and_what_is_cut_are_told(tmp_path: Path) -> None:
+    class Split:
+        def __init__(self, listing: str) -> None:
+            self.listing = lambda: listing
+            self.report = lambda: f"report of {listing.strip()}"
+
+    said: list[str] = []
+    report_left_out([Split(""), Split("v.jsonl:1: cut to 8 tokens\n")], tmp_path, said.append)
+    assert len(said) == 1 and said[0].startswith("report of v.jsonl:1")
+    report_left_out([Split("a\n"), Split("b\n")], tmp_path, said.append)
+    assert len(said) == 3 and (tmp_path / "left_out.txt").read_text() == "a\nb\n"
+    report_left_out([Split("a\nb\n"), Split("b\n")], tmp_path, said.append)  # nothing of its own
+    assert len(said) == 4 and (tmp_path / "left_out.txt").read_text() == "a\nb\n"
+    report_left_out([Split(""), Split("")], tmp_path, said.append)
+    assert len(said) == 4 and not (tmp_path / "left_out.txt").exists()
 
 
 def test_without_a_reader_nothing_is_decoded() -> None:

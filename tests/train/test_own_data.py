@@ -12,6 +12,8 @@ import pytest
 from interlace.cli import main
 from interlace.data.chats_shapes import parse
 from interlace.train.config import ConfigError, from_table, load, loads, tomllib
+from interlace.train.schema_data import Data
+from interlace.train.texts import tokenizer_of
 from tests.data.chat_families import pictures, trained
 from tests.data.test_chats_faults import TEMPLATE
 
@@ -179,6 +181,8 @@ def test_check_of_a_config_shows_samples_in_tokens(own: Path, capsys: pytest.Cap
         ('data.on_broken="error"', "train.jsonl:4: no JSON"),
         ("data.on_too_long=shorten", "data.on_too_long should be 'cut', 'skip' or 'error'"),
         ("data.dataset=digits", "train is a key of dataset 'chats', not of 'digits'"),
+        ("data.max_images=5", "max_images is a key of datasets 'stamps' and 'digits', not of 'chats'"),
+        ("data.mixture.text=0.5", "mixture is a key of datasets 'stamps' and 'digits', not of 'chats'"),
         ('data.placeholders={vision = "a"}', "the placeholder 'a' is a piece of words for this tokenizer"),
         ('data.placeholders={eyes = "<eye>"}', "data.placeholders names 'eyes'; the encoders are vision"),
     ],
@@ -211,3 +215,23 @@ def test_files_of_a_config_are_found_from_any_folder(own: Path, monkeypatch: pyt
     assert load(own / "own.toml").data.tokenizer == str(own / "tokenizer")
     with pytest.raises(ConfigError, match="pack fills rows up to max_tokens"):
         loads(text.replace("max_tokens = 160", "pack = true"))
+
+
+@pytest.mark.parametrize("key", ["on_broken='error'", "decode_first=false", "video_fps=2.0", "max_video_tokens=8"])
+def test_keys_of_chats_are_refused_for_other_data(key: str) -> None:
+    table = tomllib.loads(f"[data]\ndataset = 'digits'\n{key}")["data"]
+    with pytest.raises(ValueError, match=f"{key.partition('=')[0]} is a key of dataset 'chats', not of 'digits'"):
+        Data.model_validate(table)
+    same = Data(dataset="digits")
+    assert Data.model_validate(same.model_dump()) == same  # a saved config spells out what is there by default
+
+
+@pytest.mark.parametrize("key", ["max_image_tokens=64", "on_too_large='error'", "max_audio_seconds=9.0"])
+def test_what_a_processor_decides_is_refused_beside_a_whole_checkpoint(own: Path, key: str) -> None:
+    table = tomllib.loads(CONFIG.format(folder=own))
+    del table["data"]["max_image_tokens"]
+    table["data"] |= tomllib.loads(key)
+    config = from_table(table)
+    config.model.path = str(own / "whole")
+    with pytest.raises(ConfigError, match=rf"data\.{key.partition('=')[0]}: a whole checkpoint .* remove it"):
+        tokenizer_of(config)

@@ -1,7 +1,8 @@
 """Somebody's own chats as a dataset: samples from prepared files (`chats_store`), their media read when asked for.
 
 A sample's media are read together, by whoever first asks for one of them: a processor takes all pictures of a chat at
-once. What then comes out is compared with what was prepared, so a file that has changed since is noticed.
+once. The record and the sizes are compared with what was prepared, so a data file that was written anew and a picture
+that has become another's size are noticed; a picture replaced by one of the same size in a run is not.
 """
 
 from __future__ import annotations

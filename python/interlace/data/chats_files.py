@@ -87,7 +87,9 @@ def records(path: Path, media: Path) -> Iterator[Raw]:
             return
         rows = {"list": _list, "parquet": _parquet, "datasets": _datasets}[kind](path)
         for number, row in enumerate(rows, 1):
-            line = json.dumps(_without_bytes(row, media), ensure_ascii=False, default=str).encode("utf-8", "replace")
+            line = json.dumps(_without_bytes(row, media), ensure_ascii=False, default=str).encode(
+                "utf-8", "surrogatepass"
+            )
             yield Raw(path, number, line, -1)
     except OSError as error:
         raise ChatFileError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -9,12 +9,14 @@ of placeholders by the names that all processors of transformers share (FIELDS);
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
+import stat
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from interlace.data.chats_shapes import BrokenSampleError
 from interlace.data.chats_video import video_size
-from interlace.data.media import DecodeError, _library, clip_info, decode_image, svg_size, upright_size
+from interlace.data.media import DecodeError, _library, check_depth, clip_info, decode_image, svg_size, upright_size
 
 BLANK = (200, 90, 30)  # no channel of it is 0 after normalisation, so padding, which is 0, can be told from it
 REMEMBERED = 4096
@@ -52,11 +54,17 @@ class Cut:
 
 def check_file(path: str) -> None:
     """Raises BrokenSampleError unless there is such a file."""
-    place = Path(path)
-    if not place.exists():
-        raise BrokenSampleError("missing file", f"{path}: no such file")
-    if not place.is_file():
-        raise BrokenSampleError("no file", f"{path}: not a file")
+    name = path if len(path) <= 300 else f"{path[:300]}..."
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise BrokenSampleError("missing file", f"{name}: no such file") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+            raise BrokenSampleError("broken file", f"{name}: cannot be read: {error.strerror}") from None
+        raise BrokenSampleError("no file", f"{name}: no path; inline data have to be saved to a file") from None
+    if not stat.S_ISREG(mode):
+        raise BrokenSampleError("no file", f"{name}: not a file")
 
 
 def look_at(kind: str, path: str, *, decode: bool) -> Any:
@@ -81,6 +89,7 @@ def picture_size(path: str, *, decode: bool) -> Size:
     image_module = _library("PIL.Image")
     try:
         with image_module.open(path) as image:
+            check_depth(image)
             # Pillow looks for what is up behind a PNG's pixels, too, and decodes them on the way.
             told = decode or image.format != "PNG" or "exif" in image.info
             width, height = upright_size(image) if told else image.size
@@ -195,6 +204,33 @@ def _light(value: Any) -> Any:
     per_item = 3 if value.dim() > 3 else value.dim()
     kept = value.abs().flatten(-per_item).amax(-1).sign()
     return kept[(..., *[None] * per_item)].expand(value.shape)
+
+
+def shifted(place: int, moved: Sequence[Mapping[str, Any]]) -> int:
+    """Where a character of the template's text came to stand when media were written into it."""
+    gained = 0
+    for replaced in moved:
+        if replaced["span"][1] > place:
+            break
+        gained = replaced["new_span"][1] - replaced["span"][1]
+    return place + gained
+
+
+def runs_in(
+    ids: Sequence[int], offsets: Sequence[tuple[int, int]], span: tuple[int, int], wanted: Sequence[int]
+) -> tuple[int, Runs]:
+    """The first token of a span of characters, and the runs (start, count) of `wanted` ids in it."""
+    start, end = span
+    inside = [place for place, (first, last) in enumerate(offsets) if first < end and last > start]
+    runs: list[tuple[int, int]] = []
+    for place in inside:
+        if ids[place] not in wanted:
+            continue
+        if runs and runs[-1][0] + runs[-1][1] == place:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((place, 1))
+    return (inside[0] if inside else 0), runs
 
 
 def in_tiles(runs: Sequence[Runs], raw: Mapping[str, Any], who: str) -> list[Runs]:

@@ -14,7 +14,7 @@ import numpy as np
 from interlace.data.chats_shapes import BROKEN, Chat
 from interlace.data.chats_store import Examined
 from interlace.data.chats_tokens import ChatFormat, Encoded
-from interlace.data.media import _library
+from interlace.data.media import DecodeError, _library
 
 THUMBNAIL = 160  # pixels of a side
 MOST_TOKENS = 1500  # of a sample on the page
@@ -24,8 +24,9 @@ BARS = 10
 
 @dataclass
 class Findings:
-    """What a check found, counted record by record."""
+    """What a check found, counted record by record. strict: whether what is too long is an error for the run, too."""
 
+    strict: bool = False
     usable: int = 0
     cut: list[str] = field(default_factory=list)
     left_out: list[tuple[str, str, str]] = field(default_factory=list)
@@ -49,8 +50,8 @@ class Findings:
 
     @property
     def broken(self) -> list[tuple[str, str, str]]:
-        """What is left out for another reason than its length."""
-        return [entry for entry in self.left_out if entry[1] != "too long"]
+        """What is left out and should not be: for another reason than its length, unless that is an error, too."""
+        return [entry for entry in self.left_out if self.strict or entry[1] != "too long"]
 
     def lines(self) -> list[str]:
         """The report as lines of text."""
@@ -153,7 +154,10 @@ def _thumbnail(kind: str, path: str) -> str:
         return f"<figcaption>{kind}: {name}</figcaption>"
     from interlace.data.chats_media import read_picture
 
-    image = read_picture(path)
+    try:
+        image = read_picture(path)
+    except DecodeError as error:  # headers alone were looked at
+        return f"<figcaption>{name}: {html.escape(' '.join(str(error).split()))}</figcaption>"
     size = f"{image.width} x {image.height}"
     image.thumbnail((THUMBNAIL, THUMBNAIL), _library("PIL.Image").Resampling.BILINEAR)
     buffer = io.BytesIO()

@@ -30,7 +30,7 @@ TAG = re.compile(r"<(image|video|audio)>")
 FILE_KEYS = ("path", "url")
 
 BROKEN = {
-    "encoding": "the line is no text in UTF-8",
+    "encoding": "the line is no text in UTF-8, or names halves of characters",
     "json": "the line is no JSON",
     "record": "the record is no object with messages or conversations",
     "turns": "the list of turns is missing, empty or of other things than turns",
@@ -45,12 +45,12 @@ BROKEN = {
     "media key": "a list of files that is no list of paths",
     "url": "a file on a network",
     "missing file": "a file that is not there",
-    "no file": "a folder or device in the place of a file",
-    "broken file": "a file that cannot be decoded",
+    "no file": "a folder or device in the place of a file, or what is no path",
+    "broken file": "a file that cannot be read or decoded",
     "no encoder": "media that the model cannot take",
     "size": "a picture of a size that the encoder or its processor refuses",
-    "template": "a chat that the chat template refuses",
-    "placeholder": "text that contains a placeholder token",
+    "template": "a chat that the chat template or the processor refuses",
+    "placeholder": "text that contains a placeholder or another special token that stands for media",
     "too long": "more tokens than data.max_tokens",
 }
 """What can be wrong with a record: kind -> in words."""

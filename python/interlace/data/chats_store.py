@@ -3,11 +3,13 @@
 Preparing goes through the files in order. Each record is parsed, its files are looked at (and by default decoded), its
 tokens are counted without pixels, and it is kept, cut or left out, as configured; so what a run trains on is known by
 file and line before the first step, on every rank, and lengths are known for packing. Kept are ids, targets and items'
-shapes; texts and media stay where they are. A folder is keyed by the files (path, size, time) and all that the tokens
-depend on, built under a lock and moved into place whole.
+shapes; texts and media stay where they are. A folder is keyed by the data files (path, size, time) and what the tokens
+depend on, built under a lock and moved into place whole. It is used as long as every medium that the files name is as
+it was (size and time, or missing), and the encoders still make as many tokens of each shape; else it is built anew.
 
 ids.bin  int32, all samples side by side      targets.bin  uint8, 1 = to be learnt
 items.jsonl  a line per sample: where its record is, its items      places.npz  where each sample begins in these
+records.jsonl  records of files that are not read in place      media.jsonl  [path, size and time, or null: missing]
 left_out.jsonl  [where, kind, reason]      store.json  the rest; written last
 """
 
@@ -17,13 +19,14 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -37,8 +40,11 @@ from interlace.data.chats_shapes import BrokenSampleError, Chat, parse
 from interlace.data.chats_tokens import ChatFormat, Encoded, Item
 from interlace.data.fetch import exclusive
 
-FORMAT = 1
+FORMAT = 2
 KEPT_STORES = 8
+HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+"""How JSON writes one half of a character; two of them beside each other are a whole one."""
+READ = ("ids.bin", "targets.bin", "items.jsonl", "records.jsonl")
 BLOCK = 256  # records whose files are looked at together, by several threads
 SAY_EVERY = 30.0  # seconds
 log = logging.getLogger("interlace.data")
@@ -59,15 +65,32 @@ class Rules:
     decode: bool = True
 
 
+Stamp = tuple[int, int] | None
+"""(size, time of the last change in ns) of a file; None: there is none that could be looked at."""
+
+
+def stamp(path: str) -> Stamp:
+    """What tells whether a medium is still the same."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
 @dataclass(frozen=True)
 class Examined:
-    """What became of one record: its chat and tokens, or why it is left out. length: before it was cut."""
+    """What became of one record: its chat and tokens, or why it is left out.
+
+    length: before it was cut. media: path -> what its files were when they were looked at (`stamp`).
+    """
 
     raw: Raw
     chat: Chat | None = None
     encoded: Encoded | None = None
     broken: BrokenSampleError | None = None
     length: int = 0
+    media: Mapping[str, Stamp] = field(default_factory=dict)
 
     @property
     def was_cut(self) -> bool:
@@ -84,6 +107,12 @@ def chat_of(raw: Raw, rules: Rules) -> Chat:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BrokenSampleError("json", f"no JSON: {error}") from None
+    half = HALF.search(text)
+    if half is not None:
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise BrokenSampleError("encoding", f"{half[0]} is half a character, without its other half") from None
     return parse(record, Path(rules.media).expanduser().absolute() if rules.media else raw.path.parent)
 
 
@@ -111,35 +140,37 @@ def _examine_block(
             read.append(error)
     files = list(dict.fromkeys((p.kind, p.path) for chat in read if isinstance(chat, Chat) for p in chat.media))
 
-    def look(file: tuple[str, str]) -> Any:
+    def look(file: tuple[str, str]) -> tuple[Stamp, Any]:
+        was = stamp(file[1])  # before it is read: what changes meanwhile has changed
         try:
             if chats is not None:
                 chats.encoders_of(file[0])
-            return look_at(*file, decode=rules.decode)
+            return was, look_at(*file, decode=rules.decode)
         except BrokenSampleError as error:
-            return error
+            return was, error
 
-    sizes = dict(zip(files, pool.map(look, files), strict=True))
+    looked = dict(zip(files, pool.map(look, files), strict=True))
     for raw, chat in zip(block, read, strict=True):
         if isinstance(chat, BrokenSampleError):
             yield Examined(raw, broken=chat)
             continue
-        theirs = [sizes[part.kind, part.path] for part in chat.media]
+        theirs = [looked[part.kind, part.path][1] for part in chat.media]
+        media = {part.path: looked[part.kind, part.path][0] for part in chat.media}
         bad = next((size for size in theirs if isinstance(size, BrokenSampleError)), None)
         if bad is not None:
-            yield Examined(raw, chat, broken=bad)
+            yield Examined(raw, chat, broken=bad, media=media)
             continue
         if chats is None:
-            yield Examined(raw, chat)
+            yield Examined(raw, chat, media=media)
             continue
         try:
             encoded = chats.encode(chat, theirs)
         except BrokenSampleError as error:
-            yield Examined(raw, chat, broken=error)
+            yield Examined(raw, chat, broken=error, media=media)
         except ValueError as error:  # of the processor or template, which is wrong for all
             raise ChatFileError(f"{raw.where}: {error}") from None
         else:
-            yield _fitted(raw, chat, encoded, rules)
+            yield replace(_fitted(raw, chat, encoded, rules), media=media)
 
 
 def _fitted(raw: Raw, chat: Chat, encoded: Encoded, rules: Rules) -> Examined:
@@ -184,8 +215,8 @@ def shortened(encoded: Encoded, most: int) -> Encoded | None:
 class ChatStore:
     """Prepared chats, in a folder.
 
-    starts: int64 [n + 1] of ids; lines: int64 [n + 1] of items.jsonl; kinds: uint8 [n], 1 = with media; hashes: uint32
-    [n] of the records. left_out: (file:line, kind, reason). `totals` and `cut` count what the files hold.
+    starts: int64 [n + 1] of ids; lines: int64 [n + 1] of items.jsonl; hashes: uint32 [n], crc32 of the records.
+    left_out: (file:line, kind, reason); cut: file:line of what was cut.
     """
 
     folder: Path
@@ -193,7 +224,6 @@ class ChatStore:
     starts: np.ndarray
     lines: np.ndarray
     hashes: np.ndarray
-    items_of: np.ndarray
     left_out: list[tuple[str, str, str]]
     cut: list[str]
     fingerprint: str
@@ -230,8 +260,10 @@ class ChatStore:
     def chat(self, index: int) -> Chat:
         """The chat of a sample, read again from its file. Raises BrokenSampleError, OSError when that has changed."""
         line = self.line(index)
-        place = str(self.folder / "records.jsonl") if line["copied"] else line["file"]
+        place = "records.jsonl" if line["copied"] else line["file"]
         data = self._read(place, line["offset"], line["size"])
+        if zlib.crc32(data) != int(self.hashes[index]):
+            raise OSError(f"{self.where(index)}: is another record than the one that was prepared; start the run anew")
         return chat_of(Raw(Path(line["file"]), line["number"], data, line["offset"]), self.rules)
 
     def where(self, index: int) -> str:
@@ -239,13 +271,17 @@ class ChatStore:
         line = self.line(index)
         return f"{line['file']}:{line['number']}"
 
-    def _read(self, name: str, offset: int, size: int) -> bytes:
+    def open(self, name: str) -> IO[bytes]:
+        """A file of the folder, or one given by its whole path, which stays open: what replaces it changes nothing."""
         file = self._files.get(name)
         if file is None:  # threads may open it at once: all take the first one's
             file = self._files.setdefault(name, open(self.folder / name, "rb", buffering=0))
-        data = os.pread(file.fileno(), size, offset)
+        return file
+
+    def _read(self, name: str, offset: int, size: int) -> bytes:
+        data = os.pread(self.open(name).fileno(), size, offset)
         if len(data) != size:
-            raise OSError(f"{self.folder / name}: cut short; remove it and it is prepared again")
+            raise OSError(f"{self.folder / name}: is shorter than when it was prepared; start the run anew")
         return data
 
 
@@ -263,17 +299,19 @@ def prepare(
     """
     said = [FORMAT, [chats_files.signature(path) for path in files], chats.signature(), repr(rules)]
     folder = cache / "chats" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:20]
-    store = _load(folder, rules)
+    store = _load(folder, rules, chats)
     if store is None:
         (cache / "chats").mkdir(parents=True, exist_ok=True)
         with exclusive(folder.with_suffix(".lock"), timeout):
-            store = _load(folder, rules)
+            store = _load(folder, rules, chats)
             if store is None:
                 _build(folder, files, chats, rules)
-                store = _load(folder, rules)
+                store = _load(folder, rules, chats)
                 _prune(folder.parent)
         if store is None:
-            raise ChatFileError(f"{folder}: was written and cannot be read; is the disk full or damaged?")
+            raise ChatFileError(
+                f"{folder}: was written and cannot be used; is the disk full, or does somebody change the media?"
+            )
     if not len(store):
         raise ChatFileError(f"{_named(files)}: no sample is left{_most_common(store)}")
     return store
@@ -290,26 +328,44 @@ def _most_common(store: ChatStore) -> str:
     return f" of {len(store.left_out)}; the first, {where}: {reason}"
 
 
-def _load(folder: Path, rules: Rules) -> ChatStore | None:
+def _load(folder: Path, rules: Rules, chats: ChatFormat) -> ChatStore | None:
     try:
         record = json.loads((folder / "store.json").read_text(encoding="utf-8"))
         with np.load(folder / "places.npz") as places:
-            arrays = {name: places[name] for name in ("starts", "lines", "hashes", "items_of")}
+            arrays = {name: places[name] for name in ("starts", "lines", "hashes")}
         left_out = [tuple(json.loads(line)) for line in (folder / "left_out.jsonl").read_text("utf-8").splitlines()]
         whole = (folder / "ids.bin").stat().st_size == 4 * int(arrays["starts"][-1])
         whole &= (folder / "targets.bin").stat().st_size == int(arrays["starts"][-1])
         whole &= (folder / "items.jsonl").stat().st_size == int(arrays["lines"][-1])
         if not whole:
             raise ValueError("cut short")
+        changed = _changed(folder, record["counts"], chats)
+        if changed:
+            log.info("%s; preparing the data anew", changed)
+            return None
         os.utime(folder)  # used now: pruning goes by this time
-        return ChatStore(
+        store = ChatStore(
             folder, rules, **arrays, left_out=left_out, cut=record["cut"], fingerprint=record["fingerprint"]
         )
+        for name in READ:
+            store.open(name)
+        return store
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
         log.warning("%s: damaged; preparing it again", folder)
         return None
+
+
+def _changed(folder: Path, counts: Sequence[Any], chats: ChatFormat) -> str:
+    """What is no longer as it was when the folder was written; empty: nothing."""
+    with open(folder / "media.jsonl", encoding="utf-8") as media:
+        for line in media:
+            path, was = json.loads(line)
+            now = stamp(path)
+            if (None if now is None else list(now)) != was:
+                return f"{path[:200]} has changed since it was looked at"
+    return chats.other_count(counts)
 
 
 def _build(folder: Path, files: Sequence[Path], chats: ChatFormat, rules: Rules) -> None:
@@ -318,26 +374,26 @@ def _build(folder: Path, files: Sequence[Path], chats: ChatFormat, rules: Rules)
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
     temporary.mkdir(parents=True)
     try:
-        _write(temporary, examine(files, chats, rules, folder.parent / "media"), rules)
+        _write(temporary, examine(files, chats, rules, folder.parent / "media"), rules, chats)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write(folder: Path, found: Iterator[Examined], rules: Rules) -> None:
+def _write(folder: Path, found: Iterator[Examined], rules: Rules, chats: ChatFormat) -> None:
     began = said = time.monotonic()
     starts, lines = [0], [0]
     hashes: list[int] = []
-    items_of: list[int] = []
+    media: dict[str, Stamp] = {}
     cut: list[str] = []
     left_out: list[tuple[str, str, str]] = []
     digest = hashlib.sha256()
     copied = 0
-    names = ("ids.bin", "targets.bin", "items.jsonl", "records.jsonl")
-    with open(folder / names[0], "wb") as ids, open(folder / names[1], "wb") as targets:
-        with open(folder / names[2], "wb") as items, open(folder / names[3], "wb") as records:
+    with open(folder / READ[0], "wb") as ids, open(folder / READ[1], "wb") as targets:
+        with open(folder / READ[2], "wb") as items, open(folder / READ[3], "wb") as records:
             for one in found:
+                media |= one.media
                 if time.monotonic() - said > SAY_EVERY:
                     said = time.monotonic()
                     log.info("prepared %d samples, left out %d", len(hashes), len(left_out))
@@ -366,7 +422,6 @@ def _write(folder: Path, found: Iterator[Examined], rules: Rules) -> None:
                 lines.append(lines[-1] + items.write((json.dumps(line) + "\n").encode()))
                 starts.append(starts[-1] + len(encoded.ids))
                 hashes.append(zlib.crc32(raw.line))
-                items_of.append(len(shapes))
                 for piece in (*data, repr(shapes).encode()):
                     digest.update(piece)
     np.savez(
@@ -374,11 +429,12 @@ def _write(folder: Path, found: Iterator[Examined], rules: Rules) -> None:
         starts=np.array(starts, np.int64),
         lines=np.array(lines, np.int64),
         hashes=np.array(hashes, np.uint32),
-        items_of=np.array(items_of, np.int64),
     )
     text = "".join(json.dumps(entry) + "\n" for entry in left_out)
     (folder / "left_out.jsonl").write_text(text, encoding="utf-8")
-    record = {"cut": cut, "fingerprint": digest.hexdigest()[:16]}
+    text = "".join(json.dumps(entry) + "\n" for entry in media.items())
+    (folder / "media.jsonl").write_text(text, encoding="utf-8")
+    record = {"cut": cut, "fingerprint": digest.hexdigest()[:16], "counts": chats.counts()}
     (folder / "store.json").write_text(json.dumps(record), encoding="utf-8")
     kinds = Counter(kind for _, kind, _ in left_out)
     log.info(
@@ -401,7 +457,7 @@ def _refuse(one: Examined, rules: Rules) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Removes the stores used longest ago. A process that has one open keeps its data until it closes it."""
+    """Removes the stores used longest ago. A process that uses one has its files open, so it keeps their data."""
     stores = sorted((p for p in folder.glob("*/") if (p / "store.json").exists()), key=lambda p: p.stat().st_mtime)
     for store in stores[:-KEPT_STORES]:
         shutil.rmtree(store, ignore_errors=True)

@@ -15,6 +15,8 @@ from typing import Any
 from interlace.data.chats_shapes import BrokenSampleError, Chat
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a template's expressions raise on a chat that it was not written for, beside Jinja's own errors."""
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, bool], str]
 """(messages, whether a generation prompt ends the text) -> text."""
@@ -34,7 +36,7 @@ def render_with(template: str, special: dict[str, Any]) -> Render:
             texts, _ = render_jinja_template(
                 conversations=[messages], chat_template=template, add_generation_prompt=prompt, **special
             )
-        except (JinjaError, TypeError, KeyError, IndexError) as error:
+        except (JinjaError, *REFUSALS) as error:
             raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
         return str(texts[0])
 
@@ -74,11 +76,15 @@ def answers(
 def _marked(
     messages: Messages, text: str, template: str, special: dict[str, Any], count: int, name: str
 ) -> list[tuple[int, int]]:
+    from jinja2 import TemplateError as JinjaError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    texts, spans = render_jinja_template(
-        conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, **special
-    )
+    try:
+        texts, spans = render_jinja_template(
+            conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, **special
+        )
+    except (JinjaError, *REFUSALS) as error:
+        raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
     if texts[0] != text:
         raise TemplateError(f"{name}: writes another text when it is asked which words are the assistant's")
     found = [(int(start), int(end)) for start, end in spans[0]]

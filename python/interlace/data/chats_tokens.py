@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from interlace.data.chats_shapes import BrokenSampleError, Chat, Part
 from interlace.data.chats_video import VideoSpec, read_frames
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, fitted, to_tensor
 
+WORDS = "the text has them as words"
+DATED = re.compile(r"strftime_now\s*\(")
 ENCODER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
 """The encoders of a whole checkpoint by the kind of media that they take."""
 Tokens = Callable[..., int]
@@ -88,7 +91,7 @@ class ChatFormat(ABC):
         self.tokens = dict(tokens or {})
         self.special = dict(tokenizer.special_tokens_map)
         self.ends = sorted({str(token) for token in tokenizer.added_tokens_encoder}, key=len, reverse=True)
-        self._counts: dict[Any, int] = {}
+        self._counts: dict[tuple[str, tuple[int, ...], tuple[Any, ...]], int | str] = {}
 
     @abstractmethod
     def encode(self, chat: Chat, sizes: Sequence[Any]) -> Encoded:
@@ -104,7 +107,40 @@ class ChatFormat(ABC):
 
     @abstractmethod
     def signature(self) -> str:
-        """Everything that the tokens depend on, so that what was made with other settings is not taken for it."""
+        """What the tokens depend on beside the encoders' counts (`counts`): other settings make other tokens."""
+
+    def counted(self, encoder: str, shape: tuple[int, ...], about: Mapping[str, tuple[float, ...]]) -> int:
+        """Tokens that an encoder makes of an item. Raises BrokenSampleError for a shape that it refuses."""
+        key = (encoder, shape, tuple((name, tuple(values)) for name, values in about.items()))
+        found = self._counts.get(key)
+        if found is None:
+            count = self.tokens[encoder]
+            try:
+                with refused_by(f"the encoder {encoder!r}"):
+                    found = int(count(shape, about) if about else count(shape))
+            except BrokenSampleError as error:
+                found = str(error)
+            self._counts[key] = found
+        if isinstance(found, str):
+            raise BrokenSampleError("size", found)
+        return found
+
+    def counts(self) -> list[Any]:
+        """What the encoders have said so far, for JSON: encoder, shape, what it was told, tokens or why it refuses."""
+        return [[*key, found] for key, found in self._counts.items()]
+
+    def other_count(self, counts: Sequence[Any]) -> str:
+        """Which of `counts` an encoder no longer says, in words; empty: it says all of them."""
+        for encoder, shape, about, was in counts:
+            if encoder not in self.tokens:
+                return f"there is no encoder {encoder!r} any more that counts its tokens"
+            try:
+                now: int | str = self.counted(encoder, tuple(shape), {name: tuple(values) for name, values in about})
+            except BrokenSampleError as error:
+                now = str(error)
+            if now != was:
+                return f"the encoder {encoder!r} makes {now} tokens of shape {tuple(shape)}, and made {was}"
+        return ""
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids`."""
@@ -135,16 +171,12 @@ class ChatFormat(ABC):
 
         Raises BrokenSampleError for an item that the encoder refuses, ValueError for another number of tokens.
         """
-        count = self.tokens.get(item.encoder)
-        if count is not None:
-            key = (item.encoder, item.shape, tuple(item.about.items()))
-            if key not in self._counts:
-                with refused_by(f"the encoder {item.encoder!r}"):
-                    self._counts[key] = count(item.shape, item.about) if item.about else count(item.shape)
-            if self._counts[key] != item.tokens:
+        if item.encoder in self.tokens:
+            count = self.counted(item.encoder, item.shape, item.about)
+            if count != item.tokens:
                 raise ValueError(
                     f"{self.name}: an item of shape {item.shape} has {item.tokens} placeholders, but the encoder "
-                    f"{item.encoder!r} makes {self._counts[key]} tokens of it: the processor is not this model's, or "
+                    f"{item.encoder!r} makes {count} tokens of it: the processor is not this model's, or "
                     "is set differently (sizes of patches, merging, class token)"
                 )
         return item
@@ -205,7 +237,7 @@ class TokenizerFormat(ChatFormat):
             raise BrokenSampleError(
                 "placeholder",
                 f"its text has {len(found)} placeholder tokens ({', '.join(self.tags.values())}) for {len(wanted)} "
-                "items: the text has them as words, or the template leaves media out or moves them",
+                f"items: {WORDS}, or the template leaves media out or moves them",
             )
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -218,21 +250,13 @@ class TokenizerFormat(ChatFormat):
                 medium, encoder = next(places)
                 size, before = sizes[medium], first.setdefault(medium, len(ids))
                 shape = self._shape(encoder, size, media[medium].path)
-                each = self.count(encoder, shape)
+                each = self.counted(encoder, shape, {})
                 count = self.video.frames(size[2], each) * each if media[medium].kind == "video" else each
                 starts = range(len(ids), len(ids) + count, each)
                 items += [Item(encoder, medium, start, each, before, shape) for start in starts]
             ids += [int(token)] * count
             offsets += [(int(span[0]), int(span[1]))] * count
         return Encoded(ids, self._targets(chat, spans, offsets, ids), items)
-
-    def count(self, encoder: str, shape: tuple[int, ...]) -> int:
-        """Tokens of an item. Raises BrokenSampleError for a shape that the encoder refuses."""
-        key = (encoder, shape, ())
-        if key not in self._counts:
-            with refused_by(f"the encoder {encoder!r}"):
-                self._counts[key] = int(self.tokens[encoder](shape))
-        return self._counts[key]
 
     def _shape(self, encoder: str, size: Any, path: str) -> tuple[int, ...]:
         spec = self.specs[encoder]
@@ -247,6 +271,13 @@ class TokenizerFormat(ChatFormat):
             raise BrokenSampleError("size", f"{path}: shorter than 20 ms")
         return shape
 
+    def _check_shape(self, item: Item, part: Part) -> None:
+        """Raises DecodeError for a picture or video of another size than when it was prepared."""
+        size = chats_media.look_at(part.kind, part.path, decode=False)
+        shape = self._shape(item.encoder, size, part.path)
+        if shape != item.shape:
+            raise DecodeError(f"{part.path}: gives {list(shape)}, and gave {list(item.shape)} when it was prepared")
+
     def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
         media = chat.media
         frames: dict[tuple[int, str], Iterator[Any]] = {}
@@ -255,10 +286,12 @@ class TokenizerFormat(ChatFormat):
             spec, path, place = self.specs[item.encoder], media[item.medium].path, (item.medium, item.encoder)
             if media[item.medium].kind == "video":
                 if place not in frames:
+                    self._check_shape(item, media[item.medium])
                     count = sum((other.medium, other.encoder) == place for other in encoded.items)
                     frames[place] = iter(read_frames(path, count))
                 array = fitted(next(frames[place]), (item.shape[0], item.shape[1], item.shape[2]))
             elif isinstance(spec, ImageSpec):
+                self._check_shape(item, media[item.medium])
                 array = decode_image(path, (item.shape[0], item.shape[1], item.shape[2]))
             else:
                 array = decode_audio(path, spec)
@@ -286,6 +319,11 @@ class ProcessorFormat(ChatFormat):
         tokens: Mapping[str, Tokens] | None = None,
     ) -> None:
         template = processor._resolve_chat_template(template)
+        if DATED.search(template):  # an item read tomorrow would be one of another text
+            raise ValueError(
+                f"{name} writes today's date (strftime_now), so samples would be others every day: give a template "
+                "with a fixed date as data.chat_template"
+            )
         super().__init__(processor.tokenizer, template, name=name, placeholders=placeholders, tokens=tokens)
         self.who = type(processor).__name__
         # The same processor twice: one that remembers what it made of blanks, one for the real files.
@@ -336,12 +374,20 @@ class ProcessorFormat(ChatFormat):
         media = chat.media
         for part in media:
             self.encoders_of(part.kind)
+            if part.path.lower().endswith(".svg"):
+                raise BrokenSampleError(
+                    "no encoder", f"{part.path}: a drawing (SVG), which {self.who} does not read: save it as a PNG"
+                )
         messages = self._messages(chat, [chats_media.blank_picture(size) for size in sizes])
         render = chats_template.render_with(self.template, self.special)
         text = render(messages, False)
         spans = chats_template.answers(chat, messages, text, self.template, self.special, self.ends, self.name)
-        with refused_by(self.who):
+        try:
             out = self._call(self._blank, messages)
+        except (TypeError, ZeroDivisionError, ValueError) as error:
+            if isinstance(error, BrokenSampleError):
+                raise
+            raise BrokenSampleError(self._why(chat), f"{self.who} refuses it: {error}") from None
         ids = [int(token) for token in out["input_ids"][0]]
         offsets = [(int(first), int(last)) for first, last in out["offset_mapping"][0]]
         moved = (out.get("text_replacement_offsets") or [[]])[0]
@@ -350,9 +396,20 @@ class ProcessorFormat(ChatFormat):
                 f"{self.who} wrote {len(moved)} media into a text that has {len(media)}, or in another order: it does "
                 "not say where they stand, or its template leaves some out"
             )
-        spans = [(_shifted(start, moved), _shifted(end, moved)) for start, end in spans]
+        spans = [(chats_media.shifted(start, moved), chats_media.shifted(end, moved)) for start, end in spans]
         items = self._items(chat, out, getattr(self._blank, "image_processor", None), ids, offsets, moved)
+        wanted = {token for encoder in self.placeholders.values() for token in encoder}
+        found, told = sum(token in wanted for token in ids), sum(item.tokens for item in items)
+        if found != told:
+            raise BrokenSampleError("placeholder", f"has {found} placeholder tokens for {told} of its media: {WORDS}")
         return Encoded(ids, self._targets(chat, spans, offsets, ids), items)
+
+    def _why(self, chat: Chat) -> str:
+        """Which kind of broken a chat is that the processor refuses."""
+        words = "".join(part.text for turn in chat.turns for part in turn.parts)
+        if any(token in words for token in self.ends):
+            return "placeholder"
+        return "size" if chat.media else "template"
 
     def encoders_of(self, kind: str) -> list[str]:
         if kind != "image" or getattr(self._text, "image_processor", None) is None:
@@ -372,7 +429,7 @@ class ProcessorFormat(ChatFormat):
         found = []
         for medium, replaced in zip(chat.media, moved, strict=True):
             wanted = self.placeholders[ENCODER_OF[medium.kind]]
-            found.append(_runs(ids, offsets, replaced["new_span"], wanted))
+            found.append(chats_media.runs_in(ids, offsets, replaced["new_span"], wanted))
             if not found[-1][1]:
                 raise ValueError(
                     f"{self.who} wrote no placeholder (id {wanted}) for a file of kind {medium.kind}: these are not "
@@ -403,7 +460,7 @@ class ProcessorFormat(ChatFormat):
         offsets = [(int(first), int(last)) for first, last in out["offset_mapping"][0]]
         whole = [int(token) for token in out["input_ids"][0]]
         wanted = self.placeholders["vision"]
-        runs = [_runs(whole, offsets, replaced["new_span"], wanted)[1] for replaced in moved]
+        runs = [chats_media.runs_in(whole, offsets, replaced["new_span"], wanted)[1] for replaced in moved]
         runs = chats_media.in_tiles(runs, raw, self.who)
         known = [item.shape for item in encoded.items]
         known += [(1,)] * (sum(map(len, runs)) - len(known))  # of what was cut off nothing is kept
@@ -418,33 +475,6 @@ class ProcessorFormat(ChatFormat):
             default=str,
             sort_keys=True,
         )
-
-
-def _shifted(place: int, moved: Sequence[Mapping[str, Any]]) -> int:
-    """Where a character of the template's text came to stand when media were written into it."""
-    gained = 0
-    for replaced in moved:
-        if replaced["span"][1] > place:
-            break
-        gained = replaced["new_span"][1] - replaced["span"][1]
-    return place + gained
-
-
-def _runs(
-    ids: Sequence[int], offsets: Sequence[tuple[int, int]], span: tuple[int, int], wanted: Sequence[int]
-) -> tuple[int, chats_media.Runs]:
-    """The first token of a span of characters, and the runs (start, count) of `wanted` ids in it."""
-    start, end = span
-    inside = [place for place, (first, last) in enumerate(offsets) if first < end and last > start]
-    runs: list[tuple[int, int]] = []
-    for place in inside:
-        if ids[place] not in wanted:
-            continue
-        if runs and runs[-1][0] + runs[-1][1] == place:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((place, 1))
-    return (inside[0] if inside else 0), runs
 
 
 def _tokenizer_text(tokenizer: Any) -> str:

@@ -39,10 +39,12 @@ def video_size(path: str, *, decode: bool) -> tuple[int, int, float]:
             stream = container.streams.video[0]
             seconds = _seconds(container, stream)
             frames = container.decode(stream)
-            width, height = _upright(next(frames)).size
+            first = next(frames)
+            _time(first)
+            width, height = _upright(first).size
             if decode:
-                for _ in frames:
-                    pass
+                for frame in frames:
+                    _time(frame)
     except (av.FFmpegError, OSError, IndexError, StopIteration, ValueError) as error:
         reason = str(error) or "no picture in it"
         raise BrokenSampleError("broken file", f"{path}: no video that can be read: {reason}") from None
@@ -69,8 +71,9 @@ def _at(frames: Any, times: Sequence[float]) -> list[Any]:
     taken: list[Any] = []
     last = begin = None
     for frame in frames:
-        begin = frame.time if begin is None else begin
-        while last is not None and len(taken) < len(times) and frame.time - begin > times[len(taken)]:
+        now = _time(frame)
+        begin = now if begin is None else begin
+        while last is not None and len(taken) < len(times) and now - begin > times[len(taken)]:
             taken.append(_upright(last))
         last = frame
         if len(taken) == len(times):
@@ -78,6 +81,12 @@ def _at(frames: Any, times: Sequence[float]) -> list[Any]:
     if last is None:
         raise ValueError("no picture in it")
     return [*taken, *[_upright(last)] * (len(times) - len(taken))]
+
+
+def _time(frame: Any) -> float:
+    if frame.time is None:
+        raise ValueError("it has a frame that does not say when it is shown")
+    return float(frame.time)
 
 
 def _upright(frame: Any) -> Any:

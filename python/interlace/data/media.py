@@ -181,6 +181,7 @@ def decode_image(path: str | Path, shape: tuple[int, int, int]) -> np.ndarray:
             image = _render_svg(path, width, height)
         else:
             with image_module.open(path) as file:
+                check_depth(file)
                 image = _library("PIL.ImageOps").exif_transpose(file)
         return fitted(image, shape)
     except DecodeError:
@@ -200,6 +201,12 @@ def fitted(image: Any, shape: tuple[int, int, int]) -> np.ndarray:
     white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
     pixels = np.asarray(image_module.alpha_composite(white, image).convert("RGB"))
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def check_depth(image: Any) -> None:
+    """Raises ValueError for a picture (PIL) of more than 8 bits of grey: Pillow would cut them off, all to white."""
+    if image.mode[0] in "IF":
+        raise ValueError("has pixels of 16 or 32 bits, which cannot be scaled as it was meant: save it with 8 bits")
 
 
 def _render_svg(path: str | Path, width: int, height: int) -> Any:

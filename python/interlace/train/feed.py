@@ -101,13 +101,19 @@ class Feed:
         return Batch(found, epoch, position)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the sequence, and what the sequence is made of."""
-        return self.loader.state_dict()
+        """The place in the sequence, and what the sequence and the validation data are made of."""
+        return self.loader.state_dict() | {"held_out": self.held_out_data.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` stood. Raises ConfigError when the data or its order are not the same."""
+        place = dict(state)
+        if place.pop("held_out", None) != self.held_out_data.fingerprint():
+            raise ConfigError(
+                "--resume: the validation samples are not those of the saved run, so losses could not be compared; "
+                "bring its data back, or start anew"
+            )
         try:
-            self.loader.load_state_dict(dict(state))
+            self.loader.load_state_dict(place)
         except ValueError as error:
             raise ConfigError(f"--resume: {error}") from None
 
@@ -311,14 +317,23 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     return config
 
 
-def report_left_out(dataset: Any, folder: Path, say: Callable[[str], None]) -> None:
-    """Says how many files the samples of a run do without, and lists them in left_out.txt of its `folder`."""
-    listing = folder / "left_out.txt"
-    if not dataset.failures and not dataset.skipped:
-        listing.unlink(missing_ok=True)
+def report_left_out(splits: Iterable[Any], folder: Path, say: Callable[[str], None]) -> None:
+    """Says what the samples of a run do without, cuts included, and lists it in left_out.txt of its `folder`.
+
+    Splits of the same files share much of it: a split with nothing of its own is not told again.
+    """
+    place, lines, reports = folder / "left_out.txt", dict[str, None](), list[str]()
+    for dataset in splits:
+        new = dict.fromkeys(dataset.listing().splitlines(keepends=True))
+        if new.keys() - lines.keys():
+            reports.append(dataset.report())
+        lines |= new
+    if not lines:
+        place.unlink(missing_ok=True)
         return
-    listing.write_text(dataset.listing(), encoding="utf-8")
-    say(f"{dataset.report()}; list in {listing}")
+    place.write_text("".join(lines), encoding="utf-8")
+    for report in reports:
+        say(f"{report}; list in {place}")
 
 
 def _say_on_stderr(line: str) -> None:

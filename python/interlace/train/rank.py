@@ -131,9 +131,9 @@ def _train(
         config = other_data(config, note, train.name, prepared=prepared or resume is not None, source=source)
         if rank == 0:
             launcher.say(f"interlace: {note}")
-    check_data(train.fingerprint(), startup)
+    check_data(f"{train.fingerprint()} {held_out.fingerprint()}", startup)
     if rank == 0:
-        report_left_out(train, folder, lambda line: launcher.say(f"interlace: {line}"))
+        report_left_out([train, held_out], folder, lambda line: launcher.say(f"interlace: {line}"))
         if resume is None:
             runfolder.write_config(folder, config)
             runfolder.point_latest(folder)

@@ -9,6 +9,16 @@ from pydantic import Field, field_validator, model_validator
 
 from interlace.train.schema_base import MOST, WEEK, Positive, Rate, Section
 
+CHATS = (
+    *("train", "validation", "media", "tokenizer", "chat_template", "placeholders", "max_tokens", "pack"),
+    *("on_too_long", "on_broken", "decode_first", "video_fps", "max_video_tokens"),
+)
+"""Keys that only chats have,"""
+NOT_CHATS = ("mixture", "languages", "max_images", "max_caption_bytes", "digit_size", "digit_jitter")
+"""that they have not,"""
+NOT_WHOLE = ("max_image_tokens", "on_too_large", "video_fps", "max_video_tokens", "max_audio_seconds", "placeholders")
+"""and that chats have for models put together from modules alone: a whole checkpoint's processor decides these."""
+
 
 class Mixture(Section):
     """Relative weights of the kinds of samples drawn from the stamps; 0 leaves a kind out."""
@@ -49,7 +59,8 @@ class Data(Section):
     video_fps: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     """Frames of a video that become pictures, per second (chats, without a whole checkpoint)."""
     max_video_tokens: Positive = 512
-    """Most language model tokens of one video; a longer one gives fewer frames per second, at least one (chats)."""
+    """Most language model tokens of one video; a longer one gives fewer frames per second, at least one (chats,
+    without a whole checkpoint)."""
     placeholders: dict[str, Annotated[str, Field(min_length=1)]] = {}
     """Encoder -> the token of the tokenizer that stands for its media, such as a reserved one; by default ``<image>``,
     ``<audio>`` or ``<name>``, added to the tokenizer where it lacks it (chats, without a whole checkpoint)."""
@@ -71,21 +82,23 @@ class Data(Section):
     mixture: Mixture = Field(default_factory=Mixture)
     """Weights of the kinds of samples (stamps); kinds whose encoder the model lacks are left out."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
-    """Language codes of captions and speech to use, such as ``["en", "fr"]``; by default the ten with most speech."""
+    """Language codes of captions and speech to use, such as ``["en", "fr"]``; by default the ten with most speech
+    (stamps)."""
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Fraction of the stamps (with all their languages), or of the digits, that is never trained on."""
+    """Fraction of the stamps (with all their languages), of the digits, or of the chats where ``validation`` names no
+    files, that is never trained on."""
     max_image_tokens: Positive | None = None
     """Most patches of one image, before the encoder's ``downsample`` divides them; by default 64, and of chats as many
-    as an image has of the size that the encoder was made for."""
+    as an image has of the size that the encoder was made for (not with a whole checkpoint)."""
     on_too_large: Literal["downscale", "error"] = "downscale"
     """What happens to an image over its budget: scaled down keeping its aspect, or an error that names it; a chat that
-    has it is then broken."""
+    has it is then broken (not with a whole checkpoint)."""
     max_images: Annotated[int, Field(ge=2, le=MOST)] = 3
-    """Most pictures in a sample with several."""
+    """Most pictures in a sample with several (stamps)."""
     max_audio_seconds: Annotated[float, Field(gt=0.0, le=WEEK)] = 6.0
-    """Longer clips are skipped and counted."""
+    """Longer clips are skipped and counted (not with a whole checkpoint)."""
     max_caption_bytes: Positive = 160
-    """Longer captions are skipped and counted."""
+    """Longer captions are skipped and counted (stamps)."""
     digit_size: Positive | None = None
     """Side in pixels to which the 8 x 8 digits are enlarged; by default the patch size, at least 8 (digits)."""
     digit_jitter: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
@@ -113,11 +126,16 @@ class Data(Section):
                 raise ValueError("dataset 'chats' needs train, a list of files")
             if self.pack and self.max_tokens is None:
                 raise ValueError("pack fills rows up to max_tokens: say how many tokens a row takes")
-        own = ("train", "validation", "media", "tokenizer", "chat_template", "placeholders", "max_tokens", "pack")
-        said = [key for key in own if getattr(self, key)]
-        if self.dataset != "chats" and said:
-            raise ValueError(f"{said[0]} is a key of dataset 'chats', not of {self.dataset!r}: set dataset = 'chats'")
+        chats = self.dataset == "chats"
+        if said := self.set_of(NOT_CHATS if chats else CHATS):
+            owner = "datasets 'stamps' and 'digits'" if chats else "dataset 'chats'"
+            raise ValueError(f"{said[0]} is a key of {owner}, not of {self.dataset!r}: remove it, or set dataset")
         return self
+
+    def set_of(self, keys: tuple[str, ...]) -> list[str]:
+        """Which of `keys` ask for something: have another value than by default, which saved configs spell out."""
+        default = type(self).model_construct(dataset=self.dataset)
+        return [key for key in keys if getattr(self, key) != getattr(default, key)]
 
 
 def _absolute(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from interlace.train.config import ConfigError
 from interlace.train.schema import Config
+from interlace.train.schema_data import NOT_WHOLE
 
 TAGS = {"vision": "<image>", "audio": "<audio>"}
 
@@ -22,6 +23,12 @@ def tokenizer_of(config: Config, *, source: str = "config") -> Any:
         from interlace.data import ByteTokenizer
 
         return ByteTokenizer(config.model.encoders())
+    ignored = config.data.set_of(NOT_WHOLE) if config.model.path is not None else []
+    if ignored:
+        raise ConfigError(
+            f"{source}: data.{ignored[0]}: a whole checkpoint (model.path) reads media as its own processor does, "
+            "which takes no such setting: remove it, or change the files of the processor"
+        )
     try:
         return ModelTokenizer(config)
     except (ValueError, ImportError) as error:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,13 @@ def check(options: argparse.Namespace) -> int:
         splits, chats, rules, cache = _of_config(configs[0], options.set, not options.headers)
     else:
         splits, rules, cache = {"": options.files}, Rules(decode=not options.headers), None
-    findings = chats_page.Findings()
+    if options.samples:
+        _check_out(options.out, [*options.files, *(file for files in splits.values() for file in files)])
+    strict = rules.on_too_long == "error"
+    findings = chats_page.Findings(strict)
     shown: list[Any] = []
     for name, files in splits.items():
-        own = chats_page.Findings()
+        own = chats_page.Findings(strict)
         for one in _examined(files, chats, rules, cache):
             own.add(one)
             findings.add(one)
@@ -42,8 +45,10 @@ def check(options: argparse.Namespace) -> int:
         print("\n".join([f"{name}: " * bool(name) + ", ".join(map(str, files)), *own.lines()]))
     if options.samples:
         title = f"interlace data check {' '.join(map(str, options.files))}"
+        temporary = options.out.with_name(f".{options.out.name}.{os.getpid()}")
         try:
-            options.out.write_text(chats_page.write(title, findings, shown, chats), encoding="utf-8")
+            temporary.write_text(chats_page.write(title, findings, shown, chats), encoding="utf-8")
+            temporary.replace(options.out)
         except OSError as error:
             raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
         print(f"{options.out}: {len(shown)} samples as the model will see them")
@@ -65,10 +70,17 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[dict[str
     model = build(config, tokenizer, source=str(path))
     named = {"train": config.data.train, "validation": config.data.validation}
     splits = {name: [Path(file) for file in files] for name, files in named.items() if files}
-    # Nothing is an error here: all that is wrong is counted.
-    on_too_long = "cut" if config.data.on_too_long == "cut" else "skip"
-    rules = replace(chat_rules(config, model, str(path)), decode=decode, on_broken="skip", on_too_long=on_too_long)
+    rules = replace(chat_rules(config, model, str(path)), decode=decode)
     return splits, chat_format(config, model, tokenizer, str(path)), rules, config.data.cache
+
+
+def _check_out(out: Path, inputs: list[Path]) -> None:
+    """Raises ConfigError when the page would be written over a config or data, or into them."""
+    place = out.expanduser().resolve()
+    for path in inputs:
+        there = path.expanduser().resolve()
+        if place == there or (there.is_dir() and there in place.parents):
+            raise ConfigError(f"--out {out}: is (in) {path}, which is read; give another name for the page")
 
 
 def _examined(files: list[Path], chats: Any, rules: Any, cache: str | None) -> Iterator[Any]:
@@ -77,7 +89,6 @@ def _examined(files: list[Path], chats: Any, rules: Any, cache: str | None) -> I
     media = cache_folder(cache) / "chats" / "media"
     try:
         found = chats_files.find(files)
-        # The first record tells whether anything can be read at all; what is wrong with one of them is counted.
-        yield from chain(chats_store.examine(found, chats, rules, media))
+        yield from chats_store.examine(found, chats, rules, media)
     except (ValueError, ImportError, OSError) as error:
         raise ConfigError(str(error)) from None
