@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from interlace.cli import main
@@ -19,6 +19,7 @@ from interlace.model import MultimodalModel
 from interlace.train import config as configs
 from interlace.train.build import build, build_layout, initialize, stored_weights
 from interlace.train.checkpoint.identity import canonical_names
+from tests.train.test_pretrained import all_weights
 from tests.train.test_weights import OfOneRank
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -52,10 +53,6 @@ def written(tmp_path: Path, folder: Path, **model: Any) -> Path:
     path = tmp_path / "config.toml"
     path.write_text(configs.dumps(configs.from_table(table, source="mine.toml")))
     return path
-
-
-def all_weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
 
 
 def test_every_rank_holds_its_part_of_the_folder(folder: Path) -> None:

@@ -14,12 +14,6 @@ from typing import Any
 VIDEO = "video_processor"
 
 
-def has_processor(folder: str | Path) -> bool:
-    """Whether the folder's own files say that it has a processor for media beside its tokenizer."""
-    files = ("processor_config.json", "preprocessor_config.json")
-    return any((Path(folder) / name).is_file() for name in files)
-
-
 def load_tokenizer(folder: str | Path) -> Any:
     """The folder's tokenizer. Raises ValueError, naming the folder, when there is none that can be loaded."""
     from transformers import AutoTokenizer

@@ -22,6 +22,7 @@ from interlace.model.patterns import Names, base_name, is_adapter
 from interlace.model.whole import new_folder
 
 ALL_LINEAR = "all-linear"
+MERGE = "merge instead (merge_adapters, or interlace export without --adapter)"
 _ADAPTER = "default"  # peft's name for the only one
 
 
@@ -164,24 +165,17 @@ def adapter_files(
     kept = tuple(f"encoders.{name}.projector." for name in beside)
     if lost := [name for name in trained if inside(name) is None and not name.startswith(kept)]:
         raise ValueError(
-            f"{base_name(lost[0])} was trained and is no part of {', '.join(parts)}, which this adapter is for: merge "
-            "instead"
+            f"{base_name(lost[0])} was trained and is no part of {', '.join(parts)}, which this adapter is for: {MERGE}"
         )
     tied = {name for group in model.tied_parameters() for name in group}
     if both := [name for name in whole if name in tied]:
-        raise ValueError(
-            f"{both[0]} was trained and is tied to another weight, which peft would not tie: merge instead"
-        )
+        raise ValueError(f"{both[0]} was trained and is tied to another weight, which peft would not tie: {MERGE}")
     owners = sorted({own.rpartition(".")[0] for name in whole if (own := inside(name)) is not None})
     saved = [path for path in owners if not any(path.startswith(f"{other}.") for other in owners)]
     if around := [path for path in saved if not path or any(target.startswith(f"{path}.") for target in targets)]:
-        raise ValueError(
-            f"{around[0]} was trained whole around layers with adapters, which peft cannot say: merge instead"
-        )
+        raise ValueError(f"{around[0]} was trained whole around layers with adapters, which peft cannot say: {MERGE}")
     if inner := [path for path in saved if any(path.startswith(f"{target}.") for target in targets)]:
-        raise ValueError(
-            f"{base_name(inner[0])} was trained beside its own adapter, which peft cannot say: merge instead"
-        )
+        raise ValueError(f"{base_name(inner[0])} was trained beside its own adapter, which peft cannot say: {MERGE}")
     tensors = {
         f"base_model.model.{own.replace(f'.{_ADAPTER}.', '.')}": parameter.detach()
         for name, parameter in model.named_parameters()

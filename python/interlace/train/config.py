@@ -94,10 +94,8 @@ def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], s
         section["config"] = {key: value for key, value in found.config.items() if key not in said} | said
         if unset := [key for key in found.unset if key.partition(".")[0] not in said]:
             section["unset"] = [*section.get("unset", []), *unset]
-        if found.pixels is not None:  # what the config says of one leaves the other as the folder has it
-            section["mean"], section["std"] = (
-                section.get(k, p) for k, p in zip(("mean", "std"), found.pixels, strict=True)
-            )
+        if found.pixels is not None:
+            _add_pixels(section, found.pixels)
 
 
 def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], source: str) -> None:
@@ -118,7 +116,12 @@ def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], 
     modules.setdefault("language_model", {})
     section = modules.setdefault(encoder, {})
     if pixels is not None and isinstance(section, dict):
-        section["mean"], section["std"] = (section.get(k, p) for k, p in zip(("mean", "std"), pixels, strict=True))
+        _add_pixels(section, pixels)
+
+
+def _add_pixels(section: dict[str, Any], pixels: tuple[list[float], list[float]]) -> None:
+    """A folder's mean and std; what the config says of one leaves the other as the folder has it."""
+    section["mean"], section["std"] = (section.get(k, p) for k, p in zip(("mean", "std"), pixels, strict=True))
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

@@ -101,9 +101,7 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
         keys = _keys(wanted, names, renamed)
         if sum(keys[name] in renamed for name in wanted) >= sum(key_of[name] in stored for name in wanted):
             stored, key_of = renamed, keys
-    if missing := [name for name in wanted if key_of[name] not in stored]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{folder} has no weight {key_of[missing[0]]!r}{more}, which {kind} needs")
+    refuse_missing(folder, [key_of[name] for name in wanted], stored, kind)
     every = _keys(wanted, [*module.state_dict(), *names], stored)
     refuse_buffers(folder, stored.keys() & set(every.values()) - set(key_of.values()))
     if left := _left_over(set(stored) - set(key_of.values()), key_of.values()):
@@ -114,6 +112,13 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
     found = {name: stored[key_of[name]] for name in wanted}
     check_shapes(wanted, found)
     return found
+
+
+def refuse_missing(folder: Path, keys: Sequence[str], stored: Collection[str], kind: str) -> None:
+    """Raises ValueError for a folder that has not all the `keys` of a model of class `kind`."""
+    if missing := [key for key in keys if key not in stored]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{folder} has no weight {missing[0]!r}{more}, which {kind} needs")
 
 
 def refuse_buffers(folder: Path, kept: Collection[str]) -> None:

@@ -16,6 +16,7 @@ from interlace.train.pretrained import (
     contents_of,
     converted,
     refuse_buffers,
+    refuse_missing,
 )
 
 if TYPE_CHECKING:
@@ -37,9 +38,7 @@ def find_whole(model: MultimodalModel, folder: Path) -> dict[str, Source]:
     every = [name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)]
     names = {name: base_name(model.name_in_whole(name)) for name in every}
     wanted = {name: weight for name, weight in model.named_parameters() if not is_adapter(name)}
-    if missing := [name for name in wanted if names[name] not in stored]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{folder} has no weight {names[missing[0]]!r}{more}, which {kind} needs")
+    refuse_missing(folder, [names[name] for name in wanted], stored, kind)
     refuse_buffers(folder, own & (stored.keys() - set(names.values())))
     known = set(names.values())
     if left := sorted(key for key in stored if key not in known and not key.endswith(MADE_ANEW)):

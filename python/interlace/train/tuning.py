@@ -135,14 +135,18 @@ def _check_whole(config: Config, model: MultimodalModel, source: str) -> None:
         return
     for name in config.modules():
         spec = config.parallel.module(name)
-        place = f"{name}." if name == "language_model" else f"{ENCODERS}{name}."
-        trained = any(p.requires_grad for key, p in model.named_parameters() if key.startswith(place))
+        trained = any(p.requires_grad for key, p in model.named_parameters() if key.startswith(_place(name)))
         if trained and (spec.tp > 1 or spec.shard != "none"):
             key = f"tp = {spec.tp}" if spec.tp > 1 else f"shard = {spec.shard!r}"
             raise ConfigError(
                 f"{source}: [train] optimizer = {optimizer!r} computes with whole matrices, of which ranks have pieces "
                 f"under parallel.{name}.{key}: use 'adamw' or 'sgd', or leave {key.split()[0]} out"
             )
+
+
+def _place(name: str) -> str:
+    """What the names of all parameters of a module begin with."""
+    return f"{name}." if name == "language_model" else f"{ENCODERS}{name}."
 
 
 def _matching(names: Names, pattern: str, key: str, source: str) -> set[str]:
@@ -169,8 +173,7 @@ def _add_adapters(config: Config, model: MultimodalModel, source: str) -> None:
         raise ConfigError(f"{source}: [train.lora]: {error}") from None
     for name in config.modules():
         spec = config.parallel.module(name)
-        place = f"{name}." if name == "language_model" else f"{ENCODERS}{name}."
-        if not any(path.startswith(place) for path in layers):
+        if not any(path.startswith(_place(name)) for path in layers):
             continue
         if spec.tp > 1:
             raise ConfigError(

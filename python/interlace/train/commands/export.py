@@ -12,7 +12,6 @@ from interlace.train.commands.generate import checkpoint_of
 from interlace.train.config import ConfigError, load
 from interlace.train.schema import Config
 
-LANGUAGE_MODEL = "language_model"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """What says how an encoder's input is made, the first before the second."""
 
@@ -26,6 +25,7 @@ def export(options: argparse.Namespace) -> int:
 
     from interlace.model.lora import adapter_files, merge_adapters
     from interlace.model.module_folder import PROJECTOR
+    from interlace.model.naming import LANGUAGE_MODEL
     from interlace.model.whole import dtype_of, new_folder
     from interlace.train.build import architecture
     from interlace.train.checkpoint import checkpoints
@@ -66,8 +66,7 @@ def export(options: argparse.Namespace) -> int:
                 if config.model.path is None:
                     _companions(config, model, made, source)
     except (ValueError, OSError, SafetensorError) as error:
-        said = f"{error}".replace("merge instead", "merge instead: leave out --adapter")
-        raise ConfigError(f"export to {target}: {said}") from None
+        raise ConfigError(f"export to {target}: {error}") from None
     print(f"{target}: step {step} of {run}{chosen.words and f' ({chosen.words})'}")
     return 0
 
@@ -78,6 +77,7 @@ def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
     Of chats the run's own tokenizer, which knows the placeholders; else that of the language model's folder. Beside
     each encoder what its folder says of pixels, with the config's mean and std where it gives them.
     """
+    from interlace.model.naming import LANGUAGE_MODEL
     from interlace.model.whole import copy_companions
     from interlace.train.feed import pixels
     from interlace.train.texts import tokenizer_of
