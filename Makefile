@@ -1,4 +1,5 @@
-# make train      set up, then train configs/stamps.toml (a vision-audio-language model on real data)
+# make train      set up, train configs/stamps.toml (a vision-audio-language model on real data), export it to
+#                 build/exported and compare what HuggingFace's own classes answer from there
 # make test       set up, lint, and the tests that are not marked slow
 # make test-all   what `make test` does, then the tests that are (long sweeps, real installs), then `make test-asan`
 # make test-asan  the tests of csrc/ on a build with AddressSanitizer and UndefinedBehaviorSanitizer
@@ -27,8 +28,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: train test test-all test-asan lint bench docs wheel clean setup
 .DELETE_ON_ERROR:
 
+# A whole checkpoint (path in [model]) is HuggingFace's own format, which export --check does not compare.
+CHECK := $(if $(shell sed -n '/^\[model\]/,/^\[/s/^path *=.*/whole/p' $(CONFIG)),,--check 48)
+# The data are written by the first run (data.prepare of the config); later ones find them. A config whose run.folder is
+# another than runs/ is trained alone.
+RUN := runs/$(shell sed -n 's/^name = "\(.*\)".*/\1/p' $(CONFIG))/latest
 train: $(CORE)
 	$(BIN)/interlace train $(CONFIG)
+	@test ! -d $(RUN) || rm -rf build/exported
+	@test ! -d $(RUN) || $(BIN)/interlace export $(RUN) build/exported $(CHECK)
 
 # Three files at a time, as many tests wait for processes that they start; one OpenMP thread per process.
 test: lint

@@ -8,8 +8,12 @@
 #   DRY=1 bash bench/gpu.sh               the same lines on a machine without a GPU, at toy sizes, on the CPU backend
 #
 # LIMIT            seconds for everything (530)
+# PATIENCE         a whole number by which the limit of each phase is multiplied, for a slow or busy machine (1)
 # ATTENTION_ARGS   more arguments for bench.attention, such as "--masks multimodal --lengths 65536"
 # TESTS=0, SUBBLOCKS=0, COMM=0    leave a phase out, which gives its time to the attention benchmark
+#
+# TRAINER=1        also bench.gpu_trainer, which takes about 40 minutes (set LIMIT=3000; with DRY=1 a minute or two), and
+#                  what the trainer needs: pip install 'transformers>=5' pydantic rich pillow matplotlib tokenizers peft accelerate
 #
 # Each phase has a time limit of its own and none stops the next. Results are written as they come: attention.json
 # after every case. The last lines are a table of the phases and of the results; the exit status is 1 if any failed.
@@ -20,10 +24,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-bench/results/gpu}
 LIMIT=${LIMIT:-530}
+PATIENCE=${PATIENCE:-1}
 DRY=${DRY:-0}
 TESTS=${TESTS:-1}
 SUBBLOCKS=${SUBBLOCKS:-1}
 COMM=${COMM:-1}
+TRAINER=${TRAINER:-0}
 read -r -a ATTENTION <<< "${ATTENTION_ARGS:-}"
 
 mkdir -p "$OUT" || exit 1
@@ -31,7 +37,7 @@ OUT=$(cd "$OUT" && pwd)
 LOG=$OUT/gpu.log
 : > "$LOG"
 rm -f "$OUT"/sanity.json "$OUT"/attention.json "$OUT"/attention.png "$OUT"/subblocks.json \
-    "$OUT"/copy_engines.json "$OUT"/overlap_gpu.json
+    "$OUT"/copy_engines.json "$OUT"/overlap_gpu.json "$OUT"/gpu_trainer.json
 export PYTHONPATH="python:.${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 SECONDS=0 # bash counts it up
 
@@ -52,9 +58,10 @@ fi
 phases=()
 failed=0
 
-# phase NAME LIMIT COMMAND...: run it under its limit (and what is left of the whole), log it, show the end of its log.
+# phase NAME LIMIT COMMAND...: run it under its limit (times PATIENCE, and at most what is left of the whole), log it, show
+# the end of its log.
 phase() {
-    local name=$1 limit=$2 left=$((LIMIT - SECONDS)) begin=$SECONDS rc from
+    local name=$1 limit=$(($2 * PATIENCE)) left=$((LIMIT - SECONDS)) begin=$SECONDS rc from
     shift 2
     if [ "$limit" -gt "$left" ]; then limit=$left; fi
     if [ "$limit" -lt 5 ]; then
@@ -98,19 +105,28 @@ fi
 reserve=15
 if [ "$SUBBLOCKS" = 1 ]; then reserve=$((reserve + 50)); fi
 if [ "$COMM" = 1 ]; then reserve=$((reserve + 60)); fi
+if [ "$TRAINER" = 1 ]; then reserve=$((reserve + 2400)); fi
 room=$((LIMIT - SECONDS - reserve))
 if [ "$room" -lt 30 ]; then room=30; fi
 TAIL=40 phase attention "$room" "$PYTHON" -m bench.attention --preset "$PRESET" --budget $((room - 25)) \
     --out "$OUT/attention.json" "${ATTENTION[@]+"${ATTENTION[@]}"}"
 
 if [ "$SUBBLOCKS" = 1 ]; then
-    TAIL=40 phase subblocks 60 "$PYTHON" -m bench.subblocks --preset "$SUBBLOCK_PRESET" --budget 40 \
+    TAIL=40 phase subblocks 60 "$PYTHON" -m bench.subblocks --preset "$SUBBLOCK_PRESET" --budget $((40 * PATIENCE)) \
         --out "$OUT/subblocks.json"
 fi
 
 if [ "$COMM" = 1 ]; then
     TAIL=30 phase engines 25 "$PYTHON" -m bench.copy_engines "${TOY[@]+"${TOY[@]}"}" --out "$OUT/copy_engines.json"
     TAIL=80 phase overlap 40 "$PYTHON" -m bench.overlap_gpu "${TOY[@]+"${TOY[@]}"}" --out "$OUT/overlap_gpu.json"
+fi
+
+if [ "$TRAINER" = 1 ]; then
+    REHEARSE=()
+    if [ "$DRY" = 1 ]; then REHEARSE=(--rehearse --steps 2); fi
+    # What does not fit the GPU's memory is left out by the benchmark, which says so.
+    TAIL=40 phase trainer 2400 "$PYTHON" -m bench.gpu_trainer "${REHEARSE[@]+"${REHEARSE[@]}"}" \
+        --out "$OUT/gpu_trainer.json"
 fi
 
 {

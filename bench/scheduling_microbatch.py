@@ -1,12 +1,13 @@
 """Microbatches and what runs when: the microbatch part of `bench.scheduling`.
 
-Bottleneck matching, deferral and subset sums (Entrain), reordering (DistTrain), the event simulator.
+Bottleneck matching, deferral and subset sums (Entrain), reordering (DistTrain), the event simulator,
+schedules with split backwards.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -14,9 +15,9 @@ import numpy as np
 from bench import scheduling_peers as peers
 from bench.scheduling_rows import Row, Solver, cp_sat, milp
 from interlace import _core, balance
-from interlace.schedule import Op, StageGraph, StepTable, one_f_one_b
+from interlace.schedule import Op, Schedule, StageGraph, StepTable, check, lower_bound, one_f_one_b, zb_h1, zb_h2
 from interlace.schedule.actions import OP, OPS
-from interlace.simulate import simulate, simulate_arrays
+from interlace.simulate import Simulated, simulate, simulate_arrays
 from interlace.simulate.reference import simulate_in_python
 
 
@@ -201,6 +202,34 @@ def simulations(quick: bool) -> Iterator[Row]:
     )
 
 
+def generations(quick: bool) -> Iterator[Row]:
+    """Split schedules of 128 stages and 1,024 chunks: written, proved and simulated, a second at most."""
+    stages, microbatches = (32, 128) if quick else (128, 1024)
+    graph = StageGraph.build({"m": list(range(stages))})
+    table = StepTable.aligned((), [graph.modules] * microbatches)
+    costs = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
+    of_op = np.array([costs.get(op, 0.0) for op in OPS])
+
+    def made(generate: Callable[..., Schedule]) -> tuple[Schedule, Simulated]:
+        schedule = generate(graph, table)
+        check(schedule)
+        return schedule, simulate_arrays(schedule, of_op[schedule.rows[:, OP]])
+
+    bound = lower_bound(graph, table, costs)
+    for generate in (zb_h1, zb_h2, one_f_one_b):
+        split = generate is not one_f_one_b
+        yield Row(
+            f"{generate.__name__}: write, prove and simulate {stages} stages x {microbatches:,} chunks",
+            [Solver("interlace", partial(made, generate))],
+            "seconds of the step",
+            lambda found: found[1].makespan,
+            bound=bound,
+            target_ms=1000.0,
+            target_gap=1e-9 if split else None,
+            notes={"actions": len(generate(graph, table).rows)},
+        )
+
+
 def rows(quick: bool, limit: float) -> Iterator[Row]:
     """All rows of this part; limit: seconds that an exact peer may take for one instance."""
     yield from matchings(quick)
@@ -208,3 +237,4 @@ def rows(quick: bool, limit: float) -> Iterator[Row]:
     yield from subset_sums(quick, limit)
     yield from reorders(quick)
     yield from simulations(quick)
+    yield from generations(quick)

@@ -1,18 +1,24 @@
-"""The simulator against the clock: five layouts of a small model on 2 gloo ranks with 1 thread each.
+"""The simulator against the clock: layouts and schedules of a small model on 2 gloo ranks with 1 thread each.
 
-Steps take turns: from every other step the costs of its actions are read off, the steps in between are what the
-prediction is compared with. A round goes through all layouts and profiles each anew. A rank that has to share its core
-with other programs takes longer in bursts, which medians do not see; so it is noted how many cores others kept busy
-meanwhile, and of all rounds of a layout the quietest half counts. Costs are medians over the profiled steps, of
+Two predictions of each step are compared with what it takes:
+
+- `error`: from the step's own actions. Steps take turns: from every other step the costs of its actions are read off,
+  the steps in between are what the prediction is compared with. Costs are medians over the profiled steps, of
 
     FORWARD, BACKWARD   each (op, module, stage, chunk); of copies, that run one twice, the median of both
     SEND                posting it
     RECV                from when both sides are there (the receiver has come, the sender has posted) to its end
     REDUCE_GRAD         alone: a sum of the same bytes over the same ranks while nothing else runs
 
-and the simulator plays the very lists that the ranks ran. Compared are whole steps, from the call to its return on the
-slower rank: what stands in no list (making the table, comparing the ranks, gathering the loss) is in the measured time
-alone, and reported beside it.
+- `fitted_error`: from what is known before the first step, as a run with log.predict predicts: layers timed one by one
+  and fitted (`interlace.run.profiling`), links measured (`interlace.run.measured_links`), the chunks' sizes.
+
+A round goes through all cases and profiles each anew. A rank that has to share its core with other programs takes
+longer in bursts, which medians do not see; so it is noted how many cores others kept busy meanwhile, and of all rounds
+of a case the quietest half counts. The simulator plays the very lists that the ranks ran. Compared are whole steps,
+from the call to its return on the slower rank: what stands in no list (making the table, comparing the ranks, gathering
+the loss) is read off the profiled steps, too, and added to both predictions; the lists alone are beside them. On more
+ranks than cores: bench/simulated_slots.py.
 
     python -m bench.simulated_step [--steps 12] [--rounds 8] [--out bench/results/simulated_step.json]
 """
@@ -27,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +54,15 @@ from bench.measure import command, free_port, join_group, machine, versions, wri
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
 from interlace.run import ParallelModel, parallelize
-from interlace.schedule import Op, Schedule
+from interlace.run.measured_links import measure_links
+from interlace.run.predictor import Predictor
+from interlace.run.profiling import profile_costs
+from interlace.schedule import GENERATORS, Op, Schedule
+from interlace.schedule.actions import COMPUTE
 from interlace.simulate import Timeline, simulate_arrays
 
 PLACEHOLDERS = {"vision": 500, "audio": 501}
 PATCH, MELS, FRAMES = 16, 40, 200
-COMPUTE = (Op.FORWARD, Op.BACKWARD)
 Cost = tuple[Any, ...]
 
 
@@ -129,6 +139,28 @@ def layouts(mllm: MultimodalModel) -> dict[str, Layout]:
             mllm, twice | {"language_model": ParallelSpec(pp=2)}, placement="shared"
         ),
     }
+
+
+def cases(mllm: MultimodalModel) -> tuple[dict[str, tuple[Layout, str]], dict[str, str]]:
+    """Name -> layout and schedule: all layouts under 1F1B, and every other schedule that there is; and why some are
+    left out."""
+    found = {name: (layout, "1f1b") for name, layout in layouts(mllm).items()}
+    left_out = {}
+    for schedule in GENERATORS:
+        try:
+            if schedule in ("interleaved", "zb_v"):
+                order = "v" if schedule == "zb_v" else "loop"
+                specs = dict.fromkeys(mllm.modules_order(), ParallelSpec(pp=2))
+                specs["language_model"] = ParallelSpec(pp=2, virtual=2, order=order)
+                layout = Layout.from_specs(mllm, specs, placement="shared")
+            else:
+                layout = Layout.balanced(mllm, 2)
+        except ValueError as error:
+            left_out[schedule] = str(error)
+            continue
+        if schedule != "1f1b":
+            found[f"{schedule}: {'shared' if layout.placement == 'shared' else 'chain in 2'}"] = layout, schedule
+    return found, left_out
 
 
 # ---------------------------------------------------------------------- costs
@@ -231,14 +263,15 @@ def wait_until_quiet(patience: float) -> None:
 
 
 class Case:
-    """One layout in one round: what was profiled and what was measured."""
+    """One layout and schedule in one round: what was profiled and what was measured."""
 
-    def __init__(self, parallel: ParallelModel) -> None:
-        self.parallel = parallel
+    def __init__(self, parallel: ParallelModel, predictor: Predictor) -> None:
+        self.parallel, self.predictor = parallel, predictor
         self.lanes = [lane.ranks[0] for lane in parallel.layout.lanes()]
         self.costs: dict[Cost, list[float]] = defaultdict(list)
         self.seconds: dict[bool, list[float]] = {True: [], False: []}  # of steps that were profiled, and that were not
         self.listed: list[float] = []  # of the lists alone, in steps that were not profiled
+        self.around: list[float] = []  # of all but the lists, in steps that were profiled
 
     def step(self, samples: list[Sample], microbatches: int, profiled: bool) -> None:
         self.parallel.zero_grad()
@@ -254,15 +287,20 @@ class Case:
         if not profiled:
             self.listed.append(timeline.makespan)
             return
+        self.around.append(self.seconds[profiled][-1] - timeline.makespan)
         for key, found in costs_of(timeline, self.lanes).items():
             self.costs[key] += found
 
     def report(self, samples: list[Sample], microbatches: int, repeats: int) -> dict[str, Any]:
-        schedule = self.parallel.schedule(self.parallel.table(samples, microbatches))
+        table = self.parallel.table(samples, microbatches)
+        schedule = replace(self.parallel.schedule(table), table=table)
         costs = {key: statistics.median(found) for key, found in self.costs.items()}
         sums = sums_alone(self.parallel, repeats)
         seconds = seconds_of(schedule, self.lanes, costs, sums)
-        predicted = simulate_arrays(schedule, seconds).makespan
+        lists = simulate_arrays(schedule, seconds).makespan
+        around = statistics.median(self.around)
+        predicted = lists + around
+        fitted = self.predictor.predict(schedule, samples, optimizer=False).makespan + around
         measured = statistics.median(self.seconds[False])
         compute = [c for key, c in costs.items() if key[0] in COMPUTE]
         return {
@@ -273,8 +311,11 @@ class Case:
             "predicted_seconds": predicted,
             "median_seconds": measured,
             "error": predicted / measured - 1,
+            "fitted_seconds": fitted,
+            "fitted_error": fitted / measured - 1,
             "median_list_seconds": statistics.median(self.listed),
-            "list_error": predicted / statistics.median(self.listed) - 1,
+            "list_error": lists / statistics.median(self.listed) - 1,
+            "around_seconds": around,
             "median_profiled_seconds": statistics.median(self.seconds[True]),
         }
 
@@ -286,23 +327,32 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
     mllm = build_model(options.hidden)
     samples = build_samples(mllm, options.samples)
     rounds: list[dict[str, Any]] = []
+    chosen, left_out = cases(mllm)
     parallel = {
-        name: parallelize(mllm, layout, transport="distributed", timeout=120) for name, layout in layouts(mllm).items()
+        name: parallelize(mllm, layout, schedule=schedule, transport="distributed", timeout=120)
+        for name, (layout, schedule) in chosen.items()
+        if not options.only or name in options.only
     }
+    channel = next(iter(parallel.values())).channel
     for _ in range(options.rounds):
         found = {}
+        wait_until_quiet(options.patience)
+        dist.barrier()
+        fits = profile_costs(mllm, samples, largest=-(-len(samples) // options.microbatches), budget=options.budget)
+        predictor = Predictor(mllm, fits, measure_links(channel, mllm.modules_order()))
         for name, model in parallel.items():
             wait_until_quiet(options.patience)
-            Case(model).step(samples, options.microbatches, True)  # warms up
-            case, others = Case(model), Others()
+            Case(model, predictor).step(samples, options.microbatches, True)  # warms up
+            case, others = Case(model, predictor), Others()
             for step in range(options.steps):
                 case.step(samples, options.microbatches, step % 2 == 0)
             busy = others.cores()
-            found[name] = {"other_cores": busy, **case.report(samples, options.microbatches, 7)}
+            known = {"links": predictor.links.to_table(), "fit_errors": fits.errors}
+            found[name] = {"other_cores": busy, **known, **case.report(samples, options.microbatches, 7)}
         rounds.append(found)
     if rank == 0:
         parameters = sum(p.numel() for p in mllm.parameters())
-        Path(result).write_text(json.dumps({"parameters": parameters, "rounds": rounds}))
+        Path(result).write_text(json.dumps({"parameters": parameters, "rounds": rounds, "left_out": left_out}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -313,11 +363,13 @@ def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the benchmark, print the table, write the JSON; returns what was written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="cases to run, as the table names them")
     parser.add_argument("--steps", type=int, default=12, help="of each layout in a round, every other one profiled")
     parser.add_argument("--rounds", type=int, default=8, help="each profiles anew; the quietest half of them counts")
     parser.add_argument("--samples", type=int, default=8, help="of a step")
     parser.add_argument("--microbatches", type=int, default=4, help="of each replica of the language model")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model")
+    parser.add_argument("--budget", type=float, default=6, help="seconds of timing layers, in each round")
     parser.add_argument("--patience", type=float, default=20, help="seconds to wait for a quiet machine, each time")
     parser.add_argument("--out", type=Path, default=Path("bench/results/simulated_step.json"))
     options = parser.parse_args(argv)
@@ -332,7 +384,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         rows = rows[: -(-len(rows) // 2)]
         middle = {
             key: statistics.median(row[key] for row in rows)
-            for key in ("median_seconds", "predicted_seconds", "error", "list_error", "other_cores")
+            for key in (
+                "median_seconds",
+                "predicted_seconds",
+                "error",
+                "fitted_seconds",
+                "fitted_error",
+                "list_error",
+                "other_cores",
+            )
         }
         summary[name] = middle | {"errors": sorted(row["error"] for row in rows), "layout": rows[0]["layout"]}
     report = {
@@ -342,15 +402,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "versions": versions("torch", "transformers"),
         "model": {"parameters": found["parameters"], "samples": options.samples, "microbatches": options.microbatches},
         "layouts": summary,
+        "left_out": found["left_out"],
         "largest_error": max((row["error"] for row in summary.values()), key=abs),
+        "largest_fitted_error": max((row["fitted_error"] for row in summary.values()), key=abs),
         "rounds": found["rounds"],
     }
     for name, row in summary.items():
         print(
             f"{name:44} {row['median_seconds'] * 1e3:8.1f} ms/step, simulated {row['predicted_seconds'] * 1e3:8.1f} ms "
-            f"({row['error']:+.1%}, {row['errors'][0]:+.1%} to {row['errors'][-1]:+.1%}; lists alone "
+            f"({row['error']:+.1%}, {row['errors'][0]:+.1%} to {row['errors'][-1]:+.1%}), fitted "
+            f"{row['fitted_seconds'] * 1e3:8.1f} ms ({row['fitted_error']:+.1%}; lists alone "
             f"{row['list_error']:+.1%}; others kept {row['other_cores']:.2f} cores busy)"
         )
+    for name, why in found["left_out"].items():
+        print(f"{name} is left out: {why}")
     write_json(options.out, report)
     return report
 

@@ -24,8 +24,9 @@ from bench.measure import command, machine, versions, write_json
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.parallel.route import Routes
-from interlace.run.executor import Executor, StageRuntime, Step
+from interlace.run.executor import Executor
 from interlace.run.lanes import Place
+from interlace.run.step import StageRuntime, Step
 from interlace.run.table import Lengths, step_table
 from interlace.run.threads import run_threads
 from interlace.schedule import Schedule, StageGraph, StepTable, check, one_f_one_b

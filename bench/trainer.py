@@ -5,12 +5,12 @@
     packed   the same loop around a MultimodalModel: one packed row, bitfield attention, no runtime
     the rest `interlace train`, on 1 to 3 ranks, by placement and number of microbatches
 
-The model of configs/stamps.toml (1.4 M parameters) and two larger ones train on its data. Each layout trains in
+The model of configs/stamps.toml (1.6 M parameters) and two larger ones train on its data. Each layout trains in
 processes of its own, round after round, so that all see the same machine; a figure is the median over rounds of tokens
 (of the language model, without padding) per second of a step, from loading the batch to the update. Written after each
 size; sizes that --out has from this machine and these versions, and that are not measured now, stay in it.
 
-    python -m bench.trainer [--sizes 1.4M 33M 150M] [--rounds 3] [--dataset digits] [--out bench/results/trainer.json]
+    python -m bench.trainer [--sizes 1.6M 37M 150M] [--rounds 3] [--dataset digits] [--out bench/results/trainer.json]
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import command, machine, versions, write_json
-from interlace.data import ByteTokenizer
 from interlace.model import MultimodalModel, Sample
 from interlace.model.language import merge_tokens
 from interlace.model.loss import cross_entropy_sum
@@ -43,13 +42,14 @@ from interlace.train.launch import launcher
 from interlace.train.metrics import LOSS
 from interlace.train.optim import Optimizer
 from interlace.train.schema import Config
+from interlace.train.texts import tokenizer_of, vocabulary_of
 from interlace.train.tuning import rates
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "stamps.toml"
 SIZES: dict[str, list[str]] = {
-    "1.4M": [],
-    "33M": [
+    "1.6M": [],
+    "37M": [
         *("language_model.hidden_size=512", "language_model.intermediate_size=1408"),
         *("language_model.num_hidden_layers=8", "language_model.num_attention_heads=8"),
         *("language_model.num_key_value_heads=4", "vision.hidden_size=384", "vision.intermediate_size=1536"),
@@ -62,7 +62,7 @@ SIZES: dict[str, list[str]] = {
         *("vision.num_hidden_layers=8", "vision.num_attention_heads=8"),
     ],
 }
-STEPS = {"1.4M": 14, "33M": 8, "150M": 5}  # of a round
+STEPS = {"1.6M": 14, "37M": 8, "150M": 5}  # of a round
 WARM = 2  # of them, not counted
 LAYOUTS: dict[str, list[str]] = {
     "1 rank": ["parallel.ranks=1"],
@@ -76,6 +76,7 @@ LAYOUTS: dict[str, list[str]] = {
     ],
     "encoders | 2 language models": ["parallel.language_model.dp=2"],
 }
+DATA = {"stamps": [], "digits": ['data={dataset="digits"}']}
 MICROBATCHES = (1, 2, 4, 8)
 LOOPS = ("plain", "packed")
 
@@ -93,10 +94,12 @@ class Step(NamedTuple):
 class Plain:
     """Loss of a list of samples by the modules of a MultimodalModel alone, as their library runs them."""
 
-    def __init__(self, mllm: MultimodalModel) -> None:
-        self.mllm = mllm
-        for module in (mllm.language_model, *(encoder.module for encoder in mllm.encoders.values())):
-            module.set_attn_implementation("sdpa")
+    def __init__(self, mllm: MultimodalModel, attention: str = "sdpa") -> None:
+        self.mllm, self.device = mllm, next(mllm.parameters()).device
+        for encoder in mllm.encoders.values():
+            encoder.module.set_attn_implementation("sdpa")
+        language_model: Any = mllm.language_model
+        language_model.set_attn_implementation(attention)
 
     def __call__(self, samples: Sequence[Sample]) -> Tensor:
         """Mean cross entropy over all targets, in nats."""
@@ -107,12 +110,17 @@ class Plain:
         for row, sample in enumerate(samples):
             length = len(sample.input_ids)
             ids[row, :length], labels[row, :length], attended[row, :length] = sample.input_ids, sample.labels, 1
+        return self._loss(features, ids, labels, attention_mask=attended)
+
+    def _loss(self, features: dict[str, Tensor | None], ids: Tensor, labels: Tensor, **masks: Tensor) -> Tensor:
+        targets, ids, labels = int((labels != IGNORE).sum()), ids.to(self.device), labels.to(self.device)
         language_model: Any = self.mllm.language_model
         embeds = language_model.get_input_embeddings()(ids)
         inputs = {"input_ids": ids, "inputs_embeds": embeds, "placeholders": self.mllm.placeholders}
         merged = merge_tokens({name: rows for name, rows in features.items() if rows is not None}, inputs)
-        output = language_model(inputs_embeds=merged["inputs_embeds"], attention_mask=attended, use_cache=False)
-        return cross_entropy_sum(output.logits, labels) / int((labels != IGNORE).sum())
+        given = {name: mask.to(self.device) for name, mask in masks.items()}
+        output = language_model(inputs_embeds=merged["inputs_embeds"], use_cache=False, **given)
+        return cross_entropy_sum(output.logits, labels) / targets
 
     def _encode(self, name: str, samples: Sequence[Sample]) -> Tensor | None:
         """Features of all items in order, [n, D]; None for no items. Images of one shape go together."""
@@ -125,19 +133,30 @@ class Plain:
             batch = torch.zeros(len(items), *encoder.default_shape)
             for row, item in zip(batch, items):
                 row[:, : item.shape[1]] = item.data
-            hidden = encoder.module(batch).last_hidden_state
+            hidden = encoder.module(batch.to(self.device)).last_hidden_state
             pieces = {i: hidden[i, : encoder.encoder_length(item.shape)] for i, item in enumerate(items)}
         else:
             groups: dict[tuple[int, ...], list[int]] = {}
             for i, item in enumerate(items):
                 groups.setdefault(item.shape, []).append(i)
             for members in groups.values():
-                batch = torch.stack([items[i].data for i in members])
+                batch = torch.stack([items[i].data for i in members]).to(self.device)
                 hidden = encoder.module(batch, interpolate_pos_encoding=True).last_hidden_state
                 pieces.update(zip(members, hidden))
         rows = [pieces[i] for i in range(len(items))]
         features: Tensor = encoder.projector(stack_tokens(torch.cat(rows), [len(x) for x in rows], encoder.downsample))
         return features
+
+
+class InRows(Plain):
+    """The same with samples side by side in one row, where HuggingFace's attention keeps them apart by positions."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Tensor:
+        """Mean cross entropy over all targets, in nats."""
+        features = {name: self._encode(name, samples) for name in self.mllm.encoders}
+        ids, labels = (torch.cat([getattr(sample, key) for sample in samples])[None] for key in ("input_ids", "labels"))
+        positions = torch.cat([torch.arange(len(sample)) for sample in samples])[None]
+        return self._loss(features, ids, labels, position_ids=positions)
 
 
 def packed(mllm: MultimodalModel) -> Callable[[Sequence[Sample]], Tensor]:
@@ -154,10 +173,10 @@ def train(loop: str, config: Config) -> list[Step]:
     """Trains as a loop in one process does."""
     torch.set_num_threads(launcher.default_threads(1))
     torch.manual_seed(config.run.seed)
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizer_of(config)
     mllm = build(config, tokenizer)
     materialize(mllm, seed=config.run.seed)
-    splits = datasets(config, mllm, tokenizer)[:2]
+    splits = datasets(config, mllm, tokenizer)
     feed = Feed(*splits, batch_size=config.train.batch_size, seed=config.run.seed, validation_samples=1)
     parameters = list(mllm.parameters())
     optimizer = Optimizer(mllm.named_parameters(), config, rates(config, mllm))
@@ -185,11 +204,12 @@ def config_of(
 ) -> Config:  # fmt: skip
     """The config of a short run: no validation, no page, every step logged."""
     model = [f"model.{module}.config.{rest}" for module, _, rest in (x.partition(".") for x in SIZES[size])]
-    rest = ["log.every=1", "log.trace_step=0", "log.samples=0", "log.accuracy_samples=0", "log.tensorboard=false"]
-    rest += [f"run.folder={json.dumps(folder)}", f"data.dataset={json.dumps(dataset)}", "checkpoint.every=0"]
+    rest = ["log.every=1", "log.trace_step=0", "log.samples=0", "log.accuracy_samples=0", "log.trackers=[]"]
+    rest += [f"run.folder={json.dumps(folder)}", "checkpoint.every=0", *DATA[dataset]]
     rest += [f"train.steps={steps}", f"train.microbatches={microbatches}", "train.warmup_steps=0"]
     rest += ["train.schedule_steps=450", "train.validate_every=0", "train.validation_samples=2"]
-    return configs.load(CONFIG, [*model, *layout, *rest, "run.device=cpu"])  # where the plain loops compute, too
+    apart = "parallel={placement='colocated', timeout=60.0}"  # where the config would choose
+    return configs.load(CONFIG, [*model, apart, *layout, *rest, "run.device=cpu"])  # where the plain loops compute, too
 
 
 def run(name: str, config: Config) -> list[Step]:
@@ -219,7 +239,8 @@ def measure(size: str, rounds: int, steps: int, microbatches: Sequence[int], dat
     for counted, (name, n) in [(False, cases[1]), *((True, case) for _ in range(rounds) for case in cases)]:
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(size, LAYOUTS.get(name, ()), n, folder, steps, dataset)
-            ran = run(name, prepare(config, lambda line: print(line, file=sys.stderr)))
+            prepare(config, lambda line: print(line, file=sys.stderr))
+            ran = run(name, config)
         if not counted:
             continue
         found[name, n].append(ran)
@@ -251,7 +272,8 @@ def speed(ran: Sequence[Step]) -> float:
 
 
 def parameters_of(size: str) -> int:
-    return sum(parameter.numel() for parameter in build(config_of(size), ByteTokenizer()).parameters())
+    config = config_of(size)
+    return sum(parameter.numel() for parameter in build(config, vocabulary_of(config)).parameters())
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
@@ -260,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help=f"of a round; default: {STEPS}")
     parser.add_argument("--microbatches", type=int, nargs="+", default=list(MICROBATCHES))
-    parser.add_argument("--dataset", choices=("stamps", "digits"), default="stamps")
+    parser.add_argument("--dataset", choices=DATA, default="stamps")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "trainer.json")
     parser.add_argument("--loop", nargs=2, metavar=("LOOP", "CONFIG"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

@@ -70,7 +70,6 @@ warmup_steps = 5
 validate_every = 0
 
 [parallel]
-ranks = 1
 threads = 1
 
 [log]
@@ -139,4 +138,4 @@ if __name__ == "__main__":
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"\n{folder / 'exported'} loads again: {parameters:,} parameters, all finite:", end=" ")
     print(all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()))
-    print(f"look at {folder / 'data.html'} and {run_folder / 'samples.html'}")
+    print(f"look at {folder / 'data.html'} and {run_folder / 'report.html'}")

@@ -1,5 +1,5 @@
-"""Settings for every test: one thread, and hypothesis without a deadline (the machines that run this are shared). And
-one pool of rank processes for all tests that want some."""
+"""Settings for every test: one thread, and hypothesis without a deadline and with the same examples in every run (the
+machines that run this are shared). And one pool of rank processes for all tests that want some."""
 
 import os
 from collections.abc import Iterator
@@ -10,14 +10,21 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch or a spawned process loads its OpenMP
 
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
+    from hypothesis.internal.conjecture import providers
 except ImportError:
     pass  # tests/gpu runs on bare machines without it
 else:
-    # Without a database or a random seed, a run on a fresh clone tries what every other run tried.
-    settings.register_profile("interlace", deadline=None, derandomize=True, database=None)
-    settings.register_profile("explore", deadline=None, max_examples=1000)
+    # Without a database or a random seed, a run on a fresh clone tries what every other run tried. How long it takes to
+    # draw an example says how busy the machine is.
+    always: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("interlace", derandomize=True, database=None, **always)
+    settings.register_profile("explore", max_examples=1000, **always)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "interlace"))
+    # Newer versions also draw constants that they find in the modules imported so far: under xdist, that is which tests
+    # this worker happened to run before. There is no setting for it.
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants  # none are ever added
 
 
 @pytest.fixture(scope="session")

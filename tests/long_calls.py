@@ -60,14 +60,19 @@ def step(chunks):
     return graph.arrays, np.repeat([0, 2], chunks // 2), pairs
 
 
+GPIPE, AUTOMATIC = ((kind, True, True, *[np.zeros(0)] * 3, 0) for kind in (0, 6))
+
+
 def scheduled(chunks):
     arguments = step(chunks)
-    return *arguments, True, True, *_core.schedule_lists(*arguments, True, True, True, np.zeros(0)), *[np.zeros(0)] * 2
+    nothing = [np.zeros(0)] * 2
+    return *arguments, True, True, *_core.schedule_lists(*arguments, *GPIPE), *nothing
 
 
 # Name -> (function, what makes its arguments). Where a function has two ways that take long, both are here.
 CALLS = {
     "assign_lpt": (_core.assign_lpt, lambda: (some(8 * MILLION), MILLION, None)),
+    "assign_even": (_core.assign_even, lambda: (some(8 * MILLION), MILLION, None)),
     "assign_lpt_greedy": (_core.assign_lpt_greedy, lambda: (some(8 * MILLION), MILLION, None)),
     "assign_karmarkar_karp": (_core.assign_karmarkar_karp, lambda: (some(10**5), 10**4, None)),
     "assign_multifit": (_core.assign_multifit, lambda: (some(4 * MILLION), MILLION, None)),
@@ -85,7 +90,7 @@ CALLS = {
     "exchange_orders": (_core.exchange_orders, lambda: (*RNG.integers(0, MILLION, (2, 2 * 10**7)), MILLION)),
     "subset_sum": (_core.subset_sum, lambda: (some(4 * MILLION), 1e6, None)),
     "bottleneck_match": (_core.bottleneck_match, lambda: (some((4000, 4000)), np.full(4000, np.inf))),
-    "assign_replicas": (_core.assign_replicas, lambda: (some(4 * MILLION), some(4 * MILLION), MILLION, True)),
+    "assign_replicas": (_core.assign_replicas, lambda: (some(4 * MILLION), some(4 * MILLION), MILLION, True, False)),
     "assign_microbatches": (_core.assign_microbatches, lambda: (some(10**5), some(10**5), 10**4, False, False)),
     "deferral_costs": (_core.deferral_costs, lambda: ([some(100) for _ in range(5000)], some(5000))),
     "assign_ascending": (_core.assign_ascending, lambda: (some(4 * MILLION), MILLION, 100)),
@@ -93,7 +98,8 @@ CALLS = {
     "reorder_microbatches, printed": (_core.reorder_microbatches, lambda: (*pipeline(2000, 64), 1)),
     "pipeline_makespan": (_core.pipeline_makespan, lambda: (*pipeline(4000, 1000), np.arange(4000))),
     "schedule_jobs": (_core.schedule_jobs, lambda: (*step(4 * MILLION), True)),
-    "schedule_lists": (_core.schedule_lists, lambda: (*step(2 * MILLION), False, True, True, np.zeros(0))),
+    "schedule_lists": (_core.schedule_lists, lambda: (*step(MILLION), *AUTOMATIC)),
+    "schedule_bound": (_core.schedule_bound, lambda: (*step(4 * MILLION), True, some(24 * MILLION))),
     "schedule_check": (_core.schedule_check, lambda: scheduled(2 * MILLION)),
     "partition": (_core.partition, lambda: (some(8 * MILLION), 4 * MILLION)),
     "backward_needs": (_core.backward_needs, lambda: (some(10**8) > 0.5, False)),

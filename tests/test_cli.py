@@ -44,6 +44,7 @@ lr = 5e-3
 validate_every = 3
 validation_samples = 8
 [parallel]
+placement = "colocated"
 threads = 1
 timeout = 20.0
 [checkpoint]
@@ -51,7 +52,7 @@ every = 2
 [log]
 every = 1
 trace_step = 3
-tensorboard = false
+trackers = []
 samples = 4
 max_new_tokens = 6
 accuracy_samples = 16
@@ -86,7 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert process.stdout is not None
     assert process.stdout.readline().startswith("run folder: ")
     process.stdout.close()
-    code = process.wait(timeout=240)
+    code = process.wait(timeout=600)
     assert code == 0, (_folder(config) / "logs" / "rank-0.log").read_text()
     return _folder(config)
 
@@ -112,7 +113,7 @@ def _curve(folder: Path) -> list[Any]:
     return [(line["step"], line["loss_metrics/global_avg_loss"]) for line in read_metrics(folder)]
 
 
-def _wait_for(check: Any, process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+def _wait_for(check: Any, process: subprocess.Popen[str], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not check():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -175,6 +176,10 @@ def test_help_and_wrong_options_answer_without_loading_torch(capfd: pytest.Captu
             ["train", "{}", "--set", "model.language_model.config.num_hidden_layers=0"],
             "must be between 1 and 10,000, not",
         ),
+        (
+            ["train", "{}", "--set", "log.trackers=['nowhere_at_all:Tracker']"],
+            "log.trackers = 'nowhere_at_all:Tracker': cannot import nowhere_at_all: No module named 'nowhere_at_all'",
+        ),
         (["train", "{}", "--take-over"], "--take-over is for going on in a run folder; name it with --resume"),
         (["generate", "nowhere"], "nowhere: no such run folder"),
     ],
@@ -199,7 +204,7 @@ def test_ranks_that_do_not_match_are_refused(
 
 
 def test_two_ranks_train_and_leave_their_folder_though_nobody_reads_their_output(trained: Path) -> None:
-    for name in ("config.toml", "trace.json", "timeline.png", "mask.png", "samples.html", "samples.png"):
+    for name in ("config.toml", "trace.json", "timeline.png", "mask.png", "report.html", "samples.png"):
         assert (trained / name).stat().st_size > 100, name
     assert {path.name for path in (trained / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
     summary = json.loads((trained / "summary.json").read_text())
@@ -231,7 +236,6 @@ def test_a_trained_model_answers(
     for arguments, message in [
         (["--prompt", "x" * 70], "reads max_position_embeddings = 64"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: at least 1"),
-        (["--prompt", "x", "--language", "tlh"], "--language tlh: this run's answers are in en"),
         (["--image", str(tmp_path)], "a folder, not a file"),
     ]:
         capfd.readouterr()
@@ -248,6 +252,7 @@ def test_a_trained_model_answers(
     assert "pillow is not installed" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_alone_in_its_folder_until_it_is_asked_to_stop(
     trained: Path, tmp_path: Path, in_process: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,9 +264,10 @@ def test_a_run_goes_on_alone_in_its_folder_until_it_is_asked_to_stop(
     assert main(["train", "--resume", str(folder)]) == 2  # a second job must not have the same folder
     assert f"{folder} is in use by process {process.pid} on " in capfd.readouterr().err
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 143 and "going on from" in output, output
     stopped = int(re.search(r"stopped after step (\d+) of 4000; saved", output).group(1))  # type: ignore[union-attr]
+    assert f"Stopped by SIGTERM after step {stopped:,} of 4,000" in (folder / "report.html").read_text()
     assert (folder / "checkpoints" / f"step-{stopped:08d}").is_dir() and not (folder / "run.lock").exists()
     curve = _curve(folder)
     assert curve[:6] == before and [step for step, _ in curve] == list(range(1, stopped + 1))
@@ -276,7 +282,7 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     process = _start("train", tiny, *settings)
     _wait_for(lambda: list(tiny.parent.glob("tiny/*/checkpoints/step-*")), process)
     os.kill(_ranks(process.pid)[1], signal.SIGKILL)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 1
     assert "interlace: rank 1 was killed by SIGKILL (signal 9)" in output, output
     assert "the other ranks (0) have been stopped" in output and "--resume" in output
@@ -286,7 +292,7 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     process = _start("train", "--resume", folder)
     _wait_for(lambda: max(step for step, _ in _curve(folder)) > reached + 3, process)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 143 and "going on from" in output, output
     assert not (folder / "run.lock").exists()
     stopped = int(re.search(r"stopped after step (\d+) of 400; saved", output).group(1))  # type: ignore[union-attr]
@@ -305,8 +311,8 @@ def test_killed_rank_is_named_and_the_run_goes_on_exactly(tiny: Path) -> None:
     _wait_for(far_enough, process)
     ranks = _ranks(process.pid)
     process.kill()
-    process.communicate(timeout=60)
-    deadline = time.monotonic() + 60
+    process.communicate(timeout=600)
+    deadline = time.monotonic() + 600
     while (whole / "run.lock").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not (whole / "run.lock").exists() and _curve(whole)[:stopped] == broken
@@ -324,9 +330,11 @@ def test_a_rank_of_torchrun_that_is_asked_to_stop_saves_all_and_fails_the_job(ti
     _wait_for(lambda: (_folder(tiny) / "checkpoints").exists(), process)
     folder = _folder(tiny)
     os.kill(_ranks(process.pid)[1], number)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 1 and f"exitcode  : {128 + number}" in output, output
     stopped = int(re.search(r"stopped after step (\d+) of 4000; saved", output).group(1))  # type: ignore[union-attr]
+    said = f"Stopped by {signal.Signals(number).name} after step {stopped:,} of 4,000"
+    assert said in (folder / "report.html").read_text()
     assert (folder / "checkpoints" / f"step-{stopped:08d}").is_dir() and not (folder / "run.lock").exists()
 
 
@@ -334,20 +342,20 @@ def test_a_reader_that_leaves_is_no_failure_of_a_printing_command() -> None:
     process = _start("doctor")
     assert process.stdout is not None
     process.stdout.close()
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=600) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_hangs_ends_the_run_within_the_timeout(tiny: Path, victim: int) -> None:
-    settings = ["--set", "train.steps=4000", "--set", "parallel.timeout=5", "--set", "checkpoint.every=5"]
+    settings = ["--set", "train.steps=4000", "--set", "parallel.timeout=12", "--set", "checkpoint.every=5"]
     process = _start("train", tiny, *settings)
     _wait_for(lambda: list(tiny.parent.glob("tiny/*/checkpoints/step-*")), process)
     os.kill(_ranks(process.pid)[victim], signal.SIGSTOP)
-    output = process.communicate(timeout=120)[0]  # far less than the 4,000 steps take; about 15 s on an idle machine
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 1, output
     # Waiting for rank 0 at the ends of a step takes half as long again: it may first have to wait for somebody else.
-    seconds = "5" if victim else "[57]"
+    seconds = "12" if victim else "1[28]"
     words = rf"last words: rank {1 - victim}, .*lost rank {victim} \(no answer within {seconds}[.0-9]* s"
     assert re.search(words, output), output
     assert f"interlace: rank {victim} hung" in output and "--resume" in output

@@ -47,7 +47,7 @@ def assigned(bin_of, weights, bins, capacity=None, *_) -> bool:
     return within(bin_of, weights.shape, 0, bins) and (capacity is None or most <= capacity)
 
 
-def replicated(replica_of, weights, _, replicas, equal) -> bool:
+def replicated(replica_of, weights, _, replicas, equal, *__) -> bool:
     return assigned(replica_of, weights, replicas, -(-len(weights) // replicas) if equal else None)
 
 
@@ -211,7 +211,7 @@ def calls() -> dict[str, Call]:
     integers = lambda *values: np.array(values, np.int64)  # noqa: E731
     dealt = {
         name: Call((w, 3, 2), assigned)
-        for name in ("lpt", "lpt_greedy", "karmarkar_karp", "multifit", "contiguous", "zigzag", "ring")
+        for name in ("lpt", "even", "lpt_greedy", "karmarkar_karp", "multifit", "contiguous", "zigzag", "ring")
     }
     batched = {
         name: Call((w, w * w, 3), lambda b, w, _, n: assigned(b, w, n)) for name in ("packed", "padded", "convolution")
@@ -228,7 +228,7 @@ def calls() -> dict[str, Call]:
         "exchange_orders": Call((integers(0, 1, 2, 1), integers(2, 0, 1, 1), 3), exchanged),
         "subset_sum": Call((w, 7.0, 0.5), lambda items, w, *_: within(items, items.shape, 0, len(w))),
         "bottleneck_match": Call((table[:, :1] * [1.0, 2, 3], w[:4]), matched),
-        "assign_replicas": Call((w, w, 2, True), replicated),
+        "assign_replicas": Call((w, w, 2, True, False), replicated),
         "assign_microbatches": Call((w, w, 3, True, False), deferred),
         "deferral_costs": Call(([w[:3], w[3:]], w[:2]), lambda c, a, b: finite(c) and c.shape == (len(a), len(b))),
         "assign_ascending": Call((w, 3, 2), assigned),

@@ -68,8 +68,14 @@ def declared() -> dict[str, list[Requirement]]:
     return found
 
 
+# In no extra: the user's own trackers, what one processor of transformers or one comparison in bench/ wants.
+UNDECLARED = {"wandb", "mlflow", "trackio", "num2words", "accelerate"}
+
+
 def check_hint(hint: str) -> None:
     """What `pip install` is told to install is a real extra, or a declared package in a version that is allowed."""
+    if hint in UNDECLARED:
+        return
     known = declared()
     for word in re.findall(r"'[^']+'|\"[^\"]+\"|\S+", hint):
         if word.strip("'\"").startswith("-"):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # torch = None in sys.modules makes every `import torch` fail.
 BUILD = "import sys; sys.modules['torch'] = None; import setuptools.build_meta as b; b.{hook}(sys.argv[1])"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # csrc/ is compiled, beside other tests
 
 
 def python(*arguments: str, cwd: Path) -> str:
@@ -71,7 +71,8 @@ def test_sdist_holds_what_the_build_needs(distributions):
 def test_wheel_holds_the_package_and_nothing_else(distributions):
     names = set(zipfile.ZipFile(distributions[1]).namelist())
     kernels = {f"kernels/{name}" for name in relative("*.py", "kernels") | {"probe.py"}}
-    files = relative("*.py", "python/interlace") | kernels | {"py.typed", "_core.pyi"}
+    files = relative("*.py", "python/interlace") | relative("*.html", "python/interlace")
+    files |= kernels | {"py.typed", "_core.pyi"}
     assert {f"interlace/{name}" for name in files} <= names
     assert {name.split("/")[0] for name in names} == {"interlace", "interlace-0.1.0.dist-info"}
     assert not [name for name in names if "__pycache__" in name or name.endswith((".cpp", ".h"))]

@@ -29,13 +29,26 @@ NAMES = {
 
 WITHIN_THE_JOB = "among the processes of one job"
 ALLOWED = {
+    ("bench/dispatch.py", "broadcast_object_list"): "between processes that it has started",
     ("bench/frozen_pipeline.py", "broadcast_object_list"): WITHIN_THE_JOB,
     ("bench/frozen_pipeline.py", "torch.multiprocessing"): "starts processes",
+    ("bench/simulated_slots.py", "broadcast_object_list"): WITHIN_THE_JOB,
+    ("bench/simulated_slots.py", "torch.multiprocessing"): "starts processes",
+    ("bench/entrain.py", "torch.multiprocessing"): "starts processes",
+    ("bench/dispatch.py", "torch.multiprocessing"): "starts processes",
     ("bench/context_parallel.py", "torch.multiprocessing"): "starts processes",
     ("bench/simulated_step.py", "torch.multiprocessing"): "starts processes",
     ("bench/overlap.py", "torch.multiprocessing"): "starts processes",
     ("bench/overlapped_step.py", "torch.multiprocessing"): "starts processes",
+    ("python/interlace/data/workers.py", "multiprocessing"): "starts processes",
+    ("python/interlace/data/workers.py", "multiprocessing.connection.Connection"): "to processes that it has started",
+    ("python/interlace/data/workers.py", "multiprocessing.connection.wait"): "to processes that it has started",
+    ("python/interlace/data/workers.py", "pickle"): "of what it sends",
+    ("python/interlace/data/worker_process.py", "multiprocessing.connection.Connection"): "to who has started it",
+    ("python/interlace/data/worker_process.py", "pickle"): "of who has started it",
+    ("python/interlace/data/ray_tasks.py", "pickle"): "among the tasks of one job",
     ("python/interlace/run/traced.py", "torch.multiprocessing.reductions.StorageWeakRef"): "reads nothing",
+    ("python/interlace/train/around.py", "pickle"): "of what it has pickled itself, to time that",
     ("bench/scheduling_peers.py", "multiprocessing"): "starts processes",
     ("bench/scheduling_peers.py", "concurrent.futures.ProcessPoolExecutor"): "starts processes",
 }

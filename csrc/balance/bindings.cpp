@@ -4,6 +4,7 @@
 
 #include "balance/convolution.h"
 #include "balance/deal.h"
+#include "balance/even.h"
 #include "balance/exact.h"
 #include "balance/karmarkar_karp.h"
 #include "balance/lower_bound.h"
@@ -53,6 +54,15 @@ py::array_t<int32_t> assign_lpt(const py::array &weights, int64_t bins, std::opt
         const std::vector<int32_t> order = descending_order(values);
         const int64_t used = useful(bins, values);
         return refine(values, order, lpt(values, order, used, each), used, each);
+    });
+}
+
+py::array_t<int32_t> assign_even(const py::array &weights, int64_t bins, std::optional<int64_t> capacity) {
+    return assign(weights, bins, capacity, [&](const std::vector<double> &values, int64_t each) {
+        const std::vector<int32_t> order = descending_order(values);
+        const int64_t used = useful(bins, values);
+        const std::vector<int32_t> start = refine(values, order, lpt(values, order, used, each), used, each);
+        return even_loads(values, start, used, each);
     });
 }
 
@@ -203,6 +213,7 @@ void bind_balance(py::module_ &module) {
         module.def(name, function, py::arg("weights"), py::arg("bins"), py::arg("capacity"));
     };
     method("assign_lpt", &assign_lpt);
+    method("assign_even", &assign_even);
     method("assign_lpt_greedy", &assign_lpt_greedy);
     method("assign_karmarkar_karp", &assign_karmarkar_karp);
     method("assign_multifit", &assign_multifit);

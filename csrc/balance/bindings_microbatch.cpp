@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "balance/bottleneck_match.h"
+#include "balance/even_replicas.h"
 #include "balance/microbatches.h"
 #include "balance/reorder.h"
 #include "balance/subset_sum.h"
@@ -96,14 +97,16 @@ py::tuple bind_bottleneck_match(const py::array &cost, const py::array &alone) {
 }
 
 py::array_t<int32_t> bind_assign_replicas(const py::array &encoder_cost, const py::array &llm_cost, int64_t replicas,
-                                          bool equal_counts) {
+                                          bool equal_counts, bool as_printed) {
     std::vector<double> encoder, llm;
     read_both(encoder_cost, llm_cost, encoder, llm);
     checked_count(replicas, "replicas", 1, 1 << 30);
     std::vector<int32_t> replica_of;
     {
         const Interruptible call;
-        replica_of = assign_replicas(encoder, llm, useful(replicas, encoder), equal_counts);
+        const int64_t used = useful(replicas, encoder);
+        replica_of = assign_replicas(encoder, llm, used, equal_counts);
+        if (!as_printed) replica_of = even_replicas(encoder, llm, std::move(replica_of), used);
     }
     return to_numpy(replica_of);
 }
@@ -243,7 +246,7 @@ void bind_microbatch(py::module_ &module) {
     module.def("subset_sum", &bind_subset_sum, py::arg("weights"), py::arg("target"), py::arg("resolution"));
     module.def("bottleneck_match", &bind_bottleneck_match, py::arg("cost"), py::arg("alone"));
     module.def("assign_replicas", &bind_assign_replicas, py::arg("encoder_cost"), py::arg("llm_cost"),
-               py::arg("replicas"), py::arg("equal_counts"));
+               py::arg("replicas"), py::arg("equal_counts"), py::arg("as_printed"));
     module.def("assign_microbatches", &bind_assign_microbatches, py::arg("encoder_cost"), py::arg("llm_cost"),
                py::arg("microbatches"), py::arg("shrink"), py::arg("as_printed"));
     module.def("deferral_costs", &bind_deferral_costs, py::arg("overloaded"), py::arg("underloaded"));

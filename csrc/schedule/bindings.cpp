@@ -4,8 +4,8 @@
 #include "common/arrays.h"
 #include "common/interruptible.h"
 #include "schedule/check.h"
+#include "schedule/generate.h"
 #include "schedule/lists.h"
-#include "schedule/order.h"
 #include "schedule/step_graph.h"
 
 namespace interlace {
@@ -156,32 +156,71 @@ py::tuple schedule_jobs(const py::sequence &fields, const py::array &chunk_pipel
     return py::make_tuple(to_numpy(nodes), to_numpy(chunks), flags);
 }
 
-// seconds: of the forward and the backward of each job in turn; empty: not known.
+// Of every step, or none.
+std::vector<double> read_seconds(const py::array &seconds) {
+    return seconds.size() > 0 ? read_costs(seconds, "seconds") : std::vector<double>{};
+}
+
+void check_seconds(const std::vector<double> &seconds, const StepGraph &graph) {
+    const size_t steps = STEPS_PER_JOB * static_cast<size_t>(graph.jobs());
+    if (!seconds.empty() && seconds.size() != steps)
+        throw std::invalid_argument("seconds must have four entries per job: " + std::to_string(steps) + ", not " +
+                                    std::to_string(seconds.size()));
+}
+
+std::vector<double> read_bytes(const py::array &activation_bytes) {
+    return activation_bytes.size() > 0 ? read_costs(activation_bytes, "activation_bytes") : std::vector<double>{};
+}
+
+void check_bytes(const std::vector<double> &bytes, const StepGraph &graph) {
+    if (!bytes.empty() && bytes.size() != static_cast<size_t>(graph.jobs()))
+        throw std::invalid_argument("activation_bytes must have one entry per job");
+}
+
+// Of every rank, or none.
+std::vector<double> read_limit(const py::array &memory_limit, int32_t ranks) {
+    if (memory_limit.size() == 0) return {};
+    std::vector<double> limit = read_real(memory_limit, "memory_limit");
+    if (limit.size() != static_cast<size_t>(ranks)) throw py::value_error("memory_limit must have one entry per rank");
+    return limit;
+}
+
+// seconds: of the FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of each job in turn; empty: not known.
+// generator: a Generator. activation_bytes, memory_limit: of jobs and of ranks, or empty. in_flight: 0: no limit.
 py::tuple schedule_lists(const py::sequence &fields, const py::array &chunk_pipeline, const py::array &links,
-                         bool gpipe, bool backward, bool reduce_grad, const py::array &seconds) {
+                         int32_t generator, bool backward, bool reduce_grad, const py::array &seconds,
+                         const py::array &activation_bytes, const py::array &memory_limit, int32_t in_flight,
+                         bool dispatch) {
     StepArguments arguments(fields, chunk_pipeline, links);
-    std::vector<double> costs;
-    if (seconds.size() > 0) costs = read_costs(seconds, "seconds");
+    if (generator < 0 || generator >= static_cast<int32_t>(Generator::COUNT))
+        throw py::value_error("there is no generator " + std::to_string(generator));
+    if (in_flight < 0) throw py::value_error("in_flight must not be negative");
+    const std::vector<double> costs = read_seconds(seconds);
+    const Limits limits{read_bytes(activation_bytes), read_limit(memory_limit, arguments.graph.ranks), in_flight};
     RankLists lists;
     {
         const Interruptible call;
         const StepGraph graph = arguments.build(backward);
-        // A backward takes about as long as two forwards.
-        std::vector<double> usual;
-        for (int32_t job = 0; job < graph.jobs(); ++job) usual.insert(usual.end(), {1.0, 2.0});
-        std::vector<Step> order = gpipe ? gpipe_order(graph) : one_f_one_b_order(graph, usual);
-        if (!gpipe && !costs.empty()) {
-            if (costs.size() != usual.size())
-                throw std::invalid_argument("seconds must have one entry per forward and backward: " +
-                                            std::to_string(usual.size()) + ", not " + std::to_string(costs.size()));
-            std::vector<Step> guided = one_f_one_b_order(graph, costs);
-            if (span(graph, guided, costs) < span(graph, order, costs)) order = std::move(guided);
-        }
-        lists = make_lists(graph, order, reduce_grad);
+        check_seconds(costs, graph);
+        check_bytes(limits.bytes, graph);
+        lists =
+            make_lists(graph, generate(graph, static_cast<Generator>(generator), costs, limits), reduce_grad, dispatch);
     }
     py::array_t<int32_t> rows({static_cast<py::ssize_t>(lists.rows.size()), static_cast<py::ssize_t>(ACTION_COLUMNS)});
     if (!lists.rows.empty()) std::memcpy(rows.mutable_data(), lists.rows.data(), lists.rows.size() * sizeof(ActionRow));
     return py::make_tuple(rows, to_numpy(lists.first));
+}
+
+// seconds: as in schedule_lists, and not empty.
+double schedule_bound(const py::sequence &fields, const py::array &chunk_pipeline, const py::array &links,
+                      bool backward, const py::array &seconds) {
+    StepArguments arguments(fields, chunk_pipeline, links);
+    const std::vector<double> costs = read_costs(seconds, "seconds");
+    const Interruptible call;
+    const StepGraph graph = arguments.build(backward);
+    if (costs.empty() && graph.jobs() > 0) throw std::invalid_argument("seconds must have four entries per job");
+    check_seconds(costs, graph);
+    return lower_bound_of(graph, costs);
 }
 
 const char *name_of(FaultKind kind) {
@@ -257,27 +296,21 @@ std::vector<ActionRow> read_action_rows(const py::array &array, int64_t modules)
 
 py::dict schedule_check(const py::sequence &fields, const py::array &chunk_pipeline, const py::array &links,
                         bool backward, bool reduce_grad, const py::array &rows, const py::array &first,
-                        const py::array &activation_bytes, const py::array &memory_limit) {
+                        const py::array &activation_bytes, const py::array &memory_limit, bool dispatch) {
     StepArguments arguments(fields, chunk_pipeline, links);
     const std::vector<ActionRow> actions = read_action_rows(rows, arguments.graph.modules);
     const std::vector<int64_t> starts = read_integers(first, "first", 0, static_cast<int64_t>(actions.size()));
     if (starts.size() != static_cast<size_t>(arguments.graph.ranks) + 1 || starts.front() != 0 ||
         starts.back() != static_cast<int64_t>(actions.size()) || !std::is_sorted(starts.begin(), starts.end()))
         throw py::value_error("first must rise from 0 to the number of rows, with one entry per rank and one more");
-    std::vector<double> bytes, limits;
-    if (activation_bytes.size() > 0) bytes = read_costs(activation_bytes, "activation_bytes");
-    if (memory_limit.size() > 0) {
-        limits = read_real(memory_limit, "memory_limit");
-        if (limits.size() != static_cast<size_t>(arguments.graph.ranks))
-            throw py::value_error("memory_limit must have one entry per rank");
-    }
+    const std::vector<double> bytes = read_bytes(activation_bytes);
+    const std::vector<double> limits = read_limit(memory_limit, arguments.graph.ranks);
     CheckResult found;
     {
         const Interruptible call;
         const StepGraph graph = arguments.build(backward);
-        if (!bytes.empty() && bytes.size() != static_cast<size_t>(graph.jobs()))
-            throw std::invalid_argument("activation_bytes must have one entry per job");
-        found = check_lists(graph, actions, starts, reduce_grad, bytes, limits);
+        check_bytes(bytes, graph);
+        found = check_lists(graph, actions, starts, reduce_grad, dispatch, bytes, limits);
     }
     py::dict result;
     result["fault"] = found.fault ? py::object(to_dict(*found.fault)) : py::object(py::none());
@@ -292,10 +325,13 @@ void bind_schedule(py::module_ &module) {
     module.def("schedule_jobs", &schedule_jobs, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
                py::arg("backward"));
     module.def("schedule_lists", &schedule_lists, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
-               py::arg("gpipe"), py::arg("backward"), py::arg("reduce_grad"), py::arg("seconds"));
+               py::arg("generator"), py::arg("backward"), py::arg("reduce_grad"), py::arg("seconds"),
+               py::arg("activation_bytes"), py::arg("memory_limit"), py::arg("in_flight"), py::arg("dispatch") = false);
+    module.def("schedule_bound", &schedule_bound, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
+               py::arg("backward"), py::arg("seconds"));
     module.def("schedule_check", &schedule_check, py::arg("graph"), py::arg("chunk_pipeline"), py::arg("links"),
                py::arg("backward"), py::arg("reduce_grad"), py::arg("rows"), py::arg("first"),
-               py::arg("activation_bytes"), py::arg("memory_limit"));
+               py::arg("activation_bytes"), py::arg("memory_limit"), py::arg("dispatch") = false);
 }
 
 }  // namespace interlace

@@ -306,11 +306,11 @@ void find_peaks(const Lists &lists, const std::vector<double> &bytes, const std:
 }  // namespace
 
 CheckResult check_lists(const StepGraph &graph, const std::vector<ActionRow> &rows, const std::vector<int64_t> &first,
-                        bool reduce_grad, const std::vector<double> &activation_bytes,
+                        bool reduce_grad, bool dispatch, const std::vector<double> &activation_bytes,
                         const std::vector<double> &memory_limit) {
     CheckResult result;
     Lists lists{graph, rows, first, {}};
-    result.fault = read_rows(graph, rows, first, reduce_grad, lists.meanings);
+    result.fault = read_rows(graph, rows, first, reduce_grad, dispatch, lists.meanings);
     if (!result.fault) result.fault = check_lanes(lists);
     if (!result.fault) result.fault = check_sums(lists);
     if (!result.fault) result.fault = check_shards(lists);

@@ -4,7 +4,8 @@
 // replays the lists the way the executor runs them: a compute action waits for all ranks of its lane; sends never
 // block; a receive takes the oldest message from its peer lane, and waits until all of its ranks have sent it; a
 // REDUCE_GRAD starts a sum and goes on; an UNSHARD starts a gather and goes on, and what computes with its weights, or
-// gives them up, waits until all of its ranks have started it. Where weights are gathered layer by layer, a compute
+// gives them up, waits until all of its ranks have started it; a DISPATCH starts what every rank has one of, and goes
+// on: nothing of the same step waits for it. Where weights are gathered layer by layer, a compute
 // action waits for all ranks of the lanes that share them: see Meetings.
 #pragma once
 
@@ -63,10 +64,10 @@ struct CheckResult {
     std::vector<double> peak_bytes;
 };
 
-// rows: of all ranks, one after the other; first: where each rank's begins. activation_bytes: of every job, or empty.
-// memory_limit: of every rank, or empty.
+// rows: of all ranks, one after the other; first: where each rank's begins. dispatch: whether every rank has a
+// DISPATCH, or none. activation_bytes: of every job, or empty. memory_limit: of every rank, or empty.
 CheckResult check_lists(const StepGraph &graph, const std::vector<ActionRow> &rows, const std::vector<int64_t> &first,
-                        bool reduce_grad, const std::vector<double> &activation_bytes,
+                        bool reduce_grad, bool dispatch, const std::vector<double> &activation_bytes,
                         const std::vector<double> &memory_limit);
 
 }  // namespace interlace

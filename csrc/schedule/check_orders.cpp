@@ -1,6 +1,7 @@
 #include "schedule/check_orders.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "common/interrupt.h"
 
@@ -19,7 +20,8 @@ std::optional<Fault> check_lanes(const Lists &lists) {
         }
     std::vector<size_t> at(ranks.size());
     for (int32_t rank = 0; rank < lists.ranks(); ++rank) {
-        std::fill(at.begin(), at.end(), 0);
+        const Ragged &own = lists.graph.rank_lanes;
+        for (const int32_t *lane = own.begin(rank); lane < own.end(rank); ++lane) at[*lane] = 0;
         for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
             poll();
             if (!is_compute(lists.rows[i].op) || lists.meanings[i].place == 0) continue;
@@ -36,9 +38,9 @@ std::optional<Fault> check_lanes(const Lists &lists) {
 std::optional<Fault> check_sums(const Lists &lists) {
     Poll poll;
     const StageArrays &stages = lists.graph.stages;
-    std::vector<int64_t> summed(stages.node_lane.size());  // by which row of this rank
+    std::vector<int64_t> summed(stages.node_lane.size());  // by which row of this rank, of the nodes that it computes
     for (int32_t rank = 0; rank < lists.ranks(); ++rank) {
-        std::fill(summed.begin(), summed.end(), -1);
+        lists.graph.each_node(rank, [&](int32_t node) { summed[node] = -1; });
         int64_t tied = -1;
         for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
             poll();
@@ -48,9 +50,10 @@ std::optional<Fault> check_sums(const Lists &lists) {
                     tied = i;
                 else if (tied >= 0)
                     return Fault{FaultKind::AFTER_TIED, rank, row, lists.rows[tied]};
-                const Ragged &members = stages.reduction_members;
-                for (const int32_t *node = members.begin(row.other); node < members.end(row.other); ++node)
-                    if (stages.node_trains[*node]) summed[*node] = i;
+                lists.graph.each_node(rank, [&](int32_t node) {
+                    if (stages.node_trains[node] && stages.reduction_members.find(row.other, node) >= 0)
+                        summed[node] = i;
+                });
             } else if (is_compute(row.op) && row.op != ActionOp::FORWARD) {
                 const int64_t before = summed[lists.graph.job_node[lists.meanings[i].id]];
                 if (before >= 0) return Fault{FaultKind::AFTER_REDUCTION, rank, row, lists.rows[before]};
@@ -154,24 +157,32 @@ std::optional<Fault> check_meetings(const Lists &lists, const Meetings &meetings
 }
 
 std::optional<Fault> check_reduction_order(const Lists &lists, const Meetings &meetings) {
-    // Gathers are numbered behind reductions, and what meetings do behind gathers.
+    // Gathers are numbered behind reductions, what meetings do behind gathers, and DISPATCH, which is everybody's,
+    // last.
     const Ragged &reducing = lists.graph.stages.reduction_ranks, &sharing = lists.graph.stages.shard_ranks;
     const auto reductions = static_cast<int32_t>(reducing.size());
     const auto once = reductions + static_cast<int32_t>(sharing.size());
     const auto all = once + static_cast<int32_t>(meetings.ranks.size());
+    std::vector<int32_t> everyone(lists.ranks());
+    std::iota(everyone.begin(), everyone.end(), 0);
     const auto begin = [&](int32_t n) {
         return n < reductions ? reducing.begin(n)
                : n < once     ? sharing.begin(n - reductions)
-                              : meetings.ranks.begin(n - once);
+               : n < all      ? meetings.ranks.begin(n - once)
+                              : everyone.data();
     };
     const auto end = [&](int32_t n) {
-        return n < reductions ? reducing.end(n) : n < once ? sharing.end(n - reductions) : meetings.ranks.end(n - once);
+        return n < reductions ? reducing.end(n)
+               : n < once     ? sharing.end(n - reductions)
+               : n < all      ? meetings.ranks.end(n - once)
+                              : everyone.data() + everyone.size();
     };
     // What a meeting does is one number, again and again: its ranks do it equally often.
     const auto number_of = [&](int64_t i) {
         const ActionRow &row = lists.rows[i];
         if (row.op == ActionOp::REDUCE_GRAD) return row.other;
         if (is_unshard(row.op)) return reductions + row.other;
+        if (row.op == ActionOp::DISPATCH) return all;
         const int32_t meeting = is_compute(row.op) ? meetings.of_node[lists.graph.job_node[lists.meanings[i].id]] : -1;
         return meeting < 0 ? -1 : once + meeting;
     };
@@ -180,7 +191,7 @@ std::optional<Fault> check_reduction_order(const Lists &lists, const Meetings &m
         for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i)
             if (number_of(i) >= 0) queues[rank].push_back(i);
     std::vector<size_t> at(lists.ranks(), 0);
-    std::vector<int32_t> arrived(all, 0), todo;
+    std::vector<int32_t> arrived(all + 1, 0), todo;
     const auto arrive = [&](int32_t rank) {
         if (at[rank] == queues[rank].size()) return;
         const int32_t number = number_of(queues[rank][at[rank]]);

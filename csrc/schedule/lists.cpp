@@ -19,14 +19,16 @@ class Writer {
 
     void write(Step step) {
         const int32_t job = job_of(step);
-        const bool back = is_backward(step);
+        if (op_of(step) == ActionOp::BACKWARD_WEIGHT)
+            return put(graph_.lane(job), graph_.compute_row(op_of(step), job));
+        const bool back = hands_back(step);
         const auto receive_all = [&](int32_t, int32_t message) { receive(message + back); };
         const auto send_all = [&](int32_t, int32_t message) { send(message + back); };
         if (back)
             graph_.each_reader(job, receive_all);
         else
             graph_.each_input(job, receive_all);
-        put(graph_.lane(job), graph_.compute_row(back ? ActionOp::BACKWARD : ActionOp::FORWARD, job));
+        put(graph_.lane(job), graph_.compute_row(op_of(step), job));
         if (back)
             graph_.each_input(job, send_all);
         else
@@ -92,14 +94,14 @@ std::vector<int32_t> order_reductions(const StepGraph &graph, const std::vector<
     return order;
 }
 
-// Of each shard, whether all its nodes run equally many forwards and backwards, in one order.
+// Of each shard, whether all its nodes run equally many actions of each kind, in one order.
 std::vector<char> alike(const StepGraph &graph, const std::vector<Step> &order) {
     Poll poll;
     const StageArrays &stages = graph.stages;
-    std::vector<std::vector<char>> runs(graph.nodes());
+    std::vector<std::vector<ActionOp>> runs(graph.nodes());
     for (const Step step : order) {
         poll();
-        runs[graph.job_node[job_of(step)]].push_back(is_backward(step));
+        runs[graph.job_node[job_of(step)]].push_back(op_of(step));
     }
     std::vector<char> found(stages.shard_by_layer);
     for (int32_t shard = 0; shard < stages.shard_members.size(); ++shard) {
@@ -111,7 +113,7 @@ std::vector<char> alike(const StepGraph &graph, const std::vector<Step> &order) 
 }
 
 // by_layer: which shards are gathered layer by layer.
-RankLists lists_of(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad,
+RankLists lists_of(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad, bool dispatch,
                    const std::vector<char> &by_layer) {
     Poll poll;
     const StageArrays &stages = graph.stages;
@@ -126,15 +128,14 @@ RankLists lists_of(const StepGraph &graph, const std::vector<Step> &order, bool 
         over[node].clear();
         for (const int32_t *rank = stages.lane_ranks.begin(lane); rank < stages.lane_ranks.end(lane); ++rank)
             over[node].push_back(writer.lists[*rank].size());
-        if (!is_backward(order[i])) continue;
+        if (op_of(order[i]) == ActionOp::FORWARD) continue;
         latest[node] = static_cast<int64_t>(i);
         behind[node] = over[node];
     }
     const auto place_in = [&](int32_t node, int32_t rank) {
         const Ragged &ranks = stages.lane_ranks;
         const int32_t lane = stages.node_lane[node];
-        const int32_t *const at = std::find(ranks.begin(lane), ranks.end(lane), rank);
-        return at == ranks.end(lane) ? -1 : at - ranks.begin(lane);
+        return std::find(ranks.begin(lane), ranks.end(lane), rank) - ranks.begin(lane);
     };
 
     struct Placed {
@@ -149,10 +150,10 @@ RankLists lists_of(const StepGraph &graph, const std::vector<Step> &order, bool 
             for (int32_t i = stages.shard_ranks.first[shard]; i < stages.shard_ranks.first[shard + 1]; ++i) {
                 const int32_t rank = stages.shard_ranks.items[i];
                 size_t after = 0;
-                for (const int32_t *node = stages.shard_members.begin(shard);
-                     op == ActionOp::RESHARD && node < stages.shard_members.end(shard); ++node)
-                    if (const auto at = place_in(*node, rank); at >= 0 && !over[*node].empty())
-                        after = std::max(after, over[*node][at]);
+                graph.each_node(rank, [&](int32_t node) {
+                    if (op == ActionOp::RESHARD && !over[node].empty() && stages.shard_members.find(shard, node) >= 0)
+                        after = std::max(after, over[node][place_in(node, rank)]);
+                });
                 const bool layers = op == ActionOp::UNSHARD && by_layer[shard];
                 shards[rank].push_back({after, graph.shard_row(layers ? ActionOp::UNSHARD_LAYERS : op, shard, i)});
             }
@@ -163,11 +164,10 @@ RankLists lists_of(const StepGraph &graph, const std::vector<Step> &order, bool 
                 const int32_t rank = stages.reduction_ranks.items[i];
                 std::vector<Placed> &mine = reduces[rank];
                 size_t after = mine.empty() ? 0 : mine.back().after;
-                for (const int32_t *node = stages.reduction_members.begin(r); node < stages.reduction_members.end(r);
-                     ++node) {
-                    if (behind[*node].empty() || !stages.node_trains[*node]) continue;
-                    if (const auto at = place_in(*node, rank); at >= 0) after = std::max(after, behind[*node][at]);
-                }
+                graph.each_node(rank, [&](int32_t node) {
+                    const bool adds = stages.node_trains[node] && stages.reduction_members.find(r, node) >= 0;
+                    if (adds && !behind[node].empty()) after = std::max(after, behind[node][place_in(node, rank)]);
+                });
                 mine.push_back({after, graph.reduction_row(r, i)});
             }
         }
@@ -178,6 +178,7 @@ RankLists lists_of(const StepGraph &graph, const std::vector<Step> &order, bool 
     for (int32_t rank = 0; rank < stages.ranks; ++rank) {
         const std::vector<ActionRow> &rows = writer.lists[rank];
         poll(static_cast<int64_t>(rows.size()));
+        if (dispatch) made.rows.push_back(graph.dispatch_row(rank));
         std::vector<Placed> &all = shards[rank];
         all.insert(all.end(), reduces[rank].begin(), reduces[rank].end());
         std::stable_sort(all.begin(), all.end(), [](const Placed &a, const Placed &b) { return a.after < b.after; });
@@ -195,16 +196,16 @@ RankLists lists_of(const StepGraph &graph, const std::vector<Step> &order, bool 
 
 }  // namespace
 
-RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad) {
+RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, bool reduce_grad, bool dispatch) {
     const StageArrays &stages = graph.stages;
     const std::vector<char> candidates = alike(graph, order), none(candidates.size(), 0);
-    RankLists made = lists_of(graph, order, reduce_grad, candidates);
+    RankLists made = lists_of(graph, order, reduce_grad, dispatch, candidates);
     const auto runs = [&](const RankLists &lists) {
-        return !check_lists(graph, lists.rows, lists.first, reduce_grad, {}, {}).fault;
+        return !check_lists(graph, lists.rows, lists.first, reduce_grad, dispatch, {}, {}).fault;
     };
     if (candidates == none || runs(made)) return made;
     std::vector<char> found = none;
-    made = lists_of(graph, order, reduce_grad, found);
+    made = lists_of(graph, order, reduce_grad, dispatch, found);
     for (int32_t module = 0; module < stages.modules; ++module) {
         std::vector<char> more = found;
         for (size_t shard = 0; shard < more.size(); ++shard) {
@@ -212,7 +213,7 @@ RankLists make_lists(const StepGraph &graph, const std::vector<Step> &order, boo
             if (node >= 0 && stages.pipeline_module[stages.node_pipeline[node]] == module) more[shard] = 1;
         }
         if (more == found) continue;
-        RankLists lists = lists_of(graph, order, reduce_grad, more);
+        RankLists lists = lists_of(graph, order, reduce_grad, dispatch, more);
         if (!runs(lists)) continue;
         made = std::move(lists);
         found = std::move(more);

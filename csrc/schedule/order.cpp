@@ -1,7 +1,7 @@
 #include "schedule/order.h"
 
 #include <algorithm>
-#include <queue>
+#include <set>
 #include <utility>
 
 #include "common/interrupt.h"
@@ -10,10 +10,69 @@ namespace interlace {
 
 namespace {
 
-// Per node: d. Per chunk: the first and the last place.
-struct Places {
-    std::vector<int32_t> distance, first, last;
+// Sorts by time, steps of one time as order.h says. forward, backward, weight: times of every job; without weight,
+// weight halves stand right behind input halves.
+std::vector<Step> sorted(const StepGraph &graph, const std::vector<int64_t> &forward,
+                         const std::vector<int64_t> &backward, bool split, const std::vector<int64_t> &weight = {}) {
+    struct Timed {
+        int64_t time;
+        int32_t tie, chunk;
+        Step step;
+    };
+    std::vector<Timed> timed;
+    timed.reserve(2 * static_cast<size_t>(graph.jobs()));
+    for (int32_t job = 0; job < graph.jobs(); ++job) {
+        const int32_t c = graph.job_chunk[job], place = graph.topological[graph.job_node[job]];
+        timed.push_back({forward[job], place, c, step_of(ActionOp::FORWARD, job)});
+        // Backwards first, which keeps fewer forwards in flight; consumers first among them.
+        if (graph.backward[job]) timed.push_back({backward[job], -1 - place, c, backward_of(graph, job, split)});
+        if (!weight.empty() && splits(graph, job))
+            timed.push_back({weight[job], graph.nodes() + place, c, step_of(ActionOp::BACKWARD_WEIGHT, job)});
+    }
+    interruptible_sort(timed.begin(), timed.end(), [](const Timed &a, const Timed &b) {
+        if (a.time != b.time) return a.time < b.time;
+        if (a.tie != b.tie) return a.tie < b.tie;
+        return a.chunk < b.chunk;
+    });
+    std::vector<Step> order;
+    order.reserve(timed.size() * (split ? 2 : 1));
+    for (const Timed &entry : timed) {
+        order.push_back(entry.step);
+        if (op_of(entry.step) == ActionOp::BACKWARD_INPUT && weight.empty())
+            order.push_back(step_of(ActionOp::BACKWARD_WEIGHT, job_of(entry.step)));
+    }
+    return order;
+}
+
+// Which time its pipeline comes to the lane of each node, from 0, and where that lane stands in its lap.
+struct Laps {
+    std::vector<int32_t> lap, place;    // of nodes
+    std::vector<int32_t> count, width;  // of pipelines: laps, and lanes of each
 };
+
+Laps find_laps(const StepGraph &graph) {
+    const StageArrays &stages = graph.stages;
+    Laps laps{std::vector<int32_t>(graph.nodes(), 0), std::vector<int32_t>(graph.nodes(), 0), {}, {}};
+    for (size_t p = 0; p + 1 < stages.pipeline_first.size(); ++p) {
+        const int32_t first = stages.pipeline_first[p], end = stages.pipeline_first[p + 1];
+        std::set<int32_t> lanes;
+        for (int32_t n = first; n < end; ++n) lanes.insert(stages.node_lane[n]);
+        // Whole laps: each lane once in every `width` stages. (Copies are lanes of their own: one lap.)
+        const auto width = static_cast<int32_t>(lanes.size());
+        bool whole = (end - first) % width == 0;
+        for (int32_t n = first; whole && n < end; n += width)
+            whole = std::set<int32_t>(&stages.node_lane[n], &stages.node_lane[n] + width).size() == lanes.size();
+        laps.count.push_back(whole ? (end - first) / width : 1);
+        laps.width.push_back(whole ? width : end - first);
+        for (int32_t n = first; n < end; ++n) {
+            laps.lap[n] = (n - first) / laps.width.back();
+            laps.place[n] = (n - first) % laps.width.back();
+        }
+    }
+    return laps;
+}
+
+}  // namespace
 
 Places find_places(const StepGraph &graph) {
     Poll poll;
@@ -58,196 +117,121 @@ Places find_places(const StepGraph &graph) {
     return places;
 }
 
-std::vector<Step> order_of(const StepGraph &graph, const Places &places) {
-    struct Timed {
-        int64_t time;
-        int32_t tie, chunk;
-        Step step;
-    };
-    std::vector<Timed> timed;
-    timed.reserve(2 * static_cast<size_t>(graph.jobs()));
+std::vector<Step> timed_order(const StepGraph &graph, const Places &places, int64_t period, int64_t hop, bool split) {
+    std::vector<int64_t> forward(graph.jobs()), backward(graph.jobs());
     for (int32_t job = 0; job < graph.jobs(); ++job) {
-        const int32_t c = graph.job_chunk[job], node = graph.job_node[job], place = graph.topological[node];
-        const int64_t d = places.distance[node];
-        timed.push_back({2 * int64_t{places.first[c]} - d, place, c, forward_step(job)});
-        // Backwards first, which keeps fewer forwards in flight; consumers first among them.
-        if (graph.backward[job])
-            timed.push_back({2 * int64_t{places.last[c]} + d + 1, -1 - place, c, backward_step(job)});
+        const int64_t d = places.distance[graph.job_node[job]];
+        forward[job] = period * places.first[graph.job_chunk[job]] - hop * d;
+        backward[job] = period * places.last[graph.job_chunk[job]] + hop * d + 1;
     }
-    interruptible_sort(timed.begin(), timed.end(), [](const Timed &a, const Timed &b) {
-        if (a.time != b.time) return a.time < b.time;
-        if (a.tie != b.tie) return a.tie < b.tie;
-        return a.chunk < b.chunk;
-    });
-    std::vector<Step> order;
-    order.reserve(timed.size());
-    for (const Timed &entry : timed) order.push_back(entry.step);
-    return order;
+    return sorted(graph, forward, backward, split);
 }
 
-// The most forwards that each node holds at once where steps run in this order, or d + 1 if that is more.
-std::vector<int32_t> find_caps(const StepGraph &graph, const Places &places, const std::vector<Step> &order) {
-    std::vector<int32_t> held(graph.nodes(), 0), caps;
-    for (const int32_t d : places.distance) caps.push_back(d + 1);
-    for (const Step step : order) {
-        const int32_t job = job_of(step), node = graph.job_node[job];
-        if (!graph.backward[job]) continue;
-        held[node] += is_backward(step) ? -1 : 1;
-        caps[node] = std::max(caps[node], held[node]);
+std::vector<Step> zb_h1_order(const StepGraph &graph, const Places &places) {
+    const int64_t deepest = *std::max_element(places.distance.begin(), places.distance.end());
+    std::vector<int64_t> forward(graph.jobs()), backward(graph.jobs()), weight(graph.jobs());
+    for (int32_t job = 0; job < graph.jobs(); ++job) {
+        const int64_t d = places.distance[graph.job_node[job]], c = graph.job_chunk[job];
+        forward[job] = 2 * places.first[c] - d;
+        backward[job] = 2 * places.last[c] + d + 1;
+        weight[job] = backward[job] + 2 * (deepest - d);
     }
-    return caps;
+    return sorted(graph, forward, backward, true, weight);
 }
-
-class Play {
-  public:
-    Play(const StepGraph &graph, const std::vector<Step> &order, const std::vector<int32_t> &caps,
-         const std::vector<double> &seconds)
-        : graph_(graph), caps_(caps), seconds_(seconds) {
-        place_.assign(2 * static_cast<size_t>(graph.jobs()), -1);
-        std::vector<std::pair<int32_t, int32_t>> pairs;
-        pairs.reserve(order.size());
-        for (size_t i = 0; i < order.size(); ++i) {
-            place_[order[i]] = static_cast<int32_t>(i);
-            pairs.emplace_back(2 * graph.job_node[job_of(order[i])] + is_backward(order[i]), order[i]);
-        }
-        queues_ = Ragged::of(2 * graph.nodes(), pairs);
-        at_.assign(queues_.first.begin(), queues_.first.end() - 1);
-        held_.assign(graph.nodes(), 0);
-        idle_.assign(graph.stages.ranks, 1);
-        dirty_.assign(graph.lanes(), 0);
-        waits_.assign(place_.size(), 0);
-        for (int32_t job = 0; job < graph.jobs(); ++job) {
-            graph.each_input(job, [&](int32_t, int32_t) { ++waits_[forward_step(job)]; });
-            if (!graph.backward[job]) continue;
-            ++waits_[backward_step(job)];
-            graph.each_reader(job, [&](int32_t, int32_t) { ++waits_[backward_step(job)]; });
-        }
-        started_.reserve(order.size());
-    }
-
-    std::vector<Step> run() {
-        Poll poll;
-        for (int32_t lane = 0; lane < graph_.lanes(); ++lane) touch(lane);
-        double clock = 0.0;
-        while (true) {
-            start_steps(clock);
-            if (running_.empty()) return std::move(started_);
-            clock = running_.top().first;
-            while (!running_.empty() && running_.top().first <= clock) {
-                poll();
-                const Step step = started_[running_.top().second];
-                running_.pop();
-                finish(step);
-            }
-        }
-    }
-
-  private:
-    void touch(int32_t lane) {
-        if (dirty_[lane]) return;
-        dirty_[lane] = 1;
-        todo_.push_back(lane);
-    }
-
-    bool idle(int32_t lane) const {
-        const Ragged &ranks = graph_.stages.lane_ranks;
-        return std::all_of(ranks.begin(lane), ranks.end(lane), [&](int32_t rank) { return idle_[rank] != 0; });
-    }
-
-    // What the lane should start; -1: nothing is ready.
-    Step choose(int32_t lane) const {
-        for (const int32_t back : {1, 0}) {
-            Step best = -1;
-            for (const int32_t *node = graph_.lane_nodes.begin(lane); node < graph_.lane_nodes.end(lane); ++node) {
-                const int32_t queue = 2 * *node + back;
-                if (at_[queue] == queues_.first[queue + 1]) continue;
-                const Step step = queues_.items[at_[queue]];
-                if (waits_[step] > 0) continue;
-                if (!back && graph_.backward[job_of(step)] && held_[*node] >= caps_[*node]) continue;
-                if (best < 0 || place_[step] < place_[best]) best = step;
-            }
-            if (best >= 0) return best;
-        }
-        return -1;
-    }
-
-    void start_steps(double clock) {
-        // Lanes that share ranks compete; a lane that none of these events touched could start nothing before either.
-        ready_.clear();
-        for (const int32_t lane : todo_) {
-            dirty_[lane] = 0;
-            if (!idle(lane)) continue;
-            const Step step = choose(lane);
-            if (step >= 0) ready_.push_back(step);
-        }
-        todo_.clear();
-        std::sort(ready_.begin(), ready_.end(), [&](Step a, Step b) {
-            return is_backward(a) != is_backward(b) ? is_backward(a) : place_[a] < place_[b];
-        });
-        for (const Step step : ready_) {
-            const int32_t job = job_of(step), node = graph_.job_node[job], lane = graph_.lane(job);
-            if (!idle(lane)) continue;
-            set_idle(lane, 0);
-            ++at_[2 * node + is_backward(step)];
-            if (!is_backward(step) && graph_.backward[job]) ++held_[node];
-            running_.emplace(clock + seconds_[step], static_cast<int32_t>(started_.size()));
-            started_.push_back(step);
-        }
-    }
-
-    void finish(Step step) {
-        const int32_t job = job_of(step), lane = graph_.lane(job);
-        set_idle(lane, 1);
-        const Ragged &ranks = graph_.stages.lane_ranks;
-        for (const int32_t *rank = ranks.begin(lane); rank < ranks.end(lane); ++rank)
-            for (const int32_t *other = graph_.rank_lanes.begin(*rank); other < graph_.rank_lanes.end(*rank); ++other)
-                touch(*other);
-        const auto release = [&](Step next) {
-            if (--waits_[next] == 0) touch(graph_.lane(job_of(next)));
-        };
-        if (is_backward(step)) {
-            --held_[graph_.job_node[job]];
-            graph_.each_input(job, [&](int32_t producer, int32_t) {
-                if (graph_.backward[producer]) release(backward_step(producer));
-            });
-        } else {
-            graph_.each_reader(job, [&](int32_t reader, int32_t) { release(forward_step(reader)); });
-            if (graph_.backward[job]) release(backward_step(job));
-        }
-    }
-
-    void set_idle(int32_t lane, char value) {
-        const Ragged &ranks = graph_.stages.lane_ranks;
-        for (const int32_t *rank = ranks.begin(lane); rank < ranks.end(lane); ++rank) idle_[*rank] = value;
-    }
-
-    const StepGraph &graph_;
-    const std::vector<int32_t> &caps_;
-    const std::vector<double> &seconds_;
-    Ragged queues_;               // 2 * node + backward -> steps by virtual time
-    std::vector<int32_t> at_;     // of each queue
-    std::vector<int32_t> place_;  // step -> place by virtual time
-    std::vector<int32_t> waits_;  // step -> steps that it needs and that are not done
-    std::vector<int32_t> held_;
-    std::vector<char> idle_, dirty_;
-    std::vector<int32_t> todo_, ready_;
-    std::vector<Step> started_;
-    using Running = std::pair<double, int32_t>;  // when it finishes, place in started_
-    std::priority_queue<Running, std::vector<Running>, std::greater<Running>> running_;
-};
-
-}  // namespace
 
 std::vector<Step> gpipe_order(const StepGraph &graph) {
-    std::vector<Step> order = order_of(graph, find_places(graph));
-    std::stable_partition(order.begin(), order.end(), [](Step step) { return !is_backward(step); });
+    std::vector<Step> order = timed_order(graph, find_places(graph), 2, 1, false);
+    std::stable_partition(order.begin(), order.end(), [](Step step) { return op_of(step) == ActionOp::FORWARD; });
     return order;
 }
 
-std::vector<Step> one_f_one_b_order(const StepGraph &graph, const std::vector<double> &seconds) {
-    const Places places = find_places(graph);
-    const std::vector<Step> order = order_of(graph, places);
-    return Play(graph, order, find_caps(graph, places, order), seconds).run();
+std::vector<Step> interleaved_order(const StepGraph &graph, const Places &places, bool split) {
+    const Laps laps = find_laps(graph);
+    int32_t main = -1, most = 1;  // the module that goes in laps
+    for (const int32_t c : graph.chunk_order) {
+        const int32_t pipeline = graph.chunk_pipeline[c], count = laps.count[pipeline];
+        if (count < 2 || count < most) continue;
+        most = count;
+        main = graph.stages.pipeline_module[pipeline];
+    }
+    if (main < 0) return timed_order(graph, places, 2, 1, split);
+
+    Poll poll;
+    constexpr int64_t HOP = 2, NEVER = INT64_MIN / 2;
+    std::vector<int64_t> forward(graph.jobs(), NEVER), backward(graph.jobs(), NEVER);
+    const auto in_main = [&](int32_t job) {
+        return graph.stages.pipeline_module[graph.chunk_pipeline[graph.job_chunk[job]]] == main;
+    };
+    for (int32_t job = 0; job < graph.jobs(); ++job) {
+        if (!in_main(job)) continue;
+        const int32_t node = graph.job_node[job], c = graph.job_chunk[job], p = graph.chunk_pipeline[c];
+        const int64_t width = laps.width[p], count = laps.count[p], lap = laps.lap[node], place = laps.place[node];
+        const auto turn = [&](int64_t k, int64_t at) { return (k / width * count + at) * width + k % width; };
+        forward[job] = HOP * (turn(places.first[c], lap) + place);
+        backward[job] = HOP * (turn(places.last[c], count - 1 - lap) + width - 1 - place + count * width - 1) + 1;
+    }
+    const auto hop = [&](int32_t a, int32_t b) { return graph.lane(a) == graph.lane(b) ? int64_t{0} : HOP; };
+    const auto each_job = [&](bool producers_first, const auto &use) {
+        for (int32_t i = 0; i < graph.chunks(); ++i) {
+            const int32_t c = graph.chunk_order[producers_first ? i : graph.chunks() - 1 - i];
+            const int32_t first = graph.chunk_first[c], size = graph.chunk_first[c + 1] - first;
+            poll(size);
+            for (int32_t j = 0; j < size; ++j) use(producers_first ? first + j : first + size - 1 - j);
+        }
+    };
+    // What feeds that module runs as late, its backwards as early, as its readers allow.
+    each_job(false, [&](int32_t job) {
+        if (in_main(job)) return;
+        int64_t latest = INT64_MAX;
+        graph.each_reader(job, [&](int32_t reader, int32_t) {
+            if (forward[reader] != NEVER) latest = std::min(latest, forward[reader] - hop(job, reader));
+        });
+        if (latest != INT64_MAX) forward[job] = latest;
+    });
+    // Whatever else: as early as it can. After this no step is earlier than one that it needs.
+    each_job(true, [&](int32_t job) {
+        graph.each_input(job, [&](int32_t producer, int32_t) {
+            forward[job] = std::max(forward[job], forward[producer] + hop(producer, job));
+        });
+        if (forward[job] == NEVER) forward[job] = HOP * places.first[graph.job_chunk[job]];  // not linked to it at all
+    });
+    each_job(false, [&](int32_t job) {
+        backward[job] = std::max(backward[job], forward[job] + 1);
+        graph.each_reader(job, [&](int32_t reader, int32_t) {
+            backward[job] = std::max(backward[job], backward[reader] + hop(reader, job));
+        });
+    });
+    return sorted(graph, forward, backward, split);
+}
+
+std::vector<int32_t> most_in_flight(const StepGraph &graph, const std::vector<Step> &order) {
+    std::vector<int32_t> held(graph.nodes(), 0), most = held;
+    for (const Step step : order) {
+        const int32_t job = job_of(step), node = graph.job_node[job];
+        if (!graph.backward[job] || op_of(step) == ActionOp::BACKWARD_WEIGHT) continue;
+        held[node] += hands_back(step) ? -1 : 1;
+        most[node] = std::max(most[node], held[node]);
+    }
+    return most;
+}
+
+std::vector<double> peaks_of(const StepGraph &graph, const std::vector<Step> &order, const std::vector<double> &bytes) {
+    Poll poll;
+    std::vector<double> held(graph.stages.ranks, 0.0), peaks = held;
+    for (const Step step : order) {
+        poll();
+        const int32_t job = job_of(step), lane = graph.lane(job);
+        const Ragged &ranks = graph.stages.lane_ranks;
+        for (const int32_t *rank = ranks.begin(lane); rank < ranks.end(lane); ++rank) {
+            if (op_of(step) == ActionOp::FORWARD) {
+                peaks[*rank] = std::max(peaks[*rank], held[*rank] + bytes[job]);
+                if (graph.backward[job]) held[*rank] += bytes[job];
+            } else if (releases(step)) {
+                held[*rank] -= bytes[job];
+            }
+        }
+    }
+    return peaks;
 }
 
 double span(const StepGraph &graph, const std::vector<Step> &order, const std::vector<double> &seconds) {
@@ -258,19 +242,22 @@ double span(const StepGraph &graph, const std::vector<Step> &order, const std::v
         poll();
         const int32_t job = job_of(step), lane = graph.lane(job);
         double start = 0.0;
-        const auto after = [&](Step other) { start = std::max(start, finish[other]); };
-        if (is_backward(step)) {
-            graph.each_reader(job, [&](int32_t reader, int32_t) { after(backward_step(reader)); });
-            after(forward_step(job));
+        const auto after = [&](int32_t other, bool back) { start = std::max(start, finish[2 * other + back]); };
+        if (hands_back(step)) {
+            graph.each_reader(job, [&](int32_t reader, int32_t) { after(reader, true); });
+            after(job, false);
+        } else if (op_of(step) == ActionOp::FORWARD) {
+            graph.each_input(job, [&](int32_t producer, int32_t) { after(producer, false); });
         } else {
-            graph.each_input(job, [&](int32_t producer, int32_t) { after(forward_step(producer)); });
+            after(job, true);
         }
         const Ragged &ranks = graph.stages.lane_ranks;
         for (const int32_t *rank = ranks.begin(lane); rank < ranks.end(lane); ++rank)
             start = std::max(start, clock[*rank]);
-        finish[step] = start + seconds[step];
-        for (const int32_t *rank = ranks.begin(lane); rank < ranks.end(lane); ++rank) clock[*rank] = finish[step];
-        latest = std::max(latest, finish[step]);
+        const double end = start + seconds[step];
+        if (op_of(step) != ActionOp::BACKWARD_WEIGHT) finish[2 * job + hands_back(step)] = end;
+        for (const int32_t *rank = ranks.begin(lane); rank < ranks.end(lane); ++rank) clock[*rank] = end;
+        latest = std::max(latest, end);
     }
     return latest;
 }

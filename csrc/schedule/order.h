@@ -2,8 +2,8 @@
 //
 // Virtual time. d(node) counts the changes of lane on the longest path from a node to one that nobody reads, over links
 // of this step. A chunk that nobody reads stands at its index k in its replica; any other stretches from the first to
-// the last place of the chunks that read it, directly or not. FORWARD happens at 2 * k_first - d, BACKWARD at
-// 2 * k_last + d + 1.
+// the last place of the chunks that read it, directly or not. With a period of 2 and a hop of 1, FORWARD happens at
+// 2 * k_first - d, BACKWARD at 2 * k_last + d + 1.
 //
 // Along a dependency time never decreases, and where the lane changes it increases:
 // - FORWARD to a FORWARD that reads it: k_first of what is read is no later, its d is no smaller and, on another lane,
@@ -16,6 +16,9 @@
 //
 // Where all modules have equally many chunks, side by side, this is 1F1B as in the textbook: d + 1 forwards, then one
 // backward and one forward in turn.
+//
+// A split backward is a BACKWARD_INPUT at the BACKWARD's place, with the BACKWARD_WEIGHT right behind it. Only where
+// something of a node trains: elsewhere a BACKWARD is no more than the input half, and stays one piece.
 #pragma once
 
 #include <cstdint>
@@ -25,27 +28,64 @@
 
 namespace interlace {
 
-// 2 * job, and one more for its BACKWARD.
+// A compute action of a job: 4 * job + its op.
 using Step = int32_t;
-inline Step forward_step(int32_t job) { return 2 * job; }
-inline Step backward_step(int32_t job) { return 2 * job + 1; }
-inline int32_t job_of(Step step) { return step / 2; }
-inline bool is_backward(Step step) { return step % 2 != 0; }
+constexpr int32_t STEPS_PER_JOB = 4;
+inline Step step_of(ActionOp op, int32_t job) { return STEPS_PER_JOB * job + static_cast<int32_t>(op); }
+inline int32_t job_of(Step step) { return step / STEPS_PER_JOB; }
+inline ActionOp op_of(Step step) { return static_cast<ActionOp>(step % STEPS_PER_JOB); }
+// Whether it makes the gradients that travel; whether it is the last use of what the forward left.
+inline bool hands_back(Step step) {
+    return op_of(step) == ActionOp::BACKWARD || op_of(step) == ActionOp::BACKWARD_INPUT;
+}
+inline bool releases(Step step) {
+    return op_of(step) == ActionOp::BACKWARD || op_of(step) == ActionOp::BACKWARD_WEIGHT;
+}
+
+// Whether a split schedule has two halves of the job's backward.
+inline bool splits(const StepGraph &graph, int32_t job) {
+    return graph.backward[job] && graph.stages.node_trains[graph.job_node[job]];
+}
+// What hands the job's gradients back.
+inline Step backward_of(const StepGraph &graph, int32_t job, bool split) {
+    return step_of(split && splits(graph, job) ? ActionOp::BACKWARD_INPUT : ActionOp::BACKWARD, job);
+}
+
+// Per node: d. Per chunk: the first and the last place.
+struct Places {
+    std::vector<int32_t> distance, first, last;
+};
+Places find_places(const StepGraph &graph);
+
+// All steps by virtual time: FORWARD at period * k_first - hop * d, backwards at period * k_last + hop * d + 1.
+std::vector<Step> timed_order(const StepGraph &graph, const Places &places, int64_t period, int64_t hop, bool split);
+
+// Split 1F1B as in the textbook's ZB-H1: the weight half of a chunk stands behind the input half that comes D - d
+// chunks later on the node, where D is the largest d. So every node holds up to D + 1 forwards, as 1F1B's first one
+// does, and the further a node is from the first the more weight halves it has left to fill the end with.
+std::vector<Step> zb_h1_order(const StepGraph &graph, const Places &places);
 
 // All forwards by virtual time, then all backwards by virtual time.
 std::vector<Step> gpipe_order(const StepGraph &graph);
 
-// The order in which lanes start their steps if each takes, whenever all of its ranks are idle, a backward that is
-// ready, else a forward that is ready and within its node's cap, the one of the smallest virtual time.
-//
-// seconds: of every step. Every node takes its forwards, and its backwards, by virtual time. A node may hold as many
-// forwards as the larger of d + 1 and of what it holds where all run by virtual time. Then it never gets stuck: of the
-// steps left take the earliest one, all that it needs is done. A backward may run at any time. A forward is the next of
-// its node, whose forwards that are held now are also held at this place of the sequence by virtual time, and there it
-// is within the cap.
-std::vector<Step> one_f_one_b_order(const StepGraph &graph, const std::vector<double> &seconds);
+// Virtual time for pipelines that come to their lanes several times: interleaved 1F1B as in the textbook (Megatron-LM,
+// arXiv 2104.04473, section 2.2) for P lanes and v laps. Chunks go in groups of P: P of them through lap 0, the same P
+// through lap 1, and so on. With n the place of a forward in this order and i its lane's, FORWARD happens at
+// 2 * (n + i); with n counted from the last lap, BACKWARD at 2 * (n + P - 1 - i) + 2 * (v * P - 1) + 1: which is a
+// chunk's last forward, and everything after it, at the earliest. So lane i runs 2 * (P - 1 - i) + (v - 1) * P forwards
+// and then one forward and one backward in turn. Modules that feed this one, or read it, go by its chunks, each hop one
+// turn (2) away.
+// The last module, in the order of data, whose pipelines have the most laps counts; where nobody has laps, timed_order.
+std::vector<Step> interleaved_order(const StepGraph &graph, const Places &places, bool split);
+
+// The most forwards that each node holds until its gradients are handed back, where steps run in this order.
+std::vector<int32_t> most_in_flight(const StepGraph &graph, const std::vector<Step> &order);
+
+// Per rank, the most it holds where steps run in this order, by the rules of `check`. bytes: of every job.
+std::vector<double> peaks_of(const StepGraph &graph, const std::vector<Step> &order, const std::vector<double> &bytes);
 
 // Seconds until the last step finishes if every rank runs its part of the sequence in order; transfers take none.
+// seconds: of every step.
 double span(const StepGraph &graph, const std::vector<Step> &order, const std::vector<double> &seconds);
 
 }  // namespace interlace

@@ -20,8 +20,9 @@ bool same(const ActionRow &a, const ActionRow &b) { return fields(a) == fields(b
 
 class Reader {
   public:
-    Reader(const StepGraph &graph, bool reduce_grad)
-        : graph_(graph), active_(graph.stages.reduction_members.size(), 0) {
+    Reader(const StepGraph &graph, bool reduce_grad, bool dispatch)
+        : graph_(graph), dispatch_(dispatch), active_(graph.stages.reduction_members.size(), 0),
+          dispatched_(graph.stages.ranks, 0) {
         if (reduce_grad) active_ = graph.active_reductions();
         active_shards_ = graph.active_shards();
         for (int32_t job = 0; job < graph.jobs(); ++job) {
@@ -50,6 +51,7 @@ class Reader {
         if (row.op == ActionOp::SEND || row.op == ActionOp::RECV) return message(rank, row);
         if (row.op == ActionOp::REDUCE_GRAD) return reduction(rank, row);
         if (is_unshard(row.op) || row.op == ActionOp::RESHARD) return shard(rank, row);
+        if (row.op == ActionOp::DISPATCH && dispatch_ && same(row, graph_.dispatch_row(rank))) return {rank, 0};
         return NONE;
     }
 
@@ -67,12 +69,16 @@ class Reader {
             seen = &unsharded_[found.id];
         else if (row.op == ActionOp::RESHARD)
             seen = &resharded_[found.id];
+        else if (row.op == ActionOp::DISPATCH)
+            seen = &dispatched_[found.id];
         else
             seen = &reduced_[found.id];
         return !std::exchange(*seen, 1);
     }
 
     std::optional<Fault> missing() const {
+        for (int32_t rank = 0; dispatch_ && rank < graph_.stages.ranks; ++rank)
+            if (!dispatched_[rank]) return Fault{FaultKind::LACKS, rank, graph_.dispatch_row(rank)};
         const Ragged &ranks = graph_.stages.lane_ranks;
         for (int32_t job = 0; job < graph_.jobs(); ++job)
             for (int32_t place = 0; place < lane_size(graph_.lane(job)); ++place)
@@ -146,9 +152,8 @@ class Reader {
     Meaning reduction(int32_t rank, const ActionRow &row) const {
         const Ragged &ranks = graph_.stages.reduction_ranks;
         if (row.other < 0 || row.other >= ranks.size() || !active_[row.other]) return NONE;
-        for (int32_t i = ranks.first[row.other]; i < ranks.first[row.other + 1]; ++i)
-            if (ranks.items[i] == rank && same(row, graph_.reduction_row(row.other, i))) return {i, 0};
-        return NONE;
+        const int32_t i = ranks.find(row.other, rank);
+        return i >= 0 && same(row, graph_.reduction_row(row.other, i)) ? Meaning{i, 0} : NONE;
     }
 
     Meaning shard(int32_t rank, const ActionRow &row) const {
@@ -182,7 +187,9 @@ class Reader {
     }
 
     const StepGraph &graph_;
+    const bool dispatch_;
     std::vector<char> active_;  // reductions
+    std::vector<char> dispatched_;
     std::vector<char> active_shards_;
     // Slots: one for each rank of the lane. Where those of each job and message begin, and how many there are in all.
     std::vector<int64_t> job_first_, send_first_, receive_first_;
@@ -194,9 +201,10 @@ class Reader {
 }  // namespace
 
 std::optional<Fault> read_rows(const StepGraph &graph, const std::vector<ActionRow> &rows,
-                               const std::vector<int64_t> &first, bool reduce_grad, std::vector<Meaning> &meanings) {
+                               const std::vector<int64_t> &first, bool reduce_grad, bool dispatch,
+                               std::vector<Meaning> &meanings) {
     Poll poll;
-    Reader reader(graph, reduce_grad);
+    Reader reader(graph, reduce_grad, dispatch);
     meanings.reserve(rows.size());
     for (int32_t rank = 0; rank < graph.stages.ranks; ++rank) {
         for (int64_t i = first[rank]; i < first[rank + 1]; ++i) {

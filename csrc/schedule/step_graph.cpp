@@ -29,6 +29,14 @@ void check_arrays(const StageArrays &stages) {
     }
     if (pipelines == 0 || stages.pipeline_first[0] != 0 || stages.pipeline_first[pipelines] != nodes)
         fail("pipeline_first must run from 0 to the number of nodes");
+    const auto rises = [](const Ragged &lists) {
+        for (int64_t i = 0; i < lists.size(); ++i)
+            if (!std::is_sorted(lists.begin(i), lists.end(i))) return false;
+        return true;
+    };
+    for (const Ragged *lists :
+         {&stages.reduction_ranks, &stages.reduction_members, &stages.shard_ranks, &stages.shard_members})
+        if (!rises(*lists)) fail("the ranks and nodes of reductions and shards must rise");
 }
 
 }  // namespace
@@ -193,11 +201,20 @@ ActionRow StepGraph::shard_row(ActionOp op, int32_t shard, int32_t place) const 
     return {op, stages.pipeline_module[stages.node_pipeline[node]], stages.node_stage[node], -1, shard, -1, 0};
 }
 
-int32_t StepGraph::shard_place(int32_t shard, int32_t rank) const {
-    const Ragged &ranks = stages.shard_ranks;
-    const int32_t *const at = std::lower_bound(ranks.begin(shard), ranks.end(shard), rank);
-    return at != ranks.end(shard) && *at == rank ? static_cast<int32_t>(at - ranks.items.data()) : -1;
+ActionRow StepGraph::dispatch_row(int32_t rank) const {
+    int32_t first = -1;
+    each_node(rank, [&](int32_t node) { first = first < 0 ? node : first; });
+    if (first < 0) fail("rank " + std::to_string(rank) + " has no stage");
+    return {ActionOp::DISPATCH,
+            stages.pipeline_module[stages.node_pipeline[first]],
+            stages.node_stage[first],
+            -1,
+            -1,
+            -1,
+            0};
 }
+
+int32_t StepGraph::shard_place(int32_t shard, int32_t rank) const { return stages.shard_ranks.find(shard, rank); }
 
 std::vector<char> StepGraph::active_shards() const {
     std::vector<char> active(stages.shard_members.size(), 0);

@@ -2,6 +2,7 @@
 // Generators and the checker share it and nothing else, so that the checker proves lists by whoever made them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -42,6 +43,11 @@ struct Ragged {
     const int32_t *begin(int64_t i) const { return items.data() + first[i]; }
     const int32_t *end(int64_t i) const { return items.data() + first[i + 1]; }
     int32_t count(int64_t i) const { return first[i + 1] - first[i]; }
+    // The place in `items` of an item of list i, which rises; -1: it is none.
+    int32_t find(int64_t i, int32_t item) const {
+        const int32_t *const at = std::lower_bound(begin(i), end(i), item);
+        return at != end(i) && *at == item ? static_cast<int32_t>(at - items.data()) : -1;
+    }
     // pairs: (list, item), items in the order given.
     static Ragged of(int64_t lists, const std::vector<std::pair<int32_t, int32_t>> &pairs);
 };
@@ -55,7 +61,7 @@ struct StageArrays {
     Ragged reduction_ranks;
     std::vector<int32_t> reduction_node;  // beside reduction_ranks.items
     std::vector<char> reduction_tied;
-    Ragged reduction_members;
+    Ragged reduction_members;  // nodes, which rise, as ranks do
     Ragged shard_ranks;
     std::vector<int32_t> shard_node;  // beside shard_ranks.items
     std::vector<char> shard_full;
@@ -95,6 +101,13 @@ class StepGraph {
     std::vector<int32_t> chunk_order;                   // chunks, those that are read before those that read them
     Ragged lane_nodes, rank_lanes;
     Ragged node_shards;  // those that it computes with, on whichever rank
+
+    // use(node) for each node that a rank computes.
+    template <typename Use>
+    void each_node(int32_t rank, Use use) const {
+        for (const int32_t *lane = rank_lanes.begin(rank); lane < rank_lanes.end(rank); ++lane)
+            for (const int32_t *node = lane_nodes.begin(*lane); node < lane_nodes.end(*lane); ++node) use(*node);
+    }
 
     int32_t jobs() const { return static_cast<int32_t>(job_node.size()); }
     int32_t chunks() const { return static_cast<int32_t>(chunk_pipeline.size()); }
@@ -150,6 +163,7 @@ class StepGraph {
     ActionRow reduction_row(int32_t reduction, int32_t place) const;  // place: in reduction_ranks.items
 
     ActionRow shard_row(ActionOp op, int32_t shard, int32_t place) const;  // place: in shard_ranks.items
+    ActionRow dispatch_row(int32_t rank) const;                            // named after its first stage
 
     // Whether some member of the reduction has a BACKWARD in this step that could add to it.
     std::vector<char> active_reductions() const;

@@ -17,6 +17,7 @@ EventSimulator::EventSimulator(const ActionLists &lists)
         for (int64_t i = lists.first[rank]; i < lists.first[rank + 1]; ++i) {
             poll_();
             const ActionOp op = lists.op(i);
+            if (op == ActionOp::DISPATCH) dispatches_.emplace_back(static_cast<int32_t>(rank), i);
             if (op != ActionOp::SEND && op != ActionOp::RECV) continue;
             const int32_t own = lists.lane[i], peer = lists.row(i).peer;
             const int32_t source = op == ActionOp::SEND ? own : peer, target = op == ActionOp::SEND ? peer : own;
@@ -156,6 +157,19 @@ bool EventSimulator::reduce(const double *seconds, const double *start, double *
     return complete;
 }
 
+bool EventSimulator::dispatch(const double *seconds, const double *start, double *finish) {
+    constexpr double NEVER = std::numeric_limits<double>::infinity();
+    if (dispatches_.empty()) return true;
+    double begin = static_cast<int64_t>(dispatches_.size()) == lists_.ranks ? 0.0 : NEVER, longest = 0.0;
+    for (const auto &[rank, row] : dispatches_) {
+        const bool here = row - lists_.first[rank] < reached_[rank];
+        begin = std::max(begin, here ? start[row] : NEVER);
+        longest = std::max(longest, here ? seconds[row] : 0.0);
+    }
+    for (const auto &[rank, row] : dispatches_) finish[row] = begin + longest;
+    return begin < NEVER;
+}
+
 bool EventSimulator::run(const double *seconds, const double *transfer, double *start, double *finish) {
     std::fill(sent_.begin(), sent_.end(), 0);
     std::fill(taken_.begin(), taken_.end(), 0);
@@ -187,7 +201,7 @@ bool EventSimulator::run(const double *seconds, const double *transfer, double *
                 send(i, seconds, transfer, clock);
             } else if (is_compute(op) && lists_.lane_size(lists_.lane[i]) > 1) {
                 if (!meet(i, rank, seconds, start, finish, clock)) break;
-            } else if (op != ActionOp::REDUCE_GRAD) {
+            } else if (op != ActionOp::REDUCE_GRAD && op != ActionOp::DISPATCH) {
                 clock += seconds[i];
             }
             finish[i] = clock;
@@ -197,8 +211,8 @@ bool EventSimulator::run(const double *seconds, const double *transfer, double *
         clocks_[rank] = clock;
     }
     for (int64_t rank = 0; rank < lists_.ranks; ++rank) reached_[rank] -= lists_.first[rank];
-    const bool reduced = reduce(seconds, start, finish);
-    return reduced && static_cast<int64_t>(order_.size()) == lists_.size;
+    const bool reduced = reduce(seconds, start, finish), dispatched = dispatch(seconds, start, finish);
+    return reduced && dispatched && static_cast<int64_t>(order_.size()) == lists_.size;
 }
 
 }  // namespace interlace

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "common/interrupt.h"
@@ -42,6 +43,8 @@ struct ActionLists {
 // - a RECV takes the oldest message of its lane from the lane it names, and waits until all ranks there have sent it;
 // - a REDUCE_GRAD leaves its rank at once. It ends its seconds after all its ranks have reached it, earlier ones of the
 //   same ranks have ended (they share links), and, if it is of a tied weight, all others of these ranks that are not;
+// - a DISPATCH leaves its rank at once. It ends the longest of its ranks' seconds after every rank has reached its own,
+//   on links of its own: its bytes are those of the step after, so that only the end of the step waits for it.
 // - anything else takes its seconds.
 // Since no choice is ever open, times do not depend on the order in which ranks are visited. Reductions hold up nobody,
 // so their ends are computed after all else. O(actions).
@@ -72,6 +75,7 @@ class EventSimulator {
     void send(int64_t row, const double *seconds, const double *transfer, double &clock);
     bool meet(int64_t row, int32_t rank, const double *seconds, double *start, double *finish, double &clock);
     bool reduce(const double *seconds, const double *start, double *finish);
+    bool dispatch(const double *seconds, const double *start, double *finish);
 
     const ActionLists lists_;
     Poll poll_;
@@ -87,6 +91,7 @@ class EventSimulator {
     std::vector<int32_t> ordered_;           // reductions, those of the same ranks in the order of the lists, tied last
     std::vector<int32_t> link_;              // per reduction: a number for its set of ranks
     int32_t links_ = 0;
+    std::vector<std::pair<int32_t, int64_t>> dispatches_;  // (rank, row)
     std::vector<double> clocks_;
     std::vector<int64_t> reached_, order_;
     std::vector<int32_t> todo_;

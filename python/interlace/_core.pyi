@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 def assign_lpt(weights: NDArray[np.generic], bins: int, capacity: int | None) -> NDArray[np.int32]: ...
+def assign_even(weights: NDArray[np.generic], bins: int, capacity: int | None) -> NDArray[np.int32]: ...
 def assign_lpt_greedy(weights: NDArray[np.generic], bins: int, capacity: int | None) -> NDArray[np.int32]: ...
 def assign_karmarkar_karp(weights: NDArray[np.generic], bins: int, capacity: int | None) -> NDArray[np.int32]: ...
 def assign_multifit(weights: NDArray[np.generic], bins: int, capacity: int | None) -> NDArray[np.int32]: ...
@@ -36,7 +37,11 @@ def exchange_orders(
 def subset_sum(weights: NDArray[np.generic], target: float, resolution: float | None) -> NDArray[np.int32]: ...
 def bottleneck_match(cost: NDArray[np.generic], alone: NDArray[np.generic]) -> tuple[float, NDArray[np.int32]]: ...
 def assign_replicas(
-    encoder_cost: NDArray[np.generic], llm_cost: NDArray[np.generic], replicas: int, equal_counts: bool
+    encoder_cost: NDArray[np.generic],
+    llm_cost: NDArray[np.generic],
+    replicas: int,
+    equal_counts: bool,
+    as_printed: bool,
 ) -> NDArray[np.int32]: ...
 def assign_microbatches(
     encoder_cost: NDArray[np.generic], llm_cost: NDArray[np.generic], microbatches: int, shrink: bool, as_printed: bool
@@ -77,11 +82,22 @@ def schedule_lists(
     graph: tuple[NDArray[np.int32], ...],
     chunk_pipeline: NDArray[np.generic],
     links: NDArray[np.generic],
-    gpipe: bool,
+    generator: int,
     backward: bool,
     reduce_grad: bool,
     seconds: NDArray[np.generic],
+    activation_bytes: NDArray[np.generic],
+    memory_limit: NDArray[np.generic],
+    in_flight: int,
+    dispatch: bool = False,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
+def schedule_bound(
+    graph: tuple[NDArray[np.int32], ...],
+    chunk_pipeline: NDArray[np.generic],
+    links: NDArray[np.generic],
+    backward: bool,
+    seconds: NDArray[np.generic],
+) -> float: ...
 def schedule_check(
     graph: tuple[NDArray[np.int32], ...],
     chunk_pipeline: NDArray[np.generic],
@@ -92,6 +108,7 @@ def schedule_check(
     first: NDArray[np.generic],
     activation_bytes: NDArray[np.generic],
     memory_limit: NDArray[np.generic],
+    dispatch: bool = False,
 ) -> dict[str, Any]: ...
 def partition(costs: NDArray[np.generic], stages: int) -> NDArray[np.int32]: ...
 def backward_needs(

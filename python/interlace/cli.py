@@ -8,6 +8,7 @@ the program keeps its traceback. ``--debug`` shows the traceback of all of them.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -95,6 +96,13 @@ def parser() -> argparse.ArgumentParser:
         help="with --resume: take the run folder from the job that holds it, which then ends with an error",
     )
 
+    train.add_argument(
+        "--lock",
+        type=Path,
+        metavar="FILE",
+        help="of a config with parallel = 'auto': the layout that this plan.lock has, in place of a new choice",
+    )
+
     generate = commands.add_parser(
         "generate", parents=[common], help="answer from a checkpoint: images and/or speech and/or text -> text"
     )
@@ -102,7 +110,6 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--image", type=Path, action="append", default=[], help="PNG, JPEG or SVG; may be repeated")
     generate.add_argument("--speech", type=Path, action="append", default=[], help="OGG, WAV or FLAC; may be repeated")
     generate.add_argument("--prompt", default="", help="text after the media")
-    generate.add_argument("--language", default="en", help="language code of the answer (default: en)")
     _add_choice(generate)
     generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in bytes (default: 96)")
 
@@ -118,6 +125,14 @@ def parser() -> argparse.ArgumentParser:
     _add_choice(export)
     export.add_argument(
         "--adapter", action="store_true", help="write the adapters of a LoRA run alone, as peft loads them (not merged)"
+    )
+
+    export.add_argument(
+        "--check",
+        type=int,
+        metavar="N",
+        help="then answer N held-out questions with HuggingFace's own classes from FOLDER and compare the tokens with "
+        "Interlace's answers, as trained; exit code 1 where they differ (folders of modules, not whole checkpoints)",
     )
 
     doctor = commands.add_parser("doctor", parents=[common], help="what this machine can run, or why a run failed")
@@ -143,8 +158,11 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", type=Path, metavar="FILE", help="with --distributed: write the report there")
 
-    data = commands.add_parser("data", parents=[common], help="check files of chats before training on them")
-    check = data.add_subparsers(dest="action", metavar="action", required=True).add_parser(
+    data = commands.add_parser(
+        "data", parents=[common], help="check files of chats, or make them of pictures or to try things with"
+    )
+    actions = data.add_subparsers(dest="action", metavar="action", required=True)
+    check = actions.add_parser(
         "check",
         parents=[common],
         help="lengths, broken records and files, and a page of samples as the model will see them",
@@ -158,6 +176,67 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--samples", type=int, default=12, help="samples on the page; 0 writes none (default: 12)")
     check.add_argument("--out", type=Path, default=Path("data.html"), help="page to write (default: data.html)")
     check.add_argument("--headers", action="store_true", help="read headers of pictures and clips, decode none: faster")
+
+    index = actions.add_parser(
+        "index",
+        parents=[common],
+        help="look through large data once, by several processes: where records begin, how large they and media are",
+        description="Make the index of a config's data, or of files alone, which training and check otherwise make on "
+        "first use. Goes on where it was interrupted; of a file that was appended to only what is new is read. Exit "
+        "code: 0 when all records can be used, 1 when some are broken, 2 when the files cannot be read at all.",
+    )
+    index.add_argument("files", type=Path, nargs="+", metavar="CONFIG|FILE", help="a TOML file, or files of chats")
+    _add_set(index)
+    index.add_argument("--processes", type=int, metavar="N", help="processes at a time (default: one per core)")
+    index.add_argument("--decode", action="store_true", help="of files alone: decode all media once")
+    index.add_argument(
+        "--sizes",
+        choices=["files", "records"],
+        default="files",
+        help="of files alone: where sizes of media come from, as data.sizes of a config says (default: files)",
+    )
+    index.add_argument("--media", metavar="FOLDER", help="of files alone: where relative paths of media start")
+    index.add_argument("--cache", metavar="FOLDER", help="of files alone: where the index is kept")
+
+    folder = actions.add_parser(
+        "folder",
+        parents=[common],
+        help="chats about the pictures of a folder: sub-folders' names or texts beside them are the answers",
+        description="Write a file of chats, JSON lines, about the pictures in a folder. The answer about a picture is "
+        "what NAME.txt beside NAME.png says or, where no picture has such a text, the name of its sub-folder. All "
+        "pictures are decoded once. Exit code: 0 when all are in, 1 when some are left out, each by name, 2 when there "
+        "is nothing to write.",
+    )
+    folder.add_argument(
+        "folder", type=Path, metavar="PICTURES", help="folder of pictures, in sub-folders or with texts"
+    )
+    folder.add_argument("--out", type=Path, default=Path("chats.jsonl"), help="file to write (default: chats.jsonl)")
+    folder.add_argument(
+        "--question", help="asked about each (default: 'What is it?', of texts 'Describe the picture.')"
+    )
+    folder.add_argument(
+        "--held-out",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="keep this share of each answer's pictures for NAME.held-out.jsonl, equal pictures on one side (default: "
+        "0, none; data.held_out of a config keeps records)",
+    )
+
+    stamps = actions.add_parser(
+        "stamps",
+        parents=[common],
+        help="chats about pictures and speech to try things with: fetched, with a tokenizer",
+        description="Write a folder of chats about Debian's Tux Paint stamps: train.jsonl, validation.jsonl, media, "
+        "tokenizer and a README that says what was left out. The package is fetched with apt (157 MB, installed "
+        "nowhere) on first use; without it the folder holds scikit-learn's digits in the same form. A folder that was "
+        "made with the same options stays as it is.",
+    )
+    stamps.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write: a new one, or one made before")
+    stamps.add_argument("--records", type=int, metavar="N", help="chats to train on (default: 19200)")
+    stamps.add_argument("--seed", type=int, metavar="N", help="of everything that is drawn (default: 0)")
+    stamps.add_argument("--languages", nargs="+", metavar="CODE", help="such as en fr (default: ten)")
+    stamps.add_argument("--cache", metavar="FOLDER", help="where the package is kept, as data.cache of a config says")
 
     mask = commands.add_parser("mask", parents=[config], help="draw the attention mask of a config's batch")
     mask.add_argument("--samples", type=int, default=4, help="samples packed into the row (default: 4)")
@@ -173,12 +252,34 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true", help="print the layout and the memory as JSON, and nothing else")
     plan.add_argument("--picture", type=Path, metavar="FILE", help="draw the layout and the memory (PNG or SVG)")
+    plan.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="read the lengths of the run's first step and draw what each replica of each module computes, as drawn "
+        "and with train.balance (PNG or SVG)",
+    )
     plan.add_argument("--ranks", type=int, help="ranks of a replica (default: the config's)")
     plan.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
     _add_costs(plan)
+    plan.add_argument(
+        "--auto",
+        action="store_true",
+        help="choose placement, degrees, schedule and microbatches for --gpus GPUs and say why; what the config fixes "
+        "stays if it has parallel.plan = 'auto', else all of [parallel] is open",
+    )
+    plan.add_argument("--gpus", type=int, metavar="N", help="with --auto: GPUs to use, all of them")
+    plan.add_argument("--memory", type=float, metavar="GB", help="with --auto: memory of each GPU in 10^9 bytes")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="with --auto: write the plan.lock there")
 
     simulate = commands.add_parser("simulate", parents=[config], help="play the config's schedule: picture and trace")
     simulate.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
+    simulate.add_argument(
+        "--spread",
+        type=float,
+        metavar="SIGMA",
+        help="play all replicas, with samples of lognormal lengths of this sigma (0: alike), as arrays",
+    )
     simulate.add_argument("--out", type=Path, default=Path("."), help="folder for timeline.png and trace.json")
     _add_costs(simulate)
     return top
@@ -195,6 +296,7 @@ def _add_set(command: argparse.ArgumentParser) -> None:
 
 
 def _add_choice(command: argparse.ArgumentParser) -> None:
+    _add_set(command)
     command.add_argument("--step", type=int, help="the checkpoint of this step (default: the best or the newest)")
     command.add_argument(
         "--raw", action="store_true", help="the weights of that step, not their averages (of a run with train.ema)"
@@ -206,6 +308,9 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
         "--profile",
         action="store_true",
         help="time every layer on this machine with a batch of the config's data (default: count FLOPs)",
+    )
+    command.add_argument(
+        "--costs", type=Path, metavar="FILE", help="costs.json of a run with log.predict: layers and links, measured"
     )
     command.add_argument(
         "--tflops", type=float, help="speed of a rank when FLOPs are counted (default: of a matrix product here)"
@@ -230,9 +335,13 @@ def _command(options: argparse.Namespace) -> int:
 
         return mask(options)
     if options.command == "data":
-        from interlace.train.commands.data import check
+        if options.action == "stamps":
+            from interlace.train.commands.stamps import stamps
 
-        return check(options)
+            return stamps(options)
+        from interlace.train.commands import data
+
+        return {"check": data.check, "folder": data.folder, "index": data.index}[options.action](options)
     if options.command == "doctor":
         if options.crash is not None:
             from interlace.train.commands.crash import crash
@@ -247,9 +356,14 @@ def _command(options: argparse.Namespace) -> int:
         from interlace.train.commands.doctor import doctor
 
         return doctor()
-    from interlace.train.commands import planning
+    if options.command == "simulate":  # it leaves few cycles, and to look for them takes a second of a cluster's ten
+        gc.disable()
+    try:
+        from interlace.train.commands import planning
 
-    return planning.plan(options) if options.command == "plan" else planning.simulate(options)
+        return planning.plan(options) if options.command == "plan" else planning.simulate(options)
+    finally:
+        gc.enable()
 
 
 def _kind_of(error: Exception) -> tuple[bool, bool]:

@@ -321,7 +321,8 @@ CASES: dict[str, Callable[[], None]] = {
 SLOW = {
     "full", "wide key gradients", "split, empty rows", "several tiles per block, split", "lists of known masks",
     "values wider than keys, split", "values of 64 beside 96, bf16", "head dimension 80, split", "heads 4:1",
-    "lists of random masks", "atomics",
+    "lists of random masks", "atomics", "random masks", "bf16, capped scores, split", "split",
+    "same bits", "several tiles per block", "negative scale",
 }  # fmt: skip
 LONG_CASES: dict[str, Callable[[], None]] = {
     f"{name}, {dtype}, {'whole' if part is None else 'part'}": partial(benchmark, name, getattr(torch, dtype), part)

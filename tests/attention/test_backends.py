@@ -248,7 +248,8 @@ def run(script, **environment):
 
 
 @pytest.mark.skipif("INTERLACE_SANITIZE" in os.environ, reason="a sanitizer keeps what was freed")
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_cpu_backend_needs_no_square_memory(dtype):
     """16,384 tokens, forward and backward: less than 256 MiB at the peak beyond inputs and results (T x T is 1 GiB)."""
     script = f"""

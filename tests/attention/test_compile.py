@@ -64,6 +64,7 @@ def compared(family, kind):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_a_language_model_in_one_graph():
     compared("llama", "padding on the left")
 

@@ -53,6 +53,7 @@ print(_core.attention_isa())
         pytest.skip(f"this processor, compiler or kernel has no {isa}: {found} was tested instead")
 
 
+@pytest.mark.slow
 def test_an_unknown_instruction_set_is_refused():
     script = """
 import torch

@@ -308,7 +308,7 @@ def test_bad_input_is_named(call, weights, bins, capacity, message):
 
 
 def test_unknown_method_lists_the_known():
-    with pytest.raises(ValueError, match=r"unknown method 'greedy'.*'lpt', 'lpt_greedy'.*'zigzag'"):
+    with pytest.raises(ValueError, match=r"unknown method 'greedy'.*'lpt', 'even', 'lpt_greedy'.*'zigzag'"):
         balance.assign([1.0], 1, method="greedy")
     with pytest.raises(TypeError):
         balance.assign([1.0], 1.5)
@@ -338,3 +338,47 @@ def test_extreme_arguments_neither_crash_nor_take_memory(method):
     for weights in ([2**70], [[1], [2, 3]], [None], np.array([1, 2], "m8[s]"), np.array(["x"]), 3.0):
         with pytest.raises(ValueError):
             balance.assign(weights, 1, method=method)
+
+
+def deviation(weights, bin_of, bins):
+    return float(np.bincount(bin_of, weights, bins).std())
+
+
+@settings(max_examples=150)
+@given(capped())
+def test_even_is_never_heavier_nor_less_even_than_lpt(case):
+    weights, bins, capacity = case
+    start, even = (balance.assign(weights, bins, method=m, capacity=capacity) for m in ("lpt", "even"))
+    assert np.bincount(even, minlength=bins).max() <= capacity
+    assert makespan(weights, even, bins) <= makespan(weights, start, bins) * (1 + 1e-12)
+    assert deviation(weights, even, bins) <= deviation(weights, start, bins) * (1 + 1e-9) + 1e-9
+
+
+@settings(max_examples=100)
+@given(weight_lists, st.integers(1, 3))
+def test_least_spread_is_below_every_assignment(weights, bins):
+    """Against all of them; and reached, where the items that are too large leave the others one bin."""
+    best = min(deviation(weights, np.array(b), bins) for b in itertools.product(range(bins), repeat=len(weights)))
+    bound = balance.least_spread(weights, bins)
+    assert bound <= best * (1 + 1e-9) + 1e-9 * max(weights, default=0.0) + 1e-12
+    if bins == 2 and 2 * max(weights) > sum(weights):
+        assert bound == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("items", "bins", "near"), [(128, 32, 1e-3), (512, 128, 1e-3), (64, 8, 1e-3), (4096, 64, 1e-4)]
+)
+def test_even_comes_near_the_least_spread(items, bins, near):
+    """Where no item is larger than its share nearly nothing is left, four items to a bin; else what the bound says."""
+    rng = np.random.default_rng(items)
+    for sigma in (0.25, 0.4, 1.0):
+        weights = rng.lognormal(6, sigma, items)
+        loads = np.bincount(balance.assign(weights, bins, method="even"), weights, bins)
+        bound = balance.least_spread(weights, bins)
+        assert loads.std() <= 1.1 * bound + near * loads.mean(), (sigma, loads.std() / loads.mean())
+        assert (bound > 0) == (weights.max() > weights.sum() / bins)
+
+
+def test_least_spread_refuses_what_is_no_weight():
+    with pytest.raises(ValueError, match="weights"):
+        balance.least_spread([1.0, -1.0], 2)

@@ -9,7 +9,7 @@ import pytest
 from bench import overlap
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.slow
 def test_quick_run(tmp_path):
     out, picture = tmp_path / "overlap.json", tmp_path / "overlap.png"
     arguments = ["--quick", "--chunks", "2", "--repeats", "2", "--out", str(out), "--picture", str(picture)]

@@ -10,7 +10,6 @@ from bench import overlapped_step
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_quick_run(tmp_path):
     out = tmp_path / "overlapped_step.json"
     report = overlapped_step.main(["--quick", "--rounds", "1", "--repeats", "1", "--out", str(out)])

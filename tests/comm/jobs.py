@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,6 +153,14 @@ def used() -> dict[str, int]:
     }
 
 
-def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """What there is more of than before. Less may be: the test's own process group drops connections to the dead."""
-    return {what: (before[what], count) for what, count in after.items() if count > before[what]}
+def grown(before: dict[str, int], patience: float = 30.0) -> dict[str, tuple[int, int]]:
+    """What there still is more of than before. Less may be: the test's own process group drops connections to the dead.
+
+    A thread that has been joined leaves /proc a little later, and on a busy machine that is long: `patience` seconds.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        more = {what: (before[what], count) for what, count in used().items() if count > before[what]}
+        if not more or time.monotonic() > deadline:
+            return more
+        time.sleep(0.02)

@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
 
 def _main(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
     while True:
         try:
             trial, rank, world, function, args = pipe.recv()
@@ -39,7 +39,7 @@ def _main(pipe: Connection, port: int) -> None:
             os._exit(0)
         try:
             prefix = dist.PrefixStore(f"trial {trial}", store)
-            dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+            dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world, timeout=timedelta(seconds=120))
             pipe.send(("ready", None))
             pipe.recv()  # all are: from here on somebody may die
             result = ("returned", function(rank, *args))
@@ -59,7 +59,12 @@ class Pool:
         self._members: list[tuple[Any, Connection]] = []
 
     def run(
-        self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, stopped: Collection[int] = ()
+        self,
+        world: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 240.0,
+        stopped: Collection[int] = (),
     ) -> list[Outcome]:
         """function(rank, *args) on `world` ranks. Those that run for longer than `timeout` seconds are killed.
 
@@ -92,7 +97,7 @@ class Pool:
                 self._replace(rank)
         return [outcomes.get(rank, Outcome("hung", None, timeout)) for rank in range(world)]
 
-    def returned(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def returned(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
         """What each rank returned; fails the test with the traceback of a rank that raised."""
         outcomes = self.run(world, function, *args, timeout=timeout)
         for rank, outcome in enumerate(outcomes):

@@ -235,9 +235,7 @@ def test_every_wait_ends(name: str, leaves: bool) -> None:
             here.leave("it had enough")
         return None
 
-    begin = time.monotonic()
-    error = play(2, step, timeout=5.0 if leaves else 0.2)[0]
-    assert time.monotonic() - begin < 4.0
+    error = play(2, step, timeout=60.0 if leaves else 0.2)[0]  # what it says shows which of the two ended the wait
     reason = (
         "it gave up: it had enough)" if leaves else "no answer within 0.2 s: it hangs, or is slower than the timeout)"
     )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import os
 import re
 import signal
-import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -150,22 +148,23 @@ def test_a_rank_that_does_not_connect_is_named(pool: Any) -> None:
     assert said.startswith("rank 0, choosing a transport: no word from rank 1 within 0.5 s"), said
 
 
-def dies(rank: int, transport: str, words: int, timeout: float) -> tuple[str, float, dict[str, tuple[int, int]]]:
-    """Rank 1 is killed when it is about to say its `words`-th word. What the others are told, after which time."""
-    exchange, said = Rendezvous.exchange, itertools.count(1)
+def dies(rank: int, transport: str, words: int, timeout: float) -> tuple[str, int, dict[str, tuple[int, int]]]:
+    """Rank 1 is killed when it is about to say its `words`-th word. What the others are told, after how many words."""
+    exchange, said = Rendezvous.exchange, 0
 
-    def last(*arguments: Any) -> Any:
-        if next(said) == words:
+    def counted(*arguments: Any) -> Any:
+        nonlocal said
+        said += 1
+        if rank == 1 and said == words:
             os.kill(os.getpid(), signal.SIGKILL)
         return exchange(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(Rendezvous, "exchange", last)
-        before, start = used(), time.monotonic()
+        patch.setattr(Rendezvous, "exchange", counted)
+        before = used()
         with pytest.raises(CommError) as error:
             connect(transport=transport, timeout=timeout)
-        return str(error.value), time.monotonic() - start, grown(before, used())
+        return str(error.value), said, grown(before)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def dies(rank: int, transport: str, words: int, timeout: float) -> tuple[str, fl
     [
         pytest.param("auto", 1, "choosing a transport", marks=pytest.mark.slow),
         pytest.param("auto", 2, "connecting by shared memory", marks=pytest.mark.slow),
-        ("auto", 4, "connecting by shared memory"),
+        pytest.param("auto", 4, "connecting by shared memory", marks=pytest.mark.slow),
         ("gloo", 2, "connecting by gloo"),
         pytest.param("gloo", 3, "connecting by gloo", marks=pytest.mark.slow),
     ],
@@ -183,9 +182,9 @@ def test_a_rank_that_dies_while_all_connect_is_missed_once(pool: Any, transport:
     outcomes = pool.run(3, dies, transport, words, 4.0)
     for rank in (0, 2):
         assert outcomes[rank].kind == "returned", outcomes[rank]
-        text, seconds, left = outcomes[rank].value
+        text, said, left = outcomes[rank].value
         assert re.match(f"rank {rank}, {step}: no word from rank 1 within 4 s", text), text
-        assert seconds < 2 * 4.0 - 0.5 and not left, (seconds, left)
+        assert said == words and not left, (said, left)  # each word is a wait: there was none after the one in vain
 
 
 def odd(rank: int) -> str:
@@ -240,7 +239,7 @@ def kept(rank: int) -> None:
         assert group() is None  # gone with its process group
 
     patient = dist.new_group([0, 1, 2], timeout=timedelta(seconds=77))
-    assert resolve(patient).timeout == 77 and first.timeout == 60  # as the pool's group has it
+    assert resolve(patient).timeout == 77 and first.timeout == 120  # as the pool's group has it
     disconnect(patient)
 
     # A failure stays until all disconnect.

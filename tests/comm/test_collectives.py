@@ -272,7 +272,9 @@ def all_derivatives(group: Transport) -> list[tuple[Tensor, ...]]:
     return [derivatives(group, function) for function in DIFFERENTIABLE]
 
 
-@pytest.mark.parametrize(("kind", "world"), [("local", 1), ("local", 2), ("local", 4), ("shm", 2)])
+@pytest.mark.parametrize(
+    ("kind", "world"), [("local", 1), ("local", 2), pytest.param("local", 4, marks=pytest.mark.slow), ("shm", 2)]
+)
 def test_first_and_second_derivatives(pool: Any, kind: str, world: int) -> None:
     ranks = on_ranks(pool, kind, world, all_derivatives)
     for function, *found in zip(DIFFERENTIABLE, *ranks):

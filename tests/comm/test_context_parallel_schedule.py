@@ -25,7 +25,7 @@ def what(event):
     return rest
 
 
-def one_pass(before=None, dtype=torch.float32, timeout=20.0):
+def one_pass(before=None, dtype=torch.float32, timeout=90.0):
     """Forward and backward with five chunks on three ranks: for each rank ([out, dq, dk, dv], the two traces)."""
     mask = MASKS["packed_images"](150)
     shards = dealt(mask, WORLD)
@@ -104,7 +104,7 @@ class Held:
     def __call__(self, rank, what):
         if what == "post":
             if self.posts[rank] == self.batch:
-                assert self.free[rank].wait(10), f"batch {self.batch} was waited for too early"
+                assert self.free[rank].wait(30), f"batch {self.batch} was waited for too early"
             self.posts[rank] += 1
 
 
@@ -160,7 +160,7 @@ def test_a_rank_that_fails_takes_the_others_along():
 
     start = time.monotonic()
     with pytest.raises(OSError, match="this rank ends here"):
-        run_local(2, rank, None, timeout=20)
+        run_local(2, rank, None, timeout=100)
     with pytest.raises(CommError, match="programs differ"):
-        run_local(2, rank, [1, 2], timeout=20)
-    assert time.monotonic() - start < 15
+        run_local(2, rank, [1, 2], timeout=100)
+    assert time.monotonic() - start < 60

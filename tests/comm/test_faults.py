@@ -137,7 +137,7 @@ def run_trial(rank: int, trial: Trial) -> dict[str, Any]:
     finally:
         group.close()
     del group
-    return {"text": text, "seconds": seconds, "grown": grown(before, used())}
+    return {"text": text, "seconds": seconds, "grown": grown(before)}
 
 
 def _breaks(trial: Trial) -> Any:

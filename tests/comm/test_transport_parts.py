@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 from interlace._core import flag_add, flag_load, flag_store, flag_wait_at_least
 from interlace.comm import CommError, EmulatedTransport, Transport, all_gather_into_tensor, connect, run_local, traced
 from interlace.comm.rendezvous import Rendezvous
-from interlace.comm.transports import Copy, LocalHub, LocalTransport, shm
+from interlace.comm.transports import Copy, LocalHub, LocalTransport, base, emulated, shm
 from interlace.comm.transports.base import NO_ARGUMENTS, _LastProgress, _QueuedTicket
 from interlace.comm.transports.header import HEADER_BYTES, check_packed, header_of, pack, pack_refusal
 from interlace.comm.transports.process_group import GlooTransport, NcclTransport
@@ -32,8 +33,8 @@ from tests.comm.jobs import TIMEOUT, batches, grown, used
 # ---------------------------------------------------------------------- what is left
 
 
-def leaks(rank: int, kind: str) -> list[dict[str, int]]:
-    """What is held at first, and after each way in which a transport may end."""
+def leaks(rank: int, kind: str) -> tuple[dict[str, int], list[dict[str, tuple[int, int]]]]:
+    """What is held at first, and what there is more of after each way in which a transport may end."""
 
     def well() -> None:
         with connect(transport=kind, timeout=TIMEOUT) as group:
@@ -66,22 +67,20 @@ def leaks(rank: int, kind: str) -> list[dict[str, int]]:
 
     well()  # what is set up once per process
     dist.barrier()
-    found = [used()]
+    first, more = used(), []
     for way in (well, forgotten, wrong, late):
         told = [way() for _ in range(2)]
         dist.barrier()
-        time.sleep(0.2)  # threads that were told to end
-        found.append(used())
+        more.append(grown(first))
         del told
-    return found
+    return first, more
 
 
 @pytest.mark.parametrize("kind", ["shm", "gloo"])
 def test_nothing_is_left_when_a_transport_ends(pool: Any, kind: str) -> None:
-    for first, *others in pool.returned(2, leaks, kind):
+    for first, more in pool.returned(2, leaks, kind, timeout=240):
         assert first["segments"] == first["named segments"] == 0
-        for way, held in zip(("well", "forgotten", "wrong", "late"), others):
-            assert not grown(first, held), way
+        assert more == [{}] * 4  # well, forgotten, wrong, late
 
 
 def test_a_forgotten_transport_ends_its_thread() -> None:
@@ -91,7 +90,7 @@ def test_a_forgotten_transport_ends_its_thread() -> None:
     thread = group._thread
     del group
     gc.collect()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -110,7 +109,7 @@ print("the end")
 def test_a_program_ends_with_batches_under_way() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", UNFINISHED], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", UNFINISHED], env=environment, capture_output=True, text=True, timeout=600
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
 
@@ -175,8 +174,8 @@ def test_a_wait_for_a_flag_sleeps_until_it_is_raised() -> None:
     assert not flag_wait_at_least(flags, 0, 1, 0.05)
     threading.Timer(0.1, lambda: flag_add(flags, 0, 2)).start()  # runs: the wait has let go of the interpreter
     start, busy = time.monotonic(), time.thread_time()
-    assert flag_wait_at_least(flags, 0, 2, 30.0)
-    assert time.monotonic() - start < 10 and time.thread_time() - busy < 0.05
+    assert flag_wait_at_least(flags, 0, 2, 100.0)
+    assert time.monotonic() - start < 30 and time.thread_time() - busy < 0.05
 
 
 def test_a_process_is_known_by_its_start() -> None:
@@ -184,7 +183,7 @@ def test_a_process_is_known_by_its_start() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while born(child) is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert born(child) is None  # nobody has waited for it yet: it still has an entry
@@ -212,28 +211,44 @@ def test_memory_of_ranks_does_not_overlap() -> None:
     assert ranges[-1][1] == start + Segment.size(3, 4096)
 
 
-def test_an_emulated_link_takes_its_time() -> None:
+class ClockOfEachThread(threading.local):
+    """Stands still but for what the thread sleeps, which waits until it may end."""
+
+    now = 0.0
+    may_end = threading.Event()  # of all threads
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert self.may_end.wait(TIMEOUT)
+        self.now += seconds
+
+
+def test_an_emulated_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.1 s per batch on the link and 0.2 s on the way: the second batch is there 0.1 s after the first."""
+    clock, both_issued = ClockOfEachThread(), threading.Barrier(2, timeout=TIMEOUT)
+    monkeypatch.setattr(emulated, "time", clock)
 
     def rank(inner: Transport) -> None:
         group = EmulatedTransport(inner, bandwidth=4000 / 0.1, latency=0.2)
         peer, arrived, done = 1 - group.rank, [torch.zeros(1000) for _ in range(2)], []
         with traced(group) as trace:
-            start = time.perf_counter()
             tickets = [
                 group.copy_batch(
                     [Copy(peer, torch.full((1000,), float(n)))], [Copy(peer, to)], f"batch {n}",
-                    lambda: done.append(time.perf_counter() - start),
+                    lambda: done.append(clock.perf_counter()),
                 )
                 for n, to in enumerate(arrived)
             ]  # fmt: skip
-            assert not tickets[0].done() and time.perf_counter() - start < 0.3
+            assert not any(ticket.done() for ticket in tickets)  # no call has waited for the link
+            both_issued.wait()
+            clock.may_end.set()
             for ticket in tickets:
                 ticket.wait()
-        assert done[0] >= 0.3 and done[1] >= 0.4
+        assert done == pytest.approx([0.3, 0.4])
         assert [float(to.mean()) for to in arrived] == [0, 1]
-        first, second = trace.of("copy")
-        assert first.finish - first.start >= 0.3 and second.start - first.start == pytest.approx(0.1, abs=0.01)
+        assert [(e.start, e.finish) for e in trace.of("copy")] == [(0.0, done[0]), (pytest.approx(0.1), done[1])]
         assert [event.label for event in trace.of("issue")] == ["batch 0", "batch 1"]
         output = torch.empty(4)
         all_gather_into_tensor(output, torch.full((2,), float(group.rank)), group)
@@ -318,19 +333,29 @@ def test_long_texts_are_cut_for_display_but_compared_whole() -> None:
         check_packed(0, 1, here, pack_refusal("because, " + "é" * 1000))
 
 
-def test_a_wait_lasts_as_long_as_batches_before_it_move() -> None:
-    progress = _LastProgress()
-    ticket = _QueuedTicket("a batch", -4.8, torch.device("cpu"), progress)  # 0.2 s without a beat
+def test_a_wait_lasts_as_long_as_batches_before_it_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that goes on by what each wait waits for in vain; something moves in the midst of the first ten."""
+    now, waits, progress = [100.0], list[float](), _LastProgress()
+    monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def work() -> None:
-        for _ in range(10):
-            time.sleep(0.05)
-            progress.note()
-        ticket.finished.set()
+    class Finished:
+        def wait(self, patience: float) -> bool:
+            waits.append(patience)
+            if len(waits) <= 10:
+                now[0] += patience - 1.0
+                progress.note()
+                now[0] += 1.0
+            elif len(waits) == 20:
+                return True
+            else:
+                now[0] += patience
+            return False
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    ticket = _QueuedTicket("a batch", 1.0, torch.device("cpu"), progress)
+    ticket.finished = Finished()  # type: ignore[assignment]
+    with pytest.raises(CommError, match="a batch: nothing moved for 6 s"):
+        ticket.wait()
+    assert waits == [6.0] + [5.0] * 10 and now[0] == 100.0 + 6.0 + 10 * 5.0
+    waits += [0.0] * 8  # the next one is the 20th
     ticket.wait()
-    thread.join()
-    with pytest.raises(CommError, match="a batch: nothing moved for"):
-        _QueuedTicket("a batch", -4.9, torch.device("cpu"), progress).wait()
+    assert waits[-1] == 6.0

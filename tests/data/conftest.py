@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from interlace.data import StampsDataset
-from tests.data.package import build_tree, make_stamps
+from interlace.data.stamps_folder import make
+from tests.data.package import SETTINGS, build_tree, cached
 
 
 @pytest.fixture(scope="session")
@@ -24,5 +24,16 @@ def own_tree(tree: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stamps(tree: Path) -> StampsDataset:
-    return make_stamps(tree)
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that has it: do not change it."""
+    cache = tmp_path_factory.mktemp("cache")
+    cached(cache)
+    return cache
+
+
+@pytest.fixture(scope="session")
+def folder(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chats made of it: do not change them."""
+    made = tmp_path_factory.mktemp("chats") / "stamps"
+    make(made, SETTINGS, cache=package)
+    return made

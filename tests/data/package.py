@@ -10,11 +10,10 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from interlace.data import StampsDataset
+from interlace.data.stamps import KINDS, Settings
 
 LANGUAGES = ("en", "fr", "ru")
 WORDS = {"en": "A thing number {}.", "fr": "Une chose numéro {}.", "ru": "Вещь номер {}."}
-TOKENS = {"vision": lambda s: (s[1] // 16) * (s[2] // 16), "audio": lambda s: -(-s[1] // 2)}
 
 
 def write_png(path: Path, width: int, height: int, *, seed: int = 0, mode: str = "RGBA") -> None:
@@ -105,6 +104,14 @@ BROKEN = {
 }
 
 
-def make_stamps(tree: Path, **settings) -> StampsDataset:
-    defaults = {"tokens": TOKENS, "languages": LANGUAGES, "held_out": 0.3, "max_audio_seconds": 4.0, "length": 80}
-    return StampsDataset(tree, **{**defaults, **settings})
+SETTINGS = Settings(
+    records=150, held_out=0.3, languages=LANGUAGES, seconds=4.0, looks=3, side=48, vocabulary=400,
+    mixture=dict.fromkeys(KINDS, 1.0),
+)  # fmt: skip
+
+
+def cached(cache: Path) -> Path:
+    """The tree where `fetch` puts the real one; returns its folder."""
+    root = build_tree(cache / "stamps/1/stamps")
+    (cache / "stamps/1/complete.json").write_text("{}")
+    return root

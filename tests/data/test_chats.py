@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from interlace.data import IGNORE, DecodeError, load_chats
+from interlace.data.chats_examine import examine, shortened
+from interlace.data.chats_records import Rules
 from interlace.data.chats_shapes import Chat, Part, Turn, parse
-from interlace.data.chats_store import Rules, examine, prepare, shortened
+from interlace.data.chats_store import prepare
 from interlace.data.chats_template import TemplateError
 from interlace.data.chats_tokens import Encoded, Item, TokenizerFormat
 from interlace.data.media import ImageSpec, load_image
@@ -127,6 +129,16 @@ def test_targets_are_the_answers_that_are_learnt(template: str) -> None:
         assert [int(everything[i]) for i in kept] == expected["assistant_masks"]
 
 
+def test_white_space_behind_a_marked_answer_is_not_learnt() -> None:
+    """As behind one that is found without marks: generation stops at the end token."""
+    chat = parse(TALK, Path("/"))
+    learnt = []
+    for template in (MARKED, MARKED.replace("<|im_end|>{% endgen", "<|im_end|>\n{% endgen")):
+        made = _format(template).encode(chat, _sizes(chat))
+        learnt.append([token for token, wanted in zip(made.ids, made.targets, strict=True) if wanted])
+    assert learnt[0] == learnt[1]
+
+
 def test_templates_that_rewrite_earlier_turns_are_refused_by_name() -> None:
     forgetful = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'] | length }}")
     chat = parse(TALK, Path("/"))
@@ -215,7 +227,7 @@ def test_lengths_are_followed_and_told(tmp_path: Path) -> None:
     whole = [one.length for one in examine([tmp_path / "t.jsonl"], chats(), Rules(), tmp_path)]
     rules = Rules(max_tokens=whole[0] - 20, on_too_long="cut")
     store = prepare([tmp_path / "t.jsonl"], chats(), rules, tmp_path / "cache")
-    assert store.cut == [f"{tmp_path / 't.jsonl'}:1"] and len(store) == 2
+    assert [store.where(place) for place in store.cut] == [f"{tmp_path / 't.jsonl'}:1"] and len(store) == 2
     (tmp_path / "v.jsonl").write_text(talk(user("hi"), said("ho")))
     train, _ = load_chats([tmp_path / "t.jsonl"], [tmp_path / "v.jsonl"], chats(), rules, cache=tmp_path / "cache")
     sample = train.sample(0)
@@ -416,6 +428,20 @@ def test_a_picture_that_changes_is_noticed_and_read_as_blank(tmp_path: Path) -> 
     assert good.data is not None and bool(good.data.any())
     assert bad.data is not None and not bool(bad.data.any())
     assert train.blank_items == 1 and train.read_items == 2 and "b.png" in train.report()
+
+
+def test_a_worker_process_reads_the_same_without_the_encoders(tmp_path: Path) -> None:
+    Image.effect_noise((40, 24), 60).convert("RGB").save(tmp_path / "a.png")
+    for name in "tv":
+        (tmp_path / f"{name}.jsonl").write_text(talk(user(image("a.png")), said("b")))
+    train, _ = load_chats([tmp_path / "t.jsonl"], [tmp_path / "v.jsonl"], chats(), Rules(), cache=tmp_path / "cache")
+    assert train.format.tokens
+    sent = pickle.loads(pickle.dumps(train))
+    assert sent.format.tokens == {} and train.format.tokens
+    ours, theirs = train.sample(0), sent.sample(0)
+    assert torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(ours.labels, theirs.labels)
+    assert torch.equal(ours.media["vision"][0].data, theirs.media["vision"][0].data)
+    assert sent.fingerprint() == train.fingerprint()
 
 
 def test_a_lost_file_is_counted_once_however_many_items_it_costs(tmp_path: Path) -> None:

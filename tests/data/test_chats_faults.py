@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from interlace import cli
+from interlace.data.chats_examine import examine
 from interlace.data.chats_files import ChatFileError, find
 from interlace.data.chats_page import Findings
+from interlace.data.chats_records import Rules
 from interlace.data.chats_shapes import BROKEN, BrokenSampleError, parse
-from interlace.data.chats_store import Rules, examine, prepare
+from interlace.data.chats_store import prepare
 from interlace.data.chats_tokens import TokenizerFormat
-from interlace.data.media import ImageSpec
+from interlace.data.media import AudioSpec, ImageSpec, decode_image
 from tests.data.chat_families import trained
+from tests.data.chat_faults import FAULTS, RIGHT, image, said, sound, talk, user, write_files
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -25,93 +26,17 @@ TEMPLATE = (
 
 
 def chats(**tokens: Any) -> TokenizerFormat:
-    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>", "<image>"))
-    spec = ImageSpec(8, 16)
-    count = {"vision": lambda shape: shape[1] * shape[2] // 64} | tokens
-    return TokenizerFormat(
-        tokenizer, TEMPLATE, name="the template", tags={"vision": "<image>"}, specs={"vision": spec}, tokens=count
-    )
-
-
-def user(text: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def said(text: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
-
-
-def image(value: Any) -> list[dict[str, Any]]:
-    return [{"type": "image", "image": value}, {"type": "text", "text": "what?"}]
-
-
-def talk(*messages: Any, **more: Any) -> str:
-    return json.dumps({"messages": list(messages), **more})
-
-
-FAULTS: list[tuple[str, str | bytes]] = [
-    ("encoding", b'{"messages": [{"role": "user", "content": "caf\xe9"}]}'),
-    ("encoding", talk(user("half \ud83d a frog"), said("b"))),
-    ("json", '{"messages": [{"role": "user", '),
-    ("json", "just words"),
-    ("record", "[1, 2]"),
-    ("record", '{"prompt": "a", "answer": "b"}'),
-    ("turns", '{"messages": []}'),
-    ("turns", '{"messages": "hello"}'),
-    ("turns", '{"messages": ["hello", "you"]}'),
-    ("turns", '{"messages": [{"role": "user"}]}'),
-    ("turns", '{"conversations": [{"role": "user", "content": "a"}]}'),
-    ("role", talk({"role": "alien", "content": "hello"}, said("yes"))),
-    ("order", talk(said("I begin"))),
-    ("order", talk(user("a"), user("b"), said("c"))),
-    ("order", talk(user("a"), said("b"), {"role": "system", "content": "late"})),
-    ("order", talk(user("a"), said("b"), user("and now?"))),
-    ("content", talk(user(5), said("b"))),
-    ("content", talk(user(["plain"]), said("b"))),
-    ("content", talk(user([{"type": "text", "text": None}]), said("b"))),
-    ("type", talk(user([{"type": "smell", "smell": "x"}]), said("b"))),
-    ("empty", talk(user("a"), said("   "))),
-    ("empty", talk(user(""), said("b"))),
-    ("weight", talk(user("a"), said("b", weight=0.5))),
-    ("weight", talk({"role": "user", "content": "a", "train": True}, said("b"))),
-    ("targets", talk(user("a"), said("b", weight=0))),
-    ("media count", talk(user("<image> what?"), said("b"))),
-    ("media count", talk(user("<image><image> what?"), said("b"), images=["good.png"])),
-    ("media count", talk(user("what?"), said("b"), images=["good.png"])),
-    ("media key", talk(user("<image>"), said("b"), images=[7])),
-    ("media key", talk(user("<image>"), said("b"), images=["good.png"], image="good.png")),
-    ("media key", talk(user(image(None)), said("b"))),
-    ("url", talk(user(image("https://example.org/a.png")), said("b"))),
-    ("url", talk(user(image("data:image/png;base64,AAAA")), said("b"))),
-    ("missing file", talk(user(image("gone.png")), said("b"))),
-    ("missing file", talk(user(image("good.png/a.png")), said("b"))),
-    ("no file", talk(user(image("folder")), said("b"))),
-    ("no file", talk(user(image("iVBORw0KGgo" * 500)), said("b"))),
-    ("no file", talk(user(image("a\0.png")), said("b"))),
-    ("broken file", talk(user(image("text.png")), said("b"))),
-    ("broken file", talk(user(image("torn.png")), said("b"))),
-    ("broken file", talk(user(image("empty.png")), said("b"))),
-    ("broken file", talk(user(image("deep.png")), said("b"))),
-    ("no encoder", talk(user([{"type": "audio", "audio": "good.png"}]), said("b"))),
-    ("broken file", talk(user("<video>"), said("b"), videos=["good.png"])),
-    ("size", talk(user(image("long.png")), said("b"))),
-    ("placeholder", talk(user([{"type": "text", "text": "the word <image> itself"}]), said("b"))),
-    ("too long", talk(user("word " * 300), said("b"))),
-]
+    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>", "<image>", "<audio>"))
+    specs: dict[str, Any] = {"vision": ImageSpec(8, 16), "audio": AudioSpec(8, 2.0)}
+    count = {"vision": lambda shape: shape[1] * shape[2] // 64, "audio": lambda shape: -(-shape[1] // 8)} | tokens
+    tags = {"vision": "<image>", "audio": "<audio>"}
+    return TokenizerFormat(tokenizer, TEMPLATE, name="the template", tags=tags, specs=specs, tokens=count)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Good and broken files."""
-    Image.new("RGB", (40, 24), "red").save(tmp_path / "good.png")
-    Image.effect_noise((80, 80), 50).save(tmp_path / "torn.png")
-    data = (tmp_path / "torn.png").read_bytes()
-    (tmp_path / "torn.png").write_bytes(data[: len(data) // 2])
-    Image.new("RGB", (400, 8)).save(tmp_path / "long.png")
-    Image.new("I;16", (40, 24), 9000).save(tmp_path / "deep.png")
-    (tmp_path / "text.png").write_text("no picture")
-    (tmp_path / "empty.png").write_bytes(b"")
-    (tmp_path / "folder").mkdir()
+    write_files(tmp_path)
     return tmp_path
 
 
@@ -119,22 +44,57 @@ GOOD = talk(user(image("good.png")), said("a red one"))
 
 
 def _planted(folder: Path) -> Path:
-    lines = [line if isinstance(line, bytes) else line.encode() for _, line in FAULTS]
+    lines = [line if isinstance(line, bytes) else line.encode() for _, _, line in FAULTS]
     good = [b"", *[GOOD.encode()] * 3]
     path = folder / "chats.jsonl"
-    path.write_bytes(b"\n".join([*good, *lines, GOOD.encode()]) + b"\n")
+    path.write_bytes(b"\xef\xbb\xbf" + b"\n".join([*good, *lines, GOOD.encode()]) + b'\n{"messages": [{"ro')
     return path
 
 
 def test_every_fault_is_found_and_costs_its_record_alone(folder: Path) -> None:
     path = _planted(folder)
-    found = list(examine([path], chats(), Rules(max_tokens=128), folder / "media"))
+    found = list(examine([path], chats(), Rules(max_tokens=512), folder / "media"))
     by_line = {one.raw.number: one for one in found}
-    for number, (kind, line) in enumerate(FAULTS, 5):
+    for number, (kind, words, line) in enumerate(FAULTS, 5):
         broken = by_line[number].broken
-        assert broken is not None and broken.kind == kind, (kind, line, broken)
+        assert broken is not None and broken.kind == kind and words in str(broken), (kind, line[:200], broken)
+        assert "\n" not in str(broken), broken
+    last = by_line.pop(6 + len(FAULTS)).broken
+    assert last is not None and last.kind == "json", "written by half"
     assert [number for number, one in by_line.items() if one.broken is None] == [2, 3, 4, 5 + len(FAULTS)]
-    assert {kind for kind, _ in FAULTS} == set(BROKEN) - {"template"}
+    assert {kind for kind, _, _ in FAULTS} == set(BROKEN) - {"template", "no encoder", "tar"}
+
+
+def test_what_is_odd_and_right_is_taken(folder: Path) -> None:
+    path = folder / "right.jsonl"
+    path.write_text("\n".join(RIGHT.values()))
+    made = chats()
+    for name, one in zip(RIGHT, examine([path], made, Rules(), folder / "media")):
+        assert one.broken is None and one.chat is not None and one.encoded is not None, (name, one.broken)
+        for item, data in zip(one.encoded.items, made.load(one.chat, one.encoded)):
+            assert tuple(data.shape) == item.shape and bool(data.isfinite().all()), name
+    red = decode_image(folder / "turned.jpg", (3, 40, 24)).mean(axis=(1, 2))
+    inks = decode_image(folder / "inks.jpg", (3, 24, 40)).mean(axis=(1, 2))
+    first = decode_image(folder / "moving.gif", (3, 24, 40)).mean(axis=(1, 2))
+    deep = decode_image(folder / "colours16.png", (3, 24, 40)).mean(axis=(1, 2))
+    assert red[0] > 240 > 20 > red[1] and first[0] > 240 > 20 > first[1]
+    assert inks[0] > 220 and inks[1] < 200 and abs(deep - [60_000 / 257, 300 / 257, 9_000 / 257]).max() < 2
+
+
+def test_media_that_the_model_cannot_take_are_found(folder: Path) -> None:
+    path = folder / "a.jsonl"
+    path.write_text(talk(user(sound("stereo.wav")), said("b")))
+    made = chats()
+    seeing = TokenizerFormat(
+        made.tokenizer,
+        TEMPLATE,
+        name="the template",
+        tags={"vision": "<image>"},
+        specs={"vision": made.specs["vision"]},
+        tokens={"vision": made.tokens["vision"]},
+    )
+    [one] = examine([path], seeing, Rules(), folder)
+    assert one.broken is not None and one.broken.kind == "no encoder"
 
 
 @pytest.mark.parametrize("says", ["m['content'].index('zz')", "'%d' % m['content']", "1 / (m['content'] | int)"])
@@ -219,6 +179,9 @@ def test_headers_alone_do_not_find_what_is_torn(folder: Path) -> None:
         ("a.txt", "x", "of no known kind"),
         ("a.json", "[1, 2", "no JSON"),
         ("a.jsonl", "\n\n", "the files are empty"),
+        ("a.jsonl", "", "the files are empty"),
+        ("a.jsonl", " [\n{}", "is one JSON list: name it .json"),
+        ("a.parquet", "PAR1 no more", "no parquet that can be read"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: str | None, message: str) -> None:
@@ -257,7 +220,7 @@ def test_check_reports_and_writes_a_page(folder: Path, capsys: pytest.CaptureFix
     path, page = _planted(folder), folder / "page.html"
     assert cli.main(["data", "check", str(path), "--out", str(page)]) == 1
     told = capsys.readouterr().out
-    assert f"{len(FAULTS) + 4} records" in told
+    assert f"{len(FAULTS) + 5} records" in told
     for kind in {"json", "order", "missing file", "broken file", "media count", "url"}:
         assert f"x {kind} ({BROKEN[kind]})" in told, kind
     shown = page.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 
 from interlace.data import IGNORE
 from interlace.data.chats import ChatDataset, load_chats
-from interlace.data.chats_store import Rules, examine
-from interlace.data.chats_tokens import ProcessorFormat
+from interlace.data.chats_examine import examine
+from interlace.data.chats_processor import ProcessorFormat
+from interlace.data.chats_records import Rules
 from tests.data import chat_families
 
 
@@ -25,7 +27,7 @@ def _write(path: Path, records: list[Any]) -> Path:
 
 
 def _dataset(family: Any, file: Path, cache: Path, **rules: Any) -> ChatDataset:
-    made = ProcessorFormat(family.processor, name="template", placeholders={"vision": family.placeholder})
+    made = ProcessorFormat(family.processor, name="template", placeholders=family.placeholders)
     return load_chats([file], [file.with_name("validation.jsonl")], made, Rules(**rules), cache=cache)[0]
 
 
@@ -56,19 +58,27 @@ def test_inputs_are_those_of_huggingface(name: str, tmp_path: Path, count: int =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", chat_families.FAMILIES)
+@pytest.mark.parametrize("name", [*chat_families.FAMILIES, "smolvlm"])
 def test_inputs_are_those_of_huggingface_in_200_chats(name: str, tmp_path: Path) -> None:
     compare(name, tmp_path, 200)
 
 
 def compare(name: str, folder: Path, count: int) -> None:
-    family = chat_families.FAMILIES[name](folder / "model")
+    if name == "smolvlm":
+        pytest.importorskip("num2words", reason="SmolVLM's processor needs num2words")
+    family = getattr(chat_families, name)(folder / "model")
     rng = random.Random(name)
     paths = chat_families.pictures(folder / "pictures", 24)
     records = [chat_families.chat(rng, paths) for _ in range(count)]
     _write(folder / "validation.jsonl", records[:1])
     dataset = _dataset(family, _write(folder / "train.jsonl", records), folder / "cache")
     assert len(dataset) == count and not dataset.failures
+    sent = pickle.loads(pickle.dumps(dataset))  # as a worker process gets it
+    for index in range(min(count, 4)):
+        pairs = zip(
+            sent.sample(index).media.get("vision", []), dataset.sample(index).media.get("vision", []), strict=True
+        )
+        assert all(torch.equal(theirs.data, ours.data) for theirs, ours in pairs)
     pictures = 0
     for index, record in enumerate(records):
         sample, out = dataset.sample(index), _expected(family, record)
@@ -118,6 +128,14 @@ def test_drawings_cost_their_record_alone(tmp_path: Path) -> None:
     )
     one = _examined(family, tmp_path, "what?", picture=str(tmp_path / "a.svg"))
     assert one.broken is not None and one.broken.kind == "no encoder" and "save it as a PNG" in str(one.broken)
+
+
+def test_what_smolvlm_needs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)  # as where it is not installed
+    with pytest.raises(ValueError, match=r"no processor can be loaded: .*pip install num2words"):
+        chat_families.smolvlm(tmp_path / "model")
 
 
 def test_templates_with_the_date_of_today_are_refused(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ import torch
 from PIL import Image
 
 from interlace.data.chats import load_chats
-from interlace.data.chats_media import look_at
+from interlace.data.chats_examine import examine
+from interlace.data.chats_look import look_at
+from interlace.data.chats_records import Rules
 from interlace.data.chats_shapes import BrokenSampleError, parse
-from interlace.data.chats_store import Rules, examine, prepare
+from interlace.data.chats_store import prepare
 from interlace.data.chats_tokens import TokenizerFormat
 from interlace.data.chats_video import VideoSpec, _time, read_frames, video_size
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, load_audio

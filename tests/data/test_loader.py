@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from interlace.data import Loader, Media, Sample, unigram_nats
-from interlace.data.stamps import KINDS
 
 
 class Numbers(Dataset[Sample]):
@@ -142,7 +141,7 @@ def test_prefetch_is_bounded_and_state_counts_what_was_consumed():
     dataset = Numbers(100)
     with Loader(dataset, 5, prefetch=3) as loader:
         next(loader)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while dataset.asked < 5 * 5 and time.monotonic() < deadline:  # 1 consumed, 3 queued, 1 waiting for room
             time.sleep(0.01)
         time.sleep(0.3)
@@ -207,18 +206,6 @@ def test_bad_settings_and_foreign_states():
     for other in (Loader(Numbers(10), 2, seed=1), Loader(Numbers(10), 5), Loader(Numbers(12), 2)):
         with pytest.raises(ValueError, match="the order of samples would differ"):
             other.load_state_dict(state)
-
-
-def test_stamps_through_the_loader(stamps):
-    with Loader(stamps, 8, seed=3) as loader:
-        batches = [next(loader) for _ in range(25)]  # two epochs and a half
-        assert all(item.loaded for s in batches[-1] for items in s.media.values() for item in items)
-        state = loader.state_dict()
-        follow = [s.name for s in next(loader)]
-    assert {s.name.split()[0] for b in batches for s in b} == set(KINDS)
-    with Loader(stamps, 8, seed=3, prefetch=0) as resumed:
-        resumed.load_state_dict(state)
-        assert [s.name for s in next(resumed)] == follow
 
 
 def test_unigram_baseline_against_counting_by_hand():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from interlace.data import AudioSpec, ImageSpec, StampsDataset, find_stamps, summary, unigram_nats
-from interlace.data.index import clip_languages, load_index
-from interlace.data.media import DecodeError, ImageTooLarge
-from interlace.data.pack import decode_item
-from tests.data.package import TOKENS
+from interlace.data import find_stamps
+from interlace.data.index import is_held_out, load_index
+from interlace.data.stamps import ClipFile, PictureFile, Settings, draw, media_of, shares
+from interlace.data.stamps_media import write_media
 
 STAMPS = find_stamps()
 pytestmark = pytest.mark.skipif(
@@ -21,47 +22,46 @@ def index():
     return load_index(STAMPS)
 
 
+@pytest.fixture(scope="module")
+def drawn(index):
+    return draw(index, Settings())
+
+
 def test_what_the_package_holds(index):
     assert len(index.stamps) >= 900
     assert sum(bool(s.images) for s in index.stamps) >= 900
     assert all("en" in s.captions for s in index.stamps)
-    languages = clip_languages(index)
+    languages = Counter(clip.language for stamp in index.stamps for clip in stamp.clips.values())
     assert sum(languages.values()) > 7000 and all(languages[x] > 300 for x in "ca ro fr ru bg es be el da".split())
     assert not index.failures
     groups = {s.key: s.group for s in index.stamps}
     assert any(key != group for key, group in groups.items())  # letters share recordings
 
 
-def test_a_sample_of_files_decodes_to_the_promised_shape(index):
-    images, audio = ImageSpec(), AudioSpec()
-    failed = []
-    for stamp in index.stamps[::23]:
-        for image in stamp.images:
-            try:
-                decode_item(index.root, (image.path, images.fit(image.width, image.height, image.path)), images)
-            except ImageTooLarge:
-                pass
-            except DecodeError as error:
-                failed.append(str(error))
-        for clip in list(stamp.clips.values())[:3]:
-            decode_item(index.root, (clip.path, audio.shape(clip.frames, clip.rate)), audio)
-    assert all("renders to nothing" in error for error in failed)
+def test_what_is_drawn_from_it(index, drawn):
+    settings = Settings()
+    counts = shares(settings.mixture, settings.records)
+    assert len(drawn.train) == settings.records
+    questions = Counter(r.get("kind") for r in drawn.train)
+    assert all(questions[kind] == counts[kind] for kind in ("category", "language"))
+    held = Counter(r.get("kind") for r in drawn.validation)
+    assert held["category"] > 70 and held["language"] == 512
+    sides = {stamp.key: is_held_out(stamp, settings.held_out) for stamp in index.stamps}
+    source = {name: f.source if isinstance(f, ClipFile) else f.sources[0] for name, f in drawn.files.items()}
+    for made, side in ((drawn.train, False), (drawn.validation, True)):
+        for name in {name for record in made for name in media_of(record)}:
+            assert (
+                sides[source[name].partition("_desc")[0].rpartition(".")[0] or source[name].partition("_desc")[0]]
+                == side
+            )
 
 
 @pytest.mark.slow
-def test_every_sample_of_an_epoch(tmp_path):
-    train = StampsDataset(STAMPS, tokens=TOKENS, cache=tmp_path)
-    heldout = StampsDataset(STAMPS, tokens=TOKENS, cache=tmp_path, split="heldout")
-    assert all("renders to nothing" in why for why in train.failures.values()) and len(train.failures) <= 20
-    for dataset in (train, heldout):
-        total = 0
-        for i in range(len(dataset)):
-            sample = dataset[i]
-            total += len(sample.input_ids)
-            assert {k: [m.tokens for m in v] for k, v in sample.media.items()} == {
-                k: v for k, v in dataset.lengths(i).items() if v and k != "text"
-            }
-            assert all(tuple(m.data.shape) == m.shape for v in sample.media.values() for m in v)
-        assert total == summary(dataset)["tokens"]["sample"]["total"]
-    nats = unigram_nats(map(train.answer, range(len(train))), map(heldout.answer, range(len(heldout))))
-    assert 3.0 < nats < 4.5
+def test_files_of_all_kinds_can_be_written(drawn, tmp_path):
+    some = {name: file for number, (name, file) in enumerate(sorted(drawn.files.items())) if number % 40 == 0}
+    assert any(isinstance(f, PictureFile) for f in some.values()) and any(
+        isinstance(f, ClipFile) for f in some.values()
+    )
+    failed, why = write_media(STAMPS, tmp_path, some, 128, 2)
+    assert all("renders to nothing" in reason or "as long as wide" in reason for reason in why.values()), why
+    assert all((tmp_path / name).stat().st_size > 100 for name in some if name not in failed)

@@ -1,310 +1,308 @@
+"""The stamps as chats: which records there are, which files they name, who is held out, and what stands in for them."""
+
 from __future__ import annotations
 
-import logging
+import hashlib
+import json
+import shutil
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
 
-from interlace.data import IGNORE, DecodeError, ImageTooLarge, StampsDataset, summary
-from interlace.data.stamps import KINDS, WEIGHTS
-from tests.data.package import BROKEN, LANGUAGES, TOKENS, WORDS, make_stamps
+from interlace.data import DecodeError, load_chats, stamps_folder
+from interlace.data.chats_bpe import LEAST, write_tokenizer
+from interlace.data.chats_load import load_tokenizer
+from interlace.data.chats_records import Rules
+from interlace.data.chats_tokens import TokenizerFormat
+from interlace.data.fetch import exclusive
+from interlace.data.index import Clip, Stamp, is_held_out, load_index
+from interlace.data.media import AudioSpec, ImageSpec
+from interlace.data.stamps import (
+    KINDS,
+    LANGUAGES,
+    QUESTIONS,
+    Drawn,
+    Settings,
+    _Entry,
+    _Side,
+    draw,
+    media_of,
+    shares,
+    texts_of,
+    walk,
+)
+from interlace.data.stamps_media import distorted
+from tests.data.package import BROKEN, SETTINGS, WORDS
 
-
-def media_files(dataset: StampsDataset, epochs: int = 1) -> set[str]:
-    return {m.source for e in range(epochs) for i in range(len(dataset)) for m in dataset.recipe(i, e).media}
-
-
-def same(a, b) -> bool:
-    return (
-        torch.equal(a.input_ids, b.input_ids)
-        and torch.equal(a.labels, b.labels)
-        and a.name == b.name
-        and {k: [(m.shape, m.tokens) for m in v] for k, v in a.media.items()}
-        == {k: [(m.shape, m.tokens) for m in v] for k, v in b.media.items()}
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_lengths_equal_the_decoded_truth(tree, kind):
-    dataset = make_stamps(tree, weights={kind: 1.0}, length=40)
-    tokenizer = dataset.tokenizer
-    for i in range(len(dataset)):
-        sample, lengths, layout = dataset[i], dataset.lengths(i), dataset.layout(i)
-        assert set(lengths) == {"text", "vision", "audio"}
-        assert {m for m in ("vision", "audio") if lengths[m]} == set(KINDS[kind]) == set(sample.media)
-        for modality, items in sample.media.items():
-            assert lengths[modality] == [m.tokens for m in items]
-            for item in items:
-                assert tuple(item.data.shape) == item.shape and item.data.dtype == torch.float32
-                assert torch.isfinite(item.data).all() and item.data.std() > 0
-                assert item.tokens == TOKENS[modality](tuple(item.data.shape))
-        # The layout, read off the tokens themselves: each item is a run of its placeholder.
-        expected = []
-        for modality, count in layout:
-            expected += [tokenizer.placeholders.get(modality)] * count
-        assert len(sample.input_ids) == len(expected) == sum(map(sum, lengths.values()))
-        placeholders = set(tokenizer.placeholders.values())
-        actual = [t if t in placeholders else None for t in sample.input_ids.tolist()]
-        assert actual == expected
-        assert lengths["text"] == [n for m, n in layout if m == "text"]
+SPECS = {"vision": ImageSpec(16, 9), "audio": AudioSpec(80, 6.0)}
+TOKENS = {"vision": lambda s: (s[1] // 16) * (s[2] // 16), "audio": lambda s: -(-s[1] // 2)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_labels_are_the_shifted_answer_and_nothing_else(tree, kind):
-    dataset = make_stamps(tree, weights={kind: 1.0}, length=40)
-    for i in range(len(dataset)):
-        sample, recipe = dataset[i], dataset.recipe(i)
-        valid = sample.labels != IGNORE
-        answer = sample.labels[valid].tolist()
-        assert answer == dataset.answer(i) == [*recipe.answer.encode(), dataset.tokenizer.EOS]
-        first = int(valid.nonzero()[0])
-        assert valid[first:].all() and not valid[:first].any()
-        assert sample.input_ids[first] == dataset.tokenizer.SEP
-        assert torch.equal(sample.labels[first:-1], sample.input_ids[first + 1 :])
-        assert sample.input_ids.dtype == sample.labels.dtype == torch.int64
+def read(folder: Path, split: str) -> list[Any]:
+    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text("utf-8").splitlines()]
 
 
-def test_the_answer_is_determined_by_the_prompt(tree):
-    """Captions come from the stamp's file, in the language of the tag, which for speech is the speech's."""
-    dataset = make_stamps(tree, length=200)
-    questions = dataset.questions()
-    by_key = {s.key: s for s in dataset.index.stamps}
-    seen = Counter()
-    for i in range(len(dataset)):
-        recipe, sample = dataset.recipe(i), dataset[i]
-        seen[recipe.kind] += 1
-        tokens = sample.input_ids.tolist()
-        tag = tokens[tokens.index(dataset.tokenizer.LANG) + 1 : tokens.index(dataset.tokenizer.SEP)]
-        assert bytes(tag).decode() == recipe.language
-        keys = [m.source.split("_desc")[0].rsplit(".", 1)[0] for m in recipe.media] or [recipe.stamp]
-        if recipe.kind in questions:
-            [item] = recipe.media
-            spoken = item.source.partition("_desc")[2].split(".")[0].lstrip("_") or "en"
-            assert recipe.answer == {"category": item.source.split("/")[0], "language": spoken}[recipe.kind]
-            assert recipe in questions[recipe.kind] and keys == [recipe.stamp]
-            continue
-        for m in recipe.media:
-            if m.modality == "audio":
-                suffix = m.source.split("_desc")[1]
-                assert suffix.startswith("." if recipe.language == "en" else f"_{recipe.language}.")
-        if recipe.kind == "images":
-            assert 2 <= len(keys) == len(set(keys)) <= dataset.max_images
+def hashes(folder: Path) -> dict[str, str]:
+    """Of everything but made.json and README.md, which name where the package lies."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in (stamps_folder.MADE, stamps_folder.README)
+    }
+
+
+def kind_of(record: Any) -> str:
+    """What its question says that it is."""
+    [*media], text = media_of(record), texts_of(record)[0]
+    kinds = "+".join("speech" if path.endswith(".flac") else "image" for path in media)
+    if text.startswith("Say in "):
+        return "text"
+    asked = {question: kind for kind, question in QUESTIONS.items()}
+    return asked.get(text, "images" if len(media) > 1 and "speech" not in kinds else kinds)
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.sampled_from(KINDS), st.floats(0.01, 9), min_size=1), st.integers(1, 5000))
+def test_records_are_as_many_of_each_kind_as_its_share_says(mixture: dict[str, float], records: int) -> None:
+    found = shares(mixture, records)
+    assert sum(found.values()) == records
+    assert all(abs(count - records * mixture[k] / sum(mixture.values())) < 1 for k, count in found.items())
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 9))
+def test_nothing_comes_again_before_all_have_come(size: int, count: int, seed: int) -> None:
+    found = walk(size, count, [seed])
+    assert len(found) == count and found == walk(size, count, [seed])
+    assert all(len(set(found[at : at + size])) == len(found[at : at + size]) for at in range(0, count, size))
+
+
+def test_the_mixture_of_kinds_and_what_they_ask(package: Path, folder: Path) -> None:
+    drawn = draw(load_index(package / "stamps/1/stamps"), SETTINGS)
+    counts = Counter(map(kind_of, drawn.train))
+    assert set(counts) == {"category", "language", "image", "speech", "image+speech", "images", "text"}
+    assert sum(counts.values()) == 150 and max(counts.values()) - min(counts.values()) <= 1
+    train, held = read(folder, "train"), read(folder, "validation")
+    assert all(record in drawn.train for record in train) and 120 < len(train) < 150  # without broken files
+    for record in train + held:
+        kind = kind_of(record)
+        assert record.get("kind") == (kind if kind in QUESTIONS else None)
+        words = texts_of(record)[-1]
+        if kind == "category":
+            assert media_of(record)[0].split("/")[1] == words
+        elif kind == "language":
+            code = media_of(record)[0].rpartition("_desc")[2].strip("_").partition(".")[0] or "en"
+            assert words == LANGUAGES[code]
         else:
-            assert set(keys) == {recipe.stamp}
-            keys = keys[:1]
-        assert recipe.answer == "\n".join(by_key[k].captions[recipe.language] for k in keys)
-        if recipe.kind == "text":
-            others = {c for lang, c in by_key[recipe.stamp].captions.items() if lang != recipe.language}
-            assert recipe.text in others or (not recipe.text and not others)
-    assert set(seen) == set(KINDS)
+            assert all(any(w.split("{}")[0] in line for w in WORDS.values()) or "voi" in line or "mot" in line
+                       for line in words.splitlines()), words  # fmt: skip
 
 
-def test_mixture_follows_the_weights_exactly(tree):
-    for weights in ({**WEIGHTS}, {"image": 3, "text": 1}, {"speech": 2, "images": 1, "text": 0}):
-        dataset = make_stamps(tree, weights=weights, length=61)
-        counts = Counter(dataset.recipe(i, 2).kind for i in range(61))
-        total = sum(weights.values())
-        assert all(abs(counts[kind] - 61 * w / total) < 1 for kind, w in weights.items())
+def test_no_stamp_is_on_both_sides_in_any_kind(package: Path, folder: Path) -> None:
+    index = load_index(package / "stamps/1/stamps")
+    sides = {stamp.key: is_held_out(stamp, SETTINGS.held_out) for stamp in index.stamps}
+    for split in ("train", "validation"):
+        for record in read(folder, split):
+            for path in media_of(record):
+                stem = path.removeprefix("media/").partition("_desc")[0].partition(".")[0]
+                assert sides[stem.partition("@")[0]] == (split == "validation"), path
+    held = {name for record in read(folder, "validation") for name in media_of(record)}
+    assert held and not held & {name for record in read(folder, "train") for name in media_of(record)}
+    assert not any(name.endswith(("@1.png", "@2.png")) for name in held)  # as they are, none distorted
+    assert is_held_out(next(s for s in index.stamps if s.key == "odd/twin"), 0.3) == sides["odd/both"]  # share a file
+    questions = Counter(tuple(media_of(r)) for r in read(folder, "validation") if "kind" in r)
+    assert max(questions.values()) == 1
 
 
-def test_every_file_comes_once_before_any_comes_twice(tree):
-    dataset = make_stamps(tree, weights={"speech": 1.0}, length=10)
-    clips = [dataset.recipe(i, epoch).media[0].source for epoch in range(40) for i in range(10)]
-    assert len(set(clips)) == sum(len(entry.clips) for entry in dataset.entries)
-    assert max(Counter(clips).values()) - min(Counter(clips).values()) <= 1
+def test_broken_files_are_named_and_in_no_record(folder: Path) -> None:
+    told = (folder / stamps_folder.README).read_text("utf-8")
+    for path in BROKEN - {"broken/fonts.svg"}:  # of that a PNG stands in, if it is shown at all
+        stem = path.partition(".")[0]
+        assert f"- {path}: " in told, path
+        assert not any(stem in name for record in read(folder, "train") for name in media_of(record)) or "fonts" in stem
+    assert "odd/long_desc.ogg: shorter than 0.1 s or longer than 4 s" in told
+    assert "odd/wordy.txt [en]: a caption of more than 80 characters" in told
+    for name in {name for split in ("train", "validation") for r in read(folder, split) for name in media_of(r)}:
+        assert (folder / name).stat().st_size > 50, name
 
 
-def test_deterministic_per_seed_epoch_and_index(tree, stamps):
-    again = make_stamps(tree)
-    assert all(same(stamps[i], again[i]) for i in range(len(stamps)))
-    again.set_epoch(3)
-    assert any(not same(stamps[i], again[i]) for i in range(len(stamps)))
-    assert all(same(stamps.sample(i, 3), again[i]) for i in range(len(stamps)))
-    assert stamps.fingerprint() == make_stamps(tree).fingerprint() != make_stamps(tree, seed=1).fingerprint()
-    assert any(stamps.recipe(i) != make_stamps(tree, seed=1).recipe(i) for i in range(20))
-    assert same(stamps[-1], stamps[len(stamps) - 1])
-    with pytest.raises(IndexError, match="sample 80 of 80"):
-        stamps[80]
+def test_the_same_settings_write_the_same_bytes(package: Path, folder: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    stamps_folder.make(again, SETTINGS, cache=package)
+    assert hashes(again) == hashes(folder)
+    other = draw(load_index(package / "stamps/1/stamps"), replace(SETTINGS, seed=1))
+    assert other.train != draw(load_index(package / "stamps/1/stamps"), SETTINGS).train
+    before = {path: path.stat().st_mtime_ns for path in again.rglob("*")}
+    assert stamps_folder.make(again, SETTINGS, cache=package).source == "stamps"
+    assert {path: path.stat().st_mtime_ns for path in again.rglob("*")} == before  # nothing is done twice
+    text_only = replace(SETTINGS, mixture={"text": 1.0}, records=5)
+    stamps_folder.make(again, text_only, cache=package)
+    assert len(read(again, "train")) == 5 and not (again / "media").exists()
+    assert set(tmp_path.iterdir()) == {again, tmp_path / ".again.lock"}
+    (tmp_path / "link").symlink_to(again)
+    stamps_folder.make(tmp_path / "link", replace(text_only, records=4), cache=package)
+    assert len(read(again, "train")) == 4 and (tmp_path / "link").is_symlink()
 
 
-def test_split_by_stamp_without_any_leak(tree):
-    train, heldout = make_stamps(tree, length=400), make_stamps(tree, length=400, split="heldout")
-    assert not set(train.stamp_keys()) & set(heldout.stamp_keys())
-    assert not media_files(train, 3) & media_files(heldout, 3)
-    bytes_of = [{(tree / f).read_bytes() for f in media_files(d, 3)} for d in (train, heldout)]
-    assert not bytes_of[0] & bytes_of[1]
-    for dataset, other in ((train, heldout), (heldout, train)):
-        mine = {dataset.recipe(i, e).stamp for i in range(400) for e in range(3)}
-        assert mine <= set(dataset.stamp_keys()) and not mine & set(other.stamp_keys())
-        assert len(dataset.stamp_keys()) >= 5
-    # The split depends on nothing else.
-    other = make_stamps(tree, seed=9, languages=("fr",), weights={"text": 1}, split="heldout")
-    assert set(other.stamp_keys()) <= set(heldout.stamp_keys())
-
-
-def test_samples_are_made_without_decoding_and_each_item_is_read_once_when_asked_for(tree, monkeypatch):
-    dataset, read = make_stamps(tree), []
-    real = StampsDataset.read
-    monkeypatch.setattr(StampsDataset, "read", lambda self, item: read.append(item.source) or real(self, item))
-    samples = [dataset[i] for i in range(len(dataset))]
-    assert not read and dataset.read_items == 0
-    pictures = [item for sample in samples for item in sample.media.get("vision", [])]
-    assert len(pictures) > 10 and all(item.data is item.data for item in pictures)
-    assert len(read) == dataset.read_items == len(pictures)
-    assert all(name.endswith((".png", ".svg")) for name in read)
-    again = make_stamps(tree)
-    assert again.fingerprint() == dataset.fingerprint() and again.failures == dataset.failures
-    assert all(same(sample, again[i]) for i, sample in enumerate(samples))
-    other = next(item for i in range(len(again)) for item in again[i].media.get("vision", []))
-    assert torch.equal(other.data, pictures[0].data)
-
-
-def test_broken_files_are_named_counted_and_never_used(tree, stamps):
-    assert set(stamps.failures) == BROKEN
-    assert not media_files(stamps, 5) & BROKEN
-    assert "odd/both.svg" in media_files(make_stamps(tree, length=400, held_out=0.001))
-    line = stamps.report()
-    pictures = sum(
-        p.suffix in (".png", ".svg") and p.stem not in ("both_mirror", "uncaptioned") for p in tree.rglob("*")
-    )
-    assert line.startswith("stamps/train: 2 of ") and "\n" not in line and len(line) < 700
-    assert f"4 of {pictures} pictures cannot be decoded, e.g. broken/fonts.svg (" in line
-    listing = stamps.listing().splitlines()
-    assert all(any(f"cannot be decoded: {path}: " in entry for entry in listing) for path in BROKEN)
-    assert len(listing) == len(stamps.failures) + len(stamps.skipped)
-    assert "1 skipped (longer than 4 s)" in line and "1 skipped (too elongated for 64 image tokens)" in line
-    # The SVG that draws nothing is stood in for by the PNG of the same stamp.
-    everything = make_stamps(tree, length=600, held_out=0.001)
-    assert "broken/fonts.png" in media_files(everything)
-    # Of a stamp whose recording is broken the rest is used.
-    assert {everything.recipe(i).stamp for i in range(600)} >= {"broken/middle", "broken/pixels"}
-
-
-def test_long_clips_are_skipped_not_cut(tree):
-    short = make_stamps(tree, max_audio_seconds=0.55, length=300)
-    long_ones = {p for p, why in short.skipped.items() if why == "longer than 0.55 s"}
-    assert len(long_ones) > 10 and not long_ones & media_files(short)
-    for i in range(len(short)):
-        for item in short[i].media.get("audio", []):
-            assert item.shape[1] <= 55
-
-
-def test_long_captions_are_skipped(tree):
-    dataset = make_stamps(tree, length=600, held_out=0.001)
-    assert dataset.skipped["odd/wordy.txt [en]"] == "caption longer than 256 bytes"
-    assert all(len(dataset.recipe(i).answer.encode()) <= 4 * 257 for i in range(600))
-    assert any(dataset.recipe(i).answer == "Un mot." for i in range(600))
-
-
-def test_image_too_large_for_the_budget(tree):
-    with pytest.raises(ImageTooLarge, match=r"\d+ images exceed .*; the first: .*\.(png|svg): .*budget is 8"):
-        make_stamps(tree, max_image_tokens=8, on_too_large="error")
-    with pytest.raises(ImageTooLarge, match=r"odd/long\.png.*too elongated"):
-        make_stamps(tree, max_image_tokens=300, on_too_large="error")
-    small = make_stamps(tree, max_image_tokens=8)
-    assert max(n for i in range(len(small)) for n in small.lengths(i)["vision"]) <= 8
-    assert small.skipped["odd/long.png"] == "too elongated for 8 image tokens"
-
-
-def test_a_file_lost_after_verification_keeps_the_sequence_and_is_reported(own_tree, caplog):
-    settings = {"limit_bytes": 0, "weights": {"image": 1.0}, "length": 60}
-    dataset, blind = make_stamps(own_tree, **settings), make_stamps(own_tree, **settings)
-    lost = dataset.recipe(0).media[0].source
-    (own_tree / lost).unlink()
-    with caplog.at_level(logging.ERROR, "interlace.data"):
-        samples = [dataset[i] for i in range(60)]
-        assert dataset.blank_items == 0  # nobody has looked yet
-        for sample in samples:
-            assert sample.media["vision"][0].data is not None
-    assert all(same(s, blind[i]) for i, s in enumerate(samples))
-    assert (samples[0].media["vision"][0].data == 0).all()
-    assert lost in dataset.failures and lost in dataset.listing()
-    assert sum(lost in message for message in caplog.messages) == 1  # said once
-    assert dataset.blank_items == sum(lost in dataset.recipe(i).media[0].source for i in range(60)) > 0
-    assert dataset.read_items == 60 and not blind.read_items
-
-
-def test_data_that_are_lost_under_the_run_end_it(own_tree):
-    dataset = make_stamps(own_tree, limit_bytes=0, weights={"image": 1.0}, length=60)
-    for picture in (own_tree / "things").glob("*.png"):
-        picture.write_bytes(b"")
-    with pytest.raises(
-        DecodeError, match=r"9 of \d+ items that were verified before the run can no longer be read, the"
-    ):
-        for i in range(60):
-            dataset[i].media["vision"][0].data  # noqa: B018
-
-
-def test_models_with_one_encoder_or_none(tree):
-    vision = make_stamps(tree, tokens={"vision": TOKENS["vision"]})
-    assert set(vision.weights) == {"image", "images", "text", "category"}
-    assert set(vision.lengths(0)) == {"text", "vision"}
-    assert set(make_stamps(tree, tokens={}).weights) == {"text"}
-    with pytest.raises(ValueError, match=r"'speech' samples need an encoder for \['audio'\]"):
-        make_stamps(tree, tokens={"vision": TOKENS["vision"]}, weights={"speech": 1})
+def test_what_is_somebody_elses_is_left_alone(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/diary.txt").write_text("dear")
+    for there in ("mine", "mine/diary.txt"):
+        with pytest.raises(FileExistsError, match="holds something else: name a new folder"):
+            stamps_folder.make(tmp_path / there, SETTINGS, cache=package)
+    assert (tmp_path / "mine/diary.txt").read_text() == "dear"
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("change", "settings"),
     [
-        ({"weights": {"video": 1}}, "unknown kind of sample 'video'; known: image, speech"),
-        ({"weights": {"image": -1}}, "weights are at least 0"),
-        ({"weights": {"image": 0}}, "all weights are 0"),
-        ({"held_out": 1.5}, "between 0 and 1"),
-        ({"languages": ()}, "languages is empty"),
-        ({"languages": ("xx",)}, "no train sample of kind"),
-        ({"split": "test"}, 'split must be "train" or "heldout"'),
-        ({"tokens": {"video": len}}, "no modality 'video'"),
-        ({"on_too_large": "crop"}, 'must be "downscale" or "error"'),
-        ({"max_images": 1}, "max_images must be at least 2"),
-        ({"length": 0}, "length is the number of samples per epoch"),
-        ({"patch_size": 0}, "patch_size and max_tokens must be at least 1"),
+        (lambda folder: (folder / "train.jsonl").write_text(""), SETTINGS),
+        (lambda folder: (folder / "train.jsonl").write_text(""), replace(SETTINGS, records=40)),
+        (lambda folder: (folder / "mine.jsonl").write_text("{}"), replace(SETTINGS, records=40)),
+        (lambda folder: (folder / "media/mine.png").write_bytes(b""), replace(SETTINGS, records=40)),
     ],
 )
-def test_bad_settings_are_refused_with_what_to_do(tree, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_stamps(tree, **settings)
+def test_a_folder_changed_by_hand_is_not_written_over(
+    folder: Path, package: Path, tmp_path: Path, change: Any, settings: Settings
+) -> None:
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    change(own)
+    before = hashes(own)
+    with pytest.raises(FileExistsError, match=r"changed by hand, or made by another version.*: remove it, or name ano"):
+        stamps_folder.make(own, settings, cache=package)
+    assert hashes(own) == before
 
 
-def test_an_item_without_tokens_is_refused(tree):
-    dataset = make_stamps(tree, tokens={"vision": lambda s: 0}, weights={"image": 1})
-    with pytest.raises(ValueError, match=r"tokens\['vision'\]\(.*\) gave 0"):
-        dataset.lengths(0)
+def test_neighbours_of_the_folder_are_left_alone(package: Path, tmp_path: Path) -> None:
+    few = replace(SETTINGS, mixture={"text": 1.0}, records=5)
+    for name, others in (("stamps", [".stamps-backup", ".stamps-2.tmp-123"]), ("s[ab]*", [".sa.tmp-1", ".sab.tmp-12"])):
+        mine, stale = [tmp_path / each for each in others], tmp_path / f".{name}.tmp-99"
+        for each in (*mine, stale):
+            each.mkdir()
+        stamps_folder.make(tmp_path / name, few, cache=package)
+        assert all(each.is_dir() for each in mine) and not stale.exists()
 
 
-def test_summary_counts_what_is_there(stamps):
-    report = summary(stamps)
-    assert report["samples"] == 80 and sum(report["kinds"].values()) == sum(report["languages"].values()) == 80
-    assert set(report["languages"]) == set(LANGUAGES) and set(report["kinds"]) == set(KINDS)
-    samples = [stamps[i] for i in range(80)]
-    assert report["tokens"]["sample"]["total"] == sum(len(s.input_ids) for s in samples)
-    assert report["tokens"]["sample"]["max"] == max(len(s.input_ids) for s in samples)
-    for modality in ("vision", "audio"):
-        items = [m for s in samples for m in s.media.get(modality, [])]
-        assert report["items"][modality] == len(items)
-        assert report["tokens"][modality]["total"] == sum(m.tokens for m in items)
-    assert report["answer_tokens"] == sum(int((s.labels != IGNORE).sum()) for s in samples)
-    assert set(report["failed"]) == BROKEN and report["skipped"]["longer than 4 s"] == 1
-    import json
-
-    json.dumps(report)
+def test_who_waits_for_a_folder_never_takes_the_lock_from_others(package: Path, tmp_path: Path) -> None:
+    with exclusive(tmp_path / ".out.lock", 1):
+        for _ in range(2):  # the first gives up waiting; the second still has to wait
+            with pytest.raises(TimeoutError, match="another process has held"):
+                stamps_folder.make(tmp_path / "out", SETTINGS, cache=package, timeout=0)
 
 
-def test_captions_are_what_the_package_says(stamps):
-    assert any(
-        WORDS[r.language].format(int(r.stamp[-2:])) == r.answer
-        for r in map(stamps.recipe, range(80))
-        if r.kind == "speech" and r.stamp.startswith("things/")
+def test_stamps_are_not_replaced_by_digits(folder: Path, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    with caplog.at_level("INFO", "interlace.data"):
+        assert stamps_folder.make(own, SETTINGS, cache=tmp_path / "empty") == stamps_folder.look(folder)
+    assert "kept as it is, as stamps cannot be had now: apt-get not found" in caplog.text
+    with pytest.raises(FileExistsError, match="holds stamps made with other settings, and none can be had now"):
+        stamps_folder.make(own, replace(SETTINGS, records=40), cache=tmp_path / "empty")
+    assert hashes(own) == hashes(folder)
+
+
+def test_every_picture_has_a_file_of_its_own() -> None:
+    """Also where a stamp is called as another's second look would be."""
+    one, other = (Stamp(f"animals/{name}") for name in ("lion", "lion-1"))
+    drawn = Drawn()
+    side = _Side([], SETTINGS, False, drawn)
+    pictures = [(f"{stamp.key}.png",) for stamp in (one, other)]
+    made = [side._picture(_Entry(s, p, {}, [])) for _ in range(3) for s, p in zip((one, other), pictures, strict=True)]
+    assert len(set(made)) == 6 and len(drawn.files) == 6
+    clips = {side._clip(Clip(path, "en", 8000, 8000)) for path in ("a/x_desc.ogg", "a/x_desc.wav", "a/x_desc.v2.ogg")}
+    assert len(clips) == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"records": 0}, "records 0 is at least 1"),
+        ({"held_out": 1.0}, "between 0 and 1: 1"),
+        ({"languages": ("tlh",)}, "no language 'tlh'; there are en, fr"),
+        ({"languages": ()}, "languages is empty"),
+        ({"mixture": {"smell": 1.0}}, "no kind of record 'smell'"),
+        ({"mixture": {"text": 0.0}}, "not all 0"),
+    ],
+)
+def test_settings_that_fit_nothing(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Settings(**wrong)
+
+
+def test_without_apt_the_digits_stand_in_until_the_stamps_are_there(package: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    few = replace(SETTINGS, records=40)
+    made = stamps_folder.make(tmp_path / "out", few, cache=tmp_path / "empty")
+    assert made.source == "digits" and made == stamps_folder.look(tmp_path / "out")
+    assert made.settings == few
+    assert made.words.startswith("stamps not available (apt-get not found") and "\n" not in made.words
+    train, held = read(tmp_path / "out", "train"), read(tmp_path / "out", "validation")
+    assert len(train) == 40 and len(held) > 400 and {r["kind"] for r in train + held} == {"digit"}
+    assert {texts_of(r)[-1] for r in held} == set("zero one two three four five six seven eight nine".split())
+    assert stamps_folder.make(tmp_path / "out", few, cache=package).source == "stamps"
+    assert not any(r.get("kind") == "digit" for r in read(tmp_path / "out", "train"))
+
+
+def test_every_record_is_a_sample_of_the_promised_shapes(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    tags = {"vision": "<image>", "audio": "<audio>"}
+    chats = TokenizerFormat(
+        tokenizer, tokenizer.chat_template, name="the template", tags=tags, specs=SPECS, tokens=TOKENS
     )
+    files = [folder / "train.jsonl"], [folder / "validation.jsonl"]
+    moved = tmp_path / "moved"
+    train, held = load_chats(*files, chats, Rules(), cache=tmp_path / "cache")
+    assert len(train) == len(read(folder, "train")) and train.report().endswith("every sample could be used")
+    for index in range(0, len(train), 3):
+        sample = train.sample(index)
+        assert all(item.data.shape == item.shape for items in sample.media.values() for item in items)
+        text = tokenizer.decode(sample.input_ids)
+        assert text.startswith("<|user|>") and text.count("<|assistant|>") == 1
+        learnt = tokenizer.decode(sample.labels[sample.labels >= 0])
+        assert learnt.endswith("<|end|>") and text.endswith(learnt)
+    assert set(held.questions()) == set(QUESTIONS)
+    shutil.copytree(folder, moved)  # with its media
+    assert len(load_chats([moved / "train.jsonl"], files[1], chats, Rules(), cache=tmp_path / "cache")[0]) == len(train)
 
 
-@pytest.mark.parametrize("kind", ["image", "speech", "image+speech", "images", "text"])
-@pytest.mark.parametrize("languages", [("en", "fr", "ru"), ("ru",)])
-def test_the_longest_sample_and_prompt_are_the_longest_of_all_that_are_drawn(tree, kind, languages):
-    dataset = make_stamps(tree, weights={kind: 1.0}, languages=languages, max_images=2, length=400)
-    sample, prompt = dataset.longest()
-    drawn = [dataset.recipe(i, epoch) for epoch in range(12) for i in range(len(dataset))]
-    totals = [sum(count for _, count in dataset._layout(recipe)) for recipe in drawn]
-    assert max(totals) == sample
-    assert max(t - len(r.answer.encode()) for t, r in zip(totals, drawn, strict=True)) == prompt
+def test_the_tokenizer_writes_any_text_and_marks_answers(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    for text in ("Вещь номер 3.", "Ένα πράγμα", "a\tb  c", "\u6f22\U0001f438"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    typed = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    turns = [{"role": "user", "content": typed}, {"role": "assistant", "content": "A frog."}]
+    out = tokenizer.apply_chat_template(turns, return_assistant_tokens_mask=True, return_dict=True)
+    marked = [token for token, learnt in zip(out["input_ids"], out["assistant_masks"], strict=True) if learnt]
+    assert tokenizer.decode(marked) == "A frog.<|end|>"
+    prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|user|><image>What?<|assistant|>"
+    with pytest.raises(ValueError, match=f"at least {LEAST}"):
+        write_tokenizer(tmp_path, ["a"], 100)
+
+
+def test_distorted_pictures_are_of_the_size_and_the_seed() -> None:
+    picture = Image.effect_noise((40, 24), 90).convert("RGB")
+    first, again, other = (distorted(picture, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert first.size == picture.size and first.tobytes() == again.tobytes() != other.tobytes()
+    white = distorted(Image.new("RGB", (20, 20), "white"), np.random.default_rng(3))
+    assert white.getextrema() == ((255, 255),) * 3  # what is white stays so
+
+
+def test_media_that_vanish_are_noticed(folder: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    tokenizer = load_tokenizer(own / "tokenizer")
+    tags = {"vision": "<image>", "audio": "<audio>"}
+    chats = TokenizerFormat(tokenizer, tokenizer.chat_template, name="t", tags=tags, specs=SPECS, tokens=TOKENS)
+    train, _ = load_chats([own / "train.jsonl"], [own / "validation.jsonl"], chats, Rules(), cache=tmp_path / "c")
+    shutil.rmtree(own / "media")
+    with pytest.raises(DecodeError, match="can no longer be read"):
+        for index in range(len(train)):
+            for items in train.sample(index).media.values():
+                assert [item.data for item in items]

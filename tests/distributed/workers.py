@@ -15,13 +15,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.channel import Channel
 from tests.forkserver import context
 
 
-def _main(rank: int, world: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(
+    rank: int, world: int, listening: socket.socket, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """listening: what the store of rank 0 listens on. A port that is only named could be another's by then."""
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    host, port = listening.getsockname()
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    patience = timedelta(seconds=120)
+    own = {"is_master": True, "master_listen_fd": listening.detach()} if rank == 0 else {"is_master": False}
+    if rank:
+        listening.close()
+    store = dist.TCPStore(host, port, world, timeout=patience, wait_for_workers=False, multi_tenant=False, **own)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
     try:
         result = ("returned", function(rank, *args))
     except Exception:
@@ -33,12 +43,22 @@ def _main(rank: int, world: int, port: int, folder: str, function: Callable[...,
     os._exit(0)
 
 
+def shorten(channel: Channel, seconds: float) -> None:
+    """From now on every wait of this rank's channel between processes may last so long.
+
+    For tests of ranks that are lost: what comes before, starting and a first step, takes a busy machine long.
+    """
+    channel.timeout = seconds
+    for group in list(dist.distributed_c10d._world.pg_map):  # gloo ends a group when its operations have run out
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def run_ranks(
     world: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 120.0,
-    grace: float = 20.0,
+    timeout: float = 240.0,
+    grace: float = 60.0,
     stopped: Collection[int] = (),
 ) -> list[tuple[str, Any]]:
     """``function(rank, *args)`` on gloo ranks -> for each ("returned", value), ("raised", text) or ("died", exit code).
@@ -46,16 +66,14 @@ def run_ranks(
     ``function`` must be importable. Ranks still running after ``timeout`` seconds, or ``grace`` seconds after the first
     one ended, are killed and reported as hung. stopped: ranks that nobody waits for, as they stop themselves.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context().Process(target=_main, args=(rank, world, port, folder, function, args), daemon=True)
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            processes = [
+                context().Process(target=_main, args=(rank, world, listening, folder, function, args), daemon=True)
+                for rank in range(world)
+            ]
+            for process in processes:
+                process.start()
         deadline = time.monotonic() + timeout
         awaited = [process for rank, process in enumerate(processes) if rank not in stopped]
         while any(process.is_alive() for process in awaited) and time.monotonic() < deadline:

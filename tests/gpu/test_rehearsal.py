@@ -52,6 +52,8 @@ def bare(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return environment | {
         "DRY": "1",
+        "PATIENCE": "8",  # limits are for a machine that does nothing else
+        "LIMIT": "2500",
         "PYTHON": sys.executable,
         "PYTHONPATH": str(tmp_path / "bare"),
         "OUT": str(tmp_path / "out"),
@@ -61,12 +63,12 @@ def bare(tmp_path):
 
 def rehearse(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "bench/gpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        ["bash", "bench/gpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2700
     )
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(2800)
 def test_every_phase_runs(bare):
     done = rehearse(bare)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,17 +87,17 @@ def test_every_phase_runs(bare):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2800)
 def test_the_extension_builds_without_setuptools(tmp_path):
     core = tmp_path / "_core.so"
     environment = os.environ | {"BUILD_DIRECTLY": "1", "CORE": str(core)}
-    subprocess.run(["bash", "bench/build_core.sh", sys.executable], cwd=ROOT, env=environment, check=True, timeout=900)
+    subprocess.run(["bash", "bench/build_core.sh", sys.executable], cwd=ROOT, env=environment, check=True, timeout=2700)
     load = f"import importlib.util as u; s = u.spec_from_file_location('_core', {str(core)!r}); u.module_from_spec(s)"
-    subprocess.run([sys.executable, "-c", load], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", load], check=True, timeout=300)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(2800)
 def test_a_failed_phase_shows_and_stops_no_other(bare):
     done = rehearse(bare | {"ATTENTION_ARGS": "--masks nonsense", "TESTS": "0"})
     assert done.returncode == 1

@@ -52,7 +52,7 @@ TABLE: dict[str, Any] = {
     "train": {"steps": STEPS, "batch_size": 8, "microbatches": 2, "lr": 5e-3, "warmup_steps": 5, "validate_every": 0},
     "parallel": {"ranks": 1, "threads": 1},
     "checkpoint": {"every": 0},
-    "log": {"every": 1, "tensorboard": False, "trace_step": 3, "samples": 2, "accuracy_samples": 8},
+    "log": {"every": 1, "trackers": [], "trace_step": 3, "samples": 2, "accuracy_samples": 8},
 }  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def test_one_gpu_alone_trains_as_a_cpu_does(tmp_path: Path) -> None:
     # Steps build on each other, and so do their roundings: the first ones are compared as they are.
     assert losses[:5] == pytest.approx(expected[:5], rel=CLOSE) and losses == pytest.approx(expected, rel=0.05)
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == STEPS and (folder / "trace.json").exists() and (folder / "samples.html").exists()
+    assert summary["steps"] == STEPS and (folder / "trace.json").exists() and (folder / "report.html").exists()
     if ON_GPU:
         assert 0.0 < here[-1]["memory/max_active(GiB)"] < 4.0
 

@@ -45,7 +45,7 @@ def check(version: str, configurations: list[Configuration]) -> None:
     assert not kernel_report.problems(report)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [VERSIONS[0], *(pytest.param(v, marks=pytest.mark.slow) for v in VERSIONS[1:])])
 def test_hopper(version):
     """The head size that most models have, and that of DeepSeek's; the others are slow."""
     attention = Configuration(90, 128, "bfloat16")
@@ -97,6 +97,7 @@ def test_problems_are_found():
     assert not kernel_report.problems({where._replace(dtype="float32"): {"forward_kernel": {**USED, "wgmma": 0}}})
 
 
+@pytest.mark.slow
 def test_an_interpreting_process_refuses_to_compile():
     process = subprocess.run(
         [sys.executable, "-m", "bench.compile_worker"],

@@ -280,8 +280,9 @@ BAD = [
     ),
     (lambda: one_module(pipeline("m", 0, (0, 1, (1,))), world=2), "rank 0 of 2 has no stage: every rank needs one"),
     (lambda: ParallelSpec(cp=0), "cp must be at least 1, got 0"),
-    (lambda: ParallelSpec(virtual=2), "one stage of a module per rank: leave virtual = 1 and order = 'loop'"),
-    (lambda: ParallelSpec(order="wave"), "leave virtual = 1 and order = 'loop'"),
+    (lambda: ParallelSpec(virtual=0), "virtual must be at least 1, got 0"),
+    (lambda: ParallelSpec(order="wave"), "unknown order 'wave': use one of 'loop', 'v'"),
+    (lambda: ParallelSpec(order="v"), "order = 'v' goes down the ranks and up again: set virtual = 2, not 1"),
     (lambda: ParallelSpec(shard="weights"), "unknown shard 'weights': use one of 'none', 'optimizer', 'full'"),
     (
         lambda: ParallelSpec(shard_ranks=2),

@@ -70,6 +70,7 @@ def test_prompts_and_truths_of_training_samples():
     assert prompt_of(one, {}).input_ids.tolist() == [1, 5]
     assert prompt_of(one, {}).labels.tolist() == [-100, -100]
     assert truth_of(one, 2) == [6, 7] and truth_of(one, 3) == [6, 7, 2]
+    assert truth_of(one, 7) == [6]  # what a template writes behind the end is not asked for
 
 
 def test_sampling():

@@ -15,6 +15,7 @@ from torch import nn
 
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
+from interlace.model.collate import JOINED
 from interlace.model.whole import copy_companions, dtype_of, read_whole
 from interlace.run import parallelize
 from tests.model import wholes, zoo
@@ -66,7 +67,7 @@ def compare(mllm: MultimodalModel, whole: nn.Module) -> None:
 
 def test_same_as_huggingface(family: Family) -> None:
     mllm = family.mllm()
-    assert mllm.language_settings.bidirectional == (family.name == "gemma3")
+    assert mllm.language_settings.bidirectional == (JOINED if family.name == "gemma3" else False)
     output = mllm(**mllm.collate(family.batch))
     assert float(output.loss.detach()) == pytest.approx(family.loss, rel=1e-5)
     pieces = output.logits[0].split([len(sample) for sample in family.batch])

@@ -152,6 +152,8 @@ class Shown(NamedTuple):
     shape: tuple[int, ...]
     about: dict[str, tuple[float, ...]] = {}
     video: bool = False
+    touches: bool = False
+    """Begins where the item before it ends."""
 
 
 def patches(*grid: int, video: bool = False, seconds: float = 0.0) -> Shown:
@@ -186,15 +188,17 @@ FRAMES = [[patches(1, 4, 6)], [], [patches(1, 8, 4), *[patches(1, 4, 4, video=Tr
 CASES = {
     "llava": Case(llava),
     "llava_full": Case(llava_full),
-    "gemma3": Case(gemma3),
+    "gemma3": Case(gemma3, [[Shown((3, 16, 16))], [], [Shown((3, 16, 16)), Shown((3, 16, 16), touches=True)]]),
     "internvl": Case(internvl),
     "smolvlm": Case(smolvlm, per_sample=True),
     "idefics3": Case(idefics3, per_sample=True),
-    "qwen2_audio": Case(qwen2_audio, [[Shown((8, 32))], [], [Shown((8, 13)), Shown((8, 21))]]),
+    "qwen2_audio": Case(qwen2_audio, [[Shown((8, 32))], [], [Shown((8, 13)), Shown((8, 32), {"frames": (21,)})]]),
     "qwen2_vl": Case(qwen2_vl, GRIDS),
     "qwen2_5_vl": Case(qwen2_5_vl, SECONDS),
     "qwen3_vl": Case(qwen3_vl, FRAMES),
-    "llava_onevision": Case(llava_onevision, [[tiles(5, 32, 32)], [], [tiles(3, 16, 30), tiles(4, 10, 60)]]),
+    "llava_onevision": Case(
+        llava_onevision, [[tiles(3, 16, 30)], [], [tiles(1, 16, 30), tiles(1, 9, 9)], [tiles(5, 32, 32)]]
+    ),
 }
 
 
@@ -217,8 +221,9 @@ def samples(name: str, mllm: MultimodalModel, seed: int = 0) -> list[Sample]:
     for number, items in enumerate(CASES[name].items):
         ids = torch.randint(3, 40, (4,), generator=g).tolist()
         media = []
-        for shape, about, video in items:
+        for shape, about, video, touches in items:
             count = mllm.encoders[encoder].tokens(shape, about)
+            ids = ids[: -3 * touches or None]
             media.append(Media(shape, count, torch.randn(shape, generator=g), about=about))
             ids += [VIDEO if video else TOKEN] * count + torch.randint(3, 40, (3,), generator=g).tolist()
         labels = torch.tensor([*ids[1:], 2])
@@ -236,7 +241,7 @@ def own_inputs(name: str, number: int, sample: Sample) -> dict[str, Any]:
     items = next(iter(sample.media.values()), [])
     shown = CASES[name].items[number]
     if items and name == "qwen2_audio":
-        lengths = torch.tensor([item.shape[1] for item in items])
+        lengths = torch.tensor([item.about.get("frames", item.shape[1:])[0] for item in items])
         given["input_features"] = torch.stack([nn.functional.pad(x.data, (0, 32 - x.shape[1])) for x in items])
         given["feature_attention_mask"] = (torch.arange(32) < lengths[:, None]).long()
     elif items and shown[0].shape[-1] == 24:
@@ -256,6 +261,7 @@ def own_inputs(name: str, number: int, sample: Sample) -> dict[str, Any]:
         padded = [torch.cat([x.data, torch.zeros(most - x.shape[0], *x.shape[1:])]) for x in items]
         given["pixel_values"] = torch.stack(padded)
         given["image_sizes"] = torch.tensor([item.about["image_sizes"] for item in items])
+        given["batch_num_images"] = torch.tensor([len(items)])
     elif items:
         stacked = torch.stack([item.data for item in items])
         given["pixel_values"] = stacked[None] if CASES[name].per_sample else stacked

@@ -76,7 +76,7 @@ def whole_gradients(module):
     return found
 
 
-def assert_same(model, call, *, sequence_parallel):
+def assert_same(model, call, *, sequence_parallel, plan=None):
     """Outputs, gradients and the ordinary checkpoint of `model` and of its pieces on two ranks."""
     out = first_tensor(call(model))
     upstream = random(*out.shape, seed=3)
@@ -85,7 +85,7 @@ def assert_same(model, call, *, sequence_parallel):
     model.zero_grad()
 
     def rank(group):
-        mine = tensor_parallel(copy.deepcopy(model), group=group, sequence_parallel=sequence_parallel)
+        mine = tensor_parallel(copy.deepcopy(model), plan, group=group, sequence_parallel=sequence_parallel)
         assert any(isinstance(part, ParallelLinear) for part in mine.modules())
         y = first_tensor(call(mine))
         (y * upstream).sum().backward()

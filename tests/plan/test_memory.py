@@ -29,8 +29,8 @@ from interlace.run.executor import Executor
 from interlace.run.gradients import BUCKET_BYTES, buckets
 from interlace.run.layers import LayerByLayer, Unit
 from interlace.run.traced import activations_of, weights_of
-from interlace.schedule import Chunk, Op
-from interlace.schedule.memory import peak
+from interlace.schedule import Action, Chunk, Op, StepTable
+from interlace.schedule.memory import held_after, peak
 from tests.comm.pool import Pool
 from tests.tiny import MELS, PLACEHOLDERS, random_sample, tiny_mllm
 
@@ -242,18 +242,9 @@ def train(rank: int, name: str) -> Held:
     return held
 
 
-def estimated(name: str) -> tuple[RankMemory, ...]:
-    """The estimate, from a model without memory and the lengths of the batch."""
-    case = CASES[name]
-    mllm = case.model("meta")
-    layout, samples = case.layout(mllm), case.batch(mllm)
-    options: dict[str, Any] = {"checkpointing": case.checkpointing, "sequence_parallel": case.sequence_parallel}
-    activations = activations_of(mllm, layout, **options, autocast=case.autocast, items=case.items)
-    schedule = (parallel := parallelize(mllm, layout, transport="local")).schedule(
-        parallel.table(samples, case.microbatches)
-    )
+def loads_of(mllm: MultimodalModel, table: StepTable, samples: list[Any]) -> dict[Any, Load]:
     loads: dict[Any, Load] = {}
-    for place, chunk in enumerate(schedule.table.chunks):
+    for place, chunk in enumerate(table.chunks):
         mine = [samples[i] for i in chunk.samples]
         if chunk.module == LLM:
             features = sum(item.tokens for sample in mine for items in sample.media.values() for item in items)
@@ -264,6 +255,20 @@ def estimated(name: str) -> tuple[RankMemory, ...]:
             loads[place] = Load(
                 sum(encoder.encoder_length(item.shape) for sample in mine for item in sample.media[chunk.module])
             )
+    return loads
+
+
+def estimated(name: str) -> tuple[RankMemory, ...]:
+    """The estimate, from a model without memory and the lengths of the batch."""
+    case = CASES[name]
+    mllm = case.model("meta")
+    layout, samples = case.layout(mllm), case.batch(mllm)
+    options: dict[str, Any] = {"checkpointing": case.checkpointing, "sequence_parallel": case.sequence_parallel}
+    activations = activations_of(mllm, layout, **options, autocast=case.autocast, items=case.items)
+    schedule = (parallel := parallelize(mllm, layout, transport="local")).schedule(
+        parallel.table(samples, case.microbatches)
+    )
+    loads = loads_of(mllm, schedule.table, samples)
     largest = {n: max(loads[i] for i, c in enumerate(schedule.table.chunks) if c.module == n) for n in layout.modules}
     sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
     held = [(found.in_flight, found.bytes) for found in (peak(actions, sizes) for actions in schedule.actions)]
@@ -309,6 +314,46 @@ def test_ranks_hold_what_is_estimated(name: str, pool: Pool) -> None:
 
 
 # ---------------------------------------------------------------------- without processes
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["checkpointing", *(pytest.param(n, marks=pytest.mark.slow) for n in ("autocast", "selective", "tokens dealt"))],
+)
+def test_what_waits_for_the_second_half_of_a_backward_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every chunk what the executor keeps: to the byte, but for rows that fill up blocks and lanes."""
+    case, found = CASES[name], {}
+    mllm = case.model("cpu")
+    layout, samples = case.layout(mllm), case.batch(mllm)[:2]
+    options: dict[str, Any] = {"checkpointing": case.checkpointing, "autocast": case.autocast}
+    parallel = parallelize(mllm, layout, schedule="zb_h1", transport="local", timeout=30, **options)
+    backward = Executor._backward
+
+    def noted(self: Executor, *action: Any) -> None:
+        backward(self, *action)
+        if (value := action[:3]) in self._put_off:
+            found[value] = max(self._put_off[value].nbytes, found.get(value, 0))
+
+    monkeypatch.setattr(Executor, "_backward", noted)
+    table = parallel.step(samples, 2).table
+    assert table is not None and {module for module, *_ in found} == set(layout.modules)
+    activations = activations_of(case.model("meta"), layout, **options, split=True)
+    loads = loads_of(mllm, table, samples)
+    sizes = activation_bytes(layout, activations, table.chunks, loads, deferred=True)
+    assert {value: sizes[value] for value in found} == pytest.approx(
+        found, rel=0.03 if name in ("selective", "tokens dealt") else 1e-6
+    )
+    before = activation_bytes(layout, activations, table.chunks, loads)
+    if case.checkpointing == "full":  # a layer keeps its input, which its weights are given besides
+        assert all(sizes[value] > 3 * before[value] for value in found if value[:2] == (LLM, 0))
+
+
+def test_a_chunk_holds_other_bytes_between_the_halves_of_its_backward() -> None:
+    order = [(Op.FORWARD, 0), (Op.FORWARD, 1), (Op.BACKWARD_INPUT, 0), (Op.BACKWARD, 1), (Op.BACKWARD_WEIGHT, 0)]
+    actions = [Action(op, LLM, 0, chunk) for op, chunk in order]
+    before, between = {(LLM, 0): 10.0}, {(LLM, 0): 25.0}
+    assert [size for *_, size in held_after(actions, before, between)] == [10, 20, 35, 25, 0]
+    assert peak(actions, before, between).bytes == 35 and peak(actions, before).bytes == 20
 
 
 def small(**specs: ParallelSpec) -> tuple[MultimodalModel, Layout]:

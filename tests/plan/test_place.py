@@ -283,7 +283,7 @@ REFUSED = [
     (
         specs({"pp": 2}),
         {"placement": "replicated"},
-        "replicated placement runs 'vision' whole on every language model rank: set its pp to 1, not 2",
+        "'vision' whole on every language model rank: set its pp and virtual to 1, not 2 stages",
     ),
     (
         specs(llm={"dp": 2}),
@@ -329,3 +329,35 @@ def test_what_cannot_be_placed_is_named(given_specs, options, words):
 def test_a_chain_has_a_layer_for_every_rank(ranks):
     with pytest.raises(ValueError, match=f"cannot cut 6 layers into {ranks} ranges: use 1 to 6 ranks"):
         Layout.balanced(model(vision=2, language_model=4), ranks)
+
+
+def test_virtual_stages_take_their_lanes_in_turn():
+    """Ranks of each stage, by hand; units that share ranks are cut by what they cost together."""
+
+    def ranks(placement, *, dp=1, **options):
+        given = {"vision": ParallelSpec(pp=2, virtual=2, dp=dp), LLM: ParallelSpec(pp=2, virtual=2, order="v", dp=dp)}
+        layout = Layout.from_specs(model(vision=4, language_model=5), given, placement=placement, **options)
+        return {name: [stage.ranks for p in layout.pipelines(name) for stage in p.stages] for name in given}
+
+    apart = {"vision": [(0,), (1,), (0,), (1,)], LLM: [(2,), (3,), (3,), (2,)]}
+    assert ranks("parallel") == ranks("colocated") == apart
+    assert ranks("shared") == {"vision": [(0,), (1,), (0,), (1,)], LLM: [(0,), (1,), (1,), (0,)]}
+    twice = {"vision": [(0,), (1,), (0,), (1,)] + [(4,), (5,), (4,), (5,)]}
+    assert ranks("parallel", dp=2) == twice | {LLM: [(2,), (3,), (3,), (2,), (6,), (7,), (7,), (6,)]}
+    assert ranks("parallel", ranks=2) == {"vision": [(0,)] * 4, LLM: [(1,)] * 4}
+    three = {"vision": ParallelSpec(), LLM: ParallelSpec(tp=2, pp=2, virtual=3)}
+    layout = Layout.from_specs(model(vision=1, language_model=6), three)
+    assert [stage.ranks for stage in layout.pipelines(LLM)[0].stages] == [(1, 2), (3, 4)] * 3
+    assert [(stage.start, stage.stop) for stage in layout.pipelines(LLM)[0].stages] == [(i, i + 1) for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"pp": 2, "virtual": 3}, "pp=2 * virtual=3 stages but only 5 layers; set pp to at most 1"),
+        ({"virtual": 7}, "pp=1 * virtual=7 stages but only 5 layers; set virtual to at most 5"),
+    ],
+)
+def test_more_virtual_stages_than_layers_are_refused(spec, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Layout.from_specs(model(language_model=5), {LLM: ParallelSpec(**spec)})

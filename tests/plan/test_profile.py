@@ -1,9 +1,12 @@
-"""profile_layers: what is recorded, what is restored, and that bigger layers take longer."""
+"""profile_layers: what is recorded, what is restored, and what follows from the clock, which counts in these tests."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from interlace import plan
 from interlace.plan import profile
@@ -11,6 +14,10 @@ from interlace.plan import profile
 
 def pairs(*modules):
     return [(module, list(module.parameters())) for module in modules]
+
+
+def apply(module, hidden):
+    return nn.functional.linear(hidden, module.weight, module.bias)
 
 
 def test_layers_without_a_gradient_cost_none():
@@ -84,12 +91,19 @@ def test_costs_take_the_measured_backward_of_the_first_trainable_layer():
         times.costs([True, False])
 
 
-def test_a_wider_layer_takes_longer():
+def test_a_wider_layer_takes_longer(monkeypatch):
+    """On a clock that counts FLOPs: seconds on the wall depend on what else the machine does."""
     torch.manual_seed(0)
-    modules = [nn.Linear(32, 512), nn.Linear(512, 512), nn.Linear(512, 32)]
-    times = plan.profile_layers(pairs(*modules), torch.randn(512, 32), repeats=3, warmup=1)
-    for part in (times.forward, times.input_grad, times.weight_only):
-        assert part[1] > part[0] and part[1] > part[2]
+    rows, widths = 512, [(32, 512), (512, 512), (512, 32)]
+    modules = [nn.Linear(*each) for each in widths]
+    # Not the modules themselves: the counter hooks into them, in a way that torch.autograd.grad refuses.
+    layers = [(partial(apply, module), list(module.parameters())) for module in modules]
+    with FlopCounterMode(display=False) as counter:
+        monkeypatch.setattr(profile, "_now", lambda tensor: float(counter.get_total_flops()))
+        times = plan.profile_layers(layers, torch.randn(rows, 32), repeats=3, warmup=1)
+    product = [2.0 * rows * a * b for a, b in widths]  # one in the forward, one for either gradient
+    for part in (times.forward, times.input_grad, times.weight_grad, times.weight_only):
+        assert part.tolist() == product
     assert plan.partition(times.costs([False] * 3), 3).tolist() == [0, 1, 2, 3]
 
 

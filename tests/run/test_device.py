@@ -41,7 +41,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, Media):
         return [] if value.data is None else [value.data]
     if isinstance(value, dict):
-        return [x for key, each in value.items() if key != devices.ON_THE_HOST for x in tensors(each)]
+        return [x for key, each in value.items() if key not in devices.ON_THE_HOST for x in tensors(each)]
     return [x for each in value for x in tensors(each)] if isinstance(value, (list, tuple)) else []
 
 

@@ -62,7 +62,6 @@ def every(rank: int, world: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_processes_equal_one(world: int) -> None:
     assert run_ranks(world, every, world, timeout=360) == [("returned", len(LAYOUTS[world]))] * world

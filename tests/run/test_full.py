@@ -51,7 +51,7 @@ CASES = {
     "frozen language model": Case(full(dp=4), full(dp=4), 2, freeze=("language_model",)),
     "frozen encoder": Case(full(dp=4), full(dp=4), 2, freeze=("vision",)),
     "frozen encoder, stages": Case(full(dp=4), full(dp=2, pp=2), 0, freeze=("vision",), step={"chunks": {"vision": 2}}),
-    "unequal degrees": Case(full(dp=4), full(tp=2, dp=2), 1, step={"microbatches": 2, "chunks": {"vision": 1}}),
+    "unequal degrees": Case(full(dp=4), full(tp=2, dp=2), 2, step={"microbatches": 2, "chunks": {"vision": 1}}),
     "sets of 2": Case(full(dp=4, shard_ranks=2), full(dp=4, shard_ranks=2), 2, tied=True),
     "sets of 2, one gathers once": Case(
         full(dp=4, shard_ranks=2), full(dp=4, shard_ranks=2), 1, groups=(1, 1, 1, 2, 1, 1, 1)

@@ -33,10 +33,10 @@ def test_random_tables_run_or_are_refused(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_random_layouts_equal_one_process() -> None:
-    sweep(check_layout, range(120), DUE)
+    sweep(check_layout, range(60), DUE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_random_tables_run_or_are_refused() -> None:
-    sweep(check_table, range(200), DUE | {"sound", "replica", "unread", "gap", "twice"})
+    sweep(check_table, range(100), DUE | {"sound", "replica", "unread", "gap", "twice"})

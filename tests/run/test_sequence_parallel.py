@@ -36,7 +36,7 @@ def test_random_layouts_equal_one_process(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_random_layouts_equal_one_process() -> None:
-    sweep(partial(check_case, sequence_parallel=True), range(FIRST + 4, FIRST + 60), DUE)
+    sweep(partial(check_case, sequence_parallel=True), range(FIRST + 4, FIRST + 36), DUE)
 
 
 def check_step(mllm: MultimodalModel, batch: Any, layout: Layout, **options: Any) -> ParallelModel:
@@ -143,7 +143,7 @@ def test_what_a_rank_uses_in_part_is_summed_once_a_step() -> None:
     assert {name: sorted({r.ranks for r in found if r.module == name}) for name in specs} == {**everywhere, "audio": []}
     assert parallel._last is not None
     for rank in range(parallel.layout.world):
-        actions = parallel._last.actions[rank]
+        actions = parallel._last[0].actions[rank]
         due = [i for i, reduction in enumerate(parallel.graph.reductions) if rank in reduction.ranks]
         assert sorted(action.other for action in actions if action.op is Op.REDUCE_GRAD) == due
         for stage in parallel.stages[rank].values():

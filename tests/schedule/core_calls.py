@@ -38,9 +38,12 @@ def schedule_calls() -> dict[str, tuple[tuple, Callable[..., bool]]]:
     fields, *chunks = step_arrays(graph, StepTable.aligned(graph.links, [{"b"}, {"a", "b"}], replicas=2))
     step = list(fields), *chunks
     jobs = len(_core.schedule_jobs(*step, True)[0])
-    lists = _core.schedule_lists(*step, False, True, True, np.zeros(0))
+    nothing = np.zeros(0)
+    lists = _core.schedule_lists(*step, 1, True, True, nothing, nothing, nothing, 0)
+    limits = np.ones(jobs), np.full(len(lists[1]) - 1, 9.0)
     return {
         "schedule_jobs": ((*step, True), jobs_of),
-        "schedule_lists": ((*step, False, True, True, np.ones(2 * jobs)), listed),
-        "schedule_check": ((*step, True, True, *lists, np.ones(jobs), np.full(len(lists[1]) - 1, 9.0)), checked),
+        "schedule_lists": ((*step, 6, True, True, np.ones(4 * jobs), *limits, 9), listed),
+        "schedule_bound": ((*step, True, np.ones(4 * jobs)), lambda found, *_: 0.0 <= found < np.inf),
+        "schedule_check": ((*step, True, True, *lists, *limits), checked),
     }

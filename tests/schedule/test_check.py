@@ -134,7 +134,7 @@ def test_actions_out_of_order_are_found(rank: int, text: str, before: str, says:
         (0, "SEND:vision/0@0+3>1", "no stage needs that message"),
         (0, "REDUCE_GRAD:vision/0+0", "takes part in no such reduction"),
         (0, "UNSHARD:vision/0+0", "keeps no slices of such weights"),
-        (0, "DISPATCH:vision/0@0", "this version runs no DISPATCH"),
+        (0, "DISPATCH:vision/0@0", "nothing travels to the coming step: only a step of streams has it"),
     ],
 )
 def test_actions_that_do_not_belong_are_found(rank: int, text: str, says: str) -> None:

@@ -242,6 +242,64 @@ def test_shared_ranks_take_turns() -> None:
     ]  # fmt: skip
 
 
+def step_of(shares: dict[str, float]) -> dict[tuple[Op, str], float]:
+    return {(op, module): share * COSTS[op] for module, share in shares.items() for op in COSTS}
+
+
+@pytest.mark.parametrize(
+    ("homes", "shares", "span"),
+    [
+        ({"vision": [0, 1], "audio": [0, 1], LLM: [2, 3]}, {"vision": 0.5, "audio": 0.5, LLM: 1.0}, 43.5),
+        ({"vision": [0], "audio": [0], LLM: [1, 2, 3]}, {"vision": 0.3, "audio": 0.1, LLM: 1.0}, 43.2),
+        ({"vision": [0], LLM: [1, 2, 1, 2]}, {"vision": 1.0, LLM: 0.5}, 43.5),
+        ({"vision": [0], LLM: [0, 1, 2, 3]}, {"vision": 0.5, LLM: 1.0}, 58.5),
+    ],
+)
+def test_stages_that_share_a_rank_share_a_round(
+    homes: dict[str, list[int]], shares: dict[str, float], span: float
+) -> None:
+    """Not told what stages take, no rank runs its forwards and backwards in bursts for having several of them."""
+    graph = StageGraph.build(homes, [(module, LLM) for module in homes if module != LLM])
+    schedule = one_f_one_b(graph, aligned(graph, 12))
+    check(schedule)
+    seconds = step_of(shares)
+    assert Events(schedule).span(lambda a: seconds[a.op, a.module]) == pytest.approx(span)
+
+
+def test_true_durations_do_not_stand_in_the_way_of_a_better_order() -> None:
+    """Here lists by the true seconds alone end after 75.6: a lane that is the slowest has them run in bursts."""
+    graph = StageGraph.build({"vision": [0], "audio": [0], LLM: [1, 2, 3]}, BOTH)
+    seconds = step_of({"vision": 1.0, "audio": 0.8, LLM: 1.0})
+    spans = [
+        Events(one_f_one_b(graph, aligned(graph, 12), durations=durations)).span(lambda a: seconds[a.op, a.module])
+        for durations in (seconds, None)
+    ]
+    assert spans == pytest.approx([68.4, 68.4])
+
+
+@pytest.mark.parametrize(("chunks", "spans"), [(8, [43.6, 40.2]), (16, [77.2, 71.4])])
+def test_encoders_on_shared_ranks_come_last(chunks: int, spans: list[float]) -> None:
+    """Four replicas, which encode once each, on the four ranks of a language model: each of their backwards, as soon as
+    it could run, would hold up the pipeline for as long as it takes."""
+    modules = {
+        "vision": (
+            ParallelSpec(dp=4),
+            tuple(Pipeline("vision", r, (Stage("vision", 0, 0, 1, Lane((r,))),)) for r in range(4)),
+        ),
+        LLM: (ParallelSpec(pp=4), (Pipeline(LLM, 0, tuple(Stage(LLM, i, i, i + 1, Lane((i,))) for i in range(4))),)),
+    }
+    graph = StageGraph(Layout(modules, 4), tuple(BOTH[:1]), {"vision": (True,), LLM: (True,) * 4})
+    pairs = [("vision", k % 4, 0, LLM, 0, k) for k in range(chunks)]
+    table = table_of({**{("vision", r): 1 for r in range(4)}, (LLM, 0): chunks}, pairs)
+    seconds = step_of({"vision": 0.3 * chunks, LLM: 1.0})
+    for generate, span in zip((gpipe, one_f_one_b), spans, strict=True):
+        assert Events(generate(graph, table)).span(lambda a: seconds[a.op, a.module]) == pytest.approx(span)
+    held = {(stage.module, stage.index): 1.0 for stage in graph.layout.stages()}
+    for limit in (3, 4, 5):
+        kept = one_f_one_b(graph, table, memory_limit=limit, activation_bytes=held)
+        assert max(check(kept, activation_bytes=held).peak_memory) == limit
+
+
 def test_interleaved_stages_halve_the_bubble() -> None:
     interleaved = StageGraph.build({"m": [0, 1, 2, 3, 0, 1, 2, 3]})
     folded = StageGraph.build({"m": [0, 0, 1, 1, 2, 2, 3, 3]})
@@ -283,6 +341,26 @@ def test_known_durations_never_make_it_slower() -> None:
     assert better > 0
 
 
+def late_chunks(graph: StageGraph, table: StepTable) -> set[int]:
+    """Those that are all a pipeline encodes, on a rank of a module that feeds nobody, and whatever they read."""
+    feeders = {producer for producer, _ in graph.links}
+    modules, lanes = [pipeline.module for pipeline in graph.pipelines], graph.layout.lanes()
+    ends = {r for node in graph.nodes if modules[node.pipeline] not in feeders for r in lanes[node.lane].ranks}
+    late = set()
+    for node in graph.nodes:
+        pipeline = graph.pipelines[node.pipeline]
+        mine = [
+            c
+            for c, chunk in enumerate(table.chunks)
+            if (chunk.module, chunk.replica) == (pipeline.module, pipeline.replica)
+        ]
+        if pipeline.module in feeders and len(mine) == 1 and ends.intersection(lanes[node.lane].ranks):
+            late.update(mine)
+    for _ in table.chunks:
+        late.update(int(piece[0]) for edge in table.edges for piece in edge.pieces if int(piece[2]) in late)
+    return late
+
+
 def test_gpipe_goes_by_virtual_time_and_1f1b_holds_no_more_than_that_needs() -> None:
     for seed in range(COUNT // 2):
         case = random_case(seed)
@@ -295,10 +373,18 @@ def test_gpipe_goes_by_virtual_time_and_1f1b_holds_no_more_than_that_needs() -> 
             demand.backwards,
             key=lambda job: (demand.time(Op.BACKWARD, job), [-x for x in depth[job[0]]], job[1]),
         )
-        for rank, actions in enumerate(gpipe(case.graph, case.table).actions):
-            mine = [demand.compute(Op.FORWARD, job) for job in first if rank in demand.ranks(demand.lane(job[0]))]
-            mine += [demand.compute(Op.BACKWARD, job) for job in last if rank in demand.ranks(demand.lane(job[0]))]
-            assert [a for a in actions if a.op in COSTS] == mine
+        late = late_chunks(case.graph, case.table)
+        orders = [[*first, *last], [*first, *sorted(last, key=lambda job: job[1] in late)]]
+        ops = [Op.FORWARD] * len(first) + [Op.BACKWARD] * len(last)
+        lists = gpipe(case.graph, case.table).actions
+        found = [[a for a in actions if a.op in COSTS] for actions in lists]
+        assert found in [
+            [
+                [demand.compute(op, job) for op, job in zip(ops, order) if rank in demand.ranks(demand.lane(job[0]))]
+                for rank in range(len(lists))
+            ]
+            for order in orders
+        ]
 
         merged = [(demand.time(Op.FORWARD, job), 1, job) for job in first if job in demand.backwards]
         merged += [(demand.time(Op.BACKWARD, job), 0, job) for job in last]

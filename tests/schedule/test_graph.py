@@ -151,5 +151,5 @@ def test_compiled_code_refuses_arrays_that_do_not_fit() -> None:
             _core.schedule_jobs(a, chunks, np.array(pairs, np.int32), True)
     with pytest.raises(ValueError, match=r"chunk_pipeline\[0\] is 2"):
         _core.schedule_jobs(a, chunks + 2, links, True)
-    with pytest.raises(ValueError, match="seconds must have one entry per forward and backward: 6, not 2"):
-        _core.schedule_lists(a, chunks, links, False, True, True, np.ones(2))
+    with pytest.raises(ValueError, match="seconds must have four entries per job: 12, not 2"):
+        _core.schedule_lists(a, chunks, links, 1, True, True, np.ones(2), *[np.zeros(0)] * 2, 0)

@@ -28,7 +28,7 @@ TABLE: dict[str, Any] = {
     "data": {"dataset": "digits"},
     "train": {"steps": 12, "batch_size": 4, "microbatches": 2, "warmup_steps": 3, "lr": 1e-2, "validate_every": 5},
     "checkpoint": {"every": 4, "keep": 2},
-    "log": {"every": 1, "tensorboard": False, "trace_step": 0},
+    "log": {"every": 1, "trackers": [], "trace_step": 0},
 }
 
 
@@ -41,6 +41,8 @@ class ToyModel(nn.Module):
 
     def __init__(self, width: int = 8, seed: int = 0) -> None:
         super().__init__()
+        self.encoders: dict[str, Any] = {}
+        self.packing: dict[str, str] = {}
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.language_model = nn.ModuleDict(
@@ -58,7 +60,7 @@ class ToyData:
     """Samples whose next token is a fixed function of the last."""
 
     def __init__(self, size: int, offset: int = 0) -> None:
-        self.size, self.offset, self.blank_items = size, offset, 0
+        self.size, self.offset, self.blank_items, self.read_items = size, offset, 0, 0
 
     def __len__(self) -> int:
         return self.size
@@ -87,10 +89,13 @@ class Result:
     tokens: int
     microbatches: int
     notes: tuple[float, ...] = ()
+    table: None = None
 
 
 class OneProcess:
     """`ParallelModel`'s methods over a model with ``loss_sum(sample)``."""
+
+    dispatcher = None  # there is one replica
 
     def __init__(self, model: Any) -> None:
         self.model, self.places = model, []

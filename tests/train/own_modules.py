@@ -80,3 +80,7 @@ def no_arguments() -> None:
 
 def halved(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "pixel_values": [image * 0.5 for image in inputs["pixel_values"]]}
+
+
+def raises(inputs: dict[str, Any], output: Tensor) -> Tensor:
+    raise KeyError("pooled")

@@ -40,8 +40,8 @@ def test_the_best_checkpoint_and_averages_are_taken(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(rank, "build", lambda *_, **__: ToyModel(seed=5))
     monkeypatch.setattr(rank, "materialize", lambda *_, **__: None)
-    monkeypatch.setattr(rank, "architecture", lambda *_: {})
-    monkeypatch.setattr(rank, "identity_of", lambda *_: identity)
+    monkeypatch.setattr("interlace.train.chosen.architecture", lambda *_: {})
+    monkeypatch.setattr("interlace.train.chosen.identity_of", lambda *_: identity)
     load_parameters(chosen.path, model, identity, averaged=True)
     reported = rank.load_whole(config, tmp_path, None, "toy.toml")
     assert all(torch.equal(p, model.get_parameter(name)) for name, p in reported.named_parameters())

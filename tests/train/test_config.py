@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.train import config
-from interlace.train.config import ConfigError
+from interlace.train.config import ConfigError, dumps, loads
 
 BASE: dict[str, Any] = {
     "run": {"name": "tiny"},
@@ -65,6 +65,7 @@ def test_defaults_and_overrides() -> None:
         ("model.ranks.architecture=ViTModel", r"cannot be called 'ranks', which is a key of \[parallel\]"),
         ("parallel.vison.pp=2", r"\[parallel.vison\] speaks of an encoder that .*; did you mean \[parallel.vision\]\?"),
         ("train.microbatches=9", "microbatches = 9 is more than batch_size = 8"),
+        ("train.assign=entrian", r"train.assign should be .*; did you mean 'entrain'\?"),
         ("train.warmup_steps=101", "warmup_steps = 101 is more than steps = 100"),
         ("train.epochs=2", r"\[train\]: give steps or epochs, one of the two: there are both"),
         ("train.decay_steps=5", "decay_steps = 5 is of schedule = 'wsd', not of 'cosine'"),
@@ -102,6 +103,18 @@ def test_defaults_and_overrides() -> None:
             r"tp \* cp \* pp \* dp must be one number, not .*'vision': 1, 'langu.*': 2",
         ),
         ("parallel={placement='shared', ranks=1}", r"takes its ranks from the degrees; remove parallel.ranks"),
+        ("parallel.language_model.order='v'", r"parallel.language_model\]: order = 'v' .*set virtual = 2, not 1"),
+        (
+            "parallel.schedule='zb_v'",
+            r"schedule = 'zb_v' is for a module with virtual = 2 and order = 'v': give \[para",
+        ),
+        ("parallel={schedule='interleaved', placement='parallel'}", "for a module with virtual = 2 or more: give"),
+        (
+            "parallel={placement='chain', ranks=2, language_model={virtual=2}}",
+            r"ranges of equal cost.*remove parallel.language_model.virtual$",
+        ),
+        ("parallel={placement='replicated', vision={virtual=2}}", r"pp \* virtual must be 1, not \{'vision': 2\}"),
+        ("parallel.activation_memory=0", "parallel.activation_memory should be greater than 0"),
         ("parallel.language_model.tp=0", "parallel.language_model.tp should be greater than 0"),
         (
             "parallel={placement='chain', ranks=2, vision={tp=2}, language_model={shard='full'}}",
@@ -133,6 +146,19 @@ def test_refusals(override: str, message: str) -> None:
         _load(override)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data={dataset='chats', train=['a.jsonl'], pack=true, max_tokens=64}", "with data.pack they are the rows"),
+        ("parallel.vision.chunks=2", r"'entrain' says itself what the encoders' chunks are: leave out parallel.vision"),
+        ("parallel.placement='shared'", "with parallel.placement = 'shared' encoders run all samples first"),
+    ],
+)
+def test_deferral_needs_microbatches_of_samples(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _load("train={steps=9, batch_size=8, microbatches=8, assign='entrain'}", override)
+
+
 def test_state_is_not_moved_to_the_host_where_it_is() -> None:
     """Which "auto" comes to is known on the machine alone."""
     assert _load("train.offload_optimizer=true").run.device == "auto"
@@ -155,16 +181,21 @@ def test_errors_name_the_file_the_section_and_the_meaning() -> None:
 
 def test_colocated_encoders_need_equal_stages_and_ranks_follow_the_placement() -> None:
     model = BASE["model"] | {"audio": {"architecture": "WhisperEncoder"}}
-    assert _load(model=model).world_size() == 2
+    assert _load("parallel.placement=colocated", model=model).world_size() == 2
     assert _load("parallel.placement=parallel", model=model).world_size() == 3
     assert _load("parallel.placement=replicated", "parallel.language_model.pp=3", model=model).world_size() == 3
     assert _load("parallel.vision.pp=2", "parallel.audio.pp=2", model=model).world_size() == 3
     assert _load("parallel.ranks=1", model=model).world_size() == 1
-    assert _load("parallel.dp=2", model=model).world_size() == 4
+    assert _load("parallel={placement='colocated', dp=2}", model=model).world_size() == 4
     with pytest.raises(ConfigError, match=r"all need the same dp, not \{'vision': 2, 'audio': 1\}"):
         _load("parallel.vision.dp=2", model=model)
     with pytest.raises(ConfigError, match="all need the same pp"):
         _load("parallel.vision.pp=2", model=model)
+    with pytest.raises(ConfigError, match="all need the same virtual"):
+        _load("parallel.vision.virtual=2", model=model)
+    v = "{pp=2, virtual=2, order='v'}"
+    virtual = _load(f"parallel={{placement='parallel', schedule='zb_v', language_model={v}}}", model=model)
+    assert virtual.world_size() == 4
     with pytest.raises(ConfigError, match="run whole on every rank"):
         _load("parallel.vision.pp=2", "parallel.placement=replicated", model=model)
 
@@ -185,7 +216,22 @@ def test_modules_have_replicas_of_their_own() -> None:
     shared = "parallel={placement='shared', vision={dp=4}, audio={pp=2, dp=2}, language_model={pp=4}}"
     assert _load(shared, model=model).world_size() == 4
     assert _load("parallel={placement='shared', dp=3}", model=model).world_size() == 3
-    assert _load("train.batch_size=7", "parallel={dp=3}", "train.microbatches=2").world_size() == 6  # no equal parts
+    assert _load("train.batch_size=7", "parallel={dp=3}", "train.microbatches=2").world_size() == 3  # no equal parts
+
+
+def test_a_replica_is_one_process_until_a_module_is_spread() -> None:
+    model = BASE["model"] | {"audio": {"architecture": "WhisperEncoder"}}
+    for parallel, ranks in [
+        ("{}", 1),
+        ("{dp=3}", 3),
+        ("{vision={shard='optimizer'}, dp=2}", 2),
+        ("{language_model={pp=2}}", 3),
+        ("{vision={tp=2}, audio={tp=2}}", 3),
+        ("{language_model={dp=2}}", 3),
+    ]:
+        loaded = _load(f"parallel={parallel}", model=model)
+        assert loaded.world_size() == ranks, parallel
+        assert loads(dumps(loaded)) == loaded  # and what was left open stays open in a run folder
 
 
 def test_ranks_of_lanes_are_counted() -> None:

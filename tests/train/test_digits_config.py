@@ -13,10 +13,9 @@ CONFIG = Path(__file__).parents[2] / "configs/digits.toml"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 3])
-def test_the_digits_are_learned(tmp_path: Path, seed: int) -> None:
+def test_the_digits_are_learned(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "interlace", "train", str(CONFIG)]
-    command += ["--set", f"run.folder={tmp_path}", "--set", f"run.seed={seed}"]
+    command += ["--set", f"run.folder={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     (summary,) = tmp_path.rglob("summary.json")

@@ -7,6 +7,7 @@ anything, and the run goes on from the newest whole one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -14,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -174,7 +177,8 @@ def hangs_once(rank: int, folder: str, private: bool) -> str:
     use_ranks(2)
     ck.LATE_SECONDS = checkpointfolder.LATE_SECONDS = 0.5
     place = Path(folder) / (f"node{rank}" if private else "shared")
-    store = checkpoints(place, Peers(2.0, allowance=1.0))
+    dist.barrier()
+    store = checkpoints(place, Peers(60.0))
     write = ck.write_tensors
 
     def late(path: Path, tensors: Any) -> Any:
@@ -183,6 +187,8 @@ def hangs_once(rank: int, folder: str, private: bool) -> str:
 
     if not private:
         save(store, 1)
+        store = checkpoints(place, Peers(2.0, allowance=1.0))
+        dist.barrier()
         if rank == 1:
             ck.write_tensors = late
     try:
@@ -272,7 +278,7 @@ def test_ranks_on_different_file_systems_are_refused(tmp_path: Path) -> None:
     ]
     try:
         for process in processes:
-            said = process.communicate(timeout=120)[0]
+            said = process.communicate(timeout=600)[0]
             assert f"PROBE the ranks do not share the run folder {tmp_path}: rank 1 on " in said, said
             assert "does not see what rank 0 wrote" in said and "SAVE rank 1 on " in said, said
             assert "put run.folder on a file system" in said and "LEFT []" in said, said
@@ -344,14 +350,19 @@ def test_the_run_folder_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @contextlib.contextmanager
-def _late(path: Path, seconds: float) -> Iterator[None]:
-    """Hides a file, as the cache of an NFS client does, for so long."""
-    hidden = path.with_name("hidden")
+def _late(path: Path) -> Iterator[None]:
+    """Hides a file, as the cache of an NFS client does, until it has been waited for twice."""
+    hidden, waits = path.with_name("hidden"), itertools.count(1)
     path.rename(hidden)
-    timer = threading.Timer(seconds, hidden.rename, [path])
-    timer.start()
-    yield
-    timer.join()
+
+    def sleep(seconds: float) -> None:
+        if next(waits) == 2:
+            hidden.rename(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointfolder, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+        yield
+    assert next(waits) == 3
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", storage.MANIFEST])
@@ -362,7 +373,7 @@ def test_a_late_file_is_waited_for_before_a_checkpoint_is_called_torn(
     store = checkpoints(tmp_path)
     save(store, 1)
     path = save(store, 2)
-    with _late(path / name, 0.5):
+    with _late(path / name):
         assert store.newest() == path
     assert "which may only be late here" in capfd.readouterr().err
     patience(monkeypatch, 0.2)

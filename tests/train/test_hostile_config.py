@@ -62,7 +62,7 @@ PLACES = [*_numbers(configs.Config), *_keys_of_architectures()]
 
 def _try(place: Place, value: Any, *, step: bool = True) -> str:
     """ "refused", or "ran" when a model was made of it and took a `step` (of one too large for that only the data)."""
-    table = copy.deepcopy(TABLE) | {"log": {"samples": 0, "accuracy_samples": 0, "tensorboard": False}}
+    table = copy.deepcopy(TABLE) | {"log": {"samples": 0, "accuracy_samples": 0, "trackers": []}}
     section = table
     for key in place[:-1]:
         section = section.setdefault(key, {})
@@ -73,7 +73,7 @@ def _try(place: Place, value: Any, *, step: bool = True) -> str:
         build_layout(config, model, source="hostile.toml")
         if not step:
             return "ran"
-        train, held_out, _ = datasets(config, model, ByteTokenizer(), source="hostile.toml", fetch=False)
+        train, held_out = datasets(config, model, ByteTokenizer(), source="hostile.toml")
         settings = config.train
         feed = Feed(
             train,

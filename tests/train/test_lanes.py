@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from interlace.run import parallelize
-from interlace.train.build import build, build_layout, initialize
+from interlace.train.build import build, build_layout, initialize, stored_weights
 from interlace.train.checkpoint import checkpoints as ck
 from interlace.train.checkpoint import folder as checkpointfolder
 from interlace.train.config import dumps, from_table
@@ -77,13 +77,14 @@ def trainer_of(config: Config, folder: Path, stop: int | None = None) -> Trainer
     tokenizer = ByteTokenizer()
     model = build(config, tokenizer)
     parallel = parallelize(model, build_layout(config, model), timeout=60)
-    initialize(parallel, seed=config.run.seed)
-    train, held_out, _ = datasets(config, model, tokenizer)
+    stored = cache(partial(stored_weights, config, model))
+    initialize(parallel, seed=config.run.seed, stored=stored())
+    train, held_out = datasets(config, model, tokenizer)
     size, cut = config.train.batch_size, {"microbatches": config.train.microbatches, "chunks": config.chunks()}
     wanted = partial(parallel.wanted, **cut)
     feed = Feed(train, held_out, batch_size=size, seed=config.run.seed, validation_samples=8, wanted=wanted)
     folder.mkdir(exist_ok=True)
-    trainer = Trainer(config, model, parallel, feed, folder, quiet=True)
+    trainer = Trainer(config, model, parallel, feed, folder, quiet=True, stored=stored)
     if stop is not None:
         trainer.stop_requested = lambda: trainer.step >= stop
     return trainer
@@ -161,9 +162,8 @@ def of_lanes(rank: int, folder: str, layout: str) -> dict[str, Any]:
     return {"same": same, "pieces": len(whole.regions), "steps": from_one.step}
 
 
-@pytest.mark.parametrize(
-    "layout", ["tp2 pp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2 cp2", "sharded", "sets"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2 pp2", "tp2 cp2", "sharded", "sets"])
 def test_four_ranks_train_and_resume_as_one_process(tmp_path: Path, layout: str) -> None:
     train(config_of("one"), tmp_path / "alone")
     train(config_of("one"), tmp_path / "one", stop=3)
@@ -192,7 +192,6 @@ def first_steps(rank: int, layout: str, folder: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_eight_ranks_one_process_and_back(tmp_path: Path) -> None:
     """tp2 pp2 dp2 -> one process -> tp4 with a pipelined encoder -> tp2 pp2 dp2: the bits stay what they are."""
     places = [str(tmp_path / name) for name in ("eight", "one", "four", "eight again")]
@@ -234,7 +233,6 @@ def go_on(rank: int, folder: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_kill_in_a_lane_while_writing_loses_nothing_older(tmp_path: Path) -> None:
     results = run_ranks(4, killed_while_writing, str(tmp_path / "killed"), timeout=240)
     assert results[1] == ("died", -signal.SIGKILL)
@@ -250,14 +248,14 @@ def test_a_kill_in_a_lane_while_writing_loses_nothing_older(tmp_path: Path) -> N
 def interlace(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "interlace", "train", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_command_trains_goes_on_and_answers(tmp_path: Path) -> None:
     """Four ranks as the launcher starts them; then the page and the accuracy, which take the whole model."""
-    log = {"every": 1, "tensorboard": False, "trace_step": 2, "samples": 2, "accuracy_samples": 4, "max_new_tokens": 4}
+    log = {"every": 1, "trackers": [], "trace_step": 2, "samples": 2, "accuracy_samples": 4, "max_new_tokens": 4}
     run = {"name": "lanes", "folder": str(tmp_path), "device": "cpu"}
     config = config_of("tp2 pp2", "train.steps=3", "train.validate_every=0", log=log, run=run)
     path = tmp_path / "lanes.toml"
@@ -270,6 +268,6 @@ def test_the_command_trains_goes_on_and_answers(tmp_path: Path) -> None:
     folder = tmp_path / "lanes" / "latest"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 3 and 0 <= summary["digit_accuracy"] <= 1
-    assert (folder / "samples.html").exists() and (folder / "timeline.png").exists()
+    assert (folder / "report.html").exists() and (folder / "timeline.png").exists()
     more = interlace(str(path), "--resume", "--set", "train.steps=4", "--set", "train.schedule_steps=3")
     assert more.returncode == 0 and [line["step"] for line in read_metrics(folder)] == [1, 2, 3, 4], more

@@ -104,10 +104,13 @@ def test_targets(targets: str, count: int) -> None:
             ["train.lora={modules_to_save=['q_proj']}"],
             r"'q_proj' is to be trained whole and .*q_proj is to have an adapt",
         ),
-        (["train.lora={}", "parallel.language_model.tp=2"], r"tensor parallelism \(tp = 2\) cannot cut: set parallel"),
         (
             ["train.lora.dropout=0.1", "parallel.language_model.cp=2"],
             r"dropout = 0.1: the cp = 2 ranks of language_mod",
+        ),
+        (
+            ["train.lora.dropout=0.1", "parallel.language_model={tp=2, cp=2}"],
+            r"dropout = 0.1: the tp = 2 and cp = 2 ranks of language_mod",
         ),
     ],
 )
@@ -227,7 +230,9 @@ def test_an_adapter_for_weights_that_lie_nowhere_is_refused(tmp_path: Path) -> N
     (tmp_path / "run" / "config.toml").write_text(dumps(config_of("one", *SETTINGS)))
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir()
-    options = SimpleNamespace(run=tmp_path / "run", folder=tmp_path / "out", step=None, adapter=True)
+    options = SimpleNamespace(
+        run=tmp_path / "run", folder=tmp_path / "out", step=None, adapter=True, set=[], check=None
+    )
     with pytest.raises(ConfigError, match="lies nowhere: leave out --adapter"):
         export(options)  # type: ignore[arg-type]
 
@@ -272,18 +277,32 @@ CUTS: dict[str, dict[str, Any]] = {
         "vision": {"dp": 2, "shard": "full"},
         "language_model": {"dp": 2, "shard": "full"},
     },
+    "lanes": {"placement": "shared", "vision": {"dp": 2, "shard": "optimizer"}, "language_model": {"tp": 2}},
 }
 
 
-@pytest.mark.parametrize("cut", ["stages", "replicas", "full"])
-def test_layers_with_adapters_are_cut_like_others(tmp_path: Path, cut: str) -> None:
-    train(config_of("one", *SETTINGS), tmp_path / "one")
-    train(config_of("tp2", *SETTINGS, parallel=CUTS[cut]), tmp_path / cut)
-    same_curve(curve(tmp_path / cut), curve(tmp_path / "one"))
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The curve of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(config_of("one", *SETTINGS), folder)
+    return curve(folder)
+
+
+@pytest.mark.parametrize("cut", ["stages", "replicas", "full", "lanes"])
+def test_layers_with_adapters_are_cut_like_others(tmp_path: Path, cut: str, alone: list[dict[str, float]]) -> None:
+    train(config_of("tp2", *SETTINGS, parallel=CUTS[cut]), tmp_path)
+    same_curve(curve(tmp_path), alone)
+
+
+def from_folder(folder: Path) -> list[str]:
+    """What has a run read its language model in a folder."""
+    return [*SETTINGS, "train.ema=0.9", f"model.language_model={{path={str(folder / 'llm')!r}}}"]
 
 
 def on_two_ranks(rank: int, folder: str, cut: str) -> int:
-    config, place = config_of("tp2", *SETTINGS, "train.ema=0.9", parallel=CUTS[cut]), Path(folder)
+    place = Path(folder)
+    config = config_of("tp2", *from_folder(place), parallel=CUTS[cut])
     train(config, place / "whole")
     train(config, place / "parts", stop=2)
     train(config, place / "parts", resume=True)
@@ -291,10 +310,11 @@ def on_two_ranks(rank: int, folder: str, cut: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", ["replicas", "full", "optimizer"])
+@pytest.mark.parametrize("cut", ["full", "optimizer", "lanes"])
 def test_two_ranks_resume_bit_for_bit_and_from_one_process(tmp_path: Path, cut: str) -> None:
-    """With averaged weights, which ranks hold as they hold the weights."""
-    config = config_of("one", *SETTINGS, "train.ema=0.9")
+    """With averaged weights, which ranks hold as they hold the weights; those of the folder are in no checkpoint."""
+    materialize(built()[1], seed=1).language_model.save_pretrained(tmp_path / "llm")
+    config = config_of("one", *from_folder(tmp_path))
     train(config, tmp_path / "alone")
     train(config, tmp_path / "one", stop=2)
     for kind, value in run_ranks(2, on_two_ranks, str(tmp_path), cut, timeout=240):
@@ -304,6 +324,15 @@ def test_two_ranks_resume_bit_for_bit_and_from_one_process(tmp_path: Path, cut: 
     for name in ("whole", "one"):
         same_curve(curve(tmp_path / name), curve(tmp_path / "alone"))
     saved, here = contents(newest(tmp_path / "whole")), contents(newest(tmp_path / "alone"))
+    again = trainer_of(config, tmp_path / "again")  # one process has the bits that two had pieces of
+    again.resume(newest(tmp_path / "whole"))
+    again.feed.close()
+    held = {
+        name for name, tensor in again.parameters.items() if torch.equal(tensor, saved.get(f"model.{name}", tensor))
+    }
+    assert held == again.parameters.keys()
+    left_out = {name for name in held if f"model.{name}" not in saved}
+    assert left_out == {n for n in held if n.startswith("language_model.") and not is_adapter(n)}
     assert saved.keys() == here.keys() and any(key.startswith("optimizer.ema.") for key in here)
     for key, tensor in here.items():
         assert torch.allclose(saved[key], tensor, rtol=1e-3, atol=1e-5), key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from interlace.train.build import architecture, build_layout, initialize, stored
 from interlace.train.build import freeze as freeze_as_configured
 from interlace.train.checkpoint.checkpoints import Checkpoints
 from interlace.train.checkpoint.identity import identity_of
+from interlace.train.checkpoint.storage import read_manifest
 from interlace.train.commands.export import export
 from interlace.train.config import dumps, from_table
 from interlace.train.schema import Config
@@ -107,9 +109,15 @@ def test_the_command_exports_what_a_run_has_trained(folder: Path, tmp_path: Path
     (run / "config.toml").write_text(dumps(config))
     held = {name: parameter.detach() for name, parameter in model.named_parameters()}
     identity = identity_of(model, architecture(config))
-    Checkpoints(run / "checkpoints", keep=1, identity=identity).save(1, held, {}, {"step": 1})
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    stored = partial(stored_weights, config, model)
+    store = Checkpoints(run / "checkpoints", keep=1, identity=identity, stored=stored, frozen=frozen)
+    path = store.save(1, held, {}, {"step": 1})
+    assert read_manifest(path).base.keys() == frozen
     for name, adapter in (("adapter", True), ("merged", False)):
-        export(SimpleNamespace(run=run, folder=tmp_path / name, step=None, raw=False, adapter=adapter))  # type: ignore[arg-type]
+        export(
+            SimpleNamespace(run=run, folder=tmp_path / name, step=None, raw=False, adapter=adapter, set=[], check=None)
+        )  # type: ignore[arg-type]
     merged = LlavaForConditionalGeneration.from_pretrained(tmp_path / "merged").eval()
     plain = LlavaForConditionalGeneration.from_pretrained(folder).eval()
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from interlace.data import ByteTokenizer
+from interlace.data import ByteTokenizer, stamps_folder
 from interlace.run import parallelize
 from interlace.train import config as configs
 from interlace.train.build import build, build_layout, initialize
 from interlace.train.commands.planning import _counted
 from interlace.train.feed import Feed, datasets, media_specs
+from interlace.train.texts import tokenizer_of
 from interlace.train.trainer import Trainer, read_metrics
-from tests.data.package import build_tree
+from tests.data.package import SETTINGS, cached
 from tests.train.test_build import AUDIO, LLAMA, VISION
 
 DINO = {key: VISION[key] for key in VISION if key != "intermediate_size"}
@@ -42,11 +44,11 @@ TABLE: dict[str, Any] = {
         },
         "language_model": {"architecture": "LlamaForCausalLM", "config": LLAMA | {"max_position_embeddings": 4096}},
     },
-    "data": {"dataset": "stamps", "held_out": 0.3, "languages": ["en", "fr"], "max_image_tokens": 16},
+    "data": {"dataset": "chats", "max_image_tokens": 16},
     "train": {"steps": 2, "batch_size": 6, "microbatches": 2, "warmup_steps": 1, "validate_every": 0},
     "parallel": {"ranks": 1, "timeout": 60.0},
     "checkpoint": {"every": 0},
-    "log": {"every": 1, "tensorboard": False, "trace_step": 0, "samples": 0},
+    "log": {"every": 1, "trackers": [], "trace_step": 0, "samples": 0},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"ranks": 1},
@@ -61,25 +63,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("cache")
-    build_tree(root / "stamps/1/stamps")
-    (root / "stamps/1/complete.json").write_text("{}")
+    cached(root)
+    stamps_folder.make(root / "chats", replace(SETTINGS, records=60), cache=root)
     return root
 
 
-def config_of(cache: Path, layout: str = "one rank", **data: Any) -> configs.Config:
+def config_of(cache: Path, layout: str = "one rank") -> configs.Config:
     table = copy.deepcopy(TABLE) | {"parallel": {"timeout": 60.0, **LAYOUTS[layout]}}
-    table["data"] |= {"cache": str(cache), **data}
+    files = {split: [str(cache / "chats" / f"{split}.jsonl")] for split in ("train", "validation")}
+    table["data"] |= {"cache": str(cache), "tokenizer": str(cache / "chats" / "tokenizer"), **files}
     return configs.from_table(table, source="three.toml")
 
 
 def train(config: configs.Config, folder: Path) -> list[float]:
     """The losses of the steps."""
-    tokenizer = ByteTokenizer(config.model.encoders())
+    tokenizer = tokenizer_of(config)
     model = build(config, tokenizer)
     parallel = parallelize(model, build_layout(config, model), timeout=60)
     initialize(parallel, seed=0)
-    train, held_out, note = datasets(config, model, tokenizer, fetch=False)
-    assert not note
+    train, held_out = datasets(config, model, tokenizer)
     folder.mkdir()
     feed = Feed(train, held_out, batch_size=config.train.batch_size, seed=0, validation_samples=4)
     Trainer(config, model, parallel, feed, folder, quiet=True).run()
@@ -102,14 +104,14 @@ def test_two_steps_have_the_same_loss_on_one_rank_and_on_more(
 
 def test_every_encoder_that_sees_is_shown_each_picture(cache: Path) -> None:
     config = config_of(cache)
-    tokenizer = ByteTokenizer(config.model.encoders())
-    assert tokenizer.placeholders == {"vision": 259, "audio": 260, "wide": 263, "ears": 264, "sharp": 265}
-    assert tokenizer.vocab_size == 272
+    tokenizer = tokenizer_of(config)
+    first = len(tokenizer_of(config).tokenizer) - 3  # added behind the others
+    assert tokenizer.placeholders == {"wide": first, "ears": first + 1, "sharp": first + 2}
     model: Any = build(config, tokenizer)
     specs = media_specs(config, model)
     assert (specs["wide"].patch_size, specs["wide"].max_tokens, specs["wide"].mean[0]) == (8, 4, 0.5)
     assert (specs["sharp"].patch_size, specs["sharp"].max_tokens, specs["sharp"].mean[0]) == (6, 16, 0.0)
-    data, _, _ = datasets(config, model, tokenizer, fetch=False)
+    data, _ = datasets(config, model, tokenizer)
     for index in range(40):
         sample = data.sample(index, 0)
         media = sample.media
@@ -121,17 +123,19 @@ def test_every_encoder_that_sees_is_shown_each_picture(cache: Path) -> None:
         for wide, sharp in zip(media.get("wide", []), media.get("sharp", [])):
             assert sharp.tokens == 3 and wide.shape[1] % 8 == 0 and sharp.shape[1] % 6 == 0
         assert model.collate([sample])["input_ids"].shape[1] == len(sample)
-    shown = data.recipe(next(i for i in range(40) if data.recipe(i, 0).kind == "image"), 0).media
-    assert [ref.modality for ref in shown] == ["wide", "sharp"] and shown[0].source == shown[1].source
+    shown = next(data.store.encoded(i).items for i in range(40) if data.kind(i) == "category")
+    assert [item.encoder for item in shown] == ["wide", "sharp"] and {item.medium for item in shown} == {0}
 
 
 def test_costs_count_every_encoder_and_digits_need_one_that_sees(cache: Path) -> None:
     config = config_of(cache)
-    model = build(config, ByteTokenizer(config.model.encoders()))
+    model = build(config, tokenizer_of(config))
     assert set(_counted(config, model, 1.0).modules) == {"wide", "ears", "sharp", "language_model"}
-    digits = config_of(cache, dataset="digits")
+    digits = configs.from_table(TABLE | {"data": {"dataset": "digits", "max_image_tokens": 16}}, source="three.toml")
     tokenizer = ByteTokenizer(digits.model.encoders())
-    data, _, _ = datasets(digits, build(digits, tokenizer), tokenizer)
+    assert tokenizer.placeholders == {"vision": 259, "audio": 260, "wide": 263, "ears": 264, "sharp": 265}
+    assert tokenizer.vocab_size == 272
+    data, _ = datasets(digits, build(digits, tokenizer), tokenizer)
     media = data.sample(0, 0).media
     assert media["wide"][0].shape == (3, 8, 8) and media["sharp"][0].shape == (3, 12, 12) and "ears" not in media
     assert torch.equal(media["wide"][0].data, media["wide"][0].data)  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ ranks = 1
 
 [log]
 every = 1
-tensorboard = false
+trackers = []
 trace_step = 0
 samples = 3
 max_new_tokens = 4
@@ -90,6 +90,7 @@ def own(tmp_path: Path) -> Path:
         )
         record: dict[str, Any] = {"conversations": [{"from": role, "value": text} for role, text in turns]}
         record["images"] = [str(paths[number % 8])] * (1 + number % 2)
+        record |= {"kind": "cat"} if number % 2 == 0 else {}
         lines.append(json.dumps(record))
     lines[3] = "{"
     lines[4] = lines[4].replace("pictures/", "gone/")
@@ -123,10 +124,15 @@ def test_two_steps_on_own_chats(own: Path, packed: bool, in_process: None, capfd
     ]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["data"] == "chats" and summary["steps"] == 2 and summary["uniform_token_baseline"] > 5
+    assert [summary[f"cat_{what}"] for what in ("accuracy", "majority_accuracy", "swapped_media_accuracy")] == [
+        0,
+        1 / 3,
+        0,
+    ]
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 2
     if not packed:
-        assert (folder / "samples.html").stat().st_size > 1000
+        assert (folder / "report.html").stat().st_size > 1000
         assert (
             main(["train", "--resume", str(folder), "--set", "train.steps=3", "--set", "train.schedule_steps=3"]) == 0
         )
@@ -166,41 +172,17 @@ def test_check_of_a_config_shows_samples_in_tokens(own: Path, capsys: pytest.Cap
     assert "vision x " in page and "data:image/jpeg" in page
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.train=[]", "dataset 'chats' needs train"),
-        ("data.pack=true", "train.batch_size = 4 must be train.microbatches"),
-        ("data.max_tokens=4096", "the language model has positions for 512"),
-        ('data.train=["{}/gone.jsonl"]', "gone.jsonl: no such file"),
-        ('data.tokenizer="{}/pictures"', "no tokenizer can be loaded"),
-        ('data.tokenizer="{}/gone"', "gone: no such folder"),
-        ('data.chat_template="{}/own.toml"', "the answers have no tokens that could be learnt"),
-        ('data.chat_template="{}/gone"', "the chat template cannot be read"),
-        ("data.max_tokens=4", "no sample is left of 30"),
-        ('data.on_broken="error"', "train.jsonl:4: no JSON"),
-        ("data.on_too_long=shorten", "data.on_too_long should be 'cut', 'skip' or 'error'"),
-        ("data.dataset=digits", "train is a key of dataset 'chats', not of 'digits'"),
-        ("data.max_images=5", "max_images is a key of datasets 'stamps' and 'digits', not of 'chats'"),
-        ("data.mixture.text=0.5", "mixture is a key of datasets 'stamps' and 'digits', not of 'chats'"),
-        ('data.placeholders={vision = "a"}', "the placeholder 'a' is a piece of words for this tokenizer"),
-        ('data.placeholders={eyes = "<eye>"}', "data.placeholders names 'eyes'; the encoders are vision"),
-    ],
-)
-def test_wrong_settings_are_one_line(
-    own: Path, override: str, message: str, in_process: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", str(own / "own.toml"), "--set", override.replace("{}", str(own))]) == 2
-    said = capfd.readouterr().err
-    assert message in said and "Traceback" not in said
-
-
 def test_the_page_about_own_data_is_right() -> None:
     page = (Path(__file__).parents[2] / "docs" / "your-own-data.md").read_text()
-    [records] = re.findall(r"```json\n(.*?)```", page, flags=re.S)
+    records = "".join(re.findall(r"```json\n(.*?)```", page, flags=re.S))
     chats = [parse(json.loads(line), Path(".")) for line in records.splitlines()]
-    assert [len(chat.media) for chat in chats] == [1, 1, 1, 2, 0]
-    [config] = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+    assert [(len(chat.media), chat.kind) for chat in chats] == [*((n, "") for n in (1, 1, 1, 2, 0)), (1, "colour")]
+    config, several, prepared, streamed = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+    chosen = Data.model_validate({"dataset": "chats", "train": ["a.jsonl"]} | tomllib.loads(prepared)["data"])
+    assert (chosen.workers, chosen.prefetch, chosen.cache_gb) == (8, 4, 16.0)
+    chosen = Data.model_validate(tomllib.loads(streamed)["data"])
+    assert (chosen.reading, chosen.shuffle_buffer, chosen.readers, chosen.exchange_mb) == ("stream", 1000, 2, 1024)
+    assert [each.weight for each in Data.model_validate(tomllib.loads(several)["data"]).each_source()] == [3.0, 1.0]
     table = tomllib.loads(config)
     del table["model"]["vision"]["path"], table["model"]["language_model"]["path"]
     table["model"]["vision"]["architecture"] = "SiglipVisionModel"

@@ -153,7 +153,7 @@ def test_settings_beside_a_path_are_those_of_the_folder(folders: dict[str, Path]
 
 
 def test_what_is_no_folder_of_weights_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read it: No such file"):
+    with pytest.raises(ConfigError, match="no such folder; models are read from local folders"):
         config_with(language_model={"path": str(tmp_path / "none")})
     with pytest.raises(ConfigError, match="of which nothing takes images or sound"):
         config_with(vision={"path": str(folders["llama"])}, language_model={"path": str(folders["llama"])})

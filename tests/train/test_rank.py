@@ -14,13 +14,19 @@ from typing import Any
 import pytest
 
 from interlace.train import rank, report
-from interlace.train.config import ConfigError, from_table
+from interlace.train.config import ConfigError, dumps, from_table, load
 from interlace.train.launch import launcher
 from interlace.train.metrics import HELD_OUT, LOSS, free_memory
+from interlace.train.page import Page
 from interlace.train.schema import Config, Parallel
+from interlace.train.trackers import Trackers
 from tests.train.one_process import ToyModel, toy_config, toy_feed
+from tests.train.test_page import FACTS
 
-OUTCOME = {"step": 12, "seconds": 2.0, "samples": 8, "tokens": 80, "metrics": {LOSS: 1.5, HELD_OUT: 1.75}}
+OUTCOME = {"step": 12, "finished": True, "seconds": 2.0, "samples": 8, "tokens": 80} | {
+    "waited": 0.1, "validating": 0.2, "saving": 0.3, "metrics": {LOSS: 1.5, HELD_OUT: 1.75},
+    "forecast": {"predicted_seconds": 0.25},
+}  # fmt: skip
 
 
 class Tokens:
@@ -31,7 +37,8 @@ def _close(folder: Path, *overrides: str) -> dict[str, Any]:
     config = toy_config(*overrides)
     feed = toy_feed(config)
     feed.held_out_data.name = "toy"
-    rank.close(config, folder, OUTCOME, ToyModel(), Tokens(), feed, "toy.toml")
+    page, trackers = Page(folder, config, FACTS), Trackers(config, folder, {})
+    rank.close(config, page, trackers, OUTCOME, ToyModel(), Tokens(), feed, "toy.toml")
     return dict(json.loads((folder / "summary.json").read_text()))
 
 
@@ -39,6 +46,7 @@ def test_without_samples_no_model_is_loaded(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(rank, "load_whole", lambda *_, **__: pytest.fail("nothing needs the model"))
     summary = _close(tmp_path, "log.samples=0")
     assert summary["train_loss"] == 1.5 and summary["tokens_per_second"] == 40
+    assert summary["predicted_seconds"] == 0.25
     assert summary["uniform_byte_baseline"] == pytest.approx(5.545, abs=1e-3) and "unigram_byte_baseline" in summary
 
 
@@ -131,14 +139,84 @@ def test_ranks_that_are_refused_leave_no_thread_in_the_store(tmp_path: Path) -> 
         )
         for number in range(2)
     ]
-    said = [process.communicate(timeout=200)[0] for process in processes]
+    said = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], said
     for text in said:
         assert "make batch_size smaller" in text and "sign-of-life" not in text.splitlines()[-1], text
 
 
-def test_other_data_than_a_run_was_prepared_with_is_refused() -> None:
-    config = toy_config()
-    assert rank.other_data(config, "no apt", "other", prepared=False, source="a.toml").data.dataset == "other"
-    with pytest.raises(ConfigError, match=r"a.toml: the data that this run was prepared with is gone: no apt"):
-        rank.other_data(config, "no apt", "other", prepared=True, source="a.toml")
+def test_torchruns_processes_make_replicas_where_the_config_leaves_them_open() -> None:
+    def replicas(world: int, *overrides: str) -> int:
+        config = toy_config("train.batch_size=6", "train.microbatches=1", *overrides)
+        made = rank.with_replicas(config, world, "toy.toml")
+        rank.check_world(made, world, "toy.toml")
+        return made.parallel.replicas("language_model")
+
+    spread = "parallel={language_model={pp=2}}"
+    assert (replicas(1), replicas(3), replicas(2, "parallel.dp=2"), replicas(6, spread)) == (1, 3, 2, 3)
+    with pytest.raises(ConfigError, match=r"asks for 2 ranks .* but 5 were started; .* a multiple of 2 processes"):
+        replicas(5, spread)
+    with pytest.raises(ConfigError, match=r"asks for 2 ranks .* but 4 were started; run torchrun with 2 processes"):
+        replicas(4, "parallel.dp=2")
+    with pytest.raises(
+        ConfigError, match=r"toy.toml: 8 ranks make 8 replicas \(parallel.dp\): .*batch_size = 6 is too"
+    ):
+        replicas(8)
+
+
+def test_what_depends_on_replicas_waits_for_torchruns_processes(tmp_path: Path) -> None:
+    """With 4 of them; alone the same configs are of one replica, and are refused."""
+    path = tmp_path / "toy.toml"
+    packed = "data={dataset='chats', train=['a.jsonl'], tokenizer='t', max_tokens=64, pack=true}"
+
+    def four(*overrides: str) -> Config:
+        path.write_text(dumps(toy_config("train.batch_size=8")))
+        return rank.with_replicas(load(path, list(overrides), open_replicas=True), 4, "toy.toml")
+
+    said = r"toy.toml: 4 ranks make 4 replicas \(parallel.dp\): .*batch_size = "
+    assert four(packed).parallel.dp == 4
+    for size in (2, 16):
+        with pytest.raises(ConfigError, match=said + f"{size} ") as refused:
+            four(packed, f"train.batch_size={size}")
+    assert "replicas of the language model (parallel.dp) = 8" in str(refused.value)
+    profile, shares = "log.profile={start=1, ranks=[0, 3]}", "parallel.language_model={shard='full', shard_ranks=2}"
+    assert four(profile, shares).world_size() == 4
+    with pytest.raises(ConfigError, match=r"4 ranks make 4 replicas .*log.profile.ranks = \[4\], but the run has 4"):
+        four("log.profile={start=1, ranks=[4]}")
+    with pytest.raises(ConfigError, match=r"4 ranks make 4 replicas .*shard_ranks = 3, but 4 ranks hold"):
+        four(shares.replace("=2", "=3"))
+    for alone in (packed, profile, shares):
+        with pytest.raises(ConfigError):
+            load(path, [alone])
+        with pytest.raises(ConfigError, match="1 rank makes 1 replica"):
+            rank.with_replicas(load(path, [alone], open_replicas=True), 1, "toy.toml")
+    with pytest.raises(ConfigError, match=r"replicas of the language model \(parallel.dp\) = 4"):
+        load(path, [packed, "parallel.dp=2"], open_replicas=True)  # nothing is open
+
+
+def test_a_summary_that_cannot_be_written_again_leaves_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write, written = report.write_summary, list[int]()
+
+    def once(folder: Path, rows: dict[str, Any]) -> None:
+        written.append(len(rows))
+        write(folder, rows if len(written) == 1 else rows | {"odd": object()})
+
+    monkeypatch.setattr(report, "write_summary", once)
+    summary = _close(tmp_path, "log.samples=0")
+    assert summary["train_loss"] == 1.5 and len(written) == 2 and "odd" not in summary
+    assert "the closing report lacks the answers in summary.json: " in capfd.readouterr().err
+    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("stopped here"))
+    with pytest.raises(pytest.fail.Exception, match="stopped here"):
+        write(tmp_path, {"steps": 1})
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary  # whole at any moment
+
+
+def test_speeds_of_the_last_line_are_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = {LOSS: 1.5, "mfu(%)": 40.0, "tflops": 2.0, "tflops/vision": 1.0}
+    monkeypatch.setitem(OUTCOME, "metrics", metrics)
+    summary = _close(tmp_path, "log.samples=0")
+    assert {name for name in summary if "mfu" in name or "tflops" in name} == {
+        "last_mfu(%)", "last_tflops", "last_tflops/vision"
+    }  # fmt: skip

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from interlace.data import ByteTokenizer, DigitsDataset
+from interlace.data.chats_shapes import BrokenSampleError
 from interlace.train import answers, report
 from tests.train.one_process import toy_config
 
@@ -53,7 +53,8 @@ def test_a_model_that_sees_is_fooled_by_other_pictures_and_a_blind_one_is_not(di
     assert (sees.kind, sees.count, sees.right, sees.swapped) == ("digit", 60, 1.0, 0.0)
     [blind] = count(Reader({}, blind=commonest))
     assert blind.right == blind.swapped == sees.majority == blind.majority == wanted.count(commonest) / 60
-    assert set(sees.rows()) == {"digit_accuracy", "digit_majority_accuracy", "digit_swapped_media_accuracy"}
+    names = {"digit_accuracy", "digit_majority_accuracy", "digit_swapped_media_accuracy", "digit_questions"}
+    assert set(sees.rows()) == names and sees.rows()["digit_questions"] == 60
 
 
 def test_as_many_are_asked_as_the_config_says(digits, count) -> None:
@@ -68,9 +69,23 @@ def test_where_all_answers_are_the_same_no_media_are_swapped(digits, count, monk
     assert "digit_swapped_media_accuracy" not in found.rows()
 
 
-def test_the_page_has_the_counts(tmp_path, digits) -> None:
-    counted = [report.Accuracy("digit", 60, 0.5, 0.25, 0.125), report.Accuracy("a<b", 2, 1.0, 1.0, None)]
-    config = SimpleNamespace(run=SimpleNamespace(name="toy"))
-    report.write_page([], tmp_path, config, {}, counted)
-    page = (tmp_path / "samples.html").read_text()
-    assert "<td>digit<td>60<td>50.0 %<td>25.0 %<td>12.5 %" in page and "<td>a&lt;b<td>2<td>100.0 %" in page
+def test_media_that_do_not_fit_are_passed_over_for_the_next(digits, count, monkeypatch) -> None:
+    refused, asked = [], digits.asked
+
+    def picky(question: Any, shown: Any = None) -> Any:
+        if shown is not None and len(refused) < 3:
+            refused.append(shown)
+            raise BrokenSampleError("too long", "no room")
+        return asked(question, shown)
+
+    monkeypatch.setattr(digits, "asked", picky)
+    [found] = count(Reader({}, blind="one"))
+    assert len(refused) == 3 and found.swapped == found.right
+
+    def broken(question: Any, shown: Any = None) -> Any:
+        if shown is not None:
+            raise BrokenSampleError("size", "too thin")
+        return asked(question)
+
+    monkeypatch.setattr(digits, "asked", broken)
+    assert [each.swapped for each in count(Reader({}, blind="one"))] == [None]

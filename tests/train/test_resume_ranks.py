@@ -45,9 +45,9 @@ TABLE = {
     },
     "data": {"dataset": "digits", "digit_jitter": 1.0},
     "train": {"steps": 6, "batch_size": 8, "microbatches": 2, "warmup_steps": 2, "validate_every": 3},
-    "parallel": {"timeout": 30.0},
+    "parallel": {"placement": "colocated", "timeout": 30.0},
     "checkpoint": {"every": 0},
-    "log": {"every": 1, "tensorboard": False, "trace_step": 0},
+    "log": {"every": 1, "trackers": [], "trace_step": 0},
 }
 WINDOW = ("loss_metrics", "lr", "grad_norm", "step")
 
@@ -70,7 +70,7 @@ def curves(rank: int, folder: str) -> tuple[list[dict[str, float]], list[dict[st
             torch.manual_seed(100 * part + rank)  # a fresh process does not have what the run had
             parallel = parallelize(model, layout, transport="distributed", timeout=30)
             initialize(parallel, seed=0)
-            train, held_out, _ = datasets(config, model, tokenizer)
+            train, held_out = datasets(config, model, tokenizer)
             wanted = partial(parallel.wanted, microbatches=2, chunks={})
             feed = Feed(train, held_out, batch_size=8, seed=0, validation_samples=8, wanted=wanted)
             trainer = Trainer(config, model, parallel, feed, place, quiet=True)

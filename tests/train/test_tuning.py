@@ -19,6 +19,7 @@ from interlace.train.feed import Feed, datasets
 from interlace.train.optim import Optimizer, lr_factor
 from interlace.train.rank import with_steps
 from interlace.train.schema import Config
+from interlace.train.schema_train import Train
 from interlace.train.tuning import Rates, rates, summary
 from tests.train.one_process import ToyModel, toy_config, toy_feed
 from tests.train.test_lanes import config_of, curve, same_curve, train
@@ -153,6 +154,16 @@ def test_schedules() -> None:
     assert cosine[29] == pytest.approx(0.6) and cosine[19] == pytest.approx(0.2 + 0.4 * (1 + math.cos(math.pi / 4)))
 
 
+def test_a_short_run_warms_up_in_a_tenth_of_it() -> None:
+    def steps_below_the_peak(**settings: int) -> int:
+        train = Train(batch_size=2, schedule="constant", **settings)
+        return sum(lr_factor(step, train) < 1.0 for step in range(1, train.last_step + 1))
+
+    assert steps_below_the_peak(steps=300) == 19 and steps_below_the_peak(steps=60) == 5
+    assert Train(batch_size=2, schedule="wsd", steps=100, decay_steps=91).warmup_of(100) == 9  # what it leaves of 10
+    assert steps_below_the_peak(steps=60, schedule_steps=40) == 3 and steps_below_the_peak(steps=9) == 0
+
+
 def test_epochs_become_steps_of_whole_batches() -> None:
     config = toy_config("train={epochs=2.5, batch_size=4, warmup_steps=3}")
     with pytest.raises(ValueError, match="epochs become steps when the length of the data is known"):
@@ -162,6 +173,9 @@ def test_epochs_become_steps_of_whole_batches() -> None:
     assert loads(dumps(made)) == made
     with pytest.raises(ConfigError, match=r"epochs = 2.5 of this data make steps = 2: warmup_steps = 3 is more than"):
         with_steps(config, lambda _: 1)
+    profiled = toy_config("train={epochs=2.5, batch_size=4, warmup_steps=3}", "log.profile={start=14}")
+    with pytest.raises(ConfigError, match=r"make steps = 13: log.profile.start = 14, but the run has 13 steps"):
+        with_steps(profiled, [5, 6, 4].__getitem__)
     assert with_steps(toy_config(), lambda _: 5) == toy_config()
 
 

@@ -31,7 +31,7 @@ def trainer_of(folder: Path, *overrides: str, held_out: list[float] | None = Non
     torch.manual_seed(config.run.seed)
     trainer = Trainer(config, model, OneProcess(model), toy_feed(config), folder, quiet=True)
     if held_out is not None:
-        trainer.validate = lambda: held_out[trainer.step - 1]  # type: ignore[method-assign]
+        trainer.validate = lambda: {HELD_OUT: held_out[trainer.step - 1]}  # type: ignore[method-assign]
     if stop is not None:
         trainer.stop_requested = lambda: trainer.step >= stop
     return trainer
@@ -78,7 +78,9 @@ def test_averages_are_those_of_a_plain_loop_and_validations_use_them(tmp_path: P
     held_out = trainer.feed.held_out
     tokens = sum(len(sample.labels) for sample in held_out)
     trainer.config = toy_config("train.ema=0.75", "train.ema_evaluate=false")
-    assert trainer.validate() == pytest.approx(sum(plain.loss_sum(s).item() for s in held_out) / tokens, rel=1e-5)
+    assert trainer.validate()[HELD_OUT] == pytest.approx(
+        sum(plain.loss_sum(s).item() for s in held_out) / tokens, rel=1e-5
+    )
 
 
 def test_averages_that_begin_later_begin_with_the_weights_of_then(tmp_path: Path) -> None:
@@ -311,19 +313,26 @@ def test_compiling_where_it_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # the default takes minutes
-    found = []
-    for compiled in (False, True):
-        mllm = tiny_mllm(encoders=("vision",))
-        specs = {name: ParallelSpec() for name in mllm.modules_order()}
-        parallel = parallelize(mllm, Layout.from_specs(mllm, specs, ranks=1), transport="local")
-        if compiled:
-            compile_layers(parallel, torch.device("cpu"))
-        result = parallel.step(random_microbatches(mllm, "all", count=2))
-        held_out = parallel.evaluate(random_microbatches(mllm, "text", count=1, seed=1))
-        found.append(((result.loss, held_out.loss), [parameter.grad for parameter in mllm.parameters()]))
-    (losses, gradients), (others, again) = found
-    assert losses == pytest.approx(others, rel=1e-6)
-    for ours, theirs in zip(gradients, again, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+def test_compiled_layers_compute_the_same_and_not_anew_for_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward  # what the default makes of a graph takes minutes
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    models = [tiny_mllm(encoders=("vision",), layers=1) for _ in range(2)]
+    plain, compiled = (
+        parallelize(mllm, Layout.from_specs(mllm, {n: ParallelSpec() for n in mllm.modules_order()}, ranks=1))
+        for mllm in models
+    )
+    compile_layers(compiled, torch.device("cpu"))
+    counts = []
+    for seed in range(10):
+        batch = random_microbatches(models[0], "all", count=2, seed=seed)
+        assert compiled.step(batch).loss == pytest.approx(plain.step(batch).loss, rel=1e-6)
+        counts.append(len(graphs))
+    assert counts[-1] == counts[4] < 16
+    assert compiled.evaluate(batch).loss == pytest.approx(plain.evaluate(batch).loss, rel=1e-6)
+    for ours, theirs in zip(*(mllm.parameters() for mllm in models), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)

@@ -29,7 +29,7 @@ TABLE: dict[str, Any] = {
     "train": {"steps": 2, "batch_size": 8, "warmup_steps": 1, "validate_every": 2, "validation_samples": 8},
     "parallel": {"ranks": 1, "threads": 1},
     "checkpoint": {"every": 1},
-    "log": {"every": 1, "samples": 0, "accuracy_samples": 4, "max_new_tokens": 2, "tensorboard": False},
+    "log": {"every": 1, "samples": 0, "accuracy_samples": 4, "max_new_tokens": 2, "trackers": []},
 }
 
 
@@ -73,6 +73,14 @@ def test_every_rank_holds_its_part_of_the_folder(folder: Path) -> None:
         for stage in held.stages[rank].values():
             assert not any(b.isnan().any() for b in stage.buffers() if b.is_floating_point())
     assert seen == set(stored)
+
+
+def test_projectors_are_named_by_a_pattern_as_those_of_other_models(folder: Path) -> None:
+    table = copy.deepcopy(TABLE) | {"model": {"path": str(folder)}}
+    table["train"] |= {"freeze": ["*"], "train": ["*.projector"]}
+    model = build(configs.from_table(table, source="mine.toml"), ByteTokenizer())
+    trained = {model.name_in_whole(name) for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 4 and all("multi_modal_projector" in name for name in trained)
 
 
 def test_pixels_that_the_config_says_half_of_are_the_folders_in_the_other(folder: Path, tmp_path: Path) -> None:

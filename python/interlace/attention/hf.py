@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -388,6 +388,7 @@ def register() -> None:
     AttentionMaskInterface.register(FLASH_NAME, partial(make_mask, skip_for_one_token=False))
     _spare_the_download()
     _remember_plans()
+    _know_what_is_packed()
 
 
 def _spare_the_download() -> None:
@@ -414,6 +415,23 @@ def _remember_plans() -> None:
 
         checkpoint_under_plan.remembers_plans = True  # type: ignore[attr-defined]
         modeling_utils.checkpoint = checkpoint_under_plan
+
+
+def _know_what_is_packed() -> None:
+    """transformers looks into positions for packed sequences, in every forward, and reads the answer from the GPU:
+    under a plan, which says what is packed, it need not."""
+    find = masking_utils.find_packed_sequence_indices
+    if not hasattr(find, "knows_plans"):
+
+        @wraps(find)
+        def find_without_plan(position_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+            if not torch.compiler.is_compiling() and current_plan()[0] is not None:
+                return None
+            found: Tensor | None = find(position_ids, *args, **kwargs)
+            return found
+
+        find_without_plan.knows_plans = True  # type: ignore[attr-defined]
+        masking_utils.find_packed_sequence_indices = find_without_plan
 
 
 register()

@@ -1,16 +1,16 @@
 """Who computes what: items with weights (token blocks, samples, microbatches) dealt to bins (ranks).
 
-- assignment  weighted items to bins: `assign` by nine methods, `assign_exact`, `lower_bound`
+- assignment  weighted items to bins: `assign` by ten methods, `assign_exact`, `lower_bound`, `least_spread`
 - tokens      token blocks to context-parallel ranks: `distribute_tokens` -> `TokenShards`; `block_for`, `rows_per_rank`
-- rearrange   samples to data-parallel ranks after they were drawn: `post_balance`, `nodewise_placement`, `compose`,
-              `all_to_all_plan`
+- rearrange   samples to data-parallel ranks after they were drawn: `post_balance`, `batch_costs`, `nodewise_placement`,
+              `compose`, `all_to_all_plan`
 - microbatches  samples to microbatches by encoder and LLM cost at once: `assign_microbatches`, `assign_replicas`
 - reorder     what runs when: `reorder_samples`, `reorder_microbatches`
 
 numpy arrays in, numpy arrays out; the algorithms are in csrc/balance/ and release the GIL.
 """
 
-from interlace.balance.assignment import METHODS, ExactAssignment, assign, assign_exact, lower_bound
+from interlace.balance.assignment import METHODS, ExactAssignment, assign, assign_exact, least_spread, lower_bound
 from interlace.balance.microbatches import (
     MicrobatchPlan,
     assign_microbatches,
@@ -21,6 +21,7 @@ from interlace.balance.microbatches import (
 from interlace.balance.rearrange import (
     AllToAllPlan,
     all_to_all_plan,
+    batch_costs,
     compose,
     internode_volume,
     nodewise_bound,
@@ -37,11 +38,13 @@ __all__ = [
     "assign_exact",
     "ExactAssignment",
     "lower_bound",
+    "least_spread",
     "distribute_tokens",
     "block_for",
     "rows_per_rank",
     "TokenShards",
     "post_balance",
+    "batch_costs",
     "rearrangement_volume",
     "nodewise_placement",
     "nodewise_bound",

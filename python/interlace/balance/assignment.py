@@ -3,6 +3,7 @@
 | method         | order kept | weights used | heaviest bin                              | time                        |
 |----------------|------------|--------------|-------------------------------------------|-----------------------------|
 | lpt            | no         | yes          | never above lpt_greedy's                  | O(n log n) + local search   |
+| even           | no         | yes          | never above lpt's; all loads near a mean  | lpt + up to some ms         |
 | lpt_greedy     | no         | yes          | <= 4/3 - 1/(3 bins) optimum (no capacity) | O(n log n)                  |
 | multifit       | no         | yes          | <= 13/11 optimum (no capacity) and        | O(n log n), up to 40 probes |
 |                |            |              | never above lpt_greedy's                  |                             |
@@ -38,6 +39,7 @@ def _exact(weights: NDArray[np.generic], bins: int, capacity: int | None) -> NDA
 
 METHODS: dict[str, Callable[[NDArray[np.generic], int, int | None], NDArray[np.int32]]] = {
     "lpt": _core.assign_lpt,
+    "even": _core.assign_even,
     "lpt_greedy": _core.assign_lpt_greedy,
     "multifit": _core.assign_multifit,
     "karmarkar_karp": _core.assign_karmarkar_karp,
@@ -70,9 +72,12 @@ def assign(
         method: "lpt" deals items by falling weight, each to the lightest bin with room ("lpt_greedy": the token
             distribution of Cornstarch, dissertation 3.3.2.1, and the sample distribution of OrchMLLM, its Algorithm 1),
             then moves and exchanges items between the heaviest and the lightest bins while that helps; so it is never
-            worse than "lpt_greedy". "multifit" bisects for the least limit that first fit by falling weight keeps.
-            "karmarkar_karp" merges the partial solutions of largest spread (differencing); with a capacity below n its
-            counts differ by at most one. "exact" is `assign_exact` with its default budget. "contiguous" keeps the
+            worse than "lpt_greedy". "even" goes on from there until all loads, not only the heaviest, lie close to each
+            other: any two bins exchange up to three items each way while that helps (`least_spread` says how close
+            loads can come; the time is bounded by a count of steps). "multifit" bisects for the least limit that first
+            fit by falling weight keeps. "karmarkar_karp" merges the partial solutions of largest spread (differencing);
+            with a capacity below n its counts differ by at most one. "exact" is `assign_exact` with its default budget.
+            "contiguous" keeps the
             order of the items and cuts it where the heaviest bin is lightest. The others are blind to the weights, with
             counts that differ by at most one: "ring" cuts contiguous runs; "zigzag" cuts 2 * bins chunks of equal
             counts, of which bin r takes chunks r and 2 * bins - 1 - r, the usual layout for causal context parallelism;
@@ -141,6 +146,32 @@ def lower_bound(weights: ArrayLike, bins: int, *, capacity: int | None = None) -
     Up to rounding of the sums. An assignment that reaches it is optimal. Arguments and errors as in `assign`.
     """
     return _core.lower_bound(as_numpy(weights), bounded_index(bins, "bins"), _optional_index(capacity))
+
+
+def least_spread(weights: ArrayLike, bins: int) -> float:
+    """The standard deviation of the bins' loads that no assignment gets below, in the unit of the weights, O(n log n).
+
+    An item that weighs more than an equal share has a bin whose load it sets; the others at best share what is left
+    evenly, among whom the next item may be too large again. Sums of squares are convex, so nothing is more even. 0
+    where no item weighs more than an equal share, though whole items may not add up to one then.
+
+    Args:
+        weights: real numbers [n], finite and not negative, in any unit; at least one.
+        bins: number of bins.
+
+    Raises:
+        ValueError: as `assign`.
+    """
+    _core.lower_bound(as_numpy(weights), bounded_index(bins, "bins"), None)  # which refuses what is no weight
+    falling = np.sort(as_numpy(weights).astype(np.float64))[::-1]
+    loads = np.zeros(bins)
+    left, alone = float(falling.sum()), 0
+    while alone < min(bins - 1, len(falling)) and falling[alone] * (bins - alone) > left:
+        loads[alone] = falling[alone]
+        left -= float(falling[alone])
+        alone += 1
+    loads[alone:] = max(left, 0.0) / (bins - alone)
+    return float(loads.std()) if alone else 0.0
 
 
 def as_numpy(values: ArrayLike) -> NDArray[Any]:

@@ -67,17 +67,21 @@ def bottleneck_match(cost: ArrayLike, alone: ArrayLike) -> tuple[float, NDArray[
 
 
 def assign_replicas(
-    encoder_cost: ArrayLike, llm_cost: ArrayLike, replicas: int, *, equal_counts: bool = True
+    encoder_cost: ArrayLike, llm_cost: ArrayLike, replicas: int, *, equal_counts: bool = True, as_printed: bool = False
 ) -> NDArray[np.int32]:
-    """The data-parallel replica of each sample (section 4.3), O(n log n).
+    """The data-parallel replica of each sample (section 4.3), O(n log n) and a bounded search.
 
-    By falling encoder cost, each to the replica with the least LLM cost so far; ties go to the lower index.
+    By falling encoder cost, each to the replica with the least LLM cost so far; ties go to the lower index. Then,
+    beyond the paper, replicas exchange samples, one for one, so that encoder and LLM cost of all come closer to their
+    means: the sum of the squares of both distances, each in parts of its mean, is never above that of the printed way.
+    (With equal counts the last samples have no choice of replica left, whatever they cost.)
 
     Args:
         encoder_cost, llm_cost: real numbers [n], finite and not negative, in any units.
         replicas: number of replicas.
         equal_counts: each takes n // replicas samples, n % replicas of them one more, as the paper's minibatches of
             B / DP samples. False: any number.
+        as_printed: without the exchanges, for comparison.
 
     Returns:
         int32 [n].
@@ -86,7 +90,7 @@ def assign_replicas(
         ValueError: costs are empty, of different length, or the named one is NaN, infinite or negative.
     """
     return _core.assign_replicas(
-        np.asarray(encoder_cost), np.asarray(llm_cost), operator.index(replicas), bool(equal_counts)
+        np.asarray(encoder_cost), np.asarray(llm_cost), operator.index(replicas), bool(equal_counts), bool(as_printed)
     )
 
 

@@ -23,7 +23,13 @@ EXACT_NODES = 20_000
 
 
 def post_balance(
-    lengths: ArrayLike, ranks: int, *, batching: str = "packed", quadratic: float = 0.0, convolution: bool = False
+    lengths: ArrayLike,
+    ranks: int,
+    *,
+    batching: str = "packed",
+    quadratic: float = 0.0,
+    convolution: bool = False,
+    items: ArrayLike | None = None,
 ) -> NDArray[np.int32]:
     """Deals the samples of one step to data-parallel ranks so that the costliest batch is cheap.
 
@@ -46,29 +52,18 @@ def post_balance(
         batching: "packed" (no padding) or "padded" (to the longest of the batch).
         quadratic: cost of attention, per token squared, over the linear cost per token (beta / alpha in the paper).
         convolution: packed batches whose attention is computed padded, as in a ConvTransformer.
+        items: whole numbers [n], 1 or more: into how many equal sequences a sample's length falls, which do not see
+            each other: its attention costs lambda * l^2 / items. For packed batches alone (default: 1 each).
 
     Returns:
         int32 [n], the rank of each sample. O(n log n), and local search for packed batches.
 
     Raises:
         ValueError: as `assign` for lengths and ranks; unknown batching; quadratic negative, not finite or so large that
-            costs overflow; convolution with padded batches.
+            costs overflow; convolution with padded batches, items with either.
     """
-    if batching not in ("packed", "padded"):
-        raise ValueError(f"unknown batching {batching!r}: use 'packed' or 'padded'")
-    if not (np.isfinite(quadratic) and quadratic >= 0):
-        raise ValueError(f"quadratic must be finite and not negative, got {quadratic}")
-    if convolution and batching == "padded":
-        raise ValueError("convolution describes packed batches whose attention pads: leave it out where all is padded")
+    values, attention = _sample_costs(lengths, batching, quadratic, convolution, items)
     ranks = bounded_index(ranks, "ranks")
-    given = as_numpy(lengths)
-    if given.dtype.kind not in "fiu" or given.ndim != 1 or not np.isfinite(given).all() or (given < 0).any():
-        _core.lower_bound(given, 1, None)  # raises, with the offending index
-    with np.errstate(over="ignore"):
-        values = given.astype(np.float64)
-        attention = quadratic * (values * values) if quadratic else np.zeros_like(values)
-        if not np.isfinite(attention.sum() * len(values)):
-            raise ValueError("quadratic times a squared length overflows: use a larger unit")
     if convolution:
         return _core.post_balance_convolution(values, attention, ranks)
     if batching == "padded":
@@ -80,6 +75,63 @@ def post_balance(
         if makespan < np.bincount(balanced, costs).max():
             return exact
     return balanced
+
+
+def batch_costs(
+    lengths: ArrayLike,
+    batch_of: ArrayLike,
+    batches: int,
+    *,
+    batching: str = "packed",
+    quadratic: float = 0.0,
+    convolution: bool = False,
+    items: ArrayLike | None = None,
+) -> NDArray[np.float64]:
+    """float64 [batches], what each batch costs by the table of `post_balance`, whose other arguments these are.
+
+    batch_of: whole numbers [n] in 0 .. batches - 1. Raises ValueError as `post_balance`, and for other batches.
+    """
+    values, attention = _sample_costs(lengths, batching, quadratic, convolution, items)
+    count = _positive(batches, "batches")
+    batch = _ranks(batch_of, "batch_of", count)
+    if batch.shape != values.shape:
+        raise ValueError(f"batch_of has shape {batch.shape} for {len(values)} lengths")
+    if batching == "packed" and not convolution:
+        return np.bincount(batch, values + attention, count).astype(np.float64, copy=False)
+    members = np.bincount(batch, minlength=count)
+    longest, widest = np.zeros(count), np.zeros(count)
+    np.maximum.at(longest, batch, values)
+    np.maximum.at(widest, batch, attention)
+    linear = np.bincount(batch, values, count) if convolution else members * longest
+    return np.asarray(linear + members * widest, np.float64)
+
+
+def _sample_costs(
+    lengths: ArrayLike, batching: str, quadratic: float, convolution: bool, items: ArrayLike | None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What each sample costs alone, linear in its length, and for attention. Raises ValueError as `post_balance`."""
+    if batching not in ("packed", "padded"):
+        raise ValueError(f"unknown batching {batching!r}: use 'packed' or 'padded'")
+    if not (np.isfinite(quadratic) and quadratic >= 0):
+        raise ValueError(f"quadratic must be finite and not negative, got {quadratic}")
+    if convolution and batching == "padded":
+        raise ValueError("convolution describes packed batches whose attention pads: leave it out where all is padded")
+    if items is not None and (convolution or batching == "padded"):
+        raise ValueError("items describes packed batches: where all is padded, give the length of every item")
+    given = as_numpy(lengths)
+    if given.dtype.kind not in "fiu" or given.ndim != 1 or not np.isfinite(given).all() or (given < 0).any():
+        _core.lower_bound(given, 1, None)  # raises, with the offending index
+    with np.errstate(over="ignore"):
+        values = given.astype(np.float64)
+        attention = quadratic * (values * values) if quadratic else np.zeros_like(values)
+        if not np.isfinite(attention.sum() * len(values)):
+            raise ValueError("quadratic times a squared length overflows: use a larger unit")
+    if items is not None:
+        count = as_numpy(items)
+        if count.shape != values.shape or count.dtype.kind not in "iu" or (count.size and count.min() < 1):
+            raise ValueError(f"items must be whole numbers [{len(values)}] from 1 up")
+        attention = attention / count
+    return values, attention
 
 
 def rearrangement_volume(

@@ -1,8 +1,9 @@
 """Collectives that leave the multiprocessors to the matrix products, and what is overlapped with them.
 
 `transports` move bytes, `group` finds the transport of a process group, `collectives` are torch's with sums in a fixed
-order, `matmul` hides them under the matrix products of tensor parallelism (`overlap`), `context_parallel` is attention
-over tokens that several ranks hold, `shards` deals tokens to them, `trace` records what overlapped what.
+order, `matmul` hides them under the matrix products of tensor parallelism (`overlap`), `deferred` puts off gradients
+of weights, `context_parallel` is attention over tokens that several ranks hold, `shards` deals tokens to them, `trace`
+records what overlapped what.
 
 `channel` is what the pipeline's executor speaks to, between threads (`channel_local`) or processes (`channel_group`),
 with `star` for small values of all ranks, `reductions` to compare what was summed, `lost` to find out who is gone and

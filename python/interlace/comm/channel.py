@@ -146,6 +146,9 @@ class Channel(Protocol):
         name none that the first one did not, and return all of them.
         """
 
+    def connect_all(self) -> Transport:
+        """A transport of its own between all ranks, for tensors on the host. Collective; who asked for it closes it."""
+
     def add_edges(self, edges: Sequence[tuple[int, int]]) -> None:
         """Prepare sending tensors over each (from, to) of ``edges``. Collective: every rank passes the same."""
 

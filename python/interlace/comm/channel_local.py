@@ -60,6 +60,7 @@ class LocalNetwork(ThreadRanks):
             self.rounds: dict[tuple[str, tuple[int, ...], int], _Round] = defaultdict(_Round)
             self.joined: dict[tuple[int, str, tuple[int, ...]], int] = defaultdict(int)  # rounds that a rank came to
             self.hubs: dict[tuple[int, ...], LocalHub] = {}  # of lanes
+            self.hub_of_all = LocalHub(self.world)
             self.gone.clear()
 
     def hub(self, lane: tuple[int, ...]) -> LocalHub:
@@ -206,6 +207,9 @@ class LocalChannel:
                     lane.index(self.rank), self.network.hub(lane), device=self.device, timeout=self.timeout
                 )
         return dict(self._lanes)
+
+    def connect_all(self) -> Transport:
+        return LocalTransport(self.rank, self.network.hub_of_all, timeout=self.timeout)
 
     def close(self) -> None:
         while self._lanes:

@@ -20,6 +20,7 @@ How an operation is cut follows from shapes alone, so that all ranks come to the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from interlace.comm.agreement import arguments_of
+from interlace.comm.deferred import Deferral, PutOff, deferred_linear
 from interlace.comm.group import Group, resolve
 from interlace.comm.one_operation import as_one_operation
 from interlace.comm.overlap import Chunking, gather_products, scatter_products
@@ -51,6 +53,7 @@ def all_gather_matmul(
     num_chunks: int | Literal["auto"] = "auto",
     layout: Layout = "auto",
     regather: bool = False,
+    deferral: Deferral | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The rows of all ranks and their products with this rank's weights: (gathered, [gathered @ w.T for each w]).
 
@@ -62,6 +65,8 @@ def all_gather_matmul(
         layout: of a chunk, "direct" or "remap".
         regather: keep x for the backward pass, which gathers it again under the products of the input gradient,
             instead of `gathered`, which is `world` times as large.
+        deferral: takes the gradients of weights, see `interlace.comm.deferred`; the backward then has nothing to hide
+            its last transfer and remap under.
 
     Whether x requires a gradient must be the same on every rank, and with `regather` whether any weight does: backward
     communicates then. Under autocast, x and weights are cast as for torch.matmul. The gradient can not be
@@ -79,9 +84,12 @@ def all_gather_matmul(
         raise ValueError("all_gather_matmul: weights must be a list of tensors: pass [weight]")
     for weight in weights:
         _check("all_gather_matmul", x, weight)
-    x, *weights = cast_operands(x, *weights)
+    given, weights = weights, list(weights)
     transport = resolve(group, x.device)
+    x, *weights = cast_operands(x, *weights)
     if transport.world == 1:
+        if deferral is not None:
+            return x, [deferred_linear(x, weight, None, deferral) for weight in given]
         return x, [nn.functional.linear(x, weight) for weight in weights]
     check_reverse_mode("all_gather_matmul", x, *weights)
     leading, (rows, width) = x.shape[:-2], x.shape[-2:]
@@ -92,8 +100,12 @@ def all_gather_matmul(
         "all_gather_matmul", x, transport, num_chunks, layout, x.shape, watched and x.requires_grad,
         x=torch.Size((*leading, rows, width)), regather=again if regather else False,
     )  # fmt: skip
+    put_off = PutOff(deferral, given)
+    operands = put_off.operands(weights)
     with transport.used_for(chunking.label):
-        gathered, *products = _AllGatherMatmul.apply(x, transport, chunking, regather, *weights)
+        gathered, *products = _AllGatherMatmul.apply(
+            x, transport, chunking, regather, put_off, put_off.anchor, *operands
+        )
     total = transport.world * rows
     return gathered.view(*leading, total, width), [p.view(*leading, total, p.shape[-1]) for p in products]
 
@@ -106,6 +118,7 @@ def matmul_reduce_scatter(
     group: Group = None,
     num_chunks: int | Literal["auto"] = "auto",
     layout: Layout = "auto",
+    deferral: Deferral | None = None,
 ) -> Tensor:
     """This rank's rows of the sum over ranks of x @ weight.T, added in float32 in the order of the ranks.
 
@@ -122,11 +135,12 @@ def matmul_reduce_scatter(
     if x.dim() < 2:
         raise ValueError(f"matmul_reduce_scatter: x must be [..., rows, K], got {list(x.shape)}")
     _check("matmul_reduce_scatter", x, weight)
+    given = weight
     x, weight = cast_operands(x, weight)
     transport = resolve(group, x.device)
     leading, (total, width), world = x.shape[:-2], x.shape[-2:], transport.world
     if world == 1:
-        return nn.functional.linear(x, weight)
+        return nn.functional.linear(x, weight) if deferral is None else deferred_linear(x, given, None, deferral)
     check_reverse_mode("matmul_reduce_scatter", x, weight)
     if total % world:
         raise ValueError(
@@ -137,8 +151,10 @@ def matmul_reduce_scatter(
     result = torch.Size((*leading, *shape[1:]))
     backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunking = chunking_of("matmul_reduce_scatter", x, transport, num_chunks, layout, shape, backward, result=result)
+    put_off = PutOff(deferral, [given])
+    (operand,) = put_off.operands([weight])
     with transport.used_for(chunking.label):
-        return _MatmulReduceScatter.apply(x, transport, chunking, weight).view(result)
+        return _MatmulReduceScatter.apply(x, transport, chunking, put_off, put_off.anchor, operand).view(result)
 
 
 def chunks_for(rows: int, row_bytes: int, batch: int, world: int) -> int:
@@ -174,9 +190,10 @@ def chunking_of(
 class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, transport: Transport, chunking: Chunking, regather: bool, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        """x [B, m, K] -> gathered [B, W, m, K], products [B, W, m, N]."""
+        ctx: Any, x: Tensor, transport: Transport, chunking: Chunking, regather: bool, put_off: PutOff,
+        anchor: Tensor | None, *weights: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """x [B, m, K] -> gathered [B, W, m, K], products [B, W, m, N]. put_off: which of the weights wait."""
         x = x.contiguous()
 
         def compute() -> list[Tensor]:
@@ -186,8 +203,9 @@ class _AllGatherMatmul(torch.autograd.Function):
             return [done.rows, *done.products]
 
         gathered, *products = as_one_operation(compute, x)
-        ctx.transport, ctx.chunking, ctx.regather = transport, chunking, regather
-        kept = () if not any(ctx.needs_input_grad[4:]) else (x if regather else gathered,)
+        ctx.transport, ctx.chunking, ctx.regather, ctx.put_off = transport, chunking, regather, put_off
+        needed = any(ctx.needs_input_grad[5:])  # the anchor's, or a weight's
+        kept = (x if regather else gathered,) if needed else ()
         ctx.save_for_backward(*weights, *kept)
         ctx.set_materialize_grads(False)
         if not ctx.needs_input_grad[0]:
@@ -206,7 +224,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         ctx: Any, transport: Transport, chunking: Chunking, d_gathered: Tensor | None,
         d_products: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
         saved = ctx.saved_tensors  # once: under activation checkpointing every access unpacks anew
         weights, kept = saved[: len(needs)], saved[len(needs) :]
         grads = [None if grad is None else grad.contiguous() for grad in d_products]
@@ -231,13 +249,25 @@ class _AllGatherMatmul(torch.autograd.Function):
             scatter_products(transport, terms, d_gathered, d_x, chunking, meanwhile)
         elif any(needs):
             weight_gradients()
-        return d_x, None, None, None, *d_weights
+        for place, (weight, grad) in enumerate(zip(ctx.put_off.weights, grads, strict=True)):
+            if weight is not None and grad is not None:
+                whole = again.wait() if again is not None else kept[0]
+                ctx.put_off.add(place, partial(weight_gradient, grad, whole))
+        return d_x, None, None, None, None, None, *d_weights
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transport: Transport, chunking: Chunking, weight: Tensor) -> Tensor:
-        """x [B, W, m, K], weight [N, K] -> [B, m, N]."""
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        transport: Transport,
+        chunking: Chunking,
+        put_off: PutOff,
+        anchor: Tensor | None,
+        weight: Tensor,
+    ) -> Tensor:
+        """x [B, W, m, K], weight [N, K] -> [B, m, N]. put_off: whether the weight waits."""
         batch, _, rows, _ = x.shape
         x = x.contiguous()
 
@@ -247,8 +277,8 @@ class _MatmulReduceScatter(torch.autograd.Function):
             return [y]
 
         (y,) = as_one_operation(compute, x)
-        ctx.transport, ctx.chunking = transport, chunking
-        ctx.save_for_backward(weight, x if ctx.needs_input_grad[3] else None)
+        ctx.transport, ctx.chunking, ctx.put_off = transport, chunking, put_off
+        ctx.save_for_backward(weight, x if any(ctx.needs_input_grad[4:]) else None)
         return y
 
     @staticmethod
@@ -256,7 +286,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         transport, chunking = ctx.transport, _backward_of(ctx.chunking)
         weight, x = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
         matrices = [weight] if needs_x else []
         d_weight = None
         with transport.used_for(chunking.label):
@@ -266,8 +296,11 @@ class _MatmulReduceScatter(torch.autograd.Function):
                 # The remap of the last products may still run beside this one.
                 with computing(transport, f"{chunking.label}, weight gradient"):
                     d_weight = weight_gradient(done.rows, x)
+            elif ctx.put_off.anchor is not None:
+                done.wait_rows()
+                ctx.put_off.add(0, partial(weight_gradient, done.rows, x))
             done.wait()
-        return done.products[0] if needs_x else None, None, None, d_weight
+        return done.products[0] if needs_x else None, None, None, None, None, d_weight
 
 
 class _Regather:

@@ -13,9 +13,9 @@ import textwrap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -51,7 +51,11 @@ class Recipe:
     language: str
     answer: str
     text: str = ""
-    stamp: str = ""
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The encoders of its media in order."""
+        return tuple(item.modality for item in self.media)
 
 
 class Reading:
@@ -66,6 +70,8 @@ class Reading:
         """Items that this process has read for samples."""
         self.blank_items = 0
         """How many of these could no longer be read, so that the sample has a blank instead."""
+        self.noted: list[tuple[str, str]] | None = None
+        """Where a producer notes what it lost (source, why), for the trainer to count; None: this is the trainer."""
 
     def read_or_blank(self, source: str, load: Callable[[], Loaded], blank: Callable[[], Loaded]) -> Loaded:
         """What `load` makes of `source`. Files were verified before; one that fails all the same (a disk fault, a
@@ -79,19 +85,35 @@ class Reading:
         try:
             return load()
         except (DecodeError, OSError) as error:
-            with _COUNTING:
-                first = source not in self.failures
-                self.failures[source] = f"failed after it was verified: {error}"
-                self.blank_items += 1
-                lost, read = self.blank_items, self.read_items
-            if first:
-                log.error("%s can no longer be read, blank used instead: %s", source, error)
-            if lost > max(MOST_BLANK, MOST_BLANK_SHARE * read):
-                raise DecodeError(
-                    f"{lost} of {read} items that were verified before the run can no longer be read, the last "
-                    f"{source}: {error}; bring the files back and go on with --resume"
-                ) from None
+            self.lost(source, str(error))
             return blank()
+
+    def lost(self, source: str, why: str) -> None:
+        """Counts one item that could no longer be read. Raises DecodeError when these are too many."""
+        with _COUNTING:
+            self.blank_items += 1
+            if self.noted is not None:
+                self.noted.append((source, why))
+                return
+            first = source not in self.failures
+            self.failures[source] = f"failed after it was verified: {why}"
+            lost, read = self.blank_items, self.read_items
+        if first:
+            log.error("%s can no longer be read, blank used instead: %s", source, why)
+        if lost > max(MOST_BLANK, MOST_BLANK_SHARE * read):
+            raise DecodeError(
+                f"{lost} of {read} items that were verified before the run can no longer be read, the last "
+                f"{source}: {why}; bring the files back and go on with --resume"
+            )
+
+    def took(self, read: int, lost: Iterable[tuple[str, str]]) -> None:
+        """Counts what a producer has read for this process, and what of it is blank (source, why).
+
+        Raises DecodeError as `read_or_blank` does."""
+        with _COUNTING:
+            self.read_items += read
+        for source, why in lost:
+            self.lost(source, why)
 
 
 class MultimodalDataset(Dataset[Sample], Reading, ABC):
@@ -104,6 +126,8 @@ class MultimodalDataset(Dataset[Sample], Reading, ABC):
     """
 
     name = "dataset"
+    varies = True
+    """Whether a sample's media may be others in another epoch."""
 
     def __init__(
         self,
@@ -133,6 +157,13 @@ class MultimodalDataset(Dataset[Sample], Reading, ABC):
     def encoders(self, modality: str) -> list[str]:
         """The model's encoders of files of "vision" or "audio"."""
         return [name for name in self.tokens if modality_of(self.specs[name]) == modality]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process gets what the encoders have said of shapes so far, and not their weights.
+        counts: dict[str, dict[tuple[int, ...], int]] = {name: {} for name in self.tokens}
+        for (name, shape), count in self._token_counts.items():
+            counts[name][shape] = count
+        return {**self.__dict__, "tokens": {name: said.__getitem__ for name, said in counts.items()}}
 
     # What a dataset defines -------------------------------------------------------------------------------
 
@@ -218,6 +249,10 @@ class MultimodalDataset(Dataset[Sample], Reading, ABC):
         """Sample ``index`` of ``epoch`` (default: the current one); its media are decoded when somebody reads them."""
         return self.sample_of(self.recipe(index, epoch))
 
+    def asked(self, question: Recipe, shown: Recipe | None = None) -> Sample:
+        """The sample of a question, with the media of the question `shown` in the place of its own."""
+        return self.sample_of(question if shown is None else replace(question, media=shown.media))
+
     def sample_of(self, recipe: Recipe) -> Sample:
         """The sample that a recipe describes."""
         media: dict[str, list[Media]] = {}
@@ -230,7 +265,7 @@ class MultimodalDataset(Dataset[Sample], Reading, ABC):
         tokens = torch.tensor([*prompt, *self.tokenizer.encode(recipe.answer), self.tokenizer.EOS])
         labels = tokens[1:].clone()
         labels[: len(prompt) - 1] = IGNORE
-        sources = " + ".join(item.source for item in recipe.media) or recipe.stamp
+        sources = " + ".join(item.source for item in recipe.media)
         return Sample(tokens[:-1], labels, media, f"{recipe.kind} [{recipe.language}] {sources}")
 
     def _data(self, item: MediaRef) -> torch.Tensor:

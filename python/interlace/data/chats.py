@@ -8,10 +8,12 @@ that has become another's size are noticed; a picture replaced by one of the sam
 from __future__ import annotations
 
 import hashlib
+import logging
 import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,23 +24,52 @@ from torch.utils.data import Dataset
 
 from interlace.data import chats_files
 from interlace.data.base import Reading
-from interlace.data.chats_store import ChatStore, Rules, prepare
+from interlace.data.chats_records import Rules
+from interlace.data.chats_shapes import BrokenSampleError, Chat, Part
+from interlace.data.chats_store import ChatStore, prepare
 from interlace.data.chats_tokens import ChatFormat, Encoded
 from interlace.data.fetch import cache_folder
 from interlace.data.media import DecodeError
 from interlace.model.sample import IGNORE, Media, Sample
 
+SEEN = (
+    "{:,} of {:,} records for validation are among those for training: a loss on them says nothing of new ones; name "
+    "other files, or none, so that data.held_out keeps some"
+)
+log = logging.getLogger("interlace.data")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sample of a dataset that is a question: its index, its first answer, the kinds of its media in order."""
+
+    index: int
+    answer: str
+    takes: tuple[str, ...]
+
 
 class ChatDataset(Dataset[Sample], Reading):
-    """The samples of a store at the places `picks`; the same in every epoch (the loader shuffles)."""
+    """The samples of a store at the places `picks`, which rise; the same in every epoch (the loader shuffles)."""
 
     name = "chats"
+    varies = False
+    loads_together = True
+    """Whoever decodes one item of a sample has decoded all of them."""
 
     def __init__(self, store: ChatStore, chats: ChatFormat, picks: np.ndarray, split: str) -> None:
         Reading.__init__(self)
         self.store, self.format, self.picks, self.split = store, chats, picks, split
         for where, kind, reason in store.left_out:
             (self.skipped if kind == "too long" else self.failures)[where] = f"{kind}: {reason}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        picked = np.zeros(len(self.store), bool)  # for another process: of a million 125 kB, in the place of 8 MB
+        picked[self.picks] = True
+        return {**self.__dict__, "picks": np.packbits(picked)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.picks = np.flatnonzero(np.unpackbits(self.picks, count=len(self.store)))
 
     def __len__(self) -> int:
         return len(self.picks)
@@ -47,6 +78,20 @@ class ChatDataset(Dataset[Sample], Reading):
     def token_lengths(self) -> np.ndarray:
         """int64 [n], tokens of each sample."""
         return self.store.lengths[self.picks]
+
+    def lengths(self, index: int, epoch: int | None = None) -> dict[str, list[int]]:
+        """Tokens of sample `index` per modality without decoding: {"text": [17], "vision": [30, 30]}, of each encoder
+        its items in order, all text together. Raises IndexError."""
+        place = int(self.picks[index])
+        found: dict[str, list[int]] = {"text": [int(self.store.lengths_of(place))]}
+        for item in self.store.line(place)["items"]:
+            found.setdefault(item["encoder"], []).append(int(item["tokens"]))
+            found["text"][0] -= int(item["tokens"])
+        return found
+
+    def media(self, index: int) -> list[Part]:
+        """The media of a sample in the order in which its text has them."""
+        return self.store.chat(int(self.picks[index])).media
 
     def set_epoch(self, epoch: int) -> None:
         """All epochs are alike."""
@@ -58,22 +103,18 @@ class ChatDataset(Dataset[Sample], Reading):
         """Sample `index`; its media are decoded when somebody reads them. Raises IndexError."""
         place = int(self.picks[index])
         encoded = self.store.encoded(place)
-        ids = torch.tensor(encoded.ids, dtype=torch.int64)
-        labels = torch.where(torch.tensor(encoded.targets), ids, IGNORE)
-        media: dict[str, list[Media]] = {}
+        return self._sample(place, encoded, lambda: self.store.chat(place))
+
+    def _sample(self, place: int, encoded: Encoded, chat: Callable[[], Chat]) -> Sample:
         where = self.store.where(place)
         # Counted once a sample, however many tiles its pictures have.
-        load = partial(self.read_or_blank, where, partial(self._load, place, encoded), partial(_blank, encoded))
-        together = _Together(load)
-        for number, item in enumerate(encoded.items):
-            data = partial(together.item, number)
-            media.setdefault(item.encoder, []).append(Media(item.shape, item.tokens, load=data, about=item.about))
-        return Sample.from_unshifted(ids, labels, media, where)
+        load = partial(self.read_or_blank, where, partial(self._load, place, encoded, chat), partial(_blank, encoded))
+        return chat_sample(encoded, load, where)
 
-    def _load(self, place: int, encoded: Encoded) -> list[torch.Tensor]:
+    def _load(self, place: int, encoded: Encoded, chat: Callable[[], Chat]) -> list[torch.Tensor]:
         """The data of a sample's items. Raises DecodeError."""
         try:
-            loaded = self.format.load(self.store.chat(place), encoded)
+            loaded = self.format.load(chat(), encoded)
         except DecodeError:
             raise
         except (ValueError, OSError) as error:  # a broken record, or what a processor thinks of a file that has changed
@@ -89,12 +130,51 @@ class ChatDataset(Dataset[Sample], Reading):
         return [token for token, learnt in zip(encoded.ids, encoded.targets, strict=True) if learnt]
 
     def kind(self, index: int) -> str:
-        """What a sample is of: "text", or its encoders."""
-        return "+".join(sorted({item.encoder for item in self.store.encoded(int(self.picks[index])).items})) or "text"
+        """What a sample is of: the kind that its record names, else "text" or its encoders."""
+        line = self.store.line(int(self.picks[index]))
+        return line["kind"] or "+".join(sorted({item["encoder"] for item in line["items"]})) or "text"
 
-    def questions(self) -> dict[str, list[Any]]:
-        """None that are known to have one right answer."""
-        return {}
+    def questions(self) -> dict[str, list[Question]]:
+        """Kind -> the samples whose records name it: what has one right answer."""
+        found: dict[str, list[Question]] = {}
+        for index, place in enumerate(self.picks.tolist()):
+            kind = self.store.line(place)["kind"]
+            if kind:
+                takes = tuple(part.kind for part in self.store.chat(place).media)
+                found.setdefault(kind, []).append(Question(index, self._first_answer(place), takes))
+        return found
+
+    def _first_answer(self, place: int) -> str:
+        encoded = self.store.encoded(place)
+        start = encoded.targets.index(True)
+        end = (encoded.targets[start:] + [False]).index(False) + start
+        return self.format.decode(encoded.ids[start:end])
+
+    def asked(
+        self, question: Question, shown: Question | None = None, *, media: Sequence[Part] | None = None
+    ) -> Sample:
+        """The sample of a question, with the media of the question `shown`, or `media`, in the place of its own.
+
+        Raises BrokenSampleError where these cannot be put there, or make it too long."""
+        if media is None:
+            if shown is None:
+                return self.sample(question.index)
+            media = self.media(shown.index)
+        place = int(self.picks[question.index])
+        others = iter(media)
+        own = self.store.chat(place)
+        turns = [
+            replace(turn, parts=tuple(part if part.kind == "text" else next(others) for part in turn.parts))
+            for turn in own.turns
+        ]
+        chat = replace(own, turns=tuple(turns))
+        encoded = self.format.encode(
+            chat, [self.format.look(part.kind, part.path, decode=False) for part in chat.media]
+        )
+        most = self.store.rules.max_tokens
+        if most is not None and len(encoded.ids) > most:
+            raise BrokenSampleError("too long", f"{len(encoded.ids):,} tokens with other media, at most {most:,} fit")
+        return self._sample(place, encoded, lambda: chat)
 
     def longest(self) -> tuple[int, int]:
         """Tokens of the longest sample, and a bound of the longest prompt."""
@@ -103,7 +183,9 @@ class ChatDataset(Dataset[Sample], Reading):
 
     def fingerprint(self) -> str:
         """A hash of everything that determines the sample sequence: equal on all ranks, or they would drift apart."""
-        return hashlib.sha256(repr((self.store.fingerprint, self.split, self.picks.tolist())).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(repr((self.store.fingerprint, self.split, len(self.picks))).encode())
+        digest.update(np.ascontiguousarray(self.picks, np.int64).data)  # a million as they are, not as text
+        return digest.hexdigest()[:16]
 
     def report(self) -> str:
         """One line on what was left out and what was cut."""
@@ -115,7 +197,7 @@ class ChatDataset(Dataset[Sample], Reading):
             counted = ", ".join(f"{count:,} {kind}" for kind, count in kinds)
             example = textwrap.shorten(f"{where}: {reason}", 160, placeholder=" ...")
             parts.append(f"{len(self.store.left_out):,} of {total:,} samples left out ({counted}), e.g. {example}")
-        if self.store.cut:
+        if len(self.store.cut):
             parts.append(f"{len(self.store.cut):,} cut to {self.store.rules.max_tokens:,} tokens")
         parts += [f"{path}: {why}" for path, why in self.failures.items() if "failed after" in why][:1]
         return f"{self.name}/{self.split}: {'; '.join(parts) or 'every sample could be used'}"
@@ -123,7 +205,8 @@ class ChatDataset(Dataset[Sample], Reading):
     def listing(self) -> str:
         """Every sample that was left out or cut, one a line with file, line and reason."""
         lines = [f"{where}: {kind}: {' '.join(reason.split())}" for where, kind, reason in self.store.left_out]
-        lines += [f"{where}: cut to {self.store.rules.max_tokens} tokens" for where in self.store.cut]
+        cut = (self.store.where(place) for place in self.store.cut.tolist())
+        lines += [f"{where}: cut to {self.store.rules.max_tokens} tokens" for where in cut]
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -142,8 +225,28 @@ class _Together:
             return self._loaded.pop(number)
 
 
+def chat_sample(encoded: Encoded, load: Callable[[], list[torch.Tensor]], where: str) -> Sample:
+    """The sample of a chat's tokens; load: reads the data of all of its items when somebody asks for those of one."""
+    ids = torch.tensor(encoded.ids, dtype=torch.int64)
+    labels = torch.where(torch.tensor(encoded.targets), ids, IGNORE)
+    media: dict[str, list[Media]] = {}
+    together = _Together(load)
+    for number, item in enumerate(encoded.items):
+        data = partial(together.item, number)
+        media.setdefault(item.encoder, []).append(Media(item.shape, item.tokens, load=data, about=item.about))
+    return Sample.from_unshifted(ids, labels, media, where)
+
+
 def _blank(encoded: Encoded) -> list[torch.Tensor]:
     return [torch.zeros(item.shape) for item in encoded.items]
+
+
+def whole_chats(
+    files: Sequence[str | Path], chats: ChatFormat, rules: Rules, *, cache: str | Path | None = None
+) -> ChatDataset:
+    """All chats of these files, to measure with; errors as in `load_chats`."""
+    found = prepare(chats_files.find(files), chats, rules, cache_folder(cache))
+    return ChatDataset(found, chats, np.arange(len(found)), "heldout")
 
 
 def load_chats(
@@ -153,12 +256,15 @@ def load_chats(
     rules: Rules,
     *,
     held_out: float = 0.1,
+    limit: int | None = None,
     cache: str | Path | None = None,
 ) -> tuple[ChatDataset, ChatDataset]:
     """The train and the validation dataset of these files, prepared in `cache` if they are not there yet.
 
     Without validation files `held_out` of the training records are kept for it, by a hash of each, so equal records
-    stay together. Raises ChatFileError and ValueError for files, templates and processors that cannot be used.
+    stay together, and others about the same picture do not. limit: at most so many to train on, chosen by that hash,
+    too: the same ones each time, and of a higher limit these among them. Raises ChatFileError and ValueError for files,
+    templates and processors that cannot be used.
     """
     folder = cache_folder(cache)
     if not train:
@@ -168,11 +274,27 @@ def load_chats(
     if validation:
         other = prepare(chats_files.find(validation), chats, rules, folder)
         picks = np.arange(len(other))
-        return ChatDataset(found, chats, every, "train"), ChatDataset(other, chats, picks, "heldout")
+        twice = int(np.isin(other.hashes, found.hashes).sum())
+        if 100 * twice > len(other):  # some few are chance: a hash has 32 bits
+            log.warning("%s", SEEN.format(twice, len(other)))
+        return (
+            ChatDataset(found, chats, _limited(every, found.hashes, limit), "train"),
+            ChatDataset(other, chats, picks, "heldout"),
+        )
     kept = found.hashes < held_out * 2**32
     if kept.all() or not kept.any():
         raise chats_files.ChatFileError(
             f"of {len(found)} samples data.held_out = {held_out:g} keeps {int(kept.sum())} for validation, which "
             "leaves none on one side: give data.validation, more samples or another share"
         )
-    return ChatDataset(found, chats, every[~kept], "train"), ChatDataset(found, chats, every[kept], "heldout")
+    picks = _limited(every[~kept], found.hashes, limit)
+    return ChatDataset(found, chats, picks, "train"), ChatDataset(found, chats, every[kept], "heldout")
+
+
+def _limited(picks: np.ndarray, hashes: np.ndarray, limit: int | None) -> np.ndarray:
+    """At most `limit` of `picks`, in their order: those whose records have the smallest hashes."""
+    if limit is None or limit >= len(picks):
+        return picks
+    # Mixed, as validation has taken the smallest ones already, and files may be cut by hashes, too.
+    mixed = (hashes[picks].astype(np.uint64) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)
+    return np.sort(picks[np.argsort(mixed, kind="stable")[:limit]])

@@ -8,10 +8,21 @@ torchvision they are made without that part here, and videos are refused with wh
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 VIDEO = "video_processor"
+# Of each at least one is in a folder that has such a part; the first is what save_pretrained writes today.
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+
+
+class NoVideos(dict[str, Any]):
+    """In the place of a processor's part for videos: some read its settings for chats of pictures, too. A dict, as
+    these settings are written as JSON."""
+
+    num_frames = fps = None
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -22,7 +33,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # whatever its files make the library raise
-        raise ValueError(f"{folder}: no tokenizer can be loaded: {_first_line(error)}") from None
+        raise ValueError(f"{folder}: no tokenizer can be loaded: {_why(Path(folder), error, TOKENIZER)}") from None
 
 
 def load_processor(folder: str | Path) -> Any:
@@ -42,7 +53,8 @@ def load_processor(folder: str | Path) -> Any:
         processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
         hint = "; pip install torchvision" if "orchvision" in str(error) else ""
-        raise ValueError(f"{folder}: no processor can be loaded: {_first_line(error)}{hint}") from None
+        why = _why(Path(folder), error, TOKENIZER, PROCESSOR)
+        raise ValueError(f"{folder}: no processor can be loaded: {why}{hint}") from None
     if getattr(processor, "tokenizer", None) is None:
         raise ValueError(
             f"{folder}: holds a {type(processor).__name__} without a tokenizer; name a folder with both "
@@ -59,23 +71,39 @@ def _without_video(folder: Path) -> Any:
     if kind is None or VIDEO not in kind.get_attributes():
         return None
 
-    def check(self: Any, name: str, argument: Any) -> Any:
-        if name == VIDEO and argument is None:
-            return type(None)
-        return kind.check_argument_for_proper_class(self, name, argument)
-
-    bare: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
+    bare = _without_part(kind)
     autos = {
         "tokenizer": transformers.AutoTokenizer,
         "image_processor": transformers.AutoImageProcessor,
         "feature_extractor": transformers.AutoFeatureExtractor,
     }
     parts = [
-        None if name == VIDEO else autos[name].from_pretrained(str(folder), local_files_only=True)
+        NoVideos() if name == VIDEO else autos[name].from_pretrained(str(folder), local_files_only=True)
         for name in kind.get_attributes()
     ]
     said, _ = kind.get_processor_dict(str(folder), local_files_only=True)
     return bare.from_args_and_dict(parts, said)
+
+
+@cache
+def _without_part(kind: Any) -> Any:
+    """The processor's class, but that its part for videos may be missing."""
+
+    def check(self: Any, name: str, argument: Any) -> Any:
+        if name == VIDEO:
+            return NoVideos
+        return kind.check_argument_for_proper_class(self, name, argument)
+
+    def reduce(self: Any) -> Any:  # its class has the name of another one
+        return _empty, (kind,), self.__dict__
+
+    members = {"check_argument_for_proper_class": check, "__module__": kind.__module__, "__reduce__": reduce}
+    return type(kind.__name__, (kind,), members)
+
+
+def _empty(kind: Any) -> Any:
+    made = _without_part(kind)
+    return made.__new__(made)
 
 
 def _processor_class(folder: Path) -> Any:
@@ -97,6 +125,15 @@ def _check_folder(folder: str | Path) -> None:
         raise ValueError(f"{folder}: no such folder; name one with a tokenizer as data.tokenizer")
 
 
-def _first_line(error: Exception) -> str:
+def _why(folder: Path, error: Exception, *needed: tuple[str, ...]) -> str:
+    """What is wrong with a folder: the library's words name neither a file that is missing nor one that is broken."""
+    for names in needed:
+        if not any((folder / name).exists() for name in names):
+            return f"it has no {names[0]}: copy it from where the model was saved"
+    for file in sorted(folder.glob("*.json")):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
+            return f"{file.name} is no JSON ({problem}): copy the folder again"
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from interlace.data.chats_examine import Examined
 from interlace.data.chats_shapes import BROKEN, Chat
-from interlace.data.chats_store import Examined
 from interlace.data.chats_tokens import ChatFormat, Encoded
 from interlace.data.media import DecodeError, _library
 

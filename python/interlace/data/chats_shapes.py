@@ -27,11 +27,14 @@ ROLES = {
     "model": "assistant",
 }
 TAG = re.compile(r"<(image|video|audio)>")
+NO_WORD = re.compile(r"[^\w.-]+")
+LONGEST_KIND = 40
 FILE_KEYS = ("path", "url")
 
 BROKEN = {
     "encoding": "the line is no text in UTF-8, or names halves of characters",
     "json": "the line is no JSON",
+    "tar": "members of a tar that make no sample, or the end of a tar that was cut short",
     "record": "the record is no object with messages or conversations",
     "turns": "the list of turns is missing, empty or of other things than turns",
     "role": "a role that is not known",
@@ -67,11 +70,15 @@ class BrokenSampleError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a turn: kind "text" with its text, or one of KINDS with the path of its file."""
+    """A piece of a turn: kind "text" with its text, or one of KINDS with the path of its file.
+
+    stated: what the record says that `chats_look.look_at` would find; (): nothing.
+    """
 
     kind: str
     text: str = ""
     path: str = ""
+    stated: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,9 +92,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Chat:
-    """A checked record: an optional system turn, then user and assistant in turns, the assistant last."""
+    """A checked record: an optional system turn, then user and assistant in turns, the assistant last.
+
+    kind: what the record calls its question, whose first answer is then counted as right or wrong; "": it is not one.
+    """
 
     turns: tuple[Turn, ...]
+    kind: str = ""
 
     @property
     def media(self) -> list[Part]:
@@ -115,7 +126,15 @@ def parse(record: Any, folder: Path) -> Chat:
     _check_order(made)
     if not any(turn.learn for turn in made):
         raise BrokenSampleError("targets", "every answer has weight 0: nothing is left to learn")
-    return Chat(tuple(made))
+    return Chat(tuple(made), _question(record.get("kind")))
+
+
+def _question(kind: Any) -> str:
+    """The kind of question that a record says it is, as figures and files can be named after it; "": none."""
+    if not isinstance(kind, (str, int)) or isinstance(kind, bool):
+        return ""  # a column of somebody's own with another meaning
+    word = NO_WORD.sub("_", str(kind).strip()).strip("_.-")
+    return word if len(word) <= LONGEST_KIND else ""
 
 
 class _Files:
@@ -123,6 +142,7 @@ class _Files:
 
     def __init__(self, kind: str, record: Mapping[str, Any], folder: Path) -> None:
         self.kind, self.folder, self.tags = kind, folder, 0
+        self.record = record
         found = [key for key in (kind, f"{kind}s") if record.get(key) is not None]
         if len(found) > 1:
             raise BrokenSampleError("media key", f"has both {found[0]} and {found[1]}: give one of the two")
@@ -130,17 +150,46 @@ class _Files:
         self.given = bool(found)
         self.paths = list(value) if isinstance(value, (list, tuple)) else [value]
 
-    def next(self) -> str:
+    def next(self) -> Part:
         self.tags += 1
         if self.tags > len(self.paths):
-            return ""  # found out by check_used, which knows how many tags there are in all
-        return local_path(self.paths[self.tags - 1], self.kind, self.folder)
+            return Part(self.kind)  # found out by check_used, which knows how many tags there are in all
+        value = self.paths[self.tags - 1]
+        said = stated(self.kind, value) or stated(self.kind, self.record, self.tags - 1, len(self.paths))
+        return Part(self.kind, path=local_path(value, self.kind, self.folder), stated=said)
 
     def check_used(self) -> None:
         if self.tags != len(self.paths):
             raise BrokenSampleError(
                 "media count", f"the text has {self.tags} {self.kind} tags, but {len(self.paths)} files are listed"
             )
+
+
+STATED = {
+    "image": (("width", "height"), int),
+    "video": (("width", "height", "seconds"), float),
+    "audio": (("samples", "rate"), int),
+}
+"""Kind of media -> the keys under which a record may say a file's size, as `chats_look.look_at` finds it."""
+
+
+def stated(kind: str, said: Any, place: int = 0, count: int = 1) -> tuple[float, ...]:
+    """The size that a record states of a file: `said` is what names it, or the record itself, whose keys are numbers
+    or, of several files, lists of them (`place` of `count`). (): none that can be one."""
+    if not isinstance(said, Mapping):
+        return ()
+    keys, number = STATED[kind]
+    found = []
+    for key in keys:
+        value = said.get(key)
+        if isinstance(value, (list, tuple)):
+            value = value[place] if len(value) == count else None
+        elif count > 1:
+            return ()
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**31:
+            return ()
+        found.append(number(value))
+    return tuple(found)
 
 
 def local_path(value: Any, kind: str, folder: Path) -> str:
@@ -192,7 +241,7 @@ def _tagged(text: str, files: Mapping[str, _Files], *, newline: bool) -> list[Pa
             at += 1
         elif newline and before.endswith("\n"):
             before = before[:-1]
-        parts += [Part("text", before), Part(tag[1], path=files[tag[1]].next())]
+        parts += [Part("text", before), files[tag[1]].next()]
     return [*parts, Part("text", text[at:])]
 
 
@@ -208,8 +257,8 @@ def _typed(item: Any, number: int, files: Mapping[str, _Files], folder: Path) ->
         raise BrokenSampleError("type", f"turn {number} has an item of type {item['type']!r}; known: text, image, ...")
     value = next((item[key] for key in (item["type"], kind, *FILE_KEYS) if item.get(key) is not None), None)
     if value is None and files[kind].given:
-        return Part(kind, path=files[kind].next())
-    return Part(kind, path=local_path(value, kind, folder))
+        return files[kind].next()
+    return Part(kind, path=local_path(value, kind, folder), stated=stated(kind, value) or stated(kind, item))
 
 
 def _merged(parts: list[Part]) -> tuple[Part, ...]:

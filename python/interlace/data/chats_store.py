@@ -8,7 +8,8 @@ depend on, built under a lock and moved into place whole. It is used as long as 
 it was (size and time, or missing), and the encoders still make as many tokens of each shape; else it is built anew.
 
 ids.bin  int32, all samples side by side      targets.bin  uint8, 1 = to be learnt
-items.jsonl  a line per sample: where its record is, its items      places.npz  where each sample begins in these
+items.jsonl  a line per sample: where its record is, its items      starts.bin, lines.bin  where each begins in these
+hashes.bin  of the records      cut.bin  which samples were cut
 records.jsonl  records of files that are not read in place      media.jsonl  [path, size and time, or null: missing]
 left_out.jsonl  [where, kind, reason]      store.json  the rest; written last
 """
@@ -19,193 +20,33 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 
 from interlace.data import chats_files
+from interlace.data.chats_examine import Examined, examine
 from interlace.data.chats_files import ChatFileError, Raw
-from interlace.data.chats_media import look_at
-from interlace.data.chats_shapes import BrokenSampleError, Chat, parse
+from interlace.data.chats_records import Rules, Stamp, chat_of, stamp
+from interlace.data.chats_shapes import Chat
 from interlace.data.chats_tokens import ChatFormat, Encoded, Item
 from interlace.data.fetch import exclusive
 
-FORMAT = 2
+FORMAT = 5
 KEPT_STORES = 8
-HALF = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-"""How JSON writes one half of a character; two of them beside each other are a whole one."""
+COLUMNS = {"starts": "<i8", "lines": "<i8", "hashes": "<u4", "cut": "<i8"}
 READ = ("ids.bin", "targets.bin", "items.jsonl", "records.jsonl")
-BLOCK = 256  # records whose files are looked at together, by several threads
 SAY_EVERY = 30.0  # seconds
+RECENT = 10_000  # media that are remembered, so that they are noted once
 log = logging.getLogger("interlace.data")
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What happens to records that are no samples as they are.
-
-    media: folder that relative paths of media start at; None: that of the data file. max_tokens: most tokens of a
-    sample. decode: whether every media file is decoded, or only its header read.
-    """
-
-    media: str | None = None
-    max_tokens: int | None = None
-    on_too_long: Literal["cut", "skip", "error"] = "skip"
-    on_broken: Literal["skip", "error"] = "skip"
-    decode: bool = True
-
-
-Stamp = tuple[int, int] | None
-"""(size, time of the last change in ns) of a file; None: there is none that could be looked at."""
-
-
-def stamp(path: str) -> Stamp:
-    """What tells whether a medium is still the same."""
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return found.st_size, found.st_mtime_ns
-
-
-@dataclass(frozen=True)
-class Examined:
-    """What became of one record: its chat and tokens, or why it is left out.
-
-    length: before it was cut. media: path -> what its files were when they were looked at (`stamp`).
-    """
-
-    raw: Raw
-    chat: Chat | None = None
-    encoded: Encoded | None = None
-    broken: BrokenSampleError | None = None
-    length: int = 0
-    media: Mapping[str, Stamp] = field(default_factory=dict)
-
-    @property
-    def was_cut(self) -> bool:
-        return self.encoded is not None and len(self.encoded.ids) < self.length
-
-
-def chat_of(raw: Raw, rules: Rules) -> Chat:
-    """The chat of a record. Raises BrokenSampleError."""
-    try:
-        text = raw.line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BrokenSampleError("encoding", f"no text in UTF-8 ({error.reason} at byte {error.start})") from None
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BrokenSampleError("json", f"no JSON: {error}") from None
-    half = HALF.search(text)
-    if half is not None:
-        try:
-            json.dumps(record, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise BrokenSampleError("encoding", f"{half[0]} is half a character, without its other half") from None
-    return parse(record, Path(rules.media).expanduser().absolute() if rules.media else raw.path.parent)
-
-
-def examine(files: Sequence[Path], chats: ChatFormat | None, rules: Rules, media: Path) -> Iterator[Examined]:
-    """What becomes of each record of `files`; without `chats` they stay without tokens.
-
-    `media`: see `chats_files.records`. Raises ChatFileError, and ImportError naming what to install.
-    """
-    workers = max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, "interlace-look") as pool:
-        for path in files:
-            found = chats_files.records(path, media)
-            while block := list(islice(found, BLOCK)):
-                yield from _examine_block(block, chats, rules, pool)
-
-
-def _examine_block(
-    block: list[Raw], chats: ChatFormat | None, rules: Rules, pool: ThreadPoolExecutor
-) -> Iterator[Examined]:
-    read: list[Chat | BrokenSampleError] = []
-    for raw in block:
-        try:
-            read.append(chat_of(raw, rules))
-        except BrokenSampleError as error:
-            read.append(error)
-    files = list(dict.fromkeys((p.kind, p.path) for chat in read if isinstance(chat, Chat) for p in chat.media))
-
-    def look(file: tuple[str, str]) -> tuple[Stamp, Any]:
-        was = stamp(file[1])  # before it is read: what changes meanwhile has changed
-        try:
-            if chats is not None:
-                chats.encoders_of(file[0])
-            return was, look_at(*file, decode=rules.decode)
-        except BrokenSampleError as error:
-            return was, error
-
-    looked = dict(zip(files, pool.map(look, files), strict=True))
-    for raw, chat in zip(block, read, strict=True):
-        if isinstance(chat, BrokenSampleError):
-            yield Examined(raw, broken=chat)
-            continue
-        theirs = [looked[part.kind, part.path][1] for part in chat.media]
-        media = {part.path: looked[part.kind, part.path][0] for part in chat.media}
-        bad = next((size for size in theirs if isinstance(size, BrokenSampleError)), None)
-        if bad is not None:
-            yield Examined(raw, chat, broken=bad, media=media)
-            continue
-        if chats is None:
-            yield Examined(raw, chat, media=media)
-            continue
-        try:
-            encoded = chats.encode(chat, theirs)
-        except BrokenSampleError as error:
-            yield Examined(raw, chat, broken=error, media=media)
-        except ValueError as error:  # of the processor or template, which is wrong for all
-            raise ChatFileError(f"{raw.where}: {error}") from None
-        else:
-            yield replace(_fitted(raw, chat, encoded, rules), media=media)
-
-
-def _fitted(raw: Raw, chat: Chat, encoded: Encoded, rules: Rules) -> Examined:
-    """The record within the limit on its length."""
-    length, most = len(encoded.ids), rules.max_tokens
-    if most is None or length <= most:
-        return Examined(raw, chat, encoded, length=length)
-    if rules.on_too_long == "cut":
-        shorter = shortened(encoded, most)
-        if shorter is not None:
-            return Examined(raw, chat, shorter, length=length)
-        why = f"has {length} tokens, and none to learn among the first {most}"
-    else:
-        why = f"has {length} tokens, more than data.max_tokens = {most}"
-    return Examined(raw, chat, encoded, BrokenSampleError("too long", why), length)
-
-
-def shortened(encoded: Encoded, most: int) -> Encoded | None:
-    """The beginning of a sample: at most `most` tokens, no part of a media item, the last one to be learnt.
-
-    What follows the last target is read by nobody. None when no target is left.
-    """
-    end = most
-    for item in encoded.items:
-        if item.start + item.tokens > end:  # a picture of several items goes with all of them
-            first = next(one for one in encoded.items if one.medium == item.medium)
-            end = min(end, first.before)
-            break
-    learnt = [place for place in range(min(end, len(encoded.ids))) if encoded.targets[place]]
-    # The first token is no target of anything before it.
-    if not learnt or learnt[-1] == 0:
-        return None
-    end = learnt[-1] + 1
-    items = [item for item in encoded.items if item.start < end]
-    return Encoded(encoded.ids[:end], encoded.targets[:end], items)
 
 
 # --- the folder -------------------------------------------------------------------------------------------
@@ -215,8 +56,9 @@ def shortened(encoded: Encoded, most: int) -> Encoded | None:
 class ChatStore:
     """Prepared chats, in a folder.
 
-    starts: int64 [n + 1] of ids; lines: int64 [n + 1] of items.jsonl; hashes: uint32 [n], crc32 of the records.
-    left_out: (file:line, kind, reason); cut: file:line of what was cut.
+    starts: int64 [n + 1] of ids; lines: int64 [n + 1] of items.jsonl; hashes: uint32 [n], crc32 of the records; cut:
+    int64, the samples that were cut. All mapped: of a million samples those pages are in memory that are read.
+    left_out: (file:line, kind, reason).
     """
 
     folder: Path
@@ -224,13 +66,24 @@ class ChatStore:
     starts: np.ndarray
     lines: np.ndarray
     hashes: np.ndarray
+    cut: np.ndarray
     left_out: list[tuple[str, str, str]]
-    cut: list[str]
     fingerprint: str
     _files: dict[str, IO[bytes]] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": {}}  # open files stay with the process
+        return {**self.__dict__, "_files": {}, **dict.fromkeys(COLUMNS)}  # open and mapped files stay with the process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        try:
+            now = json.loads((self.folder / "store.json").read_text(encoding="utf-8"))["fingerprint"]
+            for name, kind in COLUMNS.items():
+                setattr(self, name, _mapped(self.folder / f"{name}.bin", kind))
+        except OSError as error:
+            raise ChatFileError(f"{self.folder}: is no longer there ({error.strerror}); start the run anew") from None
+        if now != self.fingerprint:
+            raise ChatFileError(f"{self.folder}: other chats were prepared there meanwhile; start the run anew")
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -240,9 +93,13 @@ class ChatStore:
         """int64 [n], tokens of each sample."""
         return np.diff(self.starts)
 
+    def lengths_of(self, index: int) -> int:
+        """Tokens of a sample."""
+        return int(self.starts[index + 1] - self.starts[index])
+
     def encoded(self, index: int) -> Encoded:
         """The tokens and items of a sample."""
-        start, count = int(self.starts[index]), int(self.starts[index + 1] - self.starts[index])
+        start, count = int(self.starts[index]), self.lengths_of(index)
         ids = np.frombuffer(self._read("ids.bin", 4 * start, 4 * count), np.int32)
         targets = np.frombuffer(self._read("targets.bin", start, count), np.uint8)
         items = [
@@ -252,7 +109,7 @@ class ChatStore:
         return Encoded(ids.tolist(), (targets != 0).tolist(), items)
 
     def line(self, index: int) -> dict[str, Any]:
-        """What is kept of a sample beside its tokens: file, number, offset, size, items."""
+        """What is kept of a sample beside its tokens: file, number, offset, size, items, kind."""
         start, end = int(self.lines[index]), int(self.lines[index + 1])
         found: dict[str, Any] = json.loads(self._read("items.jsonl", start, end - start))
         return found
@@ -331,8 +188,10 @@ def _most_common(store: ChatStore) -> str:
 def _load(folder: Path, rules: Rules, chats: ChatFormat) -> ChatStore | None:
     try:
         record = json.loads((folder / "store.json").read_text(encoding="utf-8"))
-        with np.load(folder / "places.npz") as places:
-            arrays = {name: places[name] for name in ("starts", "lines", "hashes")}
+        arrays: dict[str, Any] = {name: _mapped(folder / f"{name}.bin", kind) for name, kind in COLUMNS.items()}
+        for name, array in arrays.items():
+            if zlib.crc32(array.data) != record["checksums"][name]:
+                raise ValueError(f"{name}.bin is damaged")
         left_out = [tuple(json.loads(line)) for line in (folder / "left_out.jsonl").read_text("utf-8").splitlines()]
         whole = (folder / "ids.bin").stat().st_size == 4 * int(arrays["starts"][-1])
         whole &= (folder / "targets.bin").stat().st_size == int(arrays["starts"][-1])
@@ -344,9 +203,7 @@ def _load(folder: Path, rules: Rules, chats: ChatFormat) -> ChatStore | None:
             log.info("%s; preparing the data anew", changed)
             return None
         os.utime(folder)  # used now: pruning goes by this time
-        store = ChatStore(
-            folder, rules, **arrays, left_out=left_out, cut=record["cut"], fingerprint=record["fingerprint"]
-        )
+        store = ChatStore(folder, rules, **arrays, left_out=left_out, fingerprint=record["fingerprint"])
         for name in READ:
             store.open(name)
         return store
@@ -355,6 +212,10 @@ def _load(folder: Path, rules: Rules, chats: ChatFormat) -> ChatStore | None:
     except (OSError, ValueError, KeyError, TypeError):
         log.warning("%s: damaged; preparing it again", folder)
         return None
+
+
+def _mapped(path: Path, kind: str) -> np.ndarray:
+    return np.memmap(path, kind, "r") if path.stat().st_size else np.empty(0, kind)  # an empty file cannot be mapped
 
 
 def _changed(folder: Path, counts: Sequence[Any], chats: ChatFormat) -> str:
@@ -383,71 +244,77 @@ def _build(folder: Path, files: Sequence[Path], chats: ChatFormat, rules: Rules)
 
 def _write(folder: Path, found: Iterator[Examined], rules: Rules, chats: ChatFormat) -> None:
     began = said = time.monotonic()
-    starts, lines = [0], [0]
-    hashes: list[int] = []
-    media: dict[str, Stamp] = {}
-    cut: list[str] = []
     left_out: list[tuple[str, str, str]] = []
     digest = hashlib.sha256()
-    copied = 0
-    with open(folder / READ[0], "wb") as ids, open(folder / READ[1], "wb") as targets:
-        with open(folder / READ[2], "wb") as items, open(folder / READ[3], "wb") as records:
-            for one in found:
-                media |= one.media
-                if time.monotonic() - said > SAY_EVERY:
-                    said = time.monotonic()
-                    log.info("prepared %d samples, left out %d", len(hashes), len(left_out))
-                if one.broken is not None or one.encoded is None:
-                    assert one.broken is not None
-                    _refuse(one, rules)
-                    left_out.append((one.raw.where, one.broken.kind, str(one.broken)))
-                    continue
-                if one.was_cut:
-                    cut.append(one.raw.where)
-                raw, encoded = one.raw, one.encoded
-                data = [np.array(encoded.ids, np.int32).tobytes(), np.array(encoded.targets, np.uint8).tobytes()]
-                shapes = [vars(item) for item in encoded.items]
-                line = {
-                    "file": str(raw.path),
-                    "number": raw.number,
-                    "copied": raw.offset < 0,
-                    "offset": copied if raw.offset < 0 else raw.offset,
-                    "size": len(raw.line),
-                    "items": shapes,
-                }
-                if raw.offset < 0:
-                    copied += records.write(raw.line)
-                ids.write(data[0])
-                targets.write(data[1])
-                lines.append(lines[-1] + items.write((json.dumps(line) + "\n").encode()))
-                starts.append(starts[-1] + len(encoded.ids))
-                hashes.append(zlib.crc32(raw.line))
-                for piece in (*data, repr(shapes).encode()):
-                    digest.update(piece)
-    np.savez(
-        folder / "places.npz",
-        starts=np.array(starts, np.int64),
-        lines=np.array(lines, np.int64),
-        hashes=np.array(hashes, np.uint32),
-    )
+    copied = count = tokens = size = cut = 0
+    with ExitStack() as stack:
+        names = (*READ, *(f"{name}.bin" for name in COLUMNS), "media.jsonl")
+        files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
+        ids, targets, items, records = (files[name] for name in READ)
+        told: dict[str, Stamp] = {}  # of the media written last, which neighbours share
+        for name in ("starts", "lines"):
+            files[f"{name}.bin"].write(np.int64(0).tobytes())
+        for one in found:
+            if len(told) > RECENT:
+                told.clear()
+            for path, was in one.media.items():
+                if path not in told or told[path] != was:
+                    told[path] = was
+                    files["media.jsonl"].write((json.dumps((path, was)) + "\n").encode())
+            if time.monotonic() - said > SAY_EVERY:
+                said = time.monotonic()
+                log.info("prepared %d samples, left out %d", count, len(left_out))
+            if one.broken is not None or one.encoded is None:
+                assert one.broken is not None
+                refuse(one, rules)
+                left_out.append((one.raw.where, one.broken.kind, str(one.broken)))
+                continue
+            if one.was_cut:
+                files["cut.bin"].write(np.int64(count).tobytes())
+                cut += 1
+            raw, encoded = one.raw, one.encoded
+            data = [np.array(encoded.ids, np.int32).tobytes(), np.array(encoded.targets, np.uint8).tobytes()]
+            shapes = [vars(item) for item in encoded.items]
+            line = {
+                "file": str(raw.path),
+                "number": raw.number,
+                "copied": raw.offset < 0,
+                "offset": copied if raw.offset < 0 else raw.offset,
+                "size": len(raw.line),
+                "items": shapes,
+                "kind": one.chat.kind if one.chat is not None else "",
+            }
+            if raw.offset < 0:
+                copied += records.write(raw.line)
+            ids.write(data[0])
+            targets.write(data[1])
+            count, tokens = count + 1, tokens + len(encoded.ids)
+            size += items.write((json.dumps(line) + "\n").encode())
+            files["starts.bin"].write(np.int64(tokens).tobytes())
+            files["lines.bin"].write(np.int64(size).tobytes())
+            files["hashes.bin"].write(np.uint32(zlib.crc32(raw.line)).tobytes())
+            for piece in (*data, repr(shapes).encode()):
+                digest.update(piece)
     text = "".join(json.dumps(entry) + "\n" for entry in left_out)
     (folder / "left_out.jsonl").write_text(text, encoding="utf-8")
-    text = "".join(json.dumps(entry) + "\n" for entry in media.items())
-    (folder / "media.jsonl").write_text(text, encoding="utf-8")
-    record = {"cut": cut, "fingerprint": digest.hexdigest()[:16], "counts": chats.counts()}
+    record = {
+        "fingerprint": digest.hexdigest()[:16],
+        "counts": chats.counts(),
+        "checksums": {name: zlib.crc32(_mapped(folder / f"{name}.bin", kind).data) for name, kind in COLUMNS.items()},
+    }
     (folder / "store.json").write_text(json.dumps(record), encoding="utf-8")
     kinds = Counter(kind for _, kind, _ in left_out)
     log.info(
         "prepared %d chats in %.1f s, %d cut, %d left out%s",
-        len(hashes),
+        count,
         time.monotonic() - began,
-        len(cut),
+        cut,
         len(left_out),
-        "".join(f", {kind}: {count}" for kind, count in kinds.most_common()),
+        "".join(f", {kind}: {number}" for kind, number in kinds.most_common()),
     )
 
 
-def _refuse(one: Examined, rules: Rules) -> None:
+def refuse(one: Examined, rules: Rules) -> None:
     """Raises ChatFileError for a record that may not be left out."""
     assert one.broken is not None
     long = one.broken.kind == "too long"

@@ -54,7 +54,8 @@ def answers(
     """
     spoken = [place for place, turn in enumerate(chat.turns) if turn.role == "assistant"]
     if MARKS.search(template):
-        return _marked(messages, text, template, special, len(spoken), name)
+        marked = _marked(messages, text, template, special, len(spoken), name)
+        return [(start, _end_of(text, start, end, ends)) for start, end in marked]
     render = render_with(template, special)
     found = []
     for place in spoken:
@@ -65,12 +66,14 @@ def answers(
                 "so answers cannot be told from the rest; mark them in the template with {% generation %} ... "
                 "{% endgeneration %} and give it as data.chat_template"
             )
-        end = len(upto)
-        kept = upto[len(before) :].rstrip()
-        if any(kept.endswith(token) for token in ends):
-            end = len(before) + len(kept)
-        found.append((len(before), end))
+        found.append((len(before), _end_of(upto, len(before), len(upto), ends)))
     return found
+
+
+def _end_of(text: str, start: int, end: int, ends: Sequence[str]) -> int:
+    """Where the answer in text[start:end] ends, without white space that follows the token which ends it."""
+    kept = text[start:end].rstrip()
+    return start + len(kept) if any(kept.endswith(token) for token in ends) else end
 
 
 def _marked(

@@ -1,8 +1,8 @@
 """Chats -> token ids, targets and media items, as the model's own tokenizer, chat template and processor make them.
 
-`ProcessorFormat` is for whole HuggingFace checkpoints: ids and tensors are those of the processor's own
-apply_chat_template. `TokenizerFormat` is for models put together from modules: the template renders a tag for each
-medium, which then becomes as many placeholders as the encoder makes tokens.
+`TokenizerFormat` is for models put together from modules: the template renders a tag for each medium, which then
+becomes as many placeholders as the encoder makes tokens. `ProcessorFormat` (chats_processor.py) is for whole
+HuggingFace checkpoints: ids and tensors are those of the processor's own apply_chat_template.
 
 Targets are the tokens that overlap an answer by at least a character, as in HuggingFace's assistant masks, except
 placeholders, which no model is to write.
@@ -10,29 +10,24 @@ placeholders, which no model is to write.
 
 from __future__ import annotations
 
-import copy
-import json
-import re
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from interlace.data import chats_media, chats_template
-from interlace.data.chats_media import Remembered, Size, Watched, refused_by
-from interlace.data.chats_shapes import BrokenSampleError, Chat, Part
+from interlace.data import chats_look, chats_template
+from interlace.data.chats_media import refused_by
+from interlace.data.chats_shapes import KINDS, BrokenSampleError, Chat, Part
 from interlace.data.chats_video import VideoSpec, read_frames
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, fitted, to_tensor
 
 WORDS = "the text has them as words"
-DATED = re.compile(r"strftime_now\s*\(")
-ENCODER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
-"""The encoders of a whole checkpoint by the kind of media that they take."""
 Tokens = Callable[..., int]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,22 @@ class Encoded:
     ids: list[int]
     targets: list[bool]
     items: list[Item]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A chat as its template writes it. spans: of the answers in it, in characters."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+def _tried(function: Callable[..., Made], *arguments: Any) -> Made | ValueError:
+    """What `function` returns, or the ValueError that it raises."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        return error
 
 
 class ChatFormat(ABC):
@@ -93,13 +104,28 @@ class ChatFormat(ABC):
         self.ends = sorted({str(token) for token in tokenizer.added_tokens_encoder}, key=len, reverse=True)
         self._counts: dict[tuple[str, tuple[int, ...], tuple[Any, ...]], int | str] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process reads media: what encoders say of lengths is kept with the samples, and counted here alone.
+        return {**self.__dict__, "tokens": {}}
+
     @abstractmethod
     def encode(self, chat: Chat, sizes: Sequence[Any]) -> Encoded:
-        """Tokens and items from the sizes of the media alone (`chats_media.look_at`). Raises BrokenSampleError."""
+        """Tokens and items from the sizes of the media alone (`look`). Raises BrokenSampleError."""
+
+    def encode_many(self, chats: Sequence[tuple[Chat, Sequence[Any]]]) -> list[Encoded | ValueError]:
+        """`encode` of each (chat, sizes of its media), or the error that it raised."""
+        return [_tried(self.encode, chat, sizes) for chat, sizes in chats]
 
     @abstractmethod
     def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
         """The data of the items of `encoded`, all of them or the first of a chat that was cut. Raises DecodeError."""
+
+    indexed: tuple[str, ...] = KINDS
+    """Kinds of media of which `look` finds what `chats_look.look_at` does, so that it may be known before."""
+
+    def look(self, kind: str, path: str, *, decode: bool) -> Any:
+        """What lengths follow from, as `encode` wants it; see `chats_look.look_at`."""
+        return chats_look.look_at(kind, path, decode=decode)
 
     @abstractmethod
     def encoders_of(self, kind: str) -> list[str]:
@@ -206,7 +232,13 @@ class TokenizerFormat(ChatFormat):
         super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens)
         self.tags, self.specs, self.video = dict(tags), dict(specs), video or VideoSpec()
         self.strict = strict
-        self._render = chats_template.render_with(template, self.special)
+
+    @cached_property
+    def _render(self) -> Any:
+        return chats_template.render_with(self.template, self.special)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_render"}
 
     def encoders_of(self, kind: str) -> list[str]:
         """The encoders that take this kind of media; an item goes to each of them. Raises BrokenSampleError."""
@@ -226,13 +258,42 @@ class TokenizerFormat(ChatFormat):
         return "".join(self.tags[encoder] for encoder in self.encoders_of(part.kind))
 
     def encode(self, chat: Chat, sizes: Sequence[Any]) -> Encoded:
-        media, messages = chat.media, self.messages(chat)
-        wanted = [(medium, name) for medium, part in enumerate(media) for name in self.encoders_of(part.kind)]
+        written = self._write(chat)
+        made = self.tokenizer(written.text, add_special_tokens=False, return_offsets_mapping=True)
+        return self._encoded(chat, sizes, written, made["input_ids"], made["offset_mapping"])
+
+    def encode_many(self, chats: Sequence[tuple[Chat, Sequence[Any]]]) -> list[Encoded | ValueError]:
+        """As `ChatFormat.encode_many`; the texts are tokenised together, without the interpreter's lock. For short
+        texts that is no faster than one by one: templates and Python take most of the time (bench/data_index.py)."""
+        written = [_tried(self._write, chat) for chat, _ in chats]
+        texts = [one.text for one in written if isinstance(one, _Written)]
+        if not texts:
+            return [one for one in written if isinstance(one, ValueError)]
+        made = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = iter(zip(made["input_ids"], made["offset_mapping"], strict=True))
+        return [
+            one if isinstance(one, ValueError) else _tried(self._encoded, chat, sizes, one, *next(tokens))
+            for (chat, sizes), one in zip(chats, written, strict=True)
+        ]
+
+    def _write(self, chat: Chat) -> _Written:
+        messages = self.messages(chat)
         text = self._render(messages, False)
         spans = chats_template.answers(chat, messages, text, self.template, self.special, self.ends, self.name)
-        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return _Written(text, spans)
+
+    def _encoded(
+        self,
+        chat: Chat,
+        sizes: Sequence[Any],
+        written: _Written,
+        text_ids: Sequence[int],
+        text_offsets: Sequence[tuple[int, int]],
+    ) -> Encoded:
+        media = chat.media
+        wanted = [(medium, name) for medium, part in enumerate(media) for name in self.encoders_of(part.kind)]
         tag_ids = {ids[0] for ids in self.placeholders.values()}
-        found = [token for token in made["input_ids"] if token in tag_ids]
+        found = [token for token in text_ids if token in tag_ids]
         if found != [self.placeholders[encoder][0] for _, encoder in wanted]:
             raise BrokenSampleError(
                 "placeholder",
@@ -244,7 +305,7 @@ class TokenizerFormat(ChatFormat):
         items: list[Item] = []
         first: dict[int, int] = {}
         places = iter(wanted)
-        for token, span in zip(made["input_ids"], made["offset_mapping"], strict=True):
+        for token, span in zip(text_ids, text_offsets, strict=True):
             count = 1
             if token in tag_ids:
                 medium, encoder = next(places)
@@ -256,7 +317,7 @@ class TokenizerFormat(ChatFormat):
                 items += [Item(encoder, medium, start, each, before, shape) for start in starts]
             ids += [int(token)] * count
             offsets += [(int(span[0]), int(span[1]))] * count
-        return Encoded(ids, self._targets(chat, spans, offsets, ids), items)
+        return Encoded(ids, self._targets(chat, written.spans, offsets, ids), items)
 
     def _shape(self, encoder: str, size: Any, path: str) -> tuple[int, ...]:
         spec = self.specs[encoder]
@@ -273,7 +334,7 @@ class TokenizerFormat(ChatFormat):
 
     def _check_shape(self, item: Item, part: Part) -> None:
         """Raises DecodeError for a picture or video of another size than when it was prepared."""
-        size = chats_media.look_at(part.kind, part.path, decode=False)
+        size = chats_look.look_at(part.kind, part.path, decode=False)
         shape = self._shape(item.encoder, size, part.path)
         if shape != item.shape:
             raise DecodeError(f"{part.path}: gives {list(shape)}, and gave {list(item.shape)} when it was prepared")
@@ -300,184 +361,11 @@ class TokenizerFormat(ChatFormat):
 
     def signature(self) -> str:
         said = (self.template, self.tags, self.specs, self.video, self.strict, self.placeholders)
-        return repr((_tokenizer_text(self.tokenizer), *said))
+        return repr((tokenizer_text(self.tokenizer), *said))
 
 
-class ProcessorFormat(ChatFormat):
-    """For whole HuggingFace checkpoints: all is the processor's own; see `chats_media` for how it is asked.
-
-    processor: with a tokenizer, and a part for each kind of media. Its template is used unless one is given.
-    """
-
-    def __init__(
-        self,
-        processor: Any,
-        template: str | None = None,
-        *,
-        name: str,
-        placeholders: Mapping[str, int | Sequence[int]],
-        tokens: Mapping[str, Tokens] | None = None,
-    ) -> None:
-        template = processor._resolve_chat_template(template)
-        if DATED.search(template):  # an item read tomorrow would be one of another text
-            raise ValueError(
-                f"{name} writes today's date (strftime_now), so samples would be others every day: give a template "
-                "with a fixed date as data.chat_template"
-            )
-        super().__init__(processor.tokenizer, template, name=name, placeholders=placeholders, tokens=tokens)
-        self.who = type(processor).__name__
-        # The same processor twice: one that remembers what it made of blanks, one for the real files.
-        self._blank, self._real = copy.copy(processor), copy.copy(processor)
-        part = getattr(processor, "image_processor", None)
-        if part is not None:
-            self._blank.image_processor, self._real.image_processor = Remembered(part), Watched(part)
-        self._text = processor
-        self._loading = threading.Lock()
-
-    def _messages(self, chat: Chat, media: Sequence[Any]) -> chats_template.Messages:
-        """Typed content, each medium with what it is: a picture or its blank."""
-        left = iter(media)
-        return [
-            {
-                "role": turn.role,
-                "content": [
-                    {"type": "text", "text": part.text}
-                    if part.kind == "text"
-                    else {"type": part.kind, part.kind: next(left)}
-                    for part in turn.parts
-                ],
-            }
-            for turn in chat.turns
-        ]
-
-    def _call(self, processor: Any, messages: chats_template.Messages) -> Any:
-        """HuggingFace's own inputs of the model for these messages, and where its texts came to stand."""
-        from jinja2 import TemplateError as JinjaError
-
-        try:
-            return processor.apply_chat_template(
-                messages,
-                chat_template=self.template,
-                tokenize=True,
-                return_dict=True,
-                processor_kwargs={
-                    "return_offsets_mapping": True,
-                    "return_text_replacement_offsets": True,
-                    # Not for all of it: some would make tensors of the offsets, too.
-                    "images_kwargs": {"return_tensors": "pt"},
-                },
-            )
-        except JinjaError as error:
-            raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
-
-    def encode(self, chat: Chat, sizes: Sequence[Size]) -> Encoded:
-        media = chat.media
-        for part in media:
-            self.encoders_of(part.kind)
-            if part.path.lower().endswith(".svg"):
-                raise BrokenSampleError(
-                    "no encoder", f"{part.path}: a drawing (SVG), which {self.who} does not read: save it as a PNG"
-                )
-        messages = self._messages(chat, [chats_media.blank_picture(size) for size in sizes])
-        render = chats_template.render_with(self.template, self.special)
-        text = render(messages, False)
-        spans = chats_template.answers(chat, messages, text, self.template, self.special, self.ends, self.name)
-        try:
-            out = self._call(self._blank, messages)
-        except (TypeError, ZeroDivisionError, ValueError) as error:
-            if isinstance(error, BrokenSampleError):
-                raise
-            raise BrokenSampleError(self._why(chat), f"{self.who} refuses it: {error}") from None
-        ids = [int(token) for token in out["input_ids"][0]]
-        offsets = [(int(first), int(last)) for first, last in out["offset_mapping"][0]]
-        moved = (out.get("text_replacement_offsets") or [[]])[0]
-        if len(moved) != len(media) or [one["type"] for one in moved] != [part.kind for part in media]:
-            raise ValueError(
-                f"{self.who} wrote {len(moved)} media into a text that has {len(media)}, or in another order: it does "
-                "not say where they stand, or its template leaves some out"
-            )
-        spans = [(chats_media.shifted(start, moved), chats_media.shifted(end, moved)) for start, end in spans]
-        items = self._items(chat, out, getattr(self._blank, "image_processor", None), ids, offsets, moved)
-        wanted = {token for encoder in self.placeholders.values() for token in encoder}
-        found, told = sum(token in wanted for token in ids), sum(item.tokens for item in items)
-        if found != told:
-            raise BrokenSampleError("placeholder", f"has {found} placeholder tokens for {told} of its media: {WORDS}")
-        return Encoded(ids, self._targets(chat, spans, offsets, ids), items)
-
-    def _why(self, chat: Chat) -> str:
-        """Which kind of broken a chat is that the processor refuses."""
-        words = "".join(part.text for turn in chat.turns for part in turn.parts)
-        if any(token in words for token in self.ends):
-            return "placeholder"
-        return "size" if chat.media else "template"
-
-    def encoders_of(self, kind: str) -> list[str]:
-        if kind != "image" or getattr(self._text, "image_processor", None) is None:
-            raise BrokenSampleError("no encoder", f"the chat has a file of kind {kind}, which {self.who} is not given")
-        return [ENCODER_OF[kind]]
-
-    def _items(
-        self,
-        chat: Chat,
-        out: Mapping[str, Any],
-        part: Any,
-        ids: Sequence[int],
-        offsets: Sequence[tuple[int, int]],
-        moved: Sequence[Mapping[str, Any]],
-    ) -> list[Item]:
-        """The media items of what the processor returned for the whole chat."""
-        found = []
-        for medium, replaced in zip(chat.media, moved, strict=True):
-            wanted = self.placeholders[ENCODER_OF[medium.kind]]
-            found.append(chats_media.runs_in(ids, offsets, replaced["new_span"], wanted))
-            if not found[-1][1]:
-                raise ValueError(
-                    f"{self.who} wrote no placeholder (id {wanted}) for a file of kind {medium.kind}: these are not "
-                    "the placeholders of its model"
-                )
-        if not found:
-            return []
-        runs = chats_media.in_tiles([of_medium for _, of_medium in found], part.last, self.who)
-        pieces = chats_media.cut("image", out, runs, self.who)
-        places = [(medium, found[medium][0], run) for medium, of_medium in enumerate(runs) for run in of_medium]
-        return [
-            self._check_tokens(Item("vision", medium, start, count, before, piece.shape, piece.about))
-            for (medium, before, (start, count)), piece in zip(places, pieces, strict=True)
-        ]
-
-    def load(self, chat: Chat, encoded: Encoded) -> list[Tensor]:
-        media = [chats_media.read_picture(part.path) for part in chat.media]
-        with self._loading:  # the processor keeps what it made last
-            out = self._call(self._real, self._messages(chat, media))
-            raw = self._real.image_processor.last
-        ids = [int(token) for token in out["input_ids"][0]][: len(encoded.ids)]
-        if ids != encoded.ids:
-            raise DecodeError(
-                f"{self.who} makes other tokens of this chat than when it was prepared: a file of it has changed, such "
-                f"as {chat.media[0].path}; prepare the data again (remove its folder in the cache)"
-            )
-        moved = out["text_replacement_offsets"][0]
-        offsets = [(int(first), int(last)) for first, last in out["offset_mapping"][0]]
-        whole = [int(token) for token in out["input_ids"][0]]
-        wanted = self.placeholders["vision"]
-        runs = [chats_media.runs_in(whole, offsets, replaced["new_span"], wanted)[1] for replaced in moved]
-        runs = chats_media.in_tiles(runs, raw, self.who)
-        known = [item.shape for item in encoded.items]
-        known += [(1,)] * (sum(map(len, runs)) - len(known))  # of what was cut off nothing is kept
-        pieces = chats_media.cut("image", out, runs, self.who, known)[: len(encoded.items)]
-        return [piece.data.float() for piece in pieces if piece.data is not None]
-
-    def signature(self) -> str:
-        parts = {name: getattr(self._text, name, None) for name in ("image_processor", "feature_extractor")}
-        said = {name: part.to_dict() for name, part in parts.items() if part is not None}
-        return json.dumps(
-            [_tokenizer_text(self.tokenizer), self.template, self._text.to_dict(), said, self.placeholders, self.who],
-            default=str,
-            sort_keys=True,
-        )
-
-
-def _tokenizer_text(tokenizer: Any) -> str:
+def tokenizer_text(tokenizer: Any) -> str:
+    """What its tokens depend on."""
     return str(tokenizer.backend_tokenizer.to_str()) + repr(sorted(tokenizer.special_tokens_map.items()))
 
 
@@ -496,4 +384,4 @@ def template_text(path: str | Path) -> str:
     return text
 
 
-__all__ = ["ChatFormat", "Encoded", "Item", "ProcessorFormat", "TokenizerFormat", "template_text"]
+__all__ = ["ChatFormat", "Encoded", "Item", "TokenizerFormat", "template_text"]

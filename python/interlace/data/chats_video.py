@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from interlace.data.chats_shapes import BrokenSampleError
 from interlace.data.media import DecodeError, _library
+from interlace.data.opened import opened
 
 MOST_SECONDS = 7 * 86_400.0
 
@@ -35,7 +36,7 @@ def video_size(path: str, *, decode: bool) -> tuple[int, int, float]:
     """(width, height, seconds) of a video, upright. decode: all frames are decoded, too. Raises BrokenSampleError."""
     av = _av(path)
     try:
-        with av.open(path) as container:
+        with opened(path) as file, av.open(file) as container:
             stream = container.streams.video[0]
             seconds = _seconds(container, stream)
             frames = container.decode(stream)
@@ -53,11 +54,63 @@ def video_size(path: str, *, decode: bool) -> tuple[int, int, float]:
     return width, height, seconds
 
 
+class Header(NamedTuple):
+    """Of a video, upright; frames: how many it shows, fps: per second on the average."""
+
+    width: int
+    height: int
+    frames: int
+    fps: float
+
+
+def video_header(path: str, *, decode: bool) -> Header:
+    """For processors, which choose frames by number. decode: all are decoded, too. Raises BrokenSampleError.
+
+    Frames are counted by the packets that hold them, which takes no decoding; what a file says of itself may count
+    frames that its own edit list leaves out.
+    """
+    width, height, _ = video_size(path, decode=False)
+    av = _av(path)
+    try:
+        with opened(path) as file, av.open(file) as container:
+            stream = container.streams.video[0]
+            fps = float(stream.average_rate or stream.guessed_rate or 0)
+            frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
+        if decode:
+            with opened(path) as file, av.open(file) as container:
+                found = sum(1 for _ in container.decode(container.streams.video[0]))
+            if found != frames:
+                raise ValueError(f"{found} of its {frames} frames can be decoded")
+    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+        raise BrokenSampleError("broken file", f"{path}: no video that can be read: {error}") from None
+    if not fps or not frames:
+        raise BrokenSampleError("broken file", f"{path}: says it has {frames} frames, {fps:g} a second")
+    return Header(width, height, frames, fps)
+
+
+def frames_at(path: str, numbers: Sequence[int]) -> np.ndarray:
+    """uint8 [len(numbers), 3, H, W], upright, of these frames, counted from 0. Raises DecodeError."""
+    av = _av(path)
+    wanted, found = set(numbers), dict[int, Any]()
+    try:
+        with opened(path) as file, av.open(file) as container:
+            for number, frame in enumerate(container.decode(container.streams.video[0])):
+                if number in wanted:
+                    found[number] = np.asarray(_upright(frame)).transpose(2, 0, 1)
+                if len(found) == len(wanted):
+                    break
+        if len(found) < len(wanted):
+            raise ValueError(f"has no frame {min(wanted - found.keys())}")
+        return np.stack([found[number] for number in numbers])
+    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+        raise DecodeError(f"{path}: {error}") from error
+
+
 def read_frames(path: str, count: int) -> list[Any]:
     """`count` frames as upright pictures (PIL), from the middles of equal parts. Raises DecodeError."""
     av = _av(path)
     try:
-        with av.open(path) as container:
+        with opened(path) as file, av.open(file) as container:
             stream = container.streams.video[0]
             seconds = _seconds(container, stream)
             times = [(part + 0.5) * seconds / count for part in range(count)]

@@ -1,7 +1,7 @@
 """scikit-learn's 1,797 handwritten digits: picture -> "seven". Small, real, always there: the set that shows learning.
 
-Also what the trainer falls back to when the stamps cannot be fetched. 8x8 grey pixels become RGB and are enlarged to a
-multiple of the patch. With 1,463 of them to train on, small random distortions are worth more than more steps.
+8x8 grey pixels become RGB and are enlarged to a multiple of the patch. With 1,463 of them to train on, small random
+distortions are worth more than more steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarg
 from interlace.data.tokenizer import ByteTokenizer
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+ASKED_IN = "en"  # the tag of prompts that says which language to answer in
 
 
 class DigitsDataset(MultimodalDataset):
@@ -65,14 +66,16 @@ class DigitsDataset(MultimodalDataset):
         if jitter < 0:
             raise ValueError(f"jitter is the strength of the distortion, 0 (none) or more; got {jitter}")
         self.jitter = jitter if split == "train" else 0.0
+        self.varies = bool(self.jitter)
         self.shapes = {name: _shape(spec, image_size) for name, spec in eyes.items() if isinstance(spec, ImageSpec)}
-        digits = _library("sklearn.datasets").load_digits()
-        pictures = digits.images.astype(np.uint8)  # [1797, 8, 8], values 0..16
-        chosen = [i for i, p in enumerate(pictures) if _held_out(p, held_out) == (split == "heldout")]
+        for encoder, shape in self.shapes.items():
+            self.count_tokens(encoder, shape)  # which a copy in another process cannot ask
+        pictures, targets = digit_pictures()
+        chosen = [i for i, p in enumerate(pictures) if digit_held_out(p, held_out) == (split == "heldout")]
         self.indices = chosen if length is None else chosen[:length]
         if not self.indices:
             raise ValueError(f"no digits in split {split!r} with held_out = {held_out}, length = {length}")
-        self.targets = digits.target[self.indices]
+        self.targets = targets[self.indices]
         self._pictures = {f"digit/{i}": pictures[i] for i in self.indices}
 
     def __len__(self) -> int:
@@ -83,12 +86,12 @@ class DigitsDataset(MultimodalDataset):
         if not -len(self) <= index < len(self):
             raise IndexError(f"digit {index} of {len(self)}")
         index %= len(self)
-        name = source = f"digit/{self.indices[index]}"
+        source = f"digit/{self.indices[index]}"
         if self.jitter:
             drawn = np.random.default_rng([self.seed, 5, self.epoch if epoch is None else epoch, self.indices[index]])
             source += "".join(f" {self.jitter * value:.4f}" for value in drawn.uniform(-1, 1, 5))
         media = tuple(MediaRef(encoder, source, shape) for encoder, shape in self.shapes.items())
-        return Recipe("digit", media, "en", WORDS[self.targets[index]], stamp=name)
+        return Recipe("digit", media, ASKED_IN, WORDS[self.targets[index]])
 
     def questions(self) -> dict[str, list[Recipe]]:
         return {"digit": [self.recipe(index, 0) for index in range(len(self))]}
@@ -105,10 +108,6 @@ class DigitsDataset(MultimodalDataset):
         if grey.size != item.shape[1:]:
             grey = grey.resize(item.shape[1:], image_module.Resampling.BILINEAR)
         return np.repeat(np.asarray(grey)[None], 3, axis=0)
-
-    def stamp_keys(self) -> list[str]:
-        """The digits of this split, for showing that splits do not overlap."""
-        return [f"digit/{i}" for i in self.indices]
 
 
 def _shape(spec: ImageSpec, image_size: int | None) -> tuple[int, int, int]:
@@ -137,5 +136,12 @@ def _affine(right: float, down: float, turn: float, width: float, height: float)
     return a, b, 4 - 4 * (a + b) + 0.5 * right, d, e, 4 - 4 * (d + e) + 0.5 * down
 
 
-def _held_out(picture: np.ndarray, fraction: float) -> bool:
+def digit_pictures() -> tuple[np.ndarray, np.ndarray]:
+    """The digits, uint8 [1797, 8, 8] with values 0..16, and what they say, int64 [1797]."""
+    digits = _library("sklearn.datasets").load_digits()
+    return digits.images.astype(np.uint8), digits.target
+
+
+def digit_held_out(picture: np.ndarray, fraction: float) -> bool:
+    """The split of a digit, by a hash of its pixels."""
     return int.from_bytes(hashlib.sha256(picture.tobytes()).digest()[:8], "big") < fraction * 2**64

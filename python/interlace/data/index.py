@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -243,8 +243,3 @@ def is_held_out(stamp: Stamp, fraction: float) -> bool:
     """The split: by a hash of the stamp's group, so it depends on no seed, order, language, kind or file system."""
     value = int.from_bytes(hashlib.sha256(stamp.group.encode()).digest()[:8], "big")
     return value < fraction * 2**64
-
-
-def clip_languages(index: StampIndex) -> Counter[str]:
-    """Clips per language."""
-    return Counter(clip.language for stamp in index.stamps for clip in stamp.clips.values())

@@ -1,17 +1,17 @@
 """Batches of uncollated samples: seeded shuffling, background prefetch, exact resumption.
 
-- The order of an epoch is a permutation drawn from (seed, epoch); batch ``b`` is its ``b``-th slice. Every rank gets
-  the whole batch, ids, labels and shapes; media are decoded only where they are read. So all agree without talking.
+- The order of an epoch is a permutation drawn from (seed, epoch), or a mixture's own; batch ``b`` is its ``b``-th
+  slice. Every rank gets the whole batch, ids, labels and shapes; media are decoded only where they are read. So all
+  agree without talking.
 - ``state_dict`` says what has been *handed out*, not what the prefetch thread has already made; a loader that loads
   it continues with the very next batch, on any layout.
-- The thread is enough while decoding is a read from the cache (0.2 to 0.4 ms per sample); it stops with ``close``.
+- The thread is enough while decoding takes no time (0.2 to 0.4 ms per sample). Where it does, `producers` prepare data
+  apart from training (workers.py, ray_tasks.py): batches and items are asked of them (produced.py), with the same bits.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from interlace.data.ahead import AheadThread
+from interlace.data.produced import Ahead, Producers
 from interlace.model.sample import Media, Sample
 
 log = logging.getLogger("interlace.data")
@@ -27,10 +29,13 @@ log = logging.getLogger("interlace.data")
 class Loader:
     """Endless iterator over lists of ``batch_size`` samples.
 
-    dataset: map-style; one with ``sample(index, epoch)`` gets the epoch, others are indexed.
+    dataset: map-style; one with ``sample(index, epoch)`` gets the epoch, others are indexed. One with
+        ``order(seed, epoch)`` says what an epoch draws, always equally many.
     The last, incomplete batch of an epoch is dropped. prefetch: batches made ahead by a thread (0: none).
     wanted: the media of a batch that this process will read; the thread loads these, others wait until somebody asks
         for their data. None: all. Called in the thread.
+    producers: makes those who prepare the data from this loader, when the first batch is asked for; None: the thread
+        does. pinned: what they decode lies in pinned memory, for a GPU.
     Raises ValueError for sizes that do not fit.
     """
 
@@ -43,6 +48,8 @@ class Loader:
         shuffle: bool = True,
         prefetch: int = 2,
         wanted: Callable[[list[Sample]], Iterable[Media]] | None = None,
+        producers: Callable[[Loader], Producers] | None = None,
+        pinned: bool = False,
     ) -> None:
         size = len(dataset)  # type: ignore[arg-type]
         if batch_size < 1:
@@ -51,35 +58,58 @@ class Loader:
             raise ValueError(f"the dataset has {size} samples, one batch needs {batch_size}; make batch_size smaller")
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
         self.prefetch, self.wanted = prefetch, wanted
+        self.start_producers, self.pinned = producers, pinned
+        self.producers: Producers | None = None
         self.epoch = 0
         self.position = 0
         self.batches_per_epoch = size // batch_size
-        self._order: tuple[int, np.ndarray] | None = None
-        self._worker: _Prefetcher | None = None
+        self._orders: dict[int, np.ndarray] = {}
+        self._worker: _Prefetcher | Ahead | None = None
         self._closed = False
         self._failures_told = len(getattr(dataset, "failures", ()))  # those are told by who made the dataset
 
     def order(self, epoch: int) -> np.ndarray:
         """Dataset indices in the order of ``epoch``."""
-        order = self._order
-        if order is None or order[0] != epoch:
+        drawn = self._orders.get(epoch)
+        if drawn is None:
             size = len(self.dataset)  # type: ignore[arg-type]
-            drawn = np.random.default_rng([self.seed, 4, epoch]).permutation(size) if self.shuffle else np.arange(size)
-            order = self._order = (epoch, drawn)
-        return order[1]
+            if not self.shuffle:
+                drawn = np.arange(size)
+            elif hasattr(self.dataset, "order"):
+                drawn = self.dataset.order(self.seed, epoch)
+            else:
+                drawn = np.random.default_rng([self.seed, 4, epoch]).permutation(size)
+            # The thread that reads ahead is in the next epoch while this one is still asked for.
+            self._orders = {kept: order for kept, order in self._orders.items() if abs(kept - epoch) < 2}
+            self._orders[epoch] = drawn
+        return drawn
 
     def indices(self, epoch: int, position: int) -> list[int]:
         """Dataset indices of the batch at ``position`` (0 .. batches - 1) of ``epoch``."""
         return self.order(epoch)[position * self.batch_size : (position + 1) * self.batch_size].tolist()
 
+    def drawn(self, epoch: int, position: int) -> int:
+        """How many samples of the order of ``epoch`` are drawn by the end of the batch at ``position``."""
+        return (position + 1) * self.batch_size
+
     def batches(self, epoch: int) -> int:
         """Batches of ``epoch``."""
         return self.batches_per_epoch
 
-    def _make(self, epoch: int, position: int) -> list[Sample]:
+    def __getstate__(self) -> dict[str, Any]:
+        # For producers, who make batches of the same sequence: they read nothing ahead.
+        own = {"wanted", "start_producers", "producers", "_worker", "_orders", "_closed"}
+        kept = {name: value for name, value in self.__dict__.items() if name not in own}
+        return kept | dict.fromkeys(own) | {"_orders": {}, "_closed": False, "prefetch": 0}
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        """Sample `index` of the dataset, as it is in `epoch`."""
         sample = getattr(self.dataset, "sample", None)
-        indices = self.indices(epoch, position)
-        return [sample(i, epoch) for i in indices] if sample is not None else [self.dataset[i] for i in indices]
+        found: Sample = self.dataset[index] if sample is None else sample(index, epoch)
+        return found
+
+    def _make(self, epoch: int, position: int) -> list[Sample]:
+        return [self.sample(index, epoch) for index in self.indices(epoch, position)]
 
     def _load(self, samples: list[Sample]) -> list[Sample]:
         """`samples`, with the media decoded that this process will read."""
@@ -97,9 +127,9 @@ class Loader:
         """The next batch. Raises RuntimeError after ``close``, and whatever the dataset raised."""
         if self._closed:
             raise RuntimeError("this loader is closed; make a new one and load its state_dict")
-        if self.prefetch > 0:
+        if self.prefetch > 0 or self.start_producers is not None:
             if self._worker is None:
-                self._worker = _Prefetcher(self, self.epoch, self.position, self.prefetch)
+                self._worker = self._reading_ahead()
             try:
                 samples = self._worker.get()
             except BaseException:
@@ -117,6 +147,18 @@ class Loader:
                 log.info("end of epoch %d: %s", self.epoch - 1, self.dataset.report())
         return samples
 
+    def begin(self) -> None:
+        """Starts the producers, which takes seconds, before the first batch is asked for."""
+        if self.start_producers is not None and self.producers is None:
+            self.producers = self.start_producers(self)
+
+    def _reading_ahead(self) -> _Prefetcher | Ahead:
+        self.begin()
+        if self.producers is None:
+            return _Prefetcher(self.prefetch, self, self.epoch, self.position)
+        place = (self.epoch, self.position)
+        return Ahead(self.producers, self.dataset, place, self.prefetch, self.wanted, self.pinned)
+
     def following(self, epoch: int, position: int) -> tuple[int, int]:
         """(epoch, position) after the given one."""
         return (epoch, position + 1) if position + 1 < self.batches(epoch) else (epoch + 1, 0)
@@ -130,11 +172,12 @@ class Loader:
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "dataset_size": len(self.dataset),  # type: ignore[arg-type]
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self.fingerprint(),
         }
 
-    def _fingerprint(self) -> str:
-        return self.dataset.fingerprint() if hasattr(self.dataset, "fingerprint") else ""
+    def fingerprint(self) -> str:
+        """What the dataset says that its samples depend on."""
+        return str(self.dataset.fingerprint()) if hasattr(self.dataset, "fingerprint") else ""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where ``state`` was taken. Raises ValueError when it belongs to other data or another order."""
@@ -161,8 +204,10 @@ class Loader:
             self._worker = None
 
     def close(self) -> None:
-        """Stops the prefetch thread and waits for it. Safe to call twice."""
+        """Stops the prefetch thread and the producers, and waits for them. Safe to call twice."""
         self._stop()
+        if self.producers is not None:
+            self.producers.close()
         self._closed = True
 
     def __enter__(self) -> Loader:
@@ -174,16 +219,8 @@ class Loader:
         self.close()
 
 
-class _Prefetcher:
-    """A thread that makes batches in order into a bounded queue; its exception is raised by ``get``."""
-
-    def __init__(self, loader: Loader, epoch: int, position: int, depth: int) -> None:
-        self._queue: queue.Queue[list[Sample] | BaseException] = queue.Queue(maxsize=depth)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(loader, epoch, position), name="interlace-prefetch", daemon=True
-        )
-        self._thread.start()
+class _Prefetcher(AheadThread):
+    """Makes batches itself. loader, epoch, position: from where on."""
 
     def _run(self, loader: Loader, epoch: int, position: int) -> None:
         try:
@@ -192,21 +229,3 @@ class _Prefetcher:
                 epoch, position = loader.following(epoch, position)
         except BaseException as error:  # handed over, not swallowed
             self._put(error)
-
-    def _put(self, item: list[Sample] | BaseException) -> None:
-        while not self._stopping.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                continue
-
-    def get(self) -> list[Sample]:
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def close(self) -> None:
-        self._stopping.set()
-        self._thread.join()

@@ -16,11 +16,12 @@ import re
 import struct
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from interlace.data.opened import member_of, opened, read_head
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +138,7 @@ _UNITS = {"": 1.0, "px": 1.0, "pt": 96 / 72, "pc": 16.0, "in": 96.0, "cm": 96 / 
 
 def svg_size(path: str | Path) -> tuple[float, float]:
     """(width, height) in CSS pixels: the root's attributes, else its viewBox. Raises DecodeError."""
-    with open(path, "rb") as file:
-        text = file.read(1 << 16).decode("utf-8", errors="replace")
+    text = read_head(path, 1 << 16).decode("utf-8", errors="replace")
     root = re.search(r"<(?:\w+:)?svg\b[^>]*>", text, re.DOTALL)
     if root is None:
         raise DecodeError(f"{path}: no <svg> element in the first 64 KiB")
@@ -161,7 +161,8 @@ def clip_info(path: str | Path) -> tuple[int, int]:
     """(samples, sample rate in Hz) from the container's headers. Raises DecodeError."""
     soundfile = _library("soundfile")
     try:
-        info = soundfile.info(str(path))
+        with opened(path) as file:
+            info = soundfile.info(file)
     except Exception as error:  # libsndfile's own error types; any failure means an unusable file
         raise DecodeError(f"{path}: {error}") from error
     if info.frames <= 0 or info.samplerate <= 0:
@@ -180,7 +181,7 @@ def decode_image(path: str | Path, shape: tuple[int, int, int]) -> np.ndarray:
         if str(path).lower().endswith(".svg"):
             image = _render_svg(path, width, height)
         else:
-            with image_module.open(path) as file:
+            with opened(path) as source, image_module.open(source) as file:
                 check_depth(file)
                 image = _library("PIL.ImageOps").exif_transpose(file)
         return fitted(image, shape)
@@ -214,7 +215,7 @@ def _render_svg(path: str | Path, width: int, height: int) -> Any:
     own_width, own_height = svg_size(path)
     scale = max(width / own_width, height / own_height)  # cover the target; the resize after it only shrinks
     rendered = resvg.svg_to_bytes(
-        svg_path=str(path),
+        **({"svg_path": str(path)} if member_of(path) is None else {"svg_string": read_head(path, -1).decode("utf-8")}),
         width=max(1, math.ceil(own_width * scale)),
         height=max(1, math.ceil(own_height * scale)),
         dpi=SVG_DPI,
@@ -230,17 +231,25 @@ def decode_audio(path: str | Path, spec: AudioSpec) -> np.ndarray:
     """float16 [mel_bins, frames]: mono mix, 16 kHz, Whisper's log-mel features. Raises DecodeError."""
     soundfile = _library("soundfile")
     try:
-        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+        with opened(path) as file:
+            samples, rate = soundfile.read(file, dtype="float32", always_2d=True)
     except Exception as error:  # libsndfile's own error types
         raise DecodeError(f"{path}: {error}") from error
     return log_mel(samples.mean(axis=1), rate, spec, name=str(path))
 
 
+def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
+    """Mono ``samples`` (float32 [n]) at ``rate`` Hz as they are at 16 kHz."""
+    if rate == SAMPLE_RATE:
+        return samples
+    up, down = SAMPLE_RATE // math.gcd(SAMPLE_RATE, rate), rate // math.gcd(SAMPLE_RATE, rate)
+    found: np.ndarray = _library("scipy.signal").resample_poly(samples, up, down, window=_low_pass(up, down))
+    return found
+
+
 def log_mel(samples: np.ndarray, rate: int, spec: AudioSpec, name: str = "clip") -> np.ndarray:
     """float16 [mel_bins, frames] of mono ``samples`` (float32 [n]) at ``rate`` Hz. Raises DecodeError."""
-    if rate != SAMPLE_RATE:
-        up, down = SAMPLE_RATE // math.gcd(SAMPLE_RATE, rate), rate // math.gcd(SAMPLE_RATE, rate)
-        samples = _library("scipy.signal").resample_poly(samples, up, down, window=_low_pass(up, down))
+    samples = resampled(samples, rate)
     if len(samples) < MIN_SAMPLES:
         raise DecodeError(f"{name}: {len(samples) / SAMPLE_RATE * 1000:.0f} ms is too short for a mel frame")
     if not np.isfinite(samples).all():
@@ -311,21 +320,6 @@ def load_audio(path: str | Path, spec: AudioSpec) -> torch.Tensor:
 def modality_of(spec: ImageSpec | AudioSpec) -> str:
     """ "vision" or "audio": which kind of file a spec is for."""
     return "audio" if isinstance(spec, AudioSpec) else "vision"
-
-
-def decoder_versions(modality: str) -> dict[str, str]:
-    """Versions of the libraries that decode: part of the key of everything cached from their output.
-
-    Imports none of them (that costs seconds, and a rank that reads the cache needs none). Raises ImportError naming
-    what to install when one is missing.
-    """
-    versions = {}
-    for package in {"vision": ("pillow", "resvg_py"), "audio": ("soundfile", "scipy", "transformers")}[modality]:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            raise ImportError(_missing(package)) from None
-    return versions
 
 
 @cache

@@ -10,13 +10,25 @@ the rows of any step, and the place in the epoch is still all the state there is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from interlace import balance
 from interlace.data.loader import Loader
+from interlace.data.produced import Producers
 from interlace.model.sample import Media
+
+
+class _Plan(NamedTuple):
+    """The rows of an epoch, as arrays: a million samples are no million objects.
+
+    samples: int64, dataset indices row by row; starts: int64 [batches * rows + 1], where each row begins in them.
+    """
+
+    samples: np.ndarray
+    starts: np.ndarray
 
 
 class RowLoader(Loader):
@@ -37,8 +49,11 @@ class RowLoader(Loader):
         shuffle: bool = True,
         prefetch: int = 2,
         wanted: Callable[[list[Any]], Iterable[Media]] | None = None,
+        producers: Callable[[Loader], Producers] | None = None,
+        pinned: bool = False,
     ) -> None:
-        super().__init__(dataset, 1, seed=seed, shuffle=shuffle, prefetch=prefetch, wanted=wanted)
+        ahead: dict[str, Any] = {"prefetch": prefetch, "wanted": wanted, "producers": producers, "pinned": pinned}
+        super().__init__(dataset, 1, seed=seed, shuffle=shuffle, **ahead)
         self.tokens = np.asarray(dataset.token_lengths, np.int64)
         if rows < 1:
             raise ValueError(f"rows is {rows}: a batch needs at least one")
@@ -47,7 +62,7 @@ class RowLoader(Loader):
                 f"a sample has {int(self.tokens.max())} tokens, a row takes {max_tokens}; raise max_tokens"
             )
         self.rows, self.max_tokens = rows, max_tokens
-        self._planned: dict[int, list[list[list[int]]]] = {}
+        self._planned: dict[int, _Plan] = {}
         self.batches_per_epoch = self.batches(0)  # of other epochs: about
         if not self.batches_per_epoch:
             raise ValueError(
@@ -55,42 +70,58 @@ class RowLoader(Loader):
                 f"{max_tokens} tokens each; lower max_tokens, or the number of rows"
             )
 
-    def _plan(self, epoch: int) -> list[list[list[int]]]:
-        """Batch -> row -> dataset indices, of an epoch."""
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_planned": {}, "tokens": None}  # which the dataset knows there, too
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tokens = np.asarray(self.dataset.token_lengths, np.int64)  # type: ignore[attr-defined]
+
+    def _plan(self, epoch: int) -> _Plan:
         planned = self._planned.get(epoch)
         if planned is None:
             order = self.order(epoch)
-            planned, start = [], 0
+            start, samples, counts = 0, [order[:0]], [np.zeros(1, np.int64)]
             sums = np.concatenate([[0], np.cumsum(self.tokens[order])])
             room = self.rows * self.max_tokens
             while True:
                 end = int(np.searchsorted(sums, sums[start] + room, side="right")) - 1
                 if end >= len(order):  # what is left does not fill a batch
                     break
-                rows = self._deal(order[start:end])
-                planned.append(rows)
-                start += sum(map(len, rows))
+                dealt, each = self._deal(order[start:end])
+                samples.append(dealt)
+                counts.append(each)
+                start += len(dealt)
+            planned = _Plan(np.concatenate(samples), np.cumsum(np.concatenate(counts)))
             # The thread that reads ahead is in the next epoch while this one is still asked for.
             self._planned = {kept: plan for kept, plan in self._planned.items() if abs(kept - epoch) < 2}
             self._planned[epoch] = planned
         return planned
 
-    def _deal(self, picks: np.ndarray) -> list[list[int]]:
-        """The first of `picks` in rows that hold them; the others wait for the next batch."""
+    def _deal(self, picks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The first of `picks` in rows that hold them, row by row, and how many each row has; the others wait for the
+        next batch."""
         while True:
             lengths = self.tokens[picks]
             bins = balance.assign(lengths, self.rows)
             if int(np.bincount(bins, weights=lengths, minlength=self.rows).max()) <= self.max_tokens:
-                return [picks[bins == row].tolist() for row in range(self.rows)]
+                return picks[np.argsort(bins, kind="stable")], np.bincount(bins, minlength=self.rows)
             picks = picks[:-1]
 
     def groups(self, epoch: int, position: int) -> list[list[int]]:
         """The dataset indices of each row of a batch; rows without samples are left out."""
-        return [row for row in self._plan(epoch)[position] if row]
+        plan = self._plan(epoch)
+        ends = plan.starts[position * self.rows : (position + 1) * self.rows + 1].tolist()
+        rows = [plan.samples[first:last].tolist() for first, last in pairwise(ends)]
+        return [row for row in rows if row]
 
     def indices(self, epoch: int, position: int) -> list[int]:
         """Dataset indices of the batch at `position` of `epoch`, row by row."""
         return [index for row in self.groups(epoch, position) for index in row]
+
+    def drawn(self, epoch: int, position: int) -> int:
+        """How many samples of the order of `epoch` are drawn by the end of the batch at `position`."""
+        return int(self._plan(epoch).starts[(position + 1) * self.rows])
 
     def _make(self, epoch: int, position: int) -> list[Any]:
         samples = iter(super()._make(epoch, position))
@@ -101,7 +132,7 @@ class RowLoader(Loader):
 
     def batches(self, epoch: int) -> int:
         """Batches of an epoch."""
-        return len(self._plan(epoch))
+        return (len(self._plan(epoch).starts) - 1) // self.rows
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch comes from: plain numbers, the same on every rank."""

@@ -1,408 +1,281 @@
-"""The stamps as a training mixture: images at their own size, speech in ten languages, captions, mixed by weights.
+"""Debian's Tux Paint stamps as chats: pictures, speech in ten languages and captions become questions and answers.
 
-Kinds of samples (the language tag in the prompt determines the answer's language):
+    category       a picture, "What is it?"                  -> the stamp's folder, such as "animals"
+    language       a description, "Which language is it?"    -> its name, such as "French"
+    image          a picture, "Describe it in French."       -> its caption
+    speech         a description, "Write it down."           -> the caption in its language
+    image+speech   both, "Write it down."                    -> the caption in the language of the speech
+    images         pictures, "Describe them in French."      -> their captions, one a line
+    text           a caption, "Say in French: ..."           -> the same caption in another language
 
-    image           one picture               -> its caption in a language drawn among its captions
-    speech          one spoken description    -> the caption in the speech's language
-    image+speech    both                      -> the caption in the speech's language
-    images          2..max_images pictures    -> their captions, one a line, in a language that all have
-    text            a caption                 -> the same caption in another language
-    category        one picture, "What is it?"          -> the stamp's folder, such as "animals"
-    language        one description, "Which language?"  -> its code, such as "fr"
+The first two have one right answer of one word: their records name their kind, so that runs count how many are right.
 
-The last two have one right answer of one word, so how many are right tells whether pictures and speech are used.
-
-Trade-offs: each kind walks through its own files in a seeded order, epoch after epoch, so that no file comes twice
-before all have come once; but an epoch is a fixed number of samples, not one pass over the 7,300 clips.
+Trade-offs: each kind walks through its own files in a seeded order, so that no file comes twice before all have come
+once, and takes as many records as its share says. There are only some 850 pictures to train on, so each look at one is
+another distortion of it (`stamps_media`), up to `looks` of them; held-out pictures stay as they are.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
-from interlace.data.base import MediaRef, MultimodalDataset, Recipe, kind_of_file
-from interlace.data.index import Clip, Stamp, is_held_out, load_index
-from interlace.data.media import AudioSpec, DecodeError, ImageSpec, ImageTooLarge, modality_of
-from interlace.data.pack import Item, Pack, open_pack
-from interlace.data.tokenizer import ByteTokenizer
+from interlace.data.index import Clip, Stamp, StampIndex, is_held_out
 
-LANGUAGES = ("en", "fr", "es", "ca", "ro", "da", "ru", "bg", "be", "el")
-KINDS: dict[str, tuple[str, ...]] = {  # kind -> modalities it needs
-    "image": ("vision",),
-    "speech": ("audio",),
-    "image+speech": ("vision", "audio"),
-    "images": ("vision",),
-    "text": (),
-    "category": ("vision",),
-    "language": ("audio",),
-}
-WEIGHTS = {
-    "image": 0.25, "speech": 0.15, "image+speech": 0.15, "images": 0.1, "text": 0.1, "category": 0.15, "language": 0.1,
+LANGUAGES = {
+    "en": "English", "fr": "French", "es": "Spanish", "ca": "Catalan", "ro": "Romanian",
+    "da": "Danish", "ru": "Russian", "bg": "Bulgarian", "be": "Belarusian", "el": "Greek",
 }  # fmt: skip
-QUESTIONS = {"category": "What is it?", "language": "Which language?"}
-ASKED_IN = "en"
-ANSWER_BYTES = 16  # no folder's name is longer
+KINDS = ("category", "language", "image", "speech", "image+speech", "images", "text")
+QUESTIONS = {"category": "What is it?", "language": "Which language is it?"}
+HELD_OUT = {"category": None, "language": 512, "image": 64, "speech": 64, "image+speech": 64, "images": 32, "text": 64}
+"""Most held-out records of each kind; None: one of each file."""
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the chats are made with.
+
+    records: to train on, in all, of which each kind has its share of `mixture`. held_out: the share of stamps that is
+    kept for validation, by a hash of the stamp, so that no stamp and no file is on both sides, in any language or kind.
+    looks: different distortions of a picture. side: most pixels of a side of it. seconds: of the longest clip;
+    characters: of the longest caption; pictures: most in a record with several. vocabulary: of the tokenizer.
+    """
+
+    records: int = 19_200
+    seed: int = 0
+    held_out: float = 0.1
+    languages: tuple[str, ...] = tuple(LANGUAGES)
+    mixture: Mapping[str, float] = field(
+        default_factory=lambda: {
+            "category": 0.5, "language": 0.2, "image": 0.1, "speech": 0.06, "image+speech": 0.06, "images": 0.04,
+            "text": 0.04,
+        }
+    )  # fmt: skip
+    looks: int = 12
+    side: int = 128
+    seconds: float = 6.0
+    characters: int = 80
+    pictures: int = 3
+    vocabulary: int = 2048
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming what does not fit."""
+        if self.records < 1 or self.seed < 0:
+            raise ValueError(f"records {self.records} is at least 1, seed {self.seed} at least 0")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out is the share of stamps kept for validation, between 0 and 1: {self.held_out:g}")
+        if unknown := [name for name in self.languages if name not in LANGUAGES]:
+            raise ValueError(f"no language {unknown[0]!r}; there are {', '.join(LANGUAGES)}")
+        if not self.languages:
+            raise ValueError("languages is empty; name at least one, such as en")
+        if unknown := [kind for kind in self.mixture if kind not in KINDS]:
+            raise ValueError(f"no kind of record {unknown[0]!r}; there are {', '.join(KINDS)}")
+        if min(self.mixture.values(), default=0) < 0 or not sum(self.mixture.values()):
+            raise ValueError("the shares of the mixture are 0 or more, and not all 0")
+
+    def table(self) -> dict[str, Any]:
+        """As JSON has it, to be compared."""
+        return asdict(self) | {"languages": list(self.languages), "mixture": dict(self.mixture)}
+
+
+@dataclass(frozen=True)
+class PictureFile:
+    """A picture to be written: `target` of the first of `sources` that can be read, distorted by `seed` unless None."""
+
+    target: str
+    sources: tuple[str, ...]
+    seed: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class ClipFile:
+    """A clip to be written."""
+
+    target: str
+    source: str
 
 
 @dataclass
+class Drawn:
+    """Records of both splits, the files that they name, and what was passed over: file -> why."""
+
+    train: list[Record] = field(default_factory=list)
+    validation: list[Record] = field(default_factory=list)
+    files: dict[str, PictureFile | ClipFile] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def record(media: Sequence[str], text: str, answer: str, kind: str = "") -> Record:
+    """A chat: media, a text, its answer."""
+    content: list[Record] = []
+    for path in media:
+        name = "audio" if path.endswith(".flac") else "image"
+        content.append({"type": name, name: path})
+    made: Record = {
+        "messages": [
+            {"role": "user", "content": [*content, {"type": "text", "text": text}]},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+    return made | {"kind": kind} if kind in QUESTIONS else made
+
+
+def media_of(made: Record) -> list[str]:
+    """The files of a record."""
+    return [part[part["type"]] for part in made["messages"][0]["content"] if part["type"] != "text"]
+
+
+def texts_of(made: Record) -> list[str]:
+    """The words of a record."""
+    question, answer = made["messages"]
+    return [part["text"] for part in question["content"] if part["type"] == "text"] + [answer["content"]]
+
+
+def shares(mixture: Mapping[str, float], records: int) -> dict[str, int]:
+    """Records of each kind: as many as its share says, rounded so that they are `records` in all."""
+    exact = {kind: records * share / sum(mixture.values()) for kind, share in mixture.items()}
+    counts = {kind: int(number) for kind, number in exact.items()}
+    for kind in sorted(exact, key=lambda kind: counts[kind] - exact[kind])[: records - sum(counts.values())]:
+        counts[kind] += 1
+    return counts
+
+
+def walk(size: int, count: int, seed: Sequence[int]) -> list[int]:
+    """`count` places of an endless walk through `size` things, a new order on each pass."""
+    passes = range(-(-count // size) if size else 0)
+    walked = [place for number in passes for place in np.random.default_rng([*seed, number]).permutation(size).tolist()]
+    return walked[:count]
+
+
+def draw(index: StampIndex, settings: Settings) -> Drawn:
+    """The records that an index of the package gives. Raises ValueError for a kind of which there are none."""
+    drawn = Drawn()
+    drawn.left_out |= index.failures
+    for path, (reason, language) in index.skipped.items():
+        if language in ("", *settings.languages):
+            drawn.left_out[path] = reason
+    for split, made in (("train", drawn.train), ("validation", drawn.validation)):
+        held = split == "validation"
+        stamps = [stamp for stamp in index.stamps if is_held_out(stamp, settings.held_out) == held]
+        side = _Side([_Entry.of(stamp, settings, drawn.left_out) for stamp in stamps], settings, held, drawn)
+        if held:
+            counts = {kind: HELD_OUT[kind] for kind, share in settings.mixture.items() if share}
+        else:
+            counts = dict(shares(settings.mixture, settings.records))
+        for kind, count in counts.items():
+            made += side.draw(kind, count)
+        order = np.random.default_rng([settings.seed, 3, held]).permutation(len(made))
+        made[:] = [made[place] for place in order]
+    return drawn
+
+
+@dataclass(frozen=True)
 class _Entry:
     """A stamp with what of it can be used."""
 
     stamp: Stamp
-    image: tuple[MediaRef, ...]  # an item of each encoder that sees; none without a usable picture
-    captions: dict[str, str]
-    clips: list[tuple[Clip, tuple[MediaRef, ...]]]
+    pictures: tuple[str, ...]
+    captions: Mapping[str, str]
+    clips: Sequence[Clip]
 
-
-class StampsDataset(MultimodalDataset):
-    """The stamps under ``root`` (the folder that ``fetch_stamps`` returns) as a weighted mixture.
-
-    weights: kind -> share of samples (KINDS); default WEIGHTS over the kinds whose modalities ``tokens`` has.
-    languages: of captions and speech. held_out: share of stamps in split "heldout" (by hash of the stamp: no stamp,
-    and no file shared between stamps, is in both splits, in any language or kind).
-    length: samples per epoch; default 4 per stamp of the split.
-    max_image_tokens: patches per image; larger ones are scaled down, or with on_too_large="error" refused with a
-    message naming them. max_audio_seconds: longer clips are skipped and counted, never cut. max_caption_bytes likewise.
-    mean, std: pixel normalisation (ImageSpec). specs: encoder -> how its files become tensors; by default "vision" and
-    "audio", of the arguments above. cache: folder for the index and decoded files (default: beside root).
-    workers: decoding processes of the first run. limit_bytes: most disk per cached modality.
-
-    The first construction decodes every file once to find broken ones (``failures``) and to cache the results
-    (50 s of processor time for the real package, shared by the cores); later ones take about half a second.
-    """
-
-    name = "stamps"
-
-    def __init__(
-        self,
-        root: str | Path,
-        *,
-        tokens: Mapping[str, Callable[[tuple[int, ...]], int]],
-        split: str = "train",
-        seed: int = 0,
-        weights: Mapping[str, float] | None = None,
-        languages: Sequence[str] = LANGUAGES,
-        held_out: float = 0.1,
-        length: int | None = None,
-        patch_size: int = 16,
-        max_image_tokens: int = 64,
-        on_too_large: str = "downscale",
-        max_images: int = 4,
-        mean: Sequence[float] = (0.5, 0.5, 0.5),
-        std: Sequence[float] = (0.5, 0.5, 0.5),
-        mel_bins: int = 80,
-        max_audio_seconds: float = 8.0,
-        max_caption_bytes: int = 256,
-        specs: Mapping[str, ImageSpec | AudioSpec] | None = None,
-        tokenizer: ByteTokenizer | None = None,
-        cache: str | Path | None = None,
-        workers: int | None = None,
-        limit_bytes: int = 2 << 30,
-    ) -> None:
-        if specs is None:
-            image = ImageSpec(patch_size, max_image_tokens, tuple(mean), tuple(std))
-            specs = {"vision": image, "audio": AudioSpec(mel_bins, max_audio_seconds)}
-        super().__init__(tokens=tokens, specs=specs, split=split, seed=seed, tokenizer=tokenizer)
-        if on_too_large not in ("downscale", "error"):
-            raise ValueError(f'on_too_large must be "downscale" or "error", not {on_too_large!r}')
-        if not 0 < held_out < 1:
-            raise ValueError(f"held_out is the share of stamps kept for validation, between 0 and 1; got {held_out}")
-        if max_images < 2:
-            raise ValueError(f"max_images must be at least 2, got {max_images}")
-        if not languages:
-            raise ValueError("languages is empty; name at least one, for example ['en']")
-        self.weights = self._check_weights(weights)
-        self.languages = tuple(languages)
-        self.max_images = max_images
-        self.max_caption_bytes = max_caption_bytes
-        self.root = Path(root)
-        self.index = load_index(self.root, cache)
-        self.failures.update(self.index.failures)
-        for path, (reason, language) in self.index.skipped.items():
-            if language in ("", *self.languages):
-                self.skipped[path] = reason
-        broken = [kind_of_file(path) for path in self.index.failures]
-        self.totals = {
-            "pictures": sum(len(stamp.images) for stamp in self.index.stamps) + broken.count("pictures"),
-            "clips": sum(len(stamp.clips) for stamp in self.index.stamps) + broken.count("clips"),
-        }
-        cache = Path(cache) if cache is not None else self.root.parent
-        used = {modality for kind in self.weights for modality in KINDS[kind]}
-        self._packs: dict[str, Pack] = {}
-        for name in self.tokens:
-            spec = self.specs[name]
-            if modality_of(spec) in used:
-                self._packs[name] = open_pack(
-                    self.root,
-                    self._clip_items(spec)
-                    if isinstance(spec, AudioSpec)
-                    else self._image_items(spec, strict=on_too_large == "error"),
-                    spec,
-                    cache,
-                    signature=self.index.signature,
-                    workers=workers,
-                    limit_bytes=limit_bytes,
-                )
-                self.failures.update(self._packs[name].failures)
-        stamps = [s for s in self.index.stamps if is_held_out(s, held_out) == (split == "heldout")]
-        self.entries = [entry for entry in map(self._entry, stamps) if entry.captions]
-        self._pools = self._make_pools()
-        for kind in self.weights:
-            if not len(self._pools[kind]):
-                raise ValueError(
-                    f"no {split} sample of kind {kind!r} can be made from {self.root} with languages "
-                    f"{list(self.languages)}; set its weight to 0, or change languages or held_out. {self.report()}"
-                )
-        self.length = 4 * len(self.entries) if length is None else length
-        if self.length < 1:
-            raise ValueError(f"length is the number of samples per epoch, at least 1; got {self.length}")
-        self._plans: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-
-    def _check_weights(self, weights: Mapping[str, float] | None) -> dict[str, float]:
-        if weights is None:
-            return {k: w for k, w in WEIGHTS.items() if all(map(self.encoders, KINDS[k]))}
-        for kind, weight in weights.items():
-            if kind not in KINDS:
-                raise ValueError(f"unknown kind of sample {kind!r}; known: {', '.join(KINDS)}")
-            if weight < 0:
-                raise ValueError(f"the weight of {kind!r} is {weight}; weights are at least 0")
-            missing = {modality for modality in KINDS[kind] if not self.encoders(modality)}
-            if weight > 0 and missing:
-                raise ValueError(f"{kind!r} samples need an encoder for {sorted(missing)}; set its weight to 0")
-        chosen = {k: float(weights[k]) for k in KINDS if weights.get(k, 0) > 0}
-        if not chosen:
-            raise ValueError("all weights are 0; give at least one kind of sample a positive weight")
-        return chosen
-
-    # Files that can be used -------------------------------------------------------------------------------
-
-    def _image_items(self, spec: ImageSpec, *, strict: bool) -> list[Item]:
-        items: list[Item] = []
-        refused: list[str] = []
-        for image in (i for s in self.index.stamps for i in s.images):
-            try:
-                items.append((image.path, spec.fit(image.width, image.height, image.path, strict=strict)))
-            except ImageTooLarge as error:
-                refused.append(str(error))
-                self.skipped[image.path] = f"too elongated for {spec.max_tokens} image tokens"
-        if strict and refused:
-            raise ImageTooLarge(f"{len(refused)} images exceed the token budget; the first: {refused[0]}")
-        return items
-
-    def _clip_items(self, spec: AudioSpec) -> list[Item]:
-        items: list[Item] = []
-        for stamp in self.index.stamps:
-            for language in self.languages:
-                clip = stamp.clips.get(language)
-                if clip is None:
-                    continue
-                shape = spec.shape(clip.frames, clip.rate)
-                if clip.seconds > spec.max_seconds:
-                    self.skipped[clip.path] = f"longer than {spec.max_seconds:g} s"
-                elif shape[1] < 2:
-                    self.skipped[clip.path] = "shorter than 20 ms"
-                else:
-                    items.append((clip.path, shape))
-        return items
-
-    def _entry(self, stamp: Stamp) -> _Entry:
+    @staticmethod
+    def of(stamp: Stamp, settings: Settings, left_out: dict[str, str]) -> _Entry:
         captions = {}
-        for language in self.languages:
+        for language in settings.languages:
             caption = stamp.captions.get(language)
-            if caption is not None and len(caption.encode()) <= self.max_caption_bytes:
+            if caption is not None and len(caption) <= settings.characters:
                 captions[language] = caption
             elif caption is not None:
-                reason = f"caption longer than {self.max_caption_bytes} bytes"
-                self.skipped[f"{stamp.key}.txt [{language}]"] = reason
-        images = self._usable("vision", [i.path for i in stamp.images])
-        clips = [stamp.clips[language] for language in captions if language in stamp.clips]
-        refs = {each[0].source: each for each in self._usable("audio", [c.path for c in clips])}
-        return _Entry(
-            stamp, images[0] if images else (), captions, [(c, refs[c.path]) for c in clips if c.path in refs]
-        )
+                left_out[f"{stamp.key}.txt [{language}]"] = f"a caption of more than {settings.characters} characters"
+        clips = []
+        for language in captions:
+            clip = stamp.clips.get(language)
+            if clip is not None and not 0.1 <= clip.seconds <= settings.seconds:
+                left_out[clip.path] = f"shorter than 0.1 s or longer than {settings.seconds:g} s"
+            elif clip is not None:
+                clips.append(clip)
+        return _Entry(stamp, tuple(image.path for image in stamp.images), captions, clips)
 
-    def _usable(self, modality: str, paths: Sequence[str]) -> list[tuple[MediaRef, ...]]:
-        """Those of the files that all encoders of the modality can read: an item of each."""
-        packs = {name: self._packs[name] for name in self.encoders(modality) if name in self._packs}
-        return [
-            tuple(MediaRef(name, path, pack.shapes[path]) for name, pack in packs.items())
-            for path in paths
-            if packs and all(path in pack.shapes for pack in packs.values())
-        ]
 
-    # Which sample is which --------------------------------------------------------------------------------
+class _Side:
+    """One split: pools of things, from which the records of each kind are drawn."""
 
-    def _make_pools(self) -> dict[str, np.ndarray]:
-        """Kind -> the things it walks through: [n, 2] (entry, clip); clip is 0 where the kind has none."""
-        with_image = [(e, 0) for e, entry in enumerate(self.entries) if entry.image]
-        clips = [(e, c) for e, entry in enumerate(self.entries) for c in range(len(entry.clips))]
-        pools = {
-            "image": with_image,
-            "speech": clips,
-            "image+speech": [(e, c) for e, c in clips if self.entries[e].image],
-            "images": with_image if len(with_image) > 1 else [],
-            "text": [(e, 0) for e in range(len(self.entries))],
-            "category": with_image,
+    def __init__(self, entries: Sequence[_Entry], settings: Settings, held: bool, drawn: Drawn) -> None:
+        self.entries, self.settings, self.held, self.drawn = entries, settings, held, drawn
+        self.seen: Counter[str] = Counter()
+        clips = [(entry, clip) for entry in entries for clip in entry.clips]
+        seeing = [(entry, None) for entry in entries if entry.pictures and entry.captions]
+        self.pools: dict[str, list[tuple[_Entry, Any]]] = {
+            "category": seeing,
             "language": clips,
+            "image": seeing,
+            "speech": clips,
+            "image+speech": [(entry, clip) for entry, clip in clips if entry.pictures],
+            "images": seeing,
+            "text": [(entry, None) for entry in entries if len(entry.captions) > 1],
         }
-        self._by_language = {
-            language: np.array([e for e, _ in with_image if language in self.entries[e].captions], dtype=np.int64)
-            for language in self.languages
+        self.speakers = {
+            language: [entry for entry, _ in seeing if language in entry.captions] for language in settings.languages
         }
-        return {kind: np.array(pool, dtype=np.int64).reshape(-1, 2) for kind, pool in pools.items()}
 
-    def __len__(self) -> int:
-        return self.length
+    def draw(self, kind: str, count: int | None) -> list[Record]:
+        """`count` records of a kind (of held-out ones at most: no file comes twice), or one of each file."""
+        pool = self.pools[kind]
+        if self.held:
+            count = min(len(pool), len(pool) if count is None else count)
+        if count and len(pool) < (2 if kind == "images" else 1):
+            split = "held-out" if self.held else "training"
+            raise ValueError(f"no {split} record of kind {kind!r} can be made: leave it out of the mixture")
+        seed = [self.settings.seed, KINDS.index(kind), self.held]
+        made = []
+        for number, place in enumerate(walk(len(pool), count or 0, [*seed, 0])):
+            entry, clip = pool[place]
+            rng = np.random.default_rng([*seed, 1, number])
+            made.append(self._record(kind, entry, clip, rng))
+        return made
 
-    def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(kind [n], place in the kind's pool [n]) of an epoch's samples."""
-        plan = self._plans.get(epoch)
-        if plan is None:
-            shares = np.array(list(self.weights.values()))
-            exact = shares / shares.sum() * self.length
-            counts = np.floor(exact).astype(np.int64)
-            counts[np.argsort(counts - exact, kind="stable")[: self.length - counts.sum()]] += 1
-            kinds = np.repeat(np.arange(len(counts)), counts)
-            places = np.empty(self.length, dtype=np.int64)
-            for k, (kind, count) in enumerate(zip(self.weights, counts, strict=True)):
-                places[kinds == k] = self._walk(kind, k, epoch * int(count), int(count))
-            order = np.random.default_rng([self.seed, 1, epoch]).permutation(self.length)
-            plan = kinds[order], places[order]
-            self._plans = {**{e: p for e, p in self._plans.items() if abs(e - epoch) < 2}, epoch: plan}
-        return plan
-
-    def _walk(self, kind: str, number: int, start: int, count: int) -> np.ndarray:
-        """``count`` places of the endless walk through the kind's pool (a new permutation per pass)."""
-        size = len(self._pools[kind])
-        passes = range(start // size, (start + count - 1) // size + 1) if count else range(0)
-        walked = [np.random.default_rng([self.seed, 2, number, p]).permutation(size) for p in passes]
-        offset = start - passes.start * size if count else 0
-        return np.concatenate([*walked, np.empty(0, dtype=np.int64)])[offset : offset + count]
-
-    def recipe(self, index: int, epoch: int | None = None) -> Recipe:
-        epoch = self.epoch if epoch is None else int(epoch)
-        index = int(index)
-        if not -self.length <= index < self.length:
-            raise IndexError(f"sample {index} of {self.length}")
-        index %= self.length
-        kinds, places = self._plan(epoch)
-        kind = list(self.weights)[kinds[index]]
-        entry_number, clip_number = self._pools[kind][places[index]]
-        if kind in QUESTIONS:
-            return self._question(kind, int(entry_number), int(clip_number))
-        entry = self.entries[entry_number]
-        rng = np.random.default_rng([self.seed, 3, epoch, index])
-        key = entry.stamp.key
-        if kind in ("speech", "image+speech"):
-            clip, refs = entry.clips[clip_number]
-            image = entry.image if kind == "image+speech" else ()
-            return Recipe(kind, (*image, *refs), clip.language, entry.captions[clip.language], stamp=key)
+    def _record(self, kind: str, entry: _Entry, clip: Clip | None, rng: np.random.Generator) -> Record:
+        if kind == "category":
+            folder = entry.stamp.key.partition("/")[0]
+            return record([self._picture(entry)], QUESTIONS[kind], folder, kind)
+        if clip is not None:
+            sound, language = self._clip(clip), clip.language
+            if kind == "language":
+                return record([sound], QUESTIONS[kind], LANGUAGES[language], kind)
+            seen = [self._picture(entry)] if kind == "image+speech" else []
+            return record([*seen, sound], "Write it down.", entry.captions[language])
         languages = list(entry.captions)
         language = languages[int(rng.integers(len(languages)))]
         if kind == "text":
-            others = [x for x in languages if x != language]
-            text = entry.captions[others[int(rng.integers(len(others)))]] if others else ""
-            return Recipe(kind, (), language, entry.captions[language], text, stamp=key)
-        chosen = [int(entry_number)]
+            others = [each for each in languages if each != language]
+            text = entry.captions[others[int(rng.integers(len(others)))]]
+            return record([], f"Say in {LANGUAGES[language]}: {text}", entry.captions[language])
+        chosen = [entry]
         if kind == "images":
-            pool = self._by_language[language]
-            others_pool = pool[pool != entry_number]
-            wanted = min(int(rng.integers(1, self.max_images)), len(others_pool))
-            chosen += [int(e) for e in rng.choice(others_pool, wanted, replace=False)]
-        picks = [self.entries[e] for e in chosen]
-        images = tuple(ref for pick in picks for ref in pick.image)
-        return Recipe(kind, images, language, "\n".join(p.captions[language] for p in picks), stamp=key)
+            others_pool = [each for each in self.speakers[language] if each is not entry]
+            wanted = min(int(rng.integers(1, self.settings.pictures)), len(others_pool))
+            chosen += [others_pool[int(i)] for i in rng.choice(len(others_pool), wanted, replace=False)]
+        what = "it" if len(chosen) == 1 else "them"
+        answer = "\n".join(each.captions[language] for each in chosen)
+        return record([self._picture(e) for e in chosen], f"Describe {what} in {LANGUAGES[language]}.", answer)
 
-    def _question(self, kind: str, entry_number: int, clip_number: int) -> Recipe:
-        entry = self.entries[entry_number]
-        if kind == "language":
-            clip, refs = entry.clips[clip_number]
-            return Recipe(kind, refs, ASKED_IN, clip.language, QUESTIONS[kind], entry.stamp.key)
-        folder = entry.stamp.key.partition("/")[0]
-        return Recipe(kind, entry.image, ASKED_IN, folder, QUESTIONS[kind], entry.stamp.key)
+    def _picture(self, entry: _Entry) -> str:
+        """The file of the next look at a picture."""
+        key = entry.stamp.key
+        look = 0 if self.held else self.seen[key] % self.settings.looks
+        self.seen[key] += 1
+        target = f"media/{key}@{look}.png"  # one file for each: the look is what follows the last @
+        seed = (self.settings.seed, look, *key.encode()) if look else None
+        self.drawn.files.setdefault(target, PictureFile(target, entry.pictures, seed))
+        return target
 
-    def questions(self) -> dict[str, list[Recipe]]:
-        asked = [kind for kind in self.weights if kind in QUESTIONS]
-        return {kind: [self._question(kind, e, c) for e, c in self._pools[kind].tolist()] for kind in asked}
-
-    def extremes(self) -> Iterable[Recipe]:
-        """The longest samples and prompts that can be drawn, found from the entries alone: epochs draw at random."""
-        for kind in self.weights:
-            if kind == "images":
-                for language in self.languages:
-                    yield from self._longest_images(language)
-            elif kind in QUESTIONS:
-                yield from (self._question(kind, e, c) for e, c in self._pools[kind].tolist())
-            else:
-                for entry in self.entries:
-                    yield from self._longest_texts(entry) if kind == "text" else self._longest_of(entry, kind)
-
-    def _longest_images(self, language: str) -> Iterable[Recipe]:
-        pool = [e for e in self.entries if e.image and language in e.captions]
-        tokens = [sum(map(self._size, e.image)) for e in pool]
-        answers = [self._size(e.captions[language]) for e in pool]
-        for weights in ([t + a for t, a in zip(tokens, answers, strict=True)], tokens):
-            picks = [pool[i] for i in np.argsort(weights, kind="stable")[-self.max_images :]]
-            images = tuple(ref for pick in picks for ref in pick.image)
-            if images:
-                yield Recipe("images", images, language, "\n".join(e.captions[language] for e in picks))
-
-    def _longest_texts(self, entry: _Entry) -> Iterable[Recipe]:
-        captions = entry.captions
-        if len(captions) == 1:
-            yield from (Recipe("text", (), language, caption) for language, caption in captions.items())
-            return
-        texts = heapq.nlargest(2, captions, key=lambda x: self._size(captions[x]))
-        with_answer = heapq.nlargest(2, captions, key=lambda x: self._size(captions[x]) + self._size(x))
-        for language in {*with_answer, *heapq.nlargest(2, captions, key=self._size)}:
-            for text in texts:
-                if text != language:
-                    yield Recipe("text", (), language, captions[language], captions[text])
-
-    def _longest_of(self, entry: _Entry, kind: str) -> Iterable[Recipe]:
-        image = entry.image if kind != "speech" else ()
-        if kind != "speech" and not image:
-            return
-        choices: list[tuple[str, tuple[MediaRef, ...]]] = [(language, image) for language in entry.captions]
-        if kind != "image":
-            choices = [(clip.language, (*image, *refs)) for clip, refs in entry.clips]
-        prompts = [self._size(language) + sum(map(self._size, media)) for language, media in choices]
-        samples = [p + self._size(entry.captions[c[0]]) for p, c in zip(prompts, choices, strict=True)]
-        for weights in (samples, prompts) if choices else ():
-            language, media = choices[int(np.argmax(weights))]
-            yield Recipe(kind, media, language, entry.captions[language])
-
-    def _size(self, part: str | MediaRef) -> int:
-        """Tokens of a text or a media item."""
-        if isinstance(part, str):
-            return len(self.tokenizer.encode(part))
-        return self.count_tokens(part.modality, part.shape)
-
-    def read(self, item: MediaRef) -> np.ndarray:
-        try:
-            return self._packs[item.modality].read(item.source)
-        except KeyError:
-            raise DecodeError(f"{item.source}: not a file of this dataset") from None
-
-    def caption_languages(self) -> dict[str, int]:
-        """Stamps of this split per caption language."""
-        return dict(_count(language for entry in self.entries for language in entry.captions))
-
-    def stamp_keys(self) -> list[str]:
-        """The stamps of this split, for showing that splits do not overlap."""
-        return [entry.stamp.key for entry in self.entries]
-
-
-def _count(items: Iterable[str]) -> list[tuple[str, int]]:
-    counts: dict[str, int] = {}
-    for item in items:
-        counts[item] = counts.get(item, 0) + 1
-    return sorted(counts.items(), key=lambda x: (-x[1], x[0]))
-
-
-__all__ = ["KINDS", "LANGUAGES", "WEIGHTS", "StampsDataset"]
+    def _clip(self, clip: Clip) -> str:
+        target = f"media/{clip.path}.flac"  # all of its name: a.ogg and a.wav are two
+        self.drawn.files.setdefault(target, ClipFile(target, clip.path))
+        return target

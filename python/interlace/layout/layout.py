@@ -182,17 +182,36 @@ class Layout:
 
     def of_rank(self, rank: int) -> tuple[Stage, ...]:
         """The stages that `rank` takes part in, in the order in which data takes them."""
-        return tuple(stage for stage in self.stages() if rank in stage.ranks)
+        return self._of_rank.get(rank, ())
+
+    @cached_property
+    def _of_rank(self) -> dict[int, tuple[Stage, ...]]:
+        found: dict[int, list[Stage]] = {}
+        for stage in self.stages():
+            for rank in stage.ranks:
+                found.setdefault(rank, []).append(stage)
+        return {rank: tuple(stages) for rank, stages in found.items()}
 
     def replica(self, rank: int, module: str) -> int | None:
         """The replica of `module` that `rank` works for; None if it holds nothing of it."""
-        for pipeline in self.pipelines(module):
-            if any(rank in stage.ranks for stage in pipeline.stages):
-                return pipeline.replica
-        return None
+        self.spec(module)  # raises KeyError for a module that the layout does not have
+        return self._replicas.get((rank, module))
+
+    @cached_property
+    def _replicas(self) -> dict[tuple[int, str], int]:
+        return {
+            (rank, pipeline.module): pipeline.replica
+            for pipeline in self.pipelines()
+            for stage in pipeline.stages
+            for rank in stage.ranks
+        }
 
     def lanes(self) -> tuple[Lane, ...]:
         """All lanes; their places here are the numbers that actions name as `peer`."""
+        return self._all_lanes
+
+    @cached_property
+    def _all_lanes(self) -> tuple[Lane, ...]:
         return tuple(self._lanes)
 
     def lane_number(self, lane: Lane) -> int:
@@ -250,6 +269,10 @@ class Layout:
 
     def shard_groups(self) -> tuple[Shard, ...]:
         """Which ranks keep slices of which layers: see `interlace.layout.reductions`."""
+        return self._shard_groups
+
+    @cached_property
+    def _shard_groups(self) -> tuple[Shard, ...]:
         from interlace.layout.reductions import shard_groups
 
         return shard_groups(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_ORDERS = ("loop",)
+_ORDERS = ("loop", "v")
 _SHARDS = ("none", "optimizer", "full")
 
 
@@ -12,16 +12,16 @@ _SHARDS = ("none", "optimizer", "full")
 class ParallelSpec:
     """The degrees of one module: tensor, context, pipeline and data parallel; its replicas have dp of them.
 
-    virtual: stages of one pipeline per rank. order: how these follow each other ("loop": rank i has stages i, i + pp,
-    ...).
+    virtual: stages of one pipeline per rank. order: how these follow each other. "loop": the i-th of the pp ranks (or
+        lanes) has stages i, i + pp, ...; "v": down the ranks and up again, i and 2 * pp - 1 - i, for virtual = 2.
 
     shard: of what the ranks that hold the same weights, those of dp and cp, keep a slice each instead of all. "none";
         "optimizer": summed gradients and optimizer state (ZeRO-1); "full": weights too, which are then whole only
         while their layer needs them, or from the beginning of a step to their last use. shard_ranks: so many ranks, at
         least 2, share one set of slices, and there are as many sets as that gives (default: all share one).
 
-    Raises ValueError for a degree below 1, a `shard` that is none of these, a `shard_ranks` that means nothing, and for
-    what this version does not run: virtual stages.
+    Raises ValueError for a degree below 1, an `order` or a `shard` that is none of these or does not go with the rest,
+    and a `shard_ranks` that means nothing.
     """
 
     tp: int = 1
@@ -37,8 +37,10 @@ class ParallelSpec:
         for degree in ("tp", "cp", "pp", "dp", "virtual"):
             if getattr(self, degree) < 1:
                 raise ValueError(f"{degree} must be at least 1, got {getattr(self, degree)}")
-        if self.virtual != 1 or self.order not in _ORDERS:
-            raise ValueError("this version runs one stage of a module per rank: leave virtual = 1 and order = 'loop'")
+        if self.order not in _ORDERS:
+            raise ValueError(f"unknown order {self.order!r}: use one of {', '.join(map(repr, _ORDERS))}")
+        if self.order == "v" and self.virtual != 2:
+            raise ValueError(f"order = 'v' goes down the ranks and up again: set virtual = 2, not {self.virtual}")
         if self.shard not in _SHARDS:
             raise ValueError(f"unknown shard {self.shard!r}: use one of {', '.join(map(repr, _SHARDS))}")
         if self.shard_ranks is not None and (self.shard == "none" or self.shard_ranks < 2):
@@ -51,6 +53,16 @@ class ParallelSpec:
     def lane_size(self) -> int:
         """Ranks of one stage of one replica."""
         return self.tp * self.cp
+
+    @property
+    def stages(self) -> int:
+        """Stages of one replica."""
+        return self.pp * self.virtual
+
+    def place(self, stage: int) -> int:
+        """Which of the pp lanes of a replica runs stage `stage`."""
+        lap, place = divmod(stage, self.pp)
+        return self.pp - 1 - place if self.order == "v" and lap == 1 else place
 
     @property
     def ranks(self) -> int:

@@ -2,7 +2,8 @@
 
 sample.py and collate.py (data in) · modality.py and projector.py (an encoder) · language.py (merging, loss) ·
 multimodal.py (the whole) · slice.py and stage.py (slicing) · describe.py (costs) · checkpointing.py · generate.py ·
-naming.py and patterns.py (names of parts) · lora.py (adapters)
+naming.py and patterns.py (names of parts) · lora.py (adapters) · places.py (where media and targets stand) ·
+counted.py, pairs.py and flops.py (what modules compute)
 """
 
 from interlace.model.checkpointing import Checkpointing, set_checkpointing
@@ -18,7 +19,7 @@ from interlace.model.projector import (
     PixelShuffleProjector,
     QFormerProjector,
 )
-from interlace.model.sample import IGNORE, Media, Sample, shift_labels
+from interlace.model.sample import IGNORE, Media, Sample, SampleOutline, shift_labels
 from interlace.model.slice import carve, find_layers
 from interlace.model.stage import StageModule
 
@@ -37,6 +38,7 @@ __all__ = [
     "PixelShuffleProjector",
     "QFormerProjector",
     "Sample",
+    "SampleOutline",
     "StageModule",
     "carve",
     "find_layers",

@@ -1,4 +1,9 @@
-"""What a HuggingFace encoder of spectrograms is called with: Whisper, and those that pad every clip to one length."""
+"""What a HuggingFace encoder of spectrograms is called with: Whisper, and those that pad every clip to one length.
+
+An item is a clip (mel bins, frames), and the rest is zeros; or it is padded already, as HuggingFace's feature
+extractors do, and about={"frames": (n,)} says how many of its frames are the clip's own. What extractors pad with is
+not zero, and convolutions before the layers see a little of it beside the last frames.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ from torch import Tensor, nn
 
 from interlace.model.feed import Inputs, Item, data_of, together
 from interlace.model.sample import Media
+
+FRAMES = "frames"
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,15 @@ class AudioInputs:
                 f"audio of {shape[1]} frames is too long for {name}, which has positions for {self.frames} frames: "
                 f"shorten the clip or raise max_source_positions to {-(-shape[1] // self.stride)}"
             )
+        told = item.about.get(FRAMES)
+        if told is not None and (len(told) != 1 or told[0] != int(told[0]) or not 1 <= told[0] <= shape[1]):
+            raise ValueError(
+                f"media of shape {shape} for {name} has about {FRAMES} = {told}: give (n,), how many of its "
+                f"{shape[1]} frames are no padding"
+            )
 
     def tokens(self, item: Item) -> int:
-        return -(-item.shape[1] // self.stride)
+        return -(-_frames(item) // self.stride)
 
     def collate(self, items: Sequence[Media]) -> Inputs:
         frames = max((item.shape[1] for item in items), default=0)
@@ -59,7 +72,7 @@ class AudioInputs:
         features = torch.zeros(len(items), self.channels, frames, device=device)
         for row, item in zip(features, items, strict=True):
             row[:, : item.shape[1]] = data_of(item)
-        lengths = torch.tensor([item.shape[1] for item in items], dtype=torch.int64, device="cpu")
+        lengths = torch.tensor([_frames(item) for item in items], dtype=torch.int64, device="cpu")
         return {self.argument: features, "lengths": lengths}
 
     def items(self, inputs: Inputs) -> list[Item]:
@@ -76,3 +89,8 @@ class AudioInputs:
 
     def sets(self, items: Sequence[Item], packing: str) -> list[list[int]]:
         return together(items, packing)
+
+
+def _frames(item: Item | Media) -> int:
+    """Of a clip, without padding."""
+    return int(item.about.get(FRAMES, (item.shape[1],))[0])

@@ -25,6 +25,15 @@ from interlace.model.placeholders import Ids, blank_id, in_words, is_placeholder
 from interlace.model.rows import padded
 from interlace.model.sample import IGNORE, Media, Sample, refuse_copies
 
+JOINED = "joined"
+
+
+def check_bidirectional(value: Any) -> bool | str:
+    """`value`, if it says whether tokens of an item see each other both ways. Raises ValueError."""
+    if type(value) is bool or (isinstance(value, str) and value == JOINED):
+        return value
+    raise ValueError(f"bidirectional is {value!r}: it is True, False, or {JOINED!r}, in items that touch, too")
+
 
 def collate_language(
     samples: Sequence[Sample],
@@ -34,16 +43,16 @@ def collate_language(
     vocab_size: int | None = None,
     *,
     rows: bool = False,
-    bidirectional: bool = True,
+    bidirectional: bool | str = True,
     positions_of: Callable[[Sample], torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Pack `samples` into one row, or with `rows` give each one of its own, padded on the right.
 
     Returns input_ids, labels, position_ids int64 [B, T] (B = 1 when packed), mask (BitfieldMask [B, T]) and plan (its
-    AttentionPlan). bidirectional: the tokens of a media item see each other both ways. positions_of: sample -> int64
-    [L, k], for models whose tokens have k positions each; then position_ids are [B, T, k]. Padding is document -1,
-    without a target, and its id is no placeholder. Raises ValueError naming the sample; see check_sample. Labels that
-    were not shifted are refused as in Sample.
+    AttentionPlan). bidirectional: the tokens of a media item see each other both ways; JOINED: also those of items that
+    touch. positions_of: sample -> int64 [L, k], for models whose tokens have k positions each; then position_ids are
+    [B, T, k]. Padding is document -1, without a target, and its id is no placeholder. Raises ValueError naming the
+    sample; see check_sample. Labels that were not shifted are refused as in Sample.
     """
     if not samples:
         raise ValueError("collate needs at least one sample")
@@ -62,9 +71,10 @@ def collate_language(
                 continue
             places = is_placeholder(sample.input_ids, placeholders[name]).nonzero().squeeze(1)
             counts = torch.tensor([item.tokens for item in items])
-            span[places] = torch.repeat_interleave(
-                torch.arange(used, used + len(items), dtype=torch.int32), counts, output_size=len(places)
-            )
+            which = torch.repeat_interleave(torch.arange(len(items)), counts, output_size=len(places))
+            if bidirectional == JOINED:
+                which = (places.diff(prepend=places[:1]) > 1).cumsum(0)
+            span[places] = (used + which).to(torch.int32)
             stream[places] = number
             used += len(items)
         spans.append(span)

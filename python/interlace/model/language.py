@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from interlace.attention import AttentionPlan
+from interlace.attention._hf_limits import Limits
+from interlace.attention._hf_plans import narrowed
 from interlace.attention.hf import Backend, use_plan
 from interlace.model.deepstack import Deepstack, handing, split_features
-from interlace.model.placeholders import Ids, every_id, in_words, is_placeholder
+from interlace.model.placeholders import Ids, every_id, in_words
+from interlace.model.places import media_in
 from interlace.model.rows import ALONE, PACKED, ROWS, Document, check_rows, documents, longest
 from interlace.model.sample import Sample
 from interlace.model.shared import per_layer_inputs
@@ -32,10 +35,10 @@ def merge_tokens(features: Mapping[str, Tensor], inputs: Inputs) -> Inputs:
     (encoder name -> id or ids). Returns inputs with inputs_embeds merged. Features replace placeholders in order; a
     placeholder's own embedding gets no gradient. Raises ValueError if the counts differ.
     """
-    ids, embeds = inputs["input_ids"].reshape(-1), inputs["inputs_embeds"]
+    embeds = inputs["inputs_embeds"]
     flat = embeds.reshape(-1, embeds.shape[-1])
     for name, token in inputs["placeholders"].items():
-        rows = is_placeholder(ids, token).nonzero().squeeze(1)
+        rows = media_in(inputs, name, token)
         given = features.get(name)
         count = 0 if given is None else len(given)
         if len(rows) != count:
@@ -67,9 +70,10 @@ class LanguageSettings:
     packing: str = PACKED  # of interlace.model.rows
     limit: int | None = None  # with a longer sample [tokens] in a batch, each is run alone: see Packing
     ends_with_head: bool = False  # its logits are what its head gives: see Packing
-    bidirectional: bool = True  # the tokens of a media item see each other both ways
+    bidirectional: bool | str = True  # the tokens of a media item see each other both ways (JOINED of collate.py)
     positions: Callable[[Sample], Tensor] | None = None  # int64 [L, k] of a sample, where a token has k of them
     deepstack: int = 0  # first layers that features are added behind
+    limits: set[Limits] = field(default_factory=set)  # of its layers, as far as any has asked for a narrower plan
 
 
 def run_language(
@@ -80,14 +84,16 @@ def run_language(
     hidden: Tensor | None,
     *,
     wanted: Tensor | None = None,
+    columns: Tensor | None = None,
     head: nn.Module | None = None,
 ) -> Any:
     """One stage of the language model: the module's output, or the hidden state [B, T, D] where a cut ends it.
 
     inputs: as collated, with "features" on the first stage; of a rank that has some of the tokens also "attend", which
     attends for it (see interlace.attention.hf.Backend). hidden: the previous stage's output, None on the first.
-    wanted: bool [B, T], where logits are wanted: then they are [1, n, V], in order. head: the layer that makes logits;
-    the forward ends before it, and what it would be given [n, K] for the wanted positions is returned.
+    wanted: bool [B, T], where logits are wanted: then they are [1, n, V], in order. columns: int64 [n], the same of a
+    batch of one row, if it is known. head: the layer that makes logits; the forward ends before it, and what it would
+    be given [n, K] for the wanted positions is returned.
     """
     if settings.preprocess is not None:
         inputs = settings.preprocess(dict(inputs))
@@ -105,7 +111,9 @@ def run_language(
     positions = inputs["position_ids"].to(device)
     call = partial(_call, module, inputs.get("attend") or settings.backend, first_layer, head)
     if not parts:
-        output, left = call(plan.to(device), positions, given, per_layer, hidden, wanted, deep=deep)
+        plan = plan.to(device)
+        output, left = call(plan, positions, given, per_layer, hidden, wanted, columns, deep=deep)
+        settings.limits.update(plan.__dict__.get("_narrowed", ()))
     else:
         tensors = (positions, given, per_layer, hidden, wanted)
         deeps = [None if deep is None else deep.of(part.row, part.start, part.stop) for part in parts]
@@ -118,6 +126,13 @@ def run_language(
     if not left and settings.postprocess is not None:
         output = settings.postprocess(inputs, output)
     return output
+
+
+def look_at(settings: LanguageSettings, plan: AttentionPlan) -> None:
+    """Find out on the host what a forward asks a plan for: `run_language` then has not to wait for a GPU."""
+    for limits in tuple(settings.limits):
+        narrowed(plan, limits)
+    _parts(settings, plan)
 
 
 def _parts(settings: LanguageSettings, plan: AttentionPlan) -> list[Document]:
@@ -140,6 +155,7 @@ def _call(
     per_layer: Tensor | None,
     hidden: Tensor | None,
     wanted: Tensor | None,
+    columns: Tensor | None = None,
     *,
     deep: Deepstack | None,
 ) -> tuple[Any, bool]:
@@ -150,20 +166,26 @@ def _call(
     accepted = inspect.signature(module.forward).parameters
     if "use_cache" in accepted:
         kwargs["use_cache"] = False
-    columns = None
-    if wanted is not None and "logits_to_keep" in accepted:
-        columns = wanted.any(0).nonzero().squeeze(1)
+    kept = wanted is not None and "logits_to_keep" in accepted
+    if wanted is not None and kept:
+        columns = wanted.any(0).nonzero().squeeze(1) if columns is None else columns
         kwargs["logits_to_keep"] = columns.to(given.device)
     ending = nullcontext() if head is None else ending_at(head)
     with use_plan(plan, backend=backend), handing(module, deep), ending:
         output, left = run(module, first_layer, kwargs, hidden=hidden)
-    chosen = wanted if columns is None or wanted is None else wanted[:, columns]
+    if wanted is None or (left and head is None):
+        return output, left
+    made = output if head is not None else output.logits
+    if kept and len(wanted) == 1:
+        chosen = made[0]
+    elif len(wanted) == 1 and columns is not None:
+        chosen = made[0][columns]
+    else:  # waits for a GPU
+        chosen = made[(wanted[:, columns] if kept else wanted).to(made.device)]
     if head is not None:
-        assert left and chosen is not None
-        kept = columns is not None and len(chosen) == 1  # already those alone; to choose would wait for a GPU
-        return output[0] if kept else output[chosen.to(output.device)], True
-    if chosen is not None and not left and (columns is None or len(chosen) > 1):
-        output.logits = output.logits[chosen.to(output.logits.device)].unsqueeze(0)
+        assert left
+        return chosen, True
+    output.logits = chosen.unsqueeze(0)
     return output, left
 
 

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
 from interlace.comm import all_reduce
+from interlace.comm.deferred import DeferredForward
 from interlace.comm.reverse_mode import check_reverse_mode
 from interlace.model.sample import IGNORE
 from interlace.parallel.mappings import Ranks
@@ -40,10 +41,9 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     logits [B, T, V] or [1, n, V] for the n valid targets alone; labels [B, T], already shifted.
     """
     flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).to(logits.device)
-    valid = wanted != IGNORE
-    if len(flat) == len(wanted):
-        flat = flat[valid]
-    return cross_entropy(flat.float(), wanted[valid], reduction="sum")
+    if len(flat) != len(wanted):
+        wanted = wanted[wanted != IGNORE]
+    return cross_entropy(flat.float(), wanted, reduction="sum", ignore_index=IGNORE)
 
 
 def head_of(module: nn.Module) -> Head | None:
@@ -51,7 +51,8 @@ def head_of(module: nn.Module) -> Head | None:
     head = module.get_output_embeddings()  # type: ignore[operator]
     if type(head) not in (nn.Linear, VocabularyHead) or set(head._parameters) != {"weight", "bias"}:
         return None
-    changed = "forward" in vars(head) or head._compiled_call_impl or head._forward_hooks or head._forward_pre_hooks
+    replaced = "forward" in vars(head) and not isinstance(vars(head)["forward"], DeferredForward)
+    changed = replaced or head._compiled_call_impl or head._forward_hooks or head._forward_pre_hooks
     return None if changed else head
 
 
@@ -68,7 +69,7 @@ def head_cross_entropy(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
         known = (targets >= 0) & (targets < head.out_features)
         # Such a target would be nobody's word, and its logit 0 without a word. Does not wait for a GPU.
         torch._assert_async(known.all(), f"a target is outside the vocabulary of {head.out_features} words")
-    elif len(hidden) <= _rows(head.out_features):
+    elif len(hidden) <= at_once(head.out_features):
         return cross_entropy(head(hidden).float(), targets, reduction="sum")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -84,12 +85,13 @@ class Words(NamedTuple):
     most: int
 
 
-def _rows(words: int) -> int:
+def at_once(words: int) -> int:
+    """Rows whose logits over so many words may exist at once."""
     return max(1, LOGITS_BYTES // (4 * words))
 
 
 def _parts(rows: int, words: int) -> Iterator[slice]:
-    step = _rows(words)
+    step = at_once(words)
     return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
 
 

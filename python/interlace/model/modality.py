@@ -29,14 +29,13 @@ from torch import Tensor, nn
 
 from interlace.attention import AttentionPlan
 from interlace.attention.hf import FLASH_NAME, NAME, use_plan
-from interlace.masks import BitfieldMask
 from interlace.model.clips import ClipInputs
 from interlace.model.feed import NOTHING, About, Inputs, Item, Shape
 from interlace.model.feeding import ARGUMENTS, Feed, config_of, features_of, feeds_of
 from interlace.model.images import ImageInputs
 from interlace.model.patches import GRID, PatchInputs
 from interlace.model.projector import PROJECTORS, Grid, count_tokens, make_projector, project
-from interlace.model.rows import PACKED, mask_of, packed_plan
+from interlace.model.rows import PACKED, full_plan, mask_of, packed_plan
 from interlace.model.sample import Media
 from interlace.model.shapes import features_after_layers, measure, tokens_before_layers
 from interlace.model.slice import changing_output, find_layers, leave, run
@@ -249,7 +248,7 @@ class ModalityModule(nn.Module):
             return self.feed.features(item)
         if self.packing == PACKED:
             return length - self.prefix
-        key = (item.shape, tuple(sorted(item.about.items())) if self.is_told else ())
+        key = (item.shape, length, tuple(sorted(item.about.items())) if self.is_told else ())
         if key not in self._counts:
             count = features_after_layers(self, item, length)
             self._counts[key] = count - self.prefix if count == length else count
@@ -321,7 +320,7 @@ class ModalityModule(nn.Module):
         "context" in `inputs` the layers, and the hidden states between stages, have this rank's share of the rows.
         """
         if self.preprocess is not None:  # which may leave out what it does not know
-            inputs = {"context": inputs.get("context"), **self.preprocess(dict(inputs))}
+            inputs = {"context": inputs.get("context"), **_called("preprocess", self.preprocess, dict(inputs))}
         items = self.feed.items(inputs)
         lengths = [self.encoder_length(*item) for item in items]
         like = next(self.layers.parameters())
@@ -407,8 +406,7 @@ class ModalityModule(nn.Module):
         pieces: dict[int, Tensor] = {}
         for which, kwargs in self._groups(inputs, items, like):
             length = lengths[which[0]]
-            plan = AttentionPlan.build(BitfieldMask.full(len(which), length))
-            with use_plan(plan.to(like.device), backend=self.backend):
+            with use_plan(full_plan(len(which), length, like.device), backend=self.backend):
                 if self.is_first:
                     enter = partial(_first_tokens, length=length)
                     output, _ = run(self.module, self._first_layer, kwargs, enter=enter)
@@ -431,7 +429,7 @@ class ModalityModule(nn.Module):
             plan = None  # the encoder itself tells its layers by boundaries which tokens attend to each other
             if isinstance(self.feed, TileInputs):
                 tiles = sum(item.shape[0] for item in some)
-                plan = AttentionPlan.build(BitfieldMask.full(tiles, self.feed.length)).to(like.device)
+                plan = full_plan(tiles, self.feed.length, like.device)
             with use_plan(plan, backend=self.backend):
                 if self.is_first:
                     output, _ = run(self.module, self._first_layer, kwargs)
@@ -461,10 +459,21 @@ class ModalityModule(nn.Module):
     def _project(self, inputs: Inputs, pieces: Sequence[Tensor], items: Sequence[Item]) -> Tensor:
         features, lengths = torch.cat(list(pieces)), [len(piece) for piece in pieces]
         if self.postprocess is not None:
-            features = self.postprocess(inputs, features)
+            features = _called("postprocess", self.postprocess, inputs, features)
         grids = [self._grid(item, -(-n // self.downsample)) for item, n in zip(items, lengths, strict=True)]
         features = project(self.projector, features, lengths, grids, self.downsample)
-        return features if self.postprocess_projector is None else self.postprocess_projector(inputs, features)
+        if self.postprocess_projector is None:
+            return features
+        return _called("postprocess_projector", self.postprocess_projector, inputs, features)
+
+
+def _called(which: str, callback: Callable[..., Any], *arguments: Any) -> Any:
+    """What a user's callback returns; of what it raises the message says whose it is."""
+    try:
+        return callback(*arguments)
+    except Exception as error:
+        name = getattr(callback, "__qualname__", type(callback).__name__)
+        raise RuntimeError(f"the callback {which} = {name} raised {type(error).__name__}: {error}") from error
 
 
 def _first_tokens(hidden: Tensor, length: int) -> Tensor:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from interlace.model.collate import check_bidirectional
 from interlace.model.language import LanguageSettings, merge_tokens
 from interlace.model.modality import ModalityModule
 from interlace.model.naming import LANGUAGE_MODEL
@@ -125,7 +126,7 @@ def read_modules(folder: Path, dtype: torch.dtype | None = None) -> dict[str, An
         made = {name: (_class_named(each["class"]), each) for name, each in dict(facts["modules"]).items()}
         given = {name: _projector(each) for name, (_, each) in made.items() if name != LANGUAGE_MODEL}
         placeholders = {name: _ids(ids) for name, ids in dict(facts["placeholders"]).items()}
-        bidirectional = _of(bool, facts["bidirectional"], "bidirectional")
+        bidirectional = check_bidirectional(facts["bidirectional"])
     except KeyError as error:
         raise ValueError(f"{folder / FACTS} does not say what the folder holds: it has no {error}") from None
     except (ImportError, ValueError, TypeError, AttributeError) as error:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from interlace.masks import BitfieldMask
 from interlace.model.checkpointing import Checkpointing, check_checkpointing, set_checkpointing
-from interlace.model.collate import collate_language, collate_media
+from interlace.model.collate import check_bidirectional, collate_language, collate_media
 from interlace.model.deepstack import check_deepstack
 from interlace.model.describe import LayerInfo, describe_layers
 from interlace.model.generate import generate
@@ -63,9 +63,9 @@ class MultimodalModel(nn.Module):
     and video); by default what the language model's config says (image_token_id or image_token_index, likewise for
     audio). preprocess(features, inputs) -> inputs merges features into inputs["inputs_embeds"]; see merge_tokens.
     backend: attention backend, None = the fastest. bidirectional: whether the tokens of a media item see each other
-    both ways (Gemma 3) or are causal as text is (LLaVA, Qwen-VL). positions: sample -> int64 [L, k], for a model whose
-    tokens have k positions each. deepstack: how many of its first layers add features (deepstack.py). generators must
-    be empty: this version trains models that produce text.
+    both ways or are causal as text is (LLaVA, Qwen-VL); JOINED of collate.py: both ways also in items that touch (Gemma
+    3). positions: sample -> int64 [L, k], for a model whose tokens have k positions each. deepstack: how many of its
+    first layers add features (deepstack.py). generators must be empty: this version trains models that produce text.
 
     Parameters are named "encoders.<name>.module...", "encoders.<name>.projector..." and "language_model...".
     `packing` says how samples share a batch of each module. Raises ValueError for parts that do not fit each other and
@@ -80,7 +80,7 @@ class MultimodalModel(nn.Module):
         preprocess: Callable[[Mapping[str, Tensor], dict[str, Any]], dict[str, Any]] = merge_tokens,
         placeholders: Mapping[str, Ids] | None = None,
         backend: str | None = None,
-        bidirectional: bool = True,
+        bidirectional: bool | str = True,
         positions: Callable[[Sample], Tensor] | None = None,
         deepstack: int = 0,
     ):
@@ -126,7 +126,7 @@ class MultimodalModel(nn.Module):
             preprocess=before,
             postprocess=after,
             backend=backend,
-            bidirectional=bidirectional,
+            bidirectional=check_bidirectional(bidirectional),
             positions=positions,
             deepstack=deepstack,
         )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from interlace.model.feed import Inputs, Item, data_of, together
 from interlace.model.sample import Media
+from interlace.parallel.sending import sent
 
 GRID = "grid_thw"
 NUMBERS = {GRID: 3, "merge_sizes": 1}
@@ -142,7 +143,7 @@ class PatchInputs:
         """int64 [n, k] of each name, [n] where it is one number."""
         made = {}
         for key, rows in zip(self.told, numbers, strict=True):
-            tensor = torch.tensor(rows, dtype=torch.int64, device=like.device)
+            tensor = sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), like.device)
             made[key] = tensor[:, 0] if NUMBERS[key] == 1 else tensor
         return made
 

@@ -57,7 +57,11 @@ class Names:
         if pattern in self.short:
             return any(_inside(name, place) for place in self.short[pattern])
         own = {name, base_name(name)}
-        return any(fnmatch.fnmatchcase(path, pattern) for each in own for path in _paths(each))
+        if any(fnmatch.fnmatchcase(path, pattern) for each in own for path in _paths(each)):
+            return True
+        # The projector of a whole model is called otherwise in its class, and "*.projector" means it all the same.
+        parts = (places for short, places in self.short.items() if "." in short and fnmatch.fnmatchcase(short, pattern))
+        return any(_inside(name, place) for places in parts for place in places)
 
     def _nearest(self, pattern: str) -> str:
         known = {path for name in self.first for path in _paths(name)} | self.short.keys()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,15 @@ def is_placeholder(ids: Tensor, given: Ids) -> Tensor:
     for token in others:
         found = found | (ids == token)
     return found
+
+
+def item_starts(ids: Tensor, given: Ids, tokens: Sequence[int]) -> list[int]:
+    """Where in `ids` (int64 [L]) each item of the encoder with placeholders `given` begins. tokens: those that each
+    item becomes, in order. Raises ValueError where there are more or fewer placeholders."""
+    places = is_placeholder(ids, given).nonzero().squeeze(1).tolist()
+    if len(places) != sum(tokens):
+        raise ValueError(f"{len(places)} placeholders ({in_words(given)}) for items of {sum(tokens)} tokens")
+    return [places[before] for before in accumulate(tokens[:-1], initial=0)] if tokens else []
 
 
 def in_words(given: Ids) -> str:

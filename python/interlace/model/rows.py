@@ -11,6 +11,7 @@ Which of them a module takes is found out by trying (trial.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -84,8 +85,11 @@ def check_rows(plan: AttentionPlan) -> None:
 
 
 def longest(plan: AttentionPlan) -> int:
-    """Tokens of the longest document, as far as its positions say."""
-    return 1 + int(torch.where(plan.q_doc >= 0, plan.q_pos, -1).max()) if plan.q_pos.numel() else 0
+    """Tokens of the longest document, as far as its positions say; looked at once per plan."""
+    if "_longest" not in plan.__dict__:
+        found = 1 + int(torch.where(plan.q_doc >= 0, plan.q_pos, -1).max()) if plan.q_pos.numel() else 0
+        plan.__dict__["_longest"] = found
+    return int(plan.__dict__["_longest"])
 
 
 def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
@@ -94,6 +98,12 @@ def packed_plan(lengths: Sequence[int]) -> AttentionPlan:
     doc = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device="cpu"), counts).unsqueeze(0)
     bits = torch.full(doc.shape, word(0), dtype=torch.int64, device="cpu")
     return AttentionPlan.build(BitfieldMask(bits, doc=doc))
+
+
+@lru_cache(maxsize=64)
+def full_plan(batch: int, length: int, device: torch.device) -> AttentionPlan:
+    """Plan of a batch of items alike, each seeing all of itself; kept, as it would have to be sent to a GPU."""
+    return AttentionPlan.build(BitfieldMask.full(batch, length, device="cpu")).to(device)
 
 
 def mask_of(tokens: Tokens, sinks: int) -> BitfieldMask:

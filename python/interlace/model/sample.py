@@ -1,4 +1,4 @@
-"""Sample and Media: what datasets yield and collation packs."""
+"""Sample and Media: what datasets yield and collation packs; SampleOutline: what other ranks know of a sample."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,6 +103,7 @@ class Sample:
     media:     modality -> its items in order of appearance in input_ids. Every rank needs ids, labels and shapes of all
                samples, an item's data only where they are read
     name:      for messages
+    digest:    64 bits of ids and labels, from who read it as a stream: by it ranks compare what only some of them have
 
     Raises ValueError or TypeError when these contradict each other.
     """
@@ -110,6 +112,7 @@ class Sample:
     labels: Tensor
     media: dict[str, list[Media]] = field(default_factory=dict)
     name: str = ""
+    digest: int | None = None
 
     def __post_init__(self) -> None:
         for what, ids in (("input_ids", self.input_ids), ("labels", self.labels)):
@@ -142,6 +145,41 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def targets(self) -> int:
+        """Positions with a target."""
+        return int(np.count_nonzero(self.labels.numpy() != IGNORE))
+
+
+@dataclass(frozen=True)
+class SampleOutline:
+    """A sample as those ranks know it that do not compute with its tokens: what tables are made of.
+
+    length, targets: of its tokens, and of those with a target. media: shapes; data where this rank has them. digest,
+    name: as in Sample. starts: modality -> where in the tokens each of its items begins. Asking for ids or labels is an
+    error: they lie on another rank.
+    """
+
+    length: int
+    targets: int
+    media: dict[str, list[Media]]
+    digest: int
+    name: str = ""
+    starts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def input_ids(self) -> Tensor:
+        """Raises RuntimeError."""
+        raise RuntimeError(f"the tokens of {self.name} are on another rank: this one computes without them")
+
+    @property
+    def labels(self) -> Tensor:
+        """Raises RuntimeError."""
+        raise RuntimeError(f"the labels of {self.name} are on another rank: this one computes without them")
 
 
 def shift_labels(labels: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from interlace.model.language import LanguageSettings, run_language
 from interlace.model.loss import cross_entropy_sum, head_cross_entropy, head_of
 from interlace.model.modality import ModalityModule
+from interlace.model.places import targets_in
 from interlace.model.sample import IGNORE
 
 
@@ -77,22 +78,26 @@ class StageModule(nn.Module):
             encoder = self.encoders[self.name]
             assert isinstance(encoder, ModalityModule)
             return encoder.run(inputs, hidden)
-        wanted = head = None
+        wanted = columns = head = None
         if self.is_last and self._settings.postprocess is None:
             # The head is run for positions with a target only: most of a packed row of media has none.
             labels = inputs["labels"]
-            wanted = labels != IGNORE
+            wanted, columns = labels != IGNORE, targets_in(inputs)
             head = head_of(self.language_model) if self.ends_with_head else None
             if head is not None:
-                rows = self._run_language(inputs, hidden, wanted, head)
-                return head_cross_entropy(rows, head, labels[wanted].to(rows.device))
-        output = self._run_language(inputs, hidden, wanted)
+                rows = self._run_language(inputs, hidden, wanted, columns, head)
+                targets = labels[wanted] if columns is None else labels[0][columns]
+                return head_cross_entropy(rows, head, targets.to(rows.device))
+        output = self._run_language(inputs, hidden, wanted, columns)
         if not self.is_last and not isinstance(output, Tensor):
             raise ValueError(
                 f"{self.name}: its forward does not come to layer {self.stop} of {self._settings.layer_path!r}: name "
                 "the layers that text goes through, ModalityModule(llm, projector=None, layers=...)"
             )
-        return cross_entropy_sum(output.logits, inputs["labels"]) if self.is_last else output
+        if not self.is_last:
+            return output
+        labels = inputs["labels"]
+        return cross_entropy_sum(output.logits, labels if columns is None else labels[0][columns])
 
     def logits_of(self, inputs: dict[str, Any], hidden: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of all positions, on the language model's last stage."""
@@ -102,10 +107,16 @@ class StageModule(nn.Module):
         return self._run_language(inputs, hidden, None).logits
 
     def _run_language(
-        self, inputs: dict[str, Any], hidden: Tensor | None, wanted: Tensor | None, head: nn.Module | None = None
+        self,
+        inputs: dict[str, Any],
+        hidden: Tensor | None,
+        wanted: Tensor | None,
+        columns: Tensor | None = None,
+        head: nn.Module | None = None,
     ) -> Any:
+        first = self.layers[0]
         return run_language(
-            self.language_model, self._settings, self.layers[0], inputs, hidden, wanted=wanted, head=head
+            self.language_model, self._settings, first, inputs, hidden, wanted=wanted, columns=columns, head=head
         )
 
     def _check(self, hidden: Tensor | None) -> None:

@@ -3,7 +3,8 @@
 LLaVA-NeXT, LLaVA-OneVision     the tiles of all images, one behind the other [N, 3, H, W], and image_sizes [n, 2]
 
 An item has the shape (tiles, 3, H, W), and about={"image_sizes": (height, width)} in pixels. What lies after the layers
-puts the tiles of an image together again; how many features that makes depends on the image's own size.
+puts the tiles of an image together again; how many features that makes depends on the image's own size. LLaVA-OneVision
+takes the images of a sample with several in one tile each.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class TileInputs:
         return self.examples[0]
 
     def may_be(self, height: int, width: int) -> list[Item]:
-        """An image of this size in one tile, in two, and so on."""
-        return [self.item(tiles, height, width) for tiles in range(1, MOST + 1)]
+        """An image of this size in two tiles, in three, and so on, and in one."""
+        return [self.item(tiles, height, width) for tiles in (*range(2, MOST + 1), 1)]
 
     def check(self, item: Item, name: str) -> None:
         """Raise ValueError unless the item is (tiles, *tile) and its size is told."""
@@ -83,5 +84,8 @@ class TileInputs:
         return {self.argument: like.new_zeros(()).expand(tiles, *self.tile), SIZES: sizes}
 
     def sets(self, items: Sequence[Item], packing: str) -> list[list[int]]:
-        every = list(range(len(items)))
-        return [[i] for i in every] if packing == ALONE else [every]
+        """Images in one tile apart from those in more: models with several images in a sample take them for such."""
+        if packing == ALONE:
+            return [[i] for i in range(len(items))]
+        tiled = [[i for i, item in enumerate(items) if (item.shape[0] > 1) == more] for more in (True, False)]
+        return [some for some in tiled if some]

@@ -2,9 +2,10 @@
 
 Nothing is known about any architecture: a stand-in of the module (standin.py) is run on two samples in one batch and on
 each alone. What differs must not be done: "packed" gives way to "rows", "rows" to "alone" (rows.py), a cut is refused.
-The trial takes the code path of real batches. Where it cannot be made (a stand-in fails), the safest answer is taken.
+The trial takes the code path of real batches. Where it cannot be made (a stand-in fails), the safest answer is taken,
+and is not kept (untried.py).
 
-An answer depends on the module's structure alone, so modules of one structure are tried once in a process.
+An answer depends on the module's structure alone, so modules of one structure are tried once (remembered.py).
 """
 
 from __future__ import annotations
@@ -13,21 +14,18 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from interlace.model.feeding import Feed
 from interlace.model.rows import ALONE
-from interlace.model.slice import captures
-from interlace.model.standin import signature
+from interlace.model.untried import gave_up, raise_if_no_memory
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 TOLERANCE = 1e-4  # see far; rounding in fp32 stays below 1e-5
-_answers: dict[Any, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,7 @@ def fastest(name: str, packings: Iterable[str], cases: Iterable[Case]) -> Packin
                 continue  # random, as in training, whatever the packing: other cases have to answer
             wanted.append((case, alone))
         except Exception as error:  # whatever a model may raise
+            gave_up(error)
             if case.needed:
                 reasons.append(f"{case.what}: {type(error).__name__}: {one_line(error)}")
                 packings = ()
@@ -121,8 +120,21 @@ def _differs(case: Case, packing: str, alone: Sequence[Tensor]) -> str:
     try:
         error = far(case.together(packing), alone)
     except Exception as problem:  # whatever a model may raise
+        if not _raises(problem, lambda: case.together(packing)):
+            gave_up(problem)
         return f"{packing} ({case.what}): {type(problem).__name__}: {one_line(problem)}"
     return f"{packing} ({case.what}): samples change outputs of others by {error:.0e}" if error > TOLERANCE else ""
+
+
+def _raises(problem: Exception, run: Callable[[], object]) -> bool:
+    """Whether `run` raises the same again, so that it is the model that cannot do it (shapes that do not fit)."""
+    raise_if_no_memory(problem)
+    try:
+        run()
+    except Exception as again:  # as above
+        told = str(again), type(again)
+        return told == (str(problem), type(problem)) and not isinstance(again, OSError) and "thread" not in told[0]
+    return False
 
 
 def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool]:
@@ -133,30 +145,18 @@ def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool]:
             return far([run(bounds)], [whole]) <= TOLERANCE
         except ValueError:  # a stage refuses, and says why itself
             return None
-        except Exception:  # whatever a model may raise that misses what earlier layers would have made
+        except Exception as problem:  # whatever a model may raise that misses what earlier layers would have made
+            gave_up(problem)
             return False
 
     try:
         whole = run([0, count])
-    except Exception:  # as above
+    except Exception as problem:  # as above
+        gave_up(problem)
         return [True] * count
     if right(*range(count + 1)):
         return [True] * count
     return [cut == 0 or right(0, cut, count) is not False for cut in range(count)]
-
-
-def remembered(what: str, module: nn.Module, extra: Any, answer: Callable[[], T]) -> T:
-    """answer(), or what it was for a module of the same structure and config."""
-    for part in module.modules():
-        hooked = part._forward_pre_hooks or not all(map(captures, part._forward_hooks.values()))
-        if hooked or "forward" in vars(part):
-            return answer()
-    config: Any = module.config
-    key = (what, type(module), config.to_json_string(use_diff=False), signature(module), extra)
-    if key not in _answers:
-        _answers[key] = answer()
-    found: T = _answers[key]
-    return found
 
 
 def note_returns(layers: nn.ModuleList) -> list[int | None]:

@@ -18,6 +18,7 @@ from interlace.model.feed import Item
 from interlace.model.feeding import Feed
 from interlace.model.images import ImageInputs
 from interlace.model.patches import UNIT, PatchInputs
+from interlace.model.remembered import remembered
 from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import Media
 from interlace.model.slice import carve, clone
@@ -35,8 +36,8 @@ from interlace.model.trial import (
     one_by_one,
     one_line,
     random_rows,
-    remembered,
 )
+from interlace.model.untried import gave_up, raise_if_no_memory
 
 if TYPE_CHECKING:
     from interlace.model.modality import ModalityModule
@@ -50,7 +51,12 @@ def encoder_packing(encoder: ModalityModule) -> Packing:
 
     Raises ValueError for one that gives other features for an item of its nominal size than by its own eager attention.
     """
-    return remembered("packing", encoder.module, encoder.layer_path, lambda: _packing(encoder))
+    return remembered("packing", encoder.module, _known(encoder), lambda: _packing(encoder))
+
+
+def _known(encoder: ModalityModule) -> tuple[object, ...]:
+    """What answers depend on beside the module: how it is cut, run and fed, as far as that is known before them."""
+    return encoder.layer_path, encoder.implementation, repr(encoder.feed)
 
 
 def _packing(encoder: ModalityModule) -> Packing:
@@ -130,18 +136,22 @@ class _Trial:
                     break
                 problems.append(f"it makes {features} features of {patches} patches, whose number does not follow")
             except Exception as error:  # whatever a model may raise
+                raise_if_no_memory(error)
                 problems.append(f"{type(error).__name__}: {one_line(error)}")
         else:
-            raise ValueError(
+            problem = ValueError(
                 f"{type(self.encoder.module).__name__} takes grid_thw, but not patches of it one behind the other "
                 f"({'; '.join(problems)}): use an encoder like those of Qwen2-VL, or give it a forward like theirs"
             )
+            gave_up(problem)
+            raise problem
         self.encoder.feed = replace(self.encoder.feed, merged=int(merged.pop()))
         video = self.encoder.feed.item(2, UNIT, UNIT)
         self.choose([video])
         try:
             many = len(self._own(self.items[0])) == self.encoder.feed.features(video)
-        except Exception:  # whatever a model may raise
+        except Exception as problem:  # whatever a model may raise
+            gave_up(problem)
             many = False
         self.encoder.feed = replace(self.encoder.feed, videos=many)
         self.choose(_items(self.encoder.feed)[0])
@@ -166,6 +176,7 @@ class _Trial:
             try:
                 output = self._own_output(one)
             except Exception as problem:  # whatever a model may raise; it says so itself when it is run
+                gave_up(problem)
                 if encoder.implementation in NAMES:
                     return
                 raise ValueError(
@@ -177,6 +188,7 @@ class _Trial:
             try:
                 found = self.alone()[0]
             except Exception as problem:  # as above
+                gave_up(problem)
                 raise ValueError(
                     f"{name} runs by itself but not inside a ModalityModule ({type(problem).__name__}: "
                     f"{one_line(problem)}): its layers may want more than tokens [B, N, D]. Use another encoder"
@@ -195,7 +207,8 @@ class _Trial:
         encoder, one = self.encoder, self.items[0]
         try:
             found = len(self._run(ALONE, [one], training=False))
-        except Exception:  # whatever a model may raise; it says so itself when it is run
+        except Exception as problem:  # whatever a model may raise; it says so itself when it is run
+            gave_up(problem)
             return
         encoder.returned = tuple(self.returned)
         wanted = encoder.tokens(one.shape, one.about)
@@ -266,7 +279,7 @@ class _Shuffled:
 def encoder_takes_any_order(encoder: ModalityModule) -> bool:
     """Whether the layers of an encoder do with tokens what they do in order wherever these lie in a packed row; as
     language_takes_any_order of trial_language.py."""
-    return remembered("order", encoder.module, encoder.layer_path, lambda: _order(encoder))
+    return remembered("order", encoder.module, _known(encoder), lambda: _order(encoder))
 
 
 def _order(encoder: ModalityModule) -> bool:
@@ -278,14 +291,16 @@ def _order(encoder: ModalityModule) -> bool:
             whole.packing = PACKED
             inputs = whole.collate(trial.items)
             wanted, found = whole.run(inputs), whole.run({**inputs, "context": _Shuffled()})
-        except Exception:  # whatever a model may raise
+        except Exception as problem:  # whatever a model may raise
+            gave_up(problem)
             return False
     return far([found], [wanted]) <= TOLERANCE
 
 
 def encoder_cuts(encoder: ModalityModule) -> list[bool]:
     """For each layer, whether a stage may start with it; as allowed_cuts of trial_language.py."""
-    return remembered("cuts", encoder.module, encoder.layer_path, lambda: _cuts(encoder))
+    known = (*_known(encoder), encoder.packing, tuple(encoder.returned))
+    return remembered("cuts", encoder.module, known, lambda: _cuts(encoder))
 
 
 def _cuts(encoder: ModalityModule) -> list[bool]:
@@ -293,7 +308,8 @@ def _cuts(encoder: ModalityModule) -> list[bool]:
     with cheaply():
         try:
             trial = _Trial(encoder, keep=count)
-        except Unanswerable:
+        except Unanswerable as problem:
+            gave_up(problem)
             return [True] * count
         trial.choose(_items(encoder.feed)[0])
         whole = trial.encoder

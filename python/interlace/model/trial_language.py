@@ -17,6 +17,7 @@ from interlace.model.collate import collate_language
 from interlace.model.generate import Reading, Readings
 from interlace.model.language import LanguageSettings, merge_tokens, run_language
 from interlace.model.loss import head_of
+from interlace.model.remembered import remembered
 from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import IGNORE, Sample
 from interlace.model.slice import carve
@@ -31,8 +32,8 @@ from interlace.model.trial import (
     find_cuts,
     note_returns,
     one_by_one,
-    remembered,
 )
+from interlace.model.untried import gave_up, raise_if_no_memory
 
 LENGTHS = ((9, 5), (70, 37))  # tokens of two samples; what mixes tokens up to 106 apart shows in the longer ones
 WORDS = 512  # logits of a stand-in for a large vocabulary
@@ -60,7 +61,7 @@ def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | No
             except Unanswerable as error:
                 return one_by_one(type(module).__name__, error)
             if words is not None:
-                _trim(model, words)
+                trim(model, words)
             few, many = (
                 _Trial(model, settings, plain_ids(module, [min(n, max_length or n) for n in lengths]))
                 for lengths in LENGTHS
@@ -69,7 +70,9 @@ def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | No
             if own is not None:
                 break
         model.set_attn_implementation(NAME)  # type: ignore[operator]
-        if own is not None:
+        if own is None:
+            gave_up(Unanswerable("it does not run by itself"))
+        else:
             few.check(own)
         returned = note_returns(model.get_submodule(settings.layer_path))  # type: ignore[arg-type]
         cases = [
@@ -85,7 +88,7 @@ def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | No
         return replace(found, returned=tuple(returned), ends_with_head=few.ends_with_head())
 
 
-def _trim(model: Any, words: int) -> None:
+def trim(model: Any, words: int) -> None:
     """Let the head of a stand-in give the first logits only: a vocabulary costs more than all the rest."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and head.weight.numel() > SMALL and head.out_features > words:
@@ -106,7 +109,8 @@ class _Trial:
         try:
             self.model.set_attn_implementation("eager")  # type: ignore[operator]
             logits = [self.model(input_ids=row[None], **options).logits[0] for row in self.ids]
-        except Exception:  # whatever a model may raise; then there is nothing to compare with
+        except Exception as problem:  # whatever a model may raise; then there is nothing to compare with
+            raise_if_no_memory(problem)
             return None
         return logits if all(bool(x.isfinite().all()) for x in logits) else None
 
@@ -114,7 +118,8 @@ class _Trial:
         """Raise ValueError unless a sample alone gets its `own` logits."""
         try:
             error = far(self.alone(), own)
-        except Exception:  # it cannot run at all, and says so itself when it is run
+        except Exception as problem:  # it cannot run at all, and says so itself when it is run
+            gave_up(problem)
             return
         if error > TOLERANCE:
             raise ValueError(
@@ -168,7 +173,8 @@ class _Trial:
         hook = head.register_forward_hook(answer)
         try:
             logits = self._run(ALONE, self.ids[:1], False)[0]
-        except Exception:  # whatever a model may raise
+        except Exception as problem:  # whatever a model may raise
+            gave_up(problem)
             return False
         finally:
             hook.remove()
@@ -203,7 +209,8 @@ def _order(module: nn.Module, settings: LanguageSettings, max_length: int | None
             plan = AttentionPlan.build(batch["mask"].select(order[None]))
             other = {"input_ids": ids[:, order], "position_ids": positions[:, order], "plan": plan}
             wanted, found = (run_language(model, plain, first, given, None).logits[0] for given in (batch, other))
-        except Exception:  # whatever a model may raise
+        except Exception as problem:  # whatever a model may raise
+            gave_up(problem)
             return False
     return far([found], [wanted[order]]) <= TOLERANCE
 
@@ -215,7 +222,8 @@ def allowed_cuts(
 
     returned: see Packing. Where a trial cannot be made, True: what fails then says so itself.
     """
-    return remembered("cuts", module, settings.layer_path, lambda: _cuts(module, settings, max_length, returned))
+    known = (settings.layer_path, max_length, tuple(returned))
+    return remembered("cuts", module, known, lambda: _cuts(module, settings, max_length, returned))
 
 
 def _cuts(
@@ -227,7 +235,8 @@ def _cuts(
     with cheaply():
         try:
             model = stand_in(module, settings.layer_path, keep=count)
-        except Unanswerable:
+        except Unanswerable as problem:
+            gave_up(problem)
             return [True] * count
         model.set_attn_implementation(NAME)  # type: ignore[operator]
         inputs = _batch(plain_ids(module, [min(CUT_LENGTH, max_length or CUT_LENGTH)]), ALONE)
@@ -246,9 +255,8 @@ def _cuts(
 
 def caches_right(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
     """Whether generation with a cache gives the logits that reading everything again gives, for the model's packing."""
-    return remembered(
-        "cache", module, (settings.layer_path, settings.packing), lambda: _caches(module, settings, max_length)
-    )
+    known = (settings.layer_path, settings.packing, settings.limit, max_length)
+    return remembered("cache", module, known, lambda: _caches(module, settings, max_length))
 
 
 def _caches(module: nn.Module, settings: LanguageSettings, max_length: int | None) -> bool:
@@ -268,7 +276,8 @@ def _caches(module: nn.Module, settings: LanguageSettings, max_length: int | Non
                 again = _steps(Reading(model, plain, _batch([row], settings.packing), False), 1)
                 if far([cached[:, i]], [again[:, 0]]) > TOLERANCE:
                     return False
-        except Exception:  # whatever a model may raise
+        except Exception as problem:  # whatever a model may raise
+            gave_up(problem)
             return False
     return True
 

@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from interlace.attention.hf import NAME
 from interlace.model.deepstack import layers_of
+from interlace.model.folder_kinds import refuse_other_kinds
 from interlace.model.patches import PatchInputs
 from interlace.model.placeholders import configured
 from interlace.model.whole_parts import Parts
@@ -48,6 +49,7 @@ def whole_class(folder: Path) -> tuple[type[Any], Any]:
         raise ValueError(f"whole models need transformers 5, this is {transformers.__version__}")
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
+    refuse_other_kinds(folder)
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} has no {CONFIG}: it is no folder that HuggingFace's save_pretrained wrote")
     try:

@@ -24,6 +24,8 @@ from interlace.model.patches import PatchInputs
 from interlace.model.shapes import features_after_layers
 from interlace.model.whole_parts import Parts
 
+COUNT = "batch_num_images"
+
 
 class Tower(nn.Module):
     """HuggingFace's whole model as far as it makes features; see the module docstring."""
@@ -99,11 +101,21 @@ class GridTower(Tower):
 
 
 class TileTower(Tower):
-    """Of pictures in tiles, with the size of each picture in pixels."""
+    """Of pictures in tiles, with the size of each picture in pixels.
+
+    LLaVA-OneVision's processor makes no tiles of several pictures in a sample, and its model is told how many pictures
+    each sample has. Here a picture of one tile says so by itself; those of a call are all of one tile, or none is.
+    """
+
+    def __init__(self, whole: Any, parts: Parts):
+        super().__init__(whole, parts)
+        self.counts = COUNT in inspect.signature(self.base.get_image_features).parameters
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> BaseModelOutput:
         """[1, tokens of all items, D_llm]; see `Tower.features`."""
-        return self.features(pixel_values, image_sizes=image_sizes)
+        alone = self.counts and len(pixel_values) == len(image_sizes)
+        several = {COUNT: [max(2, len(image_sizes))]} if alone else {}
+        return self.features(pixel_values, image_sizes=image_sizes, **several)
 
 
 def tower_of(whole: Any, parts: Parts) -> Tower:
@@ -154,7 +166,7 @@ class WholeEncoder(ModalityModule):
         length = self.encoder_length(*item)
         if isinstance(self.feed, PatchInputs):
             return self.feed.features(item)
-        key = (item.shape, tuple(sorted(item.about.items())) if self.is_told else ())
+        key = (item.shape, length, tuple(sorted(item.about.items())) if self.is_told else ())
         if key not in self._counts:
             self._counts[key] = features_after_layers(self, item, length)
         return self._counts[key]

@@ -8,24 +8,27 @@ the way, a prefix that sees all of itself), the model is refused: nobody would n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from interlace.attention.hf import NAME
-from interlace.model.collate import collate_language
+from interlace.model.collate import JOINED, collate_language
 from interlace.model.feed import Item
 from interlace.model.feeding import Feed
 from interlace.model.language import LanguageSettings, run_language
 from interlace.model.patches import GRID, UNIT, PatchInputs
 from interlace.model.placeholders import Ids, token_ids
+from interlace.model.remembered import remembered
 from interlace.model.sample import IGNORE, Media, Sample
 from interlace.model.slice import find_layers
 from interlace.model.standin import Unanswerable, cheaply, stand_in, takes
 from interlace.model.tiles import TileInputs
 from interlace.model.trial import TOLERANCE, far, one_line, random_rows
-from interlace.model.trial_language import plain_ids
+from interlace.model.trial_language import WORDS, plain_ids, trim
+from interlace.model.untried import gave_up, raise_if_no_memory
 from interlace.model.whole_parts import decoder_layers
 from interlace.model.whole_positions import RopeIndex
 from interlace.model.whole_tower import Tower, WholeEncoder, tower_of
@@ -40,51 +43,89 @@ class TakenApart(NamedTuple):
     encoders: dict[str, WholeEncoder]
     language_model: nn.Module
     placeholders: dict[str, Ids]
-    bidirectional: bool
+    bidirectional: bool | str
     positions: RopeIndex | None
     deepstack: int
 
 
-def bidirectional_media(whole: Any, given: TakenApart) -> bool:
-    """Whether the tokens of a media item see each other both ways in this model.
+def bidirectional_media(whole: Any, given: TakenApart) -> bool | str:
+    """Whether the tokens of a media item see each other both ways in this model; JOINED: and those of items that touch.
 
     given: its modules, but for the answer. Raises ValueError where they give other logits than the whole, or where that
     cannot be told.
     """
-    name = type(whole).__name__
     [encoder] = given.encoders.values()
-    parts = encoder.parts
+    known = (encoder.layer_path, repr(encoder.feed), tuple(given.placeholders.items()), given.deepstack)
+    return remembered("whole", whole, known, lambda: _bidirectional(whole, encoder, given))
+
+
+def _bidirectional(whole: Any, encoder: WholeEncoder, given: TakenApart) -> bool | str:
+    name = type(whole).__name__
     with cheaply():
         try:
             layers = decoder_layers(whole) or find_layers(whole)
-            twin: Any = stand_in(whole, layers, encoder.layer_path)
-            twin.set_attn_implementation("eager")
-            trial = _Trial(twin, encoder, given)
-            own = trial.own()
+            twin, trial, own = _own(whole, layers, encoder, given)
         except Unanswerable as error:
             raise ValueError(
                 f"{name} cannot be tried, so nothing says that its modules compute the same: {error}"
             ) from None
         except Exception as error:  # whatever a model may raise
+            raise_if_no_memory(error)
             raise ValueError(
                 f"{name} does not run by itself on a text with two items ({type(error).__name__}: {one_line(error)}), "
                 "so nothing says that its modules compute the same: it cannot be cut"
             ) from error
-        tower, language_model = tower_of(twin, parts), parts.language_model(twin)
-        features = trial.features(tower)
-        language_model.set_attn_implementation(NAME)
-        errors = [far([trial.logits(language_model, layers, features, both)], [own]) for both in (False, True)]
+        errors = _errors(twin, layers, trial, own, (False, True))
+        joined = errors[0] > TOLERANCE >= errors[1] and _joins(twin, layers, encoder, given)
     if min(errors) > TOLERANCE:
         raise ValueError(
             f"{name} gives other logits cut into its modules than whole (relative error {min(errors):.0e} on random "
             "weights): it changes features on their way into the text, or has a mask or positions of its own. Train it "
             "with HuggingFace's class"
         )
-    return errors[0] > TOLERANCE
+    return JOINED if joined else errors[0] > TOLERANCE
+
+
+def _joins(twin: Any, layers: str, encoder: WholeEncoder, given: TakenApart) -> bool:
+    """Whether items that touch see each other both ways: Gemma 3 tells items by where placeholders begin and end."""
+    try:
+        twin.set_attn_implementation("eager")
+        touching = _Trial(twin, encoder, given, between=0)
+        apart, joined = _errors(twin, layers, touching, touching.own(), (True, JOINED))
+    except Exception as problem:  # whatever a model may raise that does not take them
+        gave_up(problem)
+        return False
+    return joined <= TOLERANCE < apart
+
+
+def _errors(twin: Any, layers: str, trial: _Trial, own: Tensor, ways: Sequence[bool | str]) -> list[float]:
+    """How far the modules' logits are from the whole's `own`, for each way in which items may see themselves."""
+    parts = trial.encoder.parts
+    tower, language_model = tower_of(twin, parts), parts.language_model(twin)
+    features = trial.features(tower)
+    language_model.set_attn_implementation(NAME)
+    return [far([trial.logits(language_model, layers, features, way)], [own]) for way in ways]
+
+
+def _own(whole: Any, layers: str, encoder: WholeEncoder, given: TakenApart) -> tuple[Any, _Trial, Tensor]:
+    """A stand-in of the whole, what it is given, and its logits; the first WORDS of them where that can be done."""
+    for words in (WORDS, None):
+        twin: Any = stand_in(whole, layers, encoder.layer_path)
+        twin.set_attn_implementation("eager")
+        if words is not None:
+            trim(twin, words)
+        trial = _Trial(twin, encoder, given)
+        try:
+            return twin, trial, trial.own()
+        except Exception as problem:  # whatever a model may raise
+            raise_if_no_memory(problem)
+            if words is None:
+                raise
+    raise AssertionError
 
 
 class _Trial:
-    def __init__(self, twin: Any, encoder: WholeEncoder, given: TakenApart):
+    def __init__(self, twin: Any, encoder: WholeEncoder, given: TakenApart, between: int = TEXT[1]):
         self.twin, self.encoder, self.given = twin, encoder, given
         [(self.name, ids)] = given.placeholders.items()
         self.token = token_ids(ids)[0]
@@ -95,7 +136,7 @@ class _Trial:
             for seed, (item, count) in enumerate(zip(chosen, counts))
         ]
         first, second = (torch.full((count,), self.token) for count in counts)
-        plain = plain_ids(twin, TEXT)
+        plain = plain_ids(twin, (TEXT[0], between, TEXT[2]))
         self.ids = torch.cat([plain[0], first, plain[1], second, plain[2]])
         self.batch = encoder.feed.kwargs(encoder.feed.collate(self.items), range(2), torch.zeros(()))
 
@@ -113,7 +154,8 @@ class _Trial:
         logits: Tensor
         try:
             logits = self.twin(**given, **items).logits[0]
-        except (ValueError, RuntimeError, IndexError):  # models that take items sample by sample
+        except (ValueError, RuntimeError, IndexError) as problem:  # models that take items sample by sample
+            raise_if_no_memory(problem)
             logits = self.twin(**given, **{**items, argument: items[argument][None]}).logits[0]
         return logits
 
@@ -122,7 +164,7 @@ class _Trial:
         made: Tensor = tower(**self.batch).last_hidden_state
         return made.flatten(0, 1)
 
-    def logits(self, language_model: Any, layers: str, features: Tensor, bidirectional: bool) -> Tensor:
+    def logits(self, language_model: Any, layers: str, features: Tensor, bidirectional: bool | str) -> Tensor:
         """Logits [T, V] by the modules."""
         settings = LanguageSettings(layers, self.given.placeholders, deepstack=self.given.deepstack)
         sample = Sample(self.ids, torch.full_like(self.ids, IGNORE), {self.name: self.items})

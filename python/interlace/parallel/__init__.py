@@ -1,10 +1,10 @@
 """One module on several ranks.
 
 `tensor` cuts a module by a plan of its paths, for which `families` has ready ones; `linear` has the two cut linear
-layers, `vocabulary` embeddings and heads cut by words, `layer` what these share, `region` where a piece lies in its
-whole, `mappings` what happens where whole and cut tensors meet, `products` the same together with a product, `state`
-the parameters of the whole. `context` deals the rows of a chunk among ranks, `route` says which rows one chunk sends
-another.
+layers, `adapters` how layers with LoRA are cut, `vocabulary` embeddings and heads cut by words, `layer` what these
+share, `region` where a piece lies in its whole, `mappings` what happens where whole and cut tensors meet, `products`
+the same together with a product, `state` the parameters of the whole. `context` deals the rows of a chunk among ranks,
+`route` says which rows one chunk sends another, `sending` has tensors travel to a GPU.
 """
 
 from interlace.parallel.families import plan_for

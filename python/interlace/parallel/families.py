@@ -5,6 +5,7 @@ A block is cut where all of it is known, or `plan_for` refuses and says which pa
     attention   q_proj, k_proj, v_proj, or qkv in thirds, then one layer back; norms within heads
     MLP         gate_proj and up_proj, fc1, or gate_up_proj in halves, then one layer back
     experts     whole on every rank, each rank routing its own rows
+    adapters    of the layers above (LoRA), which are cut with their layers
     the rest    norms and scales that work on each token alone; no parameter of another kind
 
 Where transformers has a plan of its own for a model (`base_model_tp_plan`), what it does not cut is not cut here.
@@ -20,6 +21,8 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+
+from interlace.parallel.adapters import is_adapted, linear_of
 
 COLUMNS = {  # layers whose outputs are cut, and how
     "q_proj": "column",
@@ -130,6 +133,11 @@ def _apart(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str]:
 # ---------------------------------------------------------------------- a block
 
 
+def _is_linear(module: nn.Module, name: str) -> bool:
+    """Whether it has a linear layer of that name, with or without an adapter."""
+    return linear_of(getattr(module, name, None)) is not None
+
+
 def _has_attention(module: nn.Module) -> bool:
     return any(_layers_of_attention(part) for part in module.modules())
 
@@ -145,7 +153,7 @@ def _unknown_attention(module: nn.Module) -> str:
 
 def _layers_of_attention(module: nn.Module) -> tuple[str, ...]:
     for names in ATTENTIONS:
-        if all(isinstance(getattr(module, name, None), nn.Linear) for name in names):
+        if all(_is_linear(module, name) for name in names):
             return names
     return ()
 
@@ -167,7 +175,7 @@ def _block(block: nn.Module, path: str) -> dict[str, str]:
     if here.count("."):
         raise Unknown(f"{_joined(path, here)} lies deeper inside its block than is known")
     for into, back in MLPS:  # of a block that holds the layers of its MLP itself (Whisper)
-        if back in names and all(isinstance(names.get(name), nn.Linear) for name in (*into, back)):
+        if back in names and all(linear_of(names.get(name)) is not None for name in (*into, back)):
             plan |= _mlp(block, path, into, back, hidden)
             names = {name: child for name, child in names.items() if name not in (*into, back)}
     for name, child in names.items():
@@ -187,7 +195,7 @@ def _block(block: nn.Module, path: str) -> dict[str, str]:
 def _attention(module: nn.Module, path: str) -> tuple[dict[str, str], int]:
     """The plan of an attention, and the size of the hidden state. Raises Unknown."""
     into = _layers_of_attention(module)
-    back = [name for name in BACK_FROM_ATTENTION if isinstance(getattr(module, name, None), nn.Linear)]
+    back = [name for name in BACK_FROM_ATTENTION if _is_linear(module, name)]
     where = f"{path or 'it'} ({type(module).__name__})"
     if len(back) != 1:
         raise Unknown(f"{where} has no layer back that is known")
@@ -213,9 +221,11 @@ def _attention(module: nn.Module, path: str) -> tuple[dict[str, str], int]:
 
 def _known_mlp(module: nn.Module, path: str, hidden: int) -> dict[str, str]:
     """The plan of the layers of a gated or plain MLP; nothing if it is none."""
-    layers = {name for name, child in module.named_modules() if next(child.parameters(recurse=False), None) is not None}
+    parts = dict(module.named_modules())
+    held = [name for name, part in parts.items() if next(part.parameters(recurse=False), None) is not None]
+    layers = {next((outer for outer in around(name) if is_adapted(parts[outer])), name) for name in held}
     for into, back in MLPS:
-        if layers == {*into, back} and all(isinstance(getattr(module, name), nn.Linear) for name in layers):
+        if layers == {*into, back} and all(_is_linear(module, name) for name in layers):
             return _mlp(module, path, into, back, hidden)
     return {}
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from interlace.comm import all_gather_matmul, matmul_reduce_scatter
+from interlace.comm.deferred import Deferral
 from interlace.comm.group import Group
 from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.mappings import Ranks, gather, sum_gradient
@@ -34,6 +35,7 @@ class ParallelLinear(ParallelLayer):
     equal = True  # all pieces must be of one size
     weight: nn.Parameter
     bias: nn.Parameter | None
+    deferral: Deferral | None = None  # set where gradients of weights are put off (`interlace.run.deferred`)
 
     def __init__(
         self,
@@ -144,10 +146,11 @@ class ColumnParallelLinear(ParallelLinear):
             self._check(x, self.in_features)
             if self.sequence_parallel:
                 _, (y,) = all_gather_matmul(
-                    x, [self.weight], group=self.ranks.transport(x), num_chunks=self.num_chunks, regather=self.regather
-                )
+                    x, [self.weight], group=self.ranks.transport(x), num_chunks=self.num_chunks,
+                    regather=self.regather, deferral=self.deferral,
+                )  # fmt: skip
             else:
-                _, (y,) = copied_products(x, [self.weight], self.ranks, self.num_chunks)
+                _, (y,) = copied_products(x, [self.weight], self.ranks, self.num_chunks, self.deferral)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return gather(y, self.ranks, -1, self.out_features) if self.gather_output else y
@@ -176,9 +179,11 @@ class RowParallelLinear(ParallelLinear):
         if self.sequence_parallel:
             if self.fill and (missing := -x.shape[-2] % self.ranks.world):
                 x = pad(x, (0, 0, 0, missing))
-            y = matmul_reduce_scatter(x, self.weight, group=self.ranks.transport(x), num_chunks=self.num_chunks)
+            y = matmul_reduce_scatter(
+                x, self.weight, group=self.ranks.transport(x), num_chunks=self.num_chunks, deferral=self.deferral
+            )
             if self.bias is not None and self.sum_gradients:
                 sum_gradient(self.bias, self.ranks)
         else:
-            y = sum_of_products(x, self.weight, self.ranks, self.num_chunks)
+            y = sum_of_products(x, self.weight, self.ranks, self.num_chunks, self.deferral)
         return y if self.bias is None else y + self.bias.to(y.dtype)

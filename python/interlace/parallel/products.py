@@ -12,6 +12,7 @@ gradients hide the last one; in the forward pass nothing does, so that 1 - 1/C o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from interlace.comm.deferred import Deferral, PutOff, deferred_linear
 from interlace.comm.matmul import cast_operands, chunking_of, weight_gradient
 from interlace.comm.one_operation import as_one_operation
 from interlace.comm.overlap import Chunking, sum_products
@@ -30,41 +32,60 @@ from interlace.parallel.mappings import Ranks
 
 @torch.compiler.disable
 def copied_products(
-    x: Tensor, weights: Sequence[Tensor], ranks: Ranks, num_chunks: int | Literal["auto"] = "auto"
+    x: Tensor,
+    weights: Sequence[Tensor],
+    ranks: Ranks,
+    num_chunks: int | Literal["auto"] = "auto",
+    deferral: Deferral | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """(x, [x @ w.T for each w]), where x is the same on every rank and its gradient the sum over ranks.
 
     x [..., K]; weights [N, K] each, N may differ between weights and ranks; their gradients are local. Under autocast
-    all are cast as for torch.matmul, the x that is returned too. num_chunks: of the sum, as for `all_gather_matmul`.
+    all are cast as for torch.matmul, the x that is returned too. num_chunks, deferral: as for `all_gather_matmul`.
 
     Whether x requires a gradient must be the same on every rank.
     """
     if ranks.world == 1:
+        if deferral is not None:
+            return x, [deferred_linear(x, weight, None, deferral) for weight in weights]
         return x, [linear(x, weight) for weight in weights]
     check_reverse_mode("copied_products", x, *weights)
+    given = weights
     x, *weights = cast_operands(x, *weights)
     transport = ranks.transport(x)
     chunking = _chunking("copied_products", x, x.shape, transport, num_chunks)
-    rows, *products = _CopiedProducts.apply(x, transport, chunking, *weights)
+    put_off = PutOff(deferral, given)
+    rows, *products = _CopiedProducts.apply(x, transport, chunking, put_off, put_off.anchor, *put_off.operands(weights))
     return rows, products
 
 
 @torch.compiler.disable
-def sum_of_products(x: Tensor, weight: Tensor, ranks: Ranks, num_chunks: int | Literal["auto"] = "auto") -> Tensor:
+def sum_of_products(
+    x: Tensor,
+    weight: Tensor,
+    ranks: Ranks,
+    num_chunks: int | Literal["auto"] = "auto",
+    deferral: Deferral | None = None,
+) -> Tensor:
     """The sum over ranks of their x [..., K] @ weight [N, K].T, the same bits everywhere: [..., N].
 
     One function, so that selective activation checkpointing keeps the sum and not the product, too. Under autocast x
-    and weight are cast as for torch.matmul. num_chunks: as for `matmul_reduce_scatter`.
+    and weight are cast as for torch.matmul. num_chunks, deferral: as for `matmul_reduce_scatter`.
     """
     if ranks.world == 1:
-        return linear(x, weight)
+        return linear(x, weight) if deferral is None else deferred_linear(x, weight, None, deferral)
     check_reverse_mode("sum_of_products", x, weight)
+    given = weight
     x, weight = cast_operands(x, weight)
     transport = ranks.transport(x)
     shape = torch.Size((*x.shape[:-1], len(weight)))
     chunking = _chunking("sum_of_products", x, shape, transport, num_chunks)
+    put_off = PutOff(deferral, [given])
+    (operand,) = put_off.operands([weight])
     with transport.used_for(chunking.label):
-        return _SumOfProducts.apply(x, weight, transport, chunking)  # type: ignore[no-any-return]
+        return _SumOfProducts.apply(  # type: ignore[no-any-return]
+            x, operand, transport, chunking, put_off, put_off.anchor
+        )
 
 
 def _chunking(
@@ -78,9 +99,18 @@ def _chunking(
 
 class _CopiedProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transport: Transport, chunking: Chunking, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.transport, ctx.chunking = transport, chunking
-        ctx.save_for_backward(*weights, *((x,) if any(ctx.needs_input_grad[3:]) else ()))
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        transport: Transport,
+        chunking: Chunking,
+        put_off: PutOff,
+        anchor: Tensor | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """put_off: which of the weights wait."""
+        ctx.transport, ctx.chunking, ctx.put_off = transport, chunking, put_off
+        ctx.save_for_backward(*weights, *((x,) if any(ctx.needs_input_grad[4:]) else ()))
         ctx.set_materialize_grads(False)
         rows = x.view_as(x)
         if not ctx.needs_input_grad[0]:
@@ -91,13 +121,16 @@ class _CopiedProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor | None, *d_products: Tensor | None) -> tuple[Tensor | None, ...]:
         transport, chunking = ctx.transport, ctx.chunking._replace(label=f"backward of {ctx.chunking.label}")
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         saved = ctx.saved_tensors  # once: under activation checkpointing every access unpacks anew
         weights, kept = saved[: len(needs)], saved[len(needs) :]
         grads = [None if grad is None else _rows(grad) for grad in d_products]
         d_weights: list[Tensor | None] = [None] * len(weights)
 
         def weight_gradients() -> None:
+            for place, (weight, grad) in enumerate(zip(ctx.put_off.weights, grads, strict=True)):
+                if weight is not None and grad is not None:
+                    ctx.put_off.add(place, partial(weight_gradient, grad, _rows(kept[0])))
             with computing(transport, f"{chunking.label}, weight gradient"):
                 for i, grad in enumerate(grads):
                     if needs[i] and grad is not None:
@@ -105,7 +138,7 @@ class _CopiedProducts(torch.autograd.Function):
 
         if not needs_x:
             weight_gradients()
-            return None, None, None, *d_weights
+            return None, None, None, None, None, *d_weights
         like = next(grad for grad in (d_rows, *d_products) if grad is not None)
         d_x = like.new_empty(*like.shape[:-1], weights[0].shape[1])
         terms = [(grad, weight) for grad, weight in zip(grads, weights) if grad is not None]
@@ -113,14 +146,24 @@ class _CopiedProducts(torch.autograd.Function):
             sum_products(
                 transport, terms, None if d_rows is None else _rows(d_rows), _rows(d_x), chunking, weight_gradients
             )
-        return d_x, None, None, *d_weights
+        return d_x, None, None, None, None, *d_weights
 
 
 class _SumOfProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, transport: Transport, chunking: Chunking) -> Tensor:
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        transport: Transport,
+        chunking: Chunking,
+        put_off: PutOff,
+        anchor: Tensor | None,
+    ) -> Tensor:
+        """put_off: whether the weight waits."""
+        needs_x, *of_weight = ctx.needs_input_grad
+        ctx.put_off = put_off
+        ctx.save_for_backward(x if any(of_weight) else None, weight if needs_x else None)
 
         def compute() -> list[Tensor]:
             y = x.new_empty(*x.shape[:-1], len(weight))
@@ -136,8 +179,12 @@ class _SumOfProducts(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
             d_x = None if weight is None else grad @ weight
-            d_weight = None if x is None else _rows(grad).t() @ _rows(x)
-        return d_x, d_weight, None, None
+            d_weight = None
+            if ctx.put_off.anchor is not None:
+                ctx.put_off.add(0, partial(weight_gradient, _rows(grad), _rows(x)))
+            elif x is not None:
+                d_weight = _rows(grad).t() @ _rows(x)
+        return d_x, d_weight, None, None, None, None
 
 
 def _rows(tensor: Tensor) -> Tensor:

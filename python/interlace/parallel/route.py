@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from interlace.parallel.sending import sent
 from interlace.schedule.table import StepTable
 
 Index = slice | Tensor
@@ -179,7 +180,7 @@ class Routes:
         if (np.diff(rows) == 1).all():
             first = int(rows[0]) if len(rows) else 0
             return slice(first, first + len(rows))
-        return torch.from_numpy(rows).to(self._device)
+        return sent(torch.from_numpy(rows), self._device)
 
 
 class _Dealt(NamedTuple):

@@ -10,6 +10,8 @@
     "column_halves"    the same, of two layers in one (gate and up): each half is cut, so that chunk(2) works as before
     "column_thirds"    the same, of three (queries, keys and values)
     "column_gathered"  the same, its outputs joined on every rank
+    "column_apart"     the same, of an input of its own that is whole on every rank, whatever is around it; also
+                       "column_halves_apart" and "column_thirds_apart"
     "vocabulary"       a language model's embedding (nn.Embedding) or head (nn.Linear), cut by its words, evenly or not;
                        what either gives is the whole's on every rank, and one weight of both stays one
     "row"              an nn.Linear, cut by its inputs
@@ -21,6 +23,8 @@
     "heads"            works on this rank's heads (a norm of queries): likewise
     "replicate"        works on all rows: whole, gradients are the same on every rank
     "layers"           a ModuleList of blocks: each rank keeps its rows before the first, all are joined after the last
+
+A layer with an adapter (LoRA) is named as without: what is inside of it is cut as `interlace.parallel.adapters` says.
 
 Patterns match paths component by component, with * as in file names; of several that match, the last counts. Everything
 that has parameters must be matched, itself or by way of a module around it: nothing is replicated silently.
@@ -47,6 +51,7 @@ from torch import Tensor, nn
 from interlace.comm import all_gather_matmul
 from interlace.comm.agreement import Fingerprint
 from interlace.comm.group import Group
+from interlace.parallel.adapters import APART, adapter_styles, is_adapted
 from interlace.parallel.families import around, plan_for
 from interlace.parallel.layer import ParallelLayer
 from interlace.parallel.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -55,7 +60,8 @@ from interlace.parallel.products import copied_products
 from interlace.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, can_be_cut, has_hooks, is_plain
 
 PARTS = {"column": 1, "column_halves": 2, "column_thirds": 3}
-CUT = (*PARTS, "column_gathered", "vocabulary", "row")
+PARTS_APART = {f"{style}{APART}": parts for style, parts in PARTS.items()}
+CUT = (*PARTS, *PARTS_APART, "column_gathered", "vocabulary", "row")
 WHOLE = ("sequence", "heads", "replicate")
 AROUND = ("gather", "gather_narrow", "layers")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
@@ -221,12 +227,13 @@ def _part(
             return RowParallelLinear.from_linear(
                 whole, ranks, sequence_parallel=sequence_parallel, num_chunks=num_chunks, **of_rows
             )
-        if PARTS.get(style, 1) > 1 and whole.out_features % (PARTS[style] * ranks.world):
-            raise ValueError(f"{whole.out_features} outputs in {PARTS[style]} parts do not divide among {ranks.world}")
-        given_rows = style == "column_gathered" or any(path in columns for columns in shared.values())
+        parts = (PARTS | PARTS_APART).get(style, 1)
+        if parts > 1 and whole.out_features % (parts * ranks.world):
+            raise ValueError(f"{whole.out_features} outputs in {parts} parts do not divide among {ranks.world}")
+        given_rows = style not in PARTS or any(path in columns for columns in shared.values())
         return ColumnParallelLinear.from_linear(
             whole, ranks, sequence_parallel=sequence_parallel and not given_rows, num_chunks=num_chunks,
-            gather_output=style == "column_gathered", regather=regather, parts=PARTS.get(style, 1),
+            gather_output=style == "column_gathered", regather=regather, parts=parts,
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -296,14 +303,16 @@ class SharedInput:
         given = _hidden(module, args, kwargs)
         columns = self._layers(module)
         weights = [column.weight for column in columns]
+        deferral = next((column.deferral for column in columns if column.deferral is not None), None)
         if self.sequence_parallel:
             rows, products = all_gather_matmul(
-                given, weights, group=self.ranks.transport(given), num_chunks=self.num_chunks, regather=self.regather
-            )
+                given, weights, group=self.ranks.transport(given), num_chunks=self.num_chunks, regather=self.regather,
+                deferral=deferral,
+            )  # fmt: skip
             if self.length is not None and rows.shape[-2] != (due := self.length()):
                 rows, *products = (tensor[..., :due, :].contiguous() for tensor in (rows, *products))
         else:
-            rows, products = copied_products(given, weights, self.ranks, self.num_chunks)
+            rows, products = copied_products(given, weights, self.ranks, self.num_chunks, deferral)
         # What the module makes of these rows gets to the column layers through copied_products, which sums gradients.
         handed = whole_on_each(rows[..., : weights[0].shape[0]] if self.narrow else rows, self.ranks)
         for column, product in zip(columns, products):
@@ -339,7 +348,7 @@ def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], given: Tensor, new:
 
 
 def _styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Path -> style, of the modules that a pattern matches."""
+    """Path -> style, of the modules that a pattern matches; of a layer with an adapter, of what is inside of it."""
     paths = [path for path, _ in module.named_modules()]
     known, found = set(paths), {}
     for pattern, style in plan.items():
@@ -352,6 +361,9 @@ def _styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         if not matched:
             raise ValueError(f"plan: {pattern!r} matches no module of {type(module).__name__}")
         found.update(dict.fromkeys(matched, style))
+    for path in [path for path, style in found.items() if style in CUT and is_adapted(module.get_submodule(path))]:
+        outer = {each: found[each] for each in around(path) if each in found}
+        found |= adapter_styles(module.get_submodule(path), path, found.pop(path), outer)
     return found
 
 

@@ -5,7 +5,8 @@ profile_modules.py (all layers of a model) · module_costs.py (what each layer o
 place.py (ParallelSpec per module -> Layout) ·
 oobleck.py (pipeline templates, their combinations, batch shares) · reconfiguration.py (new pipelines after failures) ·
 orchestration.py (GPUs and degrees for encoder, language model and generator) ·
-cost_model.py (seconds from a few measurements) · stable_batch.py (how many samples a profile needs) ·
+cost_model.py (seconds from a few measurements) · step_costs.py (of chunks of any size, and their file) ·
+links.py (messages and collectives) · stable_batch.py (how many samples a profile needs) ·
 search.py (degrees, placement and cuts of a whole model) · memory.py (bytes that each rank of a layout holds).
 
 Torch is loaded only where layers are timed: by `profile_layers` and `profile_model`.

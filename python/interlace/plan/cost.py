@@ -63,7 +63,7 @@ def backward_needs(frozen: ArrayLike, *, trainable_before: bool = False) -> tupl
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds per layer, float64 [n] each.
+    """Seconds per layer, float64 [n] each; of c chunks at once [n, c].
 
     `weight_grad` is what the parameters' gradients add to a backward pass that computes the input's: the B_w of
     `frozen_costs`. `weight_only` is a backward pass for the parameters alone; it is longer where the gradient travels
@@ -80,12 +80,20 @@ class LayerTimes:
     ) -> NDArray[np.float64]:
         """`frozen_costs` of these times, with the measured `weight_only` for a layer that is the first trainable one.
 
-        Arguments and errors as in `frozen_costs`. Returns seconds, float64 [n].
+        Arguments and errors as in `frozen_costs`. Returns seconds, float64 [n], or [n, c] of many chunks.
         """
         weight, inputs = backward_needs(frozen, trainable_before=trainable_before)
         if len(weight) != len(self.forward):
             raise ValueError(f"frozen has {len(weight)} layers, the profile has {len(self.forward)}")
         alone = weight & ~inputs
+        if self.forward.ndim == 2:
+            found = self.forward.copy()
+            found[alone] += self.weight_only[alone]
+            found[weight & inputs] += self.weight_grad[weight & inputs]
+            found[inputs] += self.input_grad[inputs]
+            if recompute:
+                found[weight | inputs] += self.forward[weight | inputs]
+            return found
         return frozen_costs(
             self.forward,
             self.input_grad,

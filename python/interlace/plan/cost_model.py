@@ -63,25 +63,27 @@ def fit_cost_model(tokens: ArrayLike, seconds: Mapping[Degrees, ArrayLike]) -> C
         if y.ndim != 2 or len(y) != len(x) or not y.size:
             raise ValueError(f"seconds{list(degrees)} must have shape ({len(x)}, layers), got {y.shape}")
         _check_positive(f"seconds{list(degrees)}", y)
-        coefficients[degrees] = np.stack([_non_negative_fit(powers / y[:, [k]]) for k in range(y.shape[1])])
+        coefficients[degrees] = np.stack([non_negative_fit(powers / y[:, [k]]) for k in range(y.shape[1])])
     return CostModel(coefficients)
 
 
-def _non_negative_fit(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The w >= 0 [columns] that minimises |rows w - 1|."""
+def non_negative_fit(rows: NDArray[np.float64], target: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+    """The w >= 0 [columns] that minimises |rows w - target|, exactly, by trying all sets of columns. target: [n]
+    (default: ones)."""
+    target = np.ones(len(rows)) if target is None else target
     scale = np.abs(rows).max(axis=0)
     scaled = rows / scale
     columns = rows.shape[1]
-    best, error = np.zeros(columns), float(len(rows))
+    best, error = np.zeros(columns), float((target**2).sum())
     for size in range(1, columns + 1):
         for chosen in itertools.combinations(range(columns), size):
             if size > len(rows):
                 continue
             picked = list(chosen)
-            fit, _, rank, _ = np.linalg.lstsq(scaled[:, picked], np.ones(len(rows)), rcond=None)
+            fit, _, rank, _ = np.linalg.lstsq(scaled[:, picked], target, rcond=None)
             if rank < size or (fit < 0).any():
                 continue
-            found = float(((scaled[:, picked] @ fit - 1.0) ** 2).sum())
+            found = float(((scaled[:, picked] @ fit - target) ** 2).sum())
             if found < error * (1 - 1e-12):
                 best, error = np.zeros(columns), found
                 best[picked] = fit
@@ -125,5 +127,5 @@ def fit_link(sizes: ArrayLike, seconds: ArrayLike) -> LinkModel:
         raise ValueError(f"sizes and seconds must be rows of one length, got shapes {x.shape} and {y.shape}")
     _check_positive("sizes", x)
     _check_positive("seconds", y)
-    latency, per_byte = _non_negative_fit(np.stack([1.0 / y, x / y], axis=-1))
+    latency, per_byte = non_negative_fit(np.stack([1.0 / y, x / y], axis=-1))
     return LinkModel(float(latency), float(per_byte))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from interlace.balance import rows_per_rank
@@ -94,6 +94,11 @@ class Kept(NamedTuple):
     between: int = -1
     outside: bool = False
 
+    def bytes(self, load: Load) -> float:
+        """Of a chunk."""
+        rows = max(load.rows, load.outside) if self.outside else load.rows
+        return self.fixed + self.per_row * rows + self.per_target * load.targets
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -104,7 +109,8 @@ class Activations:
     row of features that its first stage is given. inner: [layers], bytes per row that recomputing a layer makes anew
     while its backward runs (empty where nothing is recomputed). words: of the logits on a rank, 0 without.
     logits_bytes: above it logits are made in parts (see `interlace.model.loss`). shared_head: whether the ranks of a
-    lane share the head by its words; then logits are made in parts always, and `kept` has none.
+    lane share the head by its words; then logits are made in parts always, and `kept` has none. deferred: what is kept
+    in place of all that between the halves of a backward, for gradients of weights; empty where none is split.
     """
 
     kept: tuple[Kept, ...]
@@ -115,6 +121,7 @@ class Activations:
     words: int = 0
     logits_bytes: float = math.inf
     shared_head: bool = False
+    deferred: tuple[Kept, ...] = ()
 
     def of_stage(self, start: int, stop: int, load: Load) -> float:
         """Bytes that the stage of layers [start, stop) keeps of a chunk."""
@@ -125,11 +132,17 @@ class Activations:
         for kept in self.kept:
             inside = start < kept.between < stop or any(start <= layer < stop for layer in kept.layers)
             if inside or kept.edge in ends:
-                rows = max(load.rows, load.outside) if kept.outside else load.rows
-                total += kept.fixed + kept.per_row * rows + kept.per_target * load.targets
+                total += kept.bytes(load)
         if last and self._in_parts(load):  # the logits' exponentials are not kept then, but their norm for each row
             total -= load.targets * 4 * (self.words - 1)
         return total
+
+    def deferred_of_stage(self, start: int, stop: int, load: Load) -> float:
+        """Bytes that it keeps from BACKWARD_INPUT to BACKWARD_WEIGHT: the operands of gradients of weights."""
+        # A head whose logits are made in parts puts nothing off, and only what a head keeps goes by targets.
+        load = load._replace(targets=0.0) if self._in_parts(load) else load
+        mine = (kept for kept in self.deferred if any(start <= layer < stop for layer in kept.layers))
+        return sum(kept.bytes(load) for kept in mine)
 
     def workspace(self, start: int, stop: int, load: Load) -> float:
         """Bytes that a backward of the stage makes and drops: what is recomputed of one layer, or logits."""
@@ -195,18 +208,23 @@ class RankMemory:
 
 
 def activation_bytes(
-    layout: Layout, activations: Mapping[str, Activations], chunks: Sequence[Any], loads: Mapping[Any, Load]
+    layout: Layout,
+    activations: Mapping[str, Activations],
+    chunks: Sequence[Any],
+    loads: Mapping[Any, Load],
+    *,
+    deferred: bool = False,
 ) -> dict[tuple[str, int, int], float]:
     """(module, stage, chunk) -> bytes kept on each rank of the lane, as `interlace.schedule.memory.peak` takes them.
 
-    chunks: `StepTable.chunks`. loads: of a chunk by its place there, else by its module.
+    chunks: `StepTable.chunks`. loads: of a chunk by its place there, else by its module. deferred: not of the forward,
+    but what is kept in its place from BACKWARD_INPUT to BACKWARD_WEIGHT.
     """
-    found = {}
+    found, kept = {}, Activations.deferred_of_stage if deferred else Activations.of_stage
     for place, chunk in enumerate(chunks):
         load = _share(layout.spec(chunk.module), loads.get(place, loads.get(chunk.module, Load(0))))
         for stage in layout.pipelines(chunk.module)[chunk.replica].stages:
-            kept = activations[chunk.module].of_stage(stage.start, stage.stop, load)
-            found[chunk.module, stage.index, place] = kept
+            found[chunk.module, stage.index, place] = kept(activations[chunk.module], stage.start, stage.stop, load)
     return found
 
 
@@ -242,8 +260,18 @@ def rank_memory(
         for rank in reduction.ranks:
             reductions.setdefault(rank, []).append(reduction)
     found = []
+    known: dict[Any, RankMemory] = {}  # of ranks that differ in nothing that counts: those of other replicas
     for rank, (in_flight, kept) in enumerate(held):
         stages = layout.of_rank(rank)
+        likeness = (
+            tuple((s.module, s.index, s.start, s.stop, s.lane_of(rank).ranks.index(rank)) for s in stages),
+            tuple((s.module, s.start, s.stop, len(s.owners)) for s in shards.get(rank, ())),
+            tuple((r.module, r.start, r.stop, r.in_part) for r in reductions.get(rank, ())),
+            tuple((rank, s.module) in by_layer for s in stages),
+        )
+        if likeness in known:
+            found.append(replace(known[likeness], rank=rank, activations=math.ceil(kept), in_flight=in_flight))
+            continue
         own: list[_Own] = []
         total = _State(*(0,) * len(_State._fields))
         for name in dict.fromkeys(stage.module for stage in stages):
@@ -273,6 +301,7 @@ def rank_memory(
                 host=total.optimizer if offload_optimizer else 0,
             )
         )
+        known[likeness] = found[-1]
     return tuple(found)
 
 
@@ -381,10 +410,10 @@ def _messages(layout: Layout, shares: Sequence[tuple[Stage, Activations, Load]])
     def apart(encoder: str) -> bool:
         """Whether what the encoder makes for this rank, or this rank's encoder for others, travels."""
         spec = layout.spec(encoder)
-        return spec.dp != layout.spec(last).dp or not {(encoder, spec.pp - 1), (last, 0)} <= here
+        return spec.dp != layout.spec(last).dp or not {(encoder, spec.stages - 1), (last, 0)} <= here
 
     for stage, what, load in shares:
-        final = stage.index == layout.spec(stage.module).pp - 1
+        final = stage.index == layout.spec(stage.module).stages - 1
         if stage.index and (stage.module, stage.index - 1) not in here:
             arriving.append(what.edges[stage.start] * load.rows)
         if not stage.index and stage.module == last and any(map(apart, encoders)):
@@ -412,3 +441,54 @@ def _largest_bucket(own: Sequence[_Own], most: int) -> int:
             travels += each.part * each.sharers
             largest = max(largest, travels)
     return largest
+
+
+# ---------------------------------------------------------------------- what travels of the state
+
+
+def summed_bytes(layout: Layout, weights: Iterable[WeightSize], reduction: Reduction) -> int:
+    """Bytes of the gradients that one rank brings to `reduction`, whole where they are sharded."""
+    if reduction.tied >= 0:
+        ends = (reduction.start, reduction.stop - 1)
+        tied = (w for w in weights if w.module == reduction.module and w.trainable and len(w.layers) > 1)
+        return sum(w.count(0) * w.itemsize for w in tied if (min(w.layers), max(w.layers)) == ends)
+    mine = (w for w in weights if w.module == reduction.module)
+    own = _owned(layout, reduction.ranks[0], reduction.module, mine, ())
+    return sum(each.whole for each in _summed(own, reduction))
+
+
+class SharedBytes(NamedTuple):
+    """What one rank has of the weights of a shard, made whole. beside: of what lies beside the layers; layers: of each
+    of them; trained: the same of what is trained."""
+
+    beside: int
+    layers: tuple[int, ...]
+    trained_beside: int
+    trained_layers: tuple[int, ...]
+
+    @property
+    def whole(self) -> int:
+        """All of it."""
+        return self.beside + sum(self.layers)
+
+
+def shared_bytes(layout: Layout, weights: Iterable[WeightSize], shard: Shard) -> SharedBytes:
+    """The weights that the owners of `shard` gather: all that can be shared, or with ZeRO-1 what of them is trained."""
+    rank = shard.owners[0]
+    mine = (w for w in weights if w.module == shard.module and w.sharable and (shard.full or w.trainable))
+    own = [e for e in _owned(layout, rank, shard.module, mine, ()) if shard.start <= e.home < shard.stop]
+
+    def of(some: Sequence[_Own]) -> tuple[int, tuple[int, ...]]:
+        layers = [
+            sum(e.whole for e in some if e.home == i and not e.weight.beside) for i in range(shard.start, shard.stop)
+        ]
+        return sum(e.whole for e in some if e.weight.beside), tuple(layers)
+
+    return SharedBytes(*of(own), *of([e for e in own if e.weight.trainable]))
+
+
+def trained_bytes(layout: Layout, weights: Sequence[WeightSize], rank: int, shards: Sequence[Shard]) -> int:
+    """Bytes of the weights that the optimizer of `rank` updates: of what is sharded, its slices."""
+    names = dict.fromkeys(stage.module for stage in layout.of_rank(rank))
+    own = (e for n in names for e in _owned(layout, rank, n, (w for w in weights if w.module == n), shards))
+    return sum(each.part for each in own if each.weight.trainable)

@@ -17,7 +17,7 @@ class ModuleCosts:
     """Cost of the parts (layers, embeddings, head, projector) of one module for one microbatch.
 
     All arrays have shape [parts]; the times may be FLOPs instead of seconds: only their ratio matters to a cut.
-    ``layer[i]`` is the sliceable layer that part i travels with.
+    ``layer[i]`` is the sliceable layer that part i travels with. Of c chunks at once the times are [parts, c].
     """
 
     layer: NDArray[np.int64]
@@ -32,7 +32,7 @@ class ModuleCosts:
     def per_layer(
         self, *, trainable_before: bool = False, frozen_aware: bool = True, recompute: bool = False
     ) -> NDArray[np.float64]:
-        """1F+1B cost of each layer, float64 [layers].
+        """1F+1B cost of each layer, float64 [layers], or [layers, c] of many chunks.
 
         ``frozen_aware=False`` charges backward = 2 x forward everywhere, which is what LLM partitioners assume.
         """
@@ -40,7 +40,15 @@ class ModuleCosts:
             parts = self.times.costs(~self.trainable, trainable_before=trainable_before, recompute=recompute)
         else:
             parts = (4.0 if recompute else 3.0) * self.times.forward
-        return np.bincount(self.layer, weights=parts, minlength=self.num_layers).astype(np.float64)
+        return self.summed(parts)
+
+    def summed(self, parts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sums of values of parts by layer: [parts] -> [layers], or [parts, c] -> [layers, c]."""
+        if parts.ndim == 1:
+            return np.bincount(self.layer, weights=parts, minlength=self.num_layers).astype(np.float64)
+        found = np.zeros((self.num_layers, parts.shape[1]))
+        np.add.at(found, self.layer, parts)
+        return found
 
 
 def analytic_costs(

@@ -8,7 +8,8 @@ Placements (cornstarch-2025-03 sections 4.1 and 6.1; orchmllm for "shared"):
 - ``replicated``  every rank of the language model runs every encoder whole (the Llama-style baseline)
 - ``chain``       made by `balanced`: one chain of all layers cut anywhere, also inside a module
 
-Cuts minimise the slowest stage's 1F+1B time, which depends on what is frozen (dissertation 3.3.1, 3.4.1).
+Cuts minimise the slowest stage's 1F+1B time, which depends on what is frozen (dissertation 3.3.1, 3.4.1). A module with
+virtual stages is cut into pp * virtual of them, which its pp lanes take in turn (`ParallelSpec.order`).
 
 Ranks are numbered replica by replica where all modules have one dp (what works together is then close together), and
 module by module otherwise.
@@ -45,10 +46,11 @@ def from_specs(
     frozen_aware: bool = True,
     recompute: bool = False,
 ) -> Layout:
-    """Cut every module into ``specs[module].pp`` stages and place them.
+    """Cut every module into ``specs[module].stages`` stages and place them.
 
-    ranks: per replica, for modules of one dp (and tp = cp = 1): by default one for each stage (merged stage when
-        colocated); with fewer, neighbouring stages share a rank, cut where the busiest rank is least busy.
+    ranks: per replica, for modules of one dp (and tp = cp = 1): by default one for each of the pp stages (merged stage
+        when colocated; virtual stages go with the one whose rank they share); with fewer, neighbouring ones share a
+        rank, cut where the busiest rank is least busy.
 
     Raises ValueError for unknown modules, more stages than layers, degrees that do not fit the placement, and ranks
     that the specs cannot use.
@@ -63,7 +65,7 @@ def from_specs(
     per_layer = layer_costs(
         costs if costs is not None else analytic_costs(mllm), order, frozen_aware=frozen_aware, recompute=recompute
     )
-    cuts: Cuts = {name: _cut(name, per_layer[name], specs[name].pp) for name in order}
+    cuts: Cuts = {name: _cut(name, per_layer[name], specs[name]) for name in order}
     if placement == "shared":
         return _shared(order, specs, cuts, ranks)
     units = _units(order, specs, placement)
@@ -138,23 +140,29 @@ def balanced(
 
 def _units(order: Sequence[str], specs: Mapping[str, ParallelSpec], placement: str) -> list[Unit]:
     *encoders, language_model = order
+
+    def lanes(name: str) -> list[Unit]:
+        """The stages of each of its lanes."""
+        spec = specs[name]
+        return [[(name, i) for i in range(spec.stages) if spec.place(i) == place] for place in range(spec.pp)]
+
     if placement == "parallel":
-        return [[(name, i)] for name in order for i in range(specs[name].pp)]
-    alone = [[(language_model, i)] for i in range(specs[language_model].pp)]
+        return [unit for name in order for unit in lanes(name)]
+    alone = lanes(language_model)
     if placement == "replicated":
         for name in encoders:
-            if specs[name].pp != 1:
+            if specs[name].stages != 1:
                 raise ValueError(
                     f"replicated placement runs {name!r} whole on every language model rank: "
-                    f"set its pp to 1, not {specs[name].pp}"
+                    f"set its pp and virtual to 1, not {specs[name].stages} stages"
                 )
         return alone
-    for degree in ("pp", "dp", "tp", "cp"):
+    for degree in ("pp", "virtual", "order", "dp", "tp", "cp"):
         if len({getattr(specs[name], degree) for name in encoders}) > 1:
             degrees = _degrees({name: specs[name] for name in encoders}, degree)
             raise ValueError(f"colocated encoders are merged stage by stage, so they need one {degree}; got {degrees}")
-    merged = specs[encoders[0]].pp if encoders else 0
-    return [[(name, i) for name in encoders] for i in range(merged)] + alone
+    merged = zip(*(lanes(name) for name in encoders), strict=True)
+    return [[stage for unit in units for stage in unit] for units in merged] + alone
 
 
 def _unfolded(
@@ -188,8 +196,9 @@ def _shared(order: Sequence[str], specs: Mapping[str, ParallelSpec], cuts: Cuts,
         )
 
     def lanes(name: str, index: int, replica: int) -> tuple[Lane, ...]:
-        size = specs[name].lane_size
-        first = (replica * specs[name].pp + index) * size
+        spec = specs[name]
+        size = spec.lane_size
+        first = (replica * spec.pp + spec.place(index)) * size
         return (Lane(tuple(range(first, first + size))),)
 
     return _layout(order, specs, cuts, lanes, world, "shared")
@@ -204,7 +213,7 @@ def _layout(
         pipelines = []
         for replica in range(specs[name].dp):
             stages = []
-            for i in range(specs[name].pp):
+            for i in range(specs[name].stages):
                 lane, *copies = lanes(name, i, replica)
                 stages.append(Stage(name, i, int(cuts[name][i]), int(cuts[name][i + 1]), lane, tuple(copies)))
             pipelines.append(Pipeline(name, replica, tuple(stages)))
@@ -230,7 +239,10 @@ def _degrees(specs: Mapping[str, ParallelSpec], *degrees: str) -> str:
     )
 
 
-def _cut(name: str, costs: NDArray[np.float64], stages: int) -> NDArray[np.int32]:
-    if stages > len(costs):
-        raise ValueError(f"{name}: pp={stages} stages but only {len(costs)} layers; set pp to at most {len(costs)}")
-    return partition(costs, stages)
+def _cut(name: str, costs: NDArray[np.float64], spec: ParallelSpec) -> NDArray[np.int32]:
+    if spec.stages > len(costs):
+        laps = f" * virtual={spec.virtual}" if spec.virtual > 1 else ""
+        most = len(costs) // spec.virtual
+        way_out = f"set pp to at most {most}" if most else f"set virtual to at most {len(costs)}"
+        raise ValueError(f"{name}: pp={spec.pp}{laps} stages but only {len(costs)} layers; {way_out}")
+    return partition(costs, spec.stages)

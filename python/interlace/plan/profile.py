@@ -57,9 +57,9 @@ def profile_layers(
         for index, (run, parameters) in enumerate(layers):
             weights = [p for p in parameters if p.is_floating_point()]
             inputs = [current] if current.is_floating_point() else []
-            forward, backward, output = _time(run, current, inputs, weights, index)
-            input_grad = _time(run, current, inputs, [], index, frozen=weights)[1]
-            weight_only = _time(run, current, [], weights, index)[1]
+            forward, backward, output = time_layer(run, current, inputs, weights, index)
+            input_grad = time_layer(run, current, inputs, [], index, frozen=weights)[1]
+            weight_only = time_layer(run, current, [], weights, index)[1]
             # Difference of two measured times of one repetition; noise may take it below 0.
             repetition[:, index] = forward, input_grad, max(backward - input_grad, 0.0), weight_only
             current = output
@@ -67,10 +67,21 @@ def profile_layers(
     return LayerTimes(forward, input_grad, weight_grad, weight_only)
 
 
-def _time(
-    run: Run, hidden: Tensor, inputs: list[Tensor], weights: list[Tensor], index: int, frozen: Sequence[Tensor] = ()
+def time_layer(
+    run: Run,
+    hidden: Tensor,
+    inputs: list[Tensor],
+    weights: list[Tensor],
+    index: int = 0,
+    frozen: Sequence[Tensor] = (),
+    *,
+    accumulate: bool = False,
 ) -> tuple[float, float, Tensor]:
-    """Seconds of a forward, and of a backward for the inputs (hidden or nothing) and the weights; the output."""
+    """Seconds of a forward, and of a backward for the inputs (hidden or nothing) and the weights; the output.
+
+    frozen: weights that get no gradient meanwhile. accumulate: whether gradients are added to ``.grad``, as in a step.
+    Raises TypeError, with `index`, for a layer that returns something other than a tensor.
+    """
     hidden = hidden.detach().requires_grad_(bool(inputs))
     wanted = [hidden] * bool(inputs) + weights
     with torch.enable_grad(), _requires_grad(weights, True), _requires_grad(frozen, False):
@@ -83,7 +94,10 @@ def _time(
             return forward, 0.0, output.detach()
         gradient = torch.ones_like(output)
         start = _now(hidden)
-        torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+        if accumulate:
+            torch.autograd.backward(output, gradient, inputs=wanted)
+        else:
+            torch.autograd.grad(output, wanted, gradient, allow_unused=True)
         return forward, _now(hidden) - start, output.detach()
 
 

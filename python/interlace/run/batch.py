@@ -5,15 +5,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from interlace.layout import Layout
 from interlace.model import Media, MultimodalModel
+from interlace.model.language import look_at
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.model.places import KEY, with_places
+from interlace.run.assign import DEFERRING, Assigner
 from interlace.run.device import moved
+from interlace.run.dispatch import Dispatcher
 from interlace.run.table import Lengths, step_table
 from interlace.schedule import StepTable
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """A global batch of streams, as the ranks of this process have it.
+
+    of_rank: rank -> the samples of all ranks in the batch's order, of which those with whose tokens it does not compute
+    are outlines, without the data of media that it does not read. start: called by a rank at the DISPATCH of the step
+    that trains on this batch, with its number; begins the exchange of the coming batch and returns what says when that
+    ended (`time.monotonic`; None: not yet).
+    """
+
+    of_rank: Mapping[int, list[Any]]
+    start: Callable[[int], Callable[[], float | None]]
+
+    @property
+    def samples(self) -> list[Any]:
+        """Those of the first rank here: what every rank knows of them is the same."""
+        return next(iter(self.of_rank.values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,16 +53,20 @@ class GlobalBatch:
     microbatches: int | None
     chunks: Mapping[str, int] | None
     place: tuple[int, int, int]
+    dispatched: Dispatched | None = None
+    """Where the samples are of streams."""
 
     @classmethod
     def of(
         cls,
-        samples: Sequence[Any],
+        samples: Sequence[Any] | Dispatched,
         microbatches: int | None = None,
         chunks: Mapping[str, int] | None = None,
         place: tuple[int, int, int] = (0, 0, 0),
     ) -> GlobalBatch:
-        """That of samples, or of lists of samples. Raises ValueError for an empty batch and for a mixture of both."""
+        """That of samples, lists of samples, or streams. Raises ValueError for an empty batch, and for a mixture."""
+        if isinstance(samples, Dispatched):
+            return cls(samples.samples, None, microbatches, chunks, place, samples)
         if not samples:
             raise ValueError("a step needs at least one sample")
         lists = [isinstance(item, (list, tuple)) for item in samples]
@@ -55,17 +86,74 @@ class GlobalBatch:
             raise ValueError("all microbatches are empty: a step needs at least one sample")
         return cls(flat, groups, microbatches, chunks, place)
 
-    def table(self, layout: Layout) -> StepTable:
-        """Its table on `layout`."""
-        *encoders, _ = layout.modules
+    def table(
+        self, layout: Layout, assigner: Assigner | None = None, dispatcher: Dispatcher | None = None
+    ) -> StepTable:
+        """Its table on `layout`. assigner: what spreads samples in place of their tokens. dispatcher: what says their
+        replicas; of the language model not where lists of samples are given, which say that themselves.
+
+        Raises ValueError, as `step_table`, for lists of samples where there is an assigner, and for chunks where it may
+        defer samples.
+        """
+        *encoders, language_model = layout.modules
         lengths = Lengths.of(self.samples, encoders)
-        return step_table(
-            layout, lengths, microbatches=self.microbatches, groups=self.groups, chunks=self.chunks, place=self.place
-        )
+        if assigner is not None and assigner.method != "tokens":
+            if self.groups is not None:
+                raise ValueError(
+                    f"assign = {assigner.method!r} spreads samples over microbatches, but lists of samples are given, "
+                    "which are microbatches: give one list of samples, or use assign = 'tokens'"
+                )
+            if assigner.method in DEFERRING and self.chunks:  # also where it defers none of these samples
+                raise ValueError(
+                    f"assign = {assigner.method!r} says itself what the encoders' chunks are: leave out chunks, or use "
+                    "assign = 'stratified'"
+                )
+        return table_of(
+            layout, lengths, assigner, dispatcher, given=self._given(layout.spec(language_model).dp),
+            microbatches=self.microbatches, groups=self.groups, chunks=self.chunks, place=self.place,
+        )  # fmt: skip
+
+    def of_rank(self, rank: int) -> list[Any]:
+        """The samples as a rank of this process has them."""
+        return self.samples if self.dispatched is None else self.dispatched.of_rank[rank]
+
+    def starter(self, rank: int) -> Callable[[], Callable[[], float | None]]:
+        """What the DISPATCH of a rank calls; see `Dispatched.start`."""
+        return (lambda: lambda: None) if self.dispatched is None else partial(self.dispatched.start, rank)
+
+    def _given(self, dp: int) -> NDArray[np.int64] | None:
+        """int64 [n], the replica of the language model out of `dp` of each sample, where lists are given."""
+        if self.groups is None:
+            return None
+        return np.repeat(np.arange(len(self.groups)) % dp, [len(group) for group in self.groups])
 
     def lists(self) -> list[list[Any]]:
         """The samples in their groups, or all in one."""
         return [self.samples] if self.groups is None else [[self.samples[i] for i in group] for group in self.groups]
+
+
+def table_of(
+    layout: Layout,
+    lengths: Lengths,
+    assigner: Assigner | None,
+    dispatcher: Dispatcher | None,
+    *,
+    given: NDArray[np.int64] | None = None,
+    microbatches: int | None = None,
+    **options: Any,
+) -> StepTable:
+    """The table of a step: replicas by `dispatcher`, microbatches inside of them by `assigner`.
+
+    given: int64 [n], the replicas of the language model, where these are fixed. options: as of `step_table`.
+    """
+    replicas = None if dispatcher is None else dispatcher(lengths, given).replica
+    assignment = None
+    if assigner is not None:
+        *_, language_model = layout.modules
+        # Encoders that follow the language model are balanced with it, by dealing samples by both costs.
+        own = dispatcher is not None and replicas is not None and dispatcher.method != "llm"
+        assignment = assigner(lengths, microbatches, replicas[language_model] if own and replicas else None)
+    return step_table(layout, lengths, microbatches=microbatches, assignment=assignment, replicas=replicas, **options)
 
 
 def read_media(layout: Layout, ranks: Collection[int], table: StepTable, samples: Sequence[Any]) -> list[Media]:
@@ -85,6 +173,19 @@ def read_media(layout: Layout, ranks: Collection[int], table: StepTable, samples
     ]
 
 
+def collated(mllm: MultimodalModel, module: str, samples: Sequence[Any], device: torch.device, *, decode: bool) -> Any:
+    """A module's inputs for `samples` on `device`, with what would have to be asked of a GPU otherwise."""
+    made = mllm.collate_module(module, samples, decode=decode)
+    places = None
+    if module == LANGUAGE_MODEL:
+        look_at(mllm.language_settings, made["plan"])
+        places = with_places(made, mllm.placeholders, device)
+    made = made if device.type == "cpu" else moved(made, device)
+    if places is not None:
+        made[KEY] = places._replace(ids=made["input_ids"], labels=made["labels"])
+    return made
+
+
 def collator(
     mllm: MultimodalModel,
     table: StepTable,
@@ -102,8 +203,7 @@ def collator(
     def inputs(module: str, chunk: int, first: bool) -> dict[str, Any]:
         made, left = (None, 1) if first else kept.pop(chunk, (None, later[module]))
         if made is None:
-            made = mllm.collate_module(module, [samples[i] for i in table.chunks[chunk].samples], decode=first)
-            made = made if device.type == "cpu" else moved(made, device)
+            made = collated(mllm, module, [samples[i] for i in table.chunks[chunk].samples], device, decode=first)
         if left > 1:
             kept[chunk] = made, left - 1
         return made

@@ -41,9 +41,13 @@ def of_samples(groups: Sequence[Sequence[Any]]) -> Arguments:
         for s in samples
     ]
     sizes = [len(group) for group in groups]
+    digests = [sample.digest for sample in samples]
+    if None in digests:
+        content = Fingerprint(f"{sizes} {media}", [ids for s in samples for ids in (s.input_ids, s.labels)])
+    else:  # of streams, whose tokens are where they are needed
+        content = Fingerprint(f"{sizes} {media} {digests}", [])
     return Arguments(
-        groups=len(sizes), samples=len(samples), tokens=sum(len(sample.input_ids) for sample in samples),
-        content=Fingerprint(f"{sizes} {media}", [ids for s in samples for ids in (s.input_ids, s.labels)]),
+        groups=len(sizes), samples=len(samples), tokens=sum(map(len, samples)), content=content,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from interlace.model.multimodal import LANGUAGE_MODEL
 from interlace.model.placeholders import blank_id, is_placeholder
 from interlace.parallel.context import Context, Share, deal
 from interlace.parallel.route import Routes
+from interlace.run.batch import GlobalBatch
 from interlace.run.lanes import Place
 from interlace.schedule import StepTable
 
@@ -41,9 +42,9 @@ class Deals:
         limit = mllm.language_settings.limit
         if self.ranks > 1 and limit is not None:
             for i, sample in enumerate(samples):
-                if len(sample.input_ids) > limit:
+                if len(sample) > limit:
                     raise ValueError(
-                        f"sample {i} has {len(sample.input_ids)} tokens: beyond {limit} this language model's rotary "
+                        f"sample {i} has {len(sample)} tokens: beyond {limit} this language model's rotary "
                         f"frequencies follow from the longest sample, which no rank of cp = {self.ranks} sees whole: "
                         "shorten it, or leave language_model at cp = 1"
                     )
@@ -82,3 +83,12 @@ class Deals:
                 owners = {n: owner[is_placeholder(ids, token).numpy()].astype(np.int64) for n, token in placeholders}
                 self._made[chunk] = shards, owners
             return self._made[chunk]
+
+
+def deals_of(
+    mllm: MultimodalModel, layout: Layout, table: StepTable, batch: GlobalBatch, ranks: Sequence[int], order: str
+) -> dict[int, Deals]:
+    """The deals of each of `ranks`: one for all where they have the same samples."""
+    if batch.dispatched is None:
+        return dict.fromkeys(ranks, Deals(mllm, layout, table, batch.samples, order))
+    return {rank: Deals(mllm, layout, table, batch.of_rank(rank), order) for rank in ranks}

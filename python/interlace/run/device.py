@@ -19,9 +19,13 @@ from interlace.attention import AttentionPlan
 from interlace.attention.plan import TENSOR_FIELDS
 from interlace.masks import BitfieldMask
 from interlace.model import Media
+from interlace.parallel.sending import sent
 
-ON_THE_HOST = "lengths"
-"""Key of inputs that the program reads to know shapes, and that a GPU would have to be waited for."""
+NOTES = {"_narrowed", "_documents", "_has_rows", "_longest"}
+"""What is noted on a plan."""
+
+ON_THE_HOST = {"lengths", "grid_thw", "merge_sizes"}
+"""Keys of inputs that the program reads to know shapes, and that a GPU would have to be waited for."""
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -55,15 +59,15 @@ def place_of(model: nn.Module, device: torch.device | str | None) -> torch.devic
 def moved(value: Any, device: torch.device) -> Any:
     """Collated inputs with all tensors on `device`: in mappings, lists, tuples, masks, plans and media.
 
-    Meta tensors, which say shapes alone, stay what they are, and so do the lengths of clips (`ON_THE_HOST`).
+    Meta tensors, which say shapes alone, stay what they are, and so does what is read (`ON_THE_HOST`).
     """
     if isinstance(value, Tensor):
-        if value.is_meta or value.device == device:
-            return value
-        to_gpu = device.type == "cuda" and value.device.type == "cpu"
-        return (value.contiguous().pin_memory() if to_gpu else value).to(device, non_blocking=to_gpu)
+        return sent(value, device)
     if isinstance(value, AttentionPlan):
-        return replace(value, **{name: moved(getattr(value, name), device) for name in TENSOR_FIELDS})
+        plan = replace(value, **{name: moved(getattr(value, name), device) for name in TENSOR_FIELDS})
+        # What was made of it, and found out, on the host: a GPU would have to be waited for.
+        plan.__dict__.update({name: moved(each, device) for name, each in value.__dict__.items() if name in NOTES})
+        return plan
     if isinstance(value, BitfieldMask):
         doc, span, pos, window = (moved(each, device) for each in (value.doc, value.span, value.pos, value.window))
         return BitfieldMask(moved(value.bits, device), doc=doc, span=span, pos=pos, window=window, sinks=value.sinks)
@@ -71,7 +75,7 @@ def moved(value: Any, device: torch.device) -> Any:
         data = value.data
         return value if data is None else Media(value.shape, value.tokens, moved(data, device), about=value.about)
     if isinstance(value, Mapping):
-        return {key: each if key == ON_THE_HOST else moved(each, device) for key, each in value.items()}
+        return {key: each if key in ON_THE_HOST else moved(each, device) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         each = [moved(item, device) for item in value]
         return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)

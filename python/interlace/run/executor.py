@@ -1,8 +1,9 @@
 """Executes one rank's list, the very rows that the checker proved and the simulator times. It decides nothing.
 
-A plain loop: each action is done before the next begins. RECV blocks until the message is there, SEND, REDUCE_GRAD and
-UNSHARD start what travels by itself. Sums are awaited when the list ends, and those of tied weights made of them then;
-weights by the first forward that uses them, or layer by layer. Several ranks of one process are a thread each.
+A plain loop: each action is done before the next begins. RECV blocks until the message is there, SEND, REDUCE_GRAD,
+UNSHARD and DISPATCH start what travels by itself. Sums are awaited when the list ends, and those of tied weights made
+of them then; weights by the first forward that uses them, or layer by layer. Several ranks of one process are a
+thread each.
 
 A stage's forward starts from detached inputs and its backward ends at them; what crosses a stage boundary, to another
 rank or within one, is an activation and later its gradient. So any layout computes the same numbers.
@@ -17,85 +18,41 @@ and their gradients are joined again, of which a context-parallel rank of the en
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
 
 from interlace.comm.channel import Channel, CommError, Part, Pending, Tag
+from interlace.comm.deferred import DeferredGradients
 from interlace.comm.lost import named
 from interlace.layout import Reduction
 from interlace.parallel import Ranks
-from interlace.parallel.route import Routes, pairs, parts_of_regions, put, shares, take
+from interlace.parallel.route import pairs, parts_of_regions, put, shares, take
+from interlace.run.deferred import LinearLayers, linear_layers
 from interlace.run.errors import PipelineError
 from interlace.run.gradients import Sum
 from interlace.run.lanes import Place
 from interlace.run.layers import LayerByLayer, Layers
 from interlace.run.sharding import Sharded, ShardedSum
+from interlace.run.step import Arrived, Key, Message, StageRuntime, Step, Value
 from interlace.schedule.actions import CODES, OPS, Op, action_of
 
-Key = tuple[str, int]
-Value = tuple[str, int, int]
-"""An activation: module, stage, chunk."""
-Message = tuple[str, int, int, int, int]
-"""An activation, the chunk that reads it, and whether it is the gradient."""
-
 FORWARD, BACKWARD, SEND, RECV = (CODES[op] for op in (Op.FORWARD, Op.BACKWARD, Op.SEND, Op.RECV))
+BACKWARD_INPUT, BACKWARD_WEIGHT = CODES[Op.BACKWARD_INPUT], CODES[Op.BACKWARD_WEIGHT]
 REDUCE_GRAD, UNSHARD = CODES[Op.REDUCE_GRAD], CODES[Op.UNSHARD]
 UNSHARD_LAYERS, RESHARD = CODES[Op.UNSHARD_LAYERS], CODES[Op.RESHARD]
+DISPATCH = CODES[Op.DISPATCH]
 # By name: an executor that held its own methods would keep the sums of a step until Python looks for such circles.
 METHODS = {FORWARD: "_forward", BACKWARD: "_backward", SEND: "_send", RECV: "_receive", REDUCE_GRAD: "_reduce"}
-METHODS |= {UNSHARD: "_unshard", UNSHARD_LAYERS: "_unshard_layers", RESHARD: "_reshard"}
-
-
-@dataclass
-class StageRuntime:
-    """A stage of this rank. last: the last of its pipeline. sink: its output is a loss. place: this rank's place among
-    those that compute it."""
-
-    module: nn.Module
-    last: bool
-    sink: bool
-    place: Place
-
-
-class Arrived(NamedTuple):
-    """What this rank received of a message, and which ranks join how many rows each."""
-
-    mine: Tensor
-    among: Ranks
-    counts: Sequence[int]
-
-
-@dataclass
-class Step:
-    """What one step works on, and what it leaves.
-
-    inputs: (module, chunk, first stage) -> collated inputs. dealt: what of these a rank at some place is given. scale:
-    multiplies the summed loss: 1 / valid targets of the whole batch. start: called once, before the first backward,
-    message or sum, and before the first forward that several ranks do together. ends: chunk -> the module and the last
-    stage, whose output its rows are. mark: marks a moment of the work, of which `times` is made. drawing: begins to
-    watch for random numbers; drew: whether a forward drew any that several ranks do together, each from its own state.
-    """
-
-    routes: Routes
-    ends: Mapping[int, Key]
-    inputs: Callable[[str, int, bool], dict[str, Any]]
-    dealt: Callable[[str, int, Place, dict[str, Any]], dict[str, Any]]
-    scale: float
-    start: Callable[[], None] = lambda: None
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    mark: Callable[[], Any] = time.monotonic
-    drawing: Callable[[], Callable[[], bool]] = lambda: lambda: False
-    drew: bool = False
-    loss: Tensor | None = None  # float64, summed over the chunks of this rank; on its device
-    times: list[tuple[Any, Any]] = field(default_factory=list)  # start, finish of each action, as marked
+METHODS |= {BACKWARD_INPUT: "_backward", BACKWARD_WEIGHT: "_backward_weight"}
+METHODS |= {UNSHARD: "_unshard", UNSHARD_LAYERS: "_unshard_layers", RESHARD: "_reshard", DISPATCH: "_dispatch"}
 
 
 class Executor:
@@ -135,19 +92,21 @@ class Executor:
             self._sums.clear()
 
     def _run(self, actions: Sequence[Sequence[int]], step: Step) -> None:
-        modules, times, mark, recorder = self._modules, step.times, step.mark, self.channel.recorder
-        started = False
+        modules, times, recorder, started = self._modules, step.times, self.channel.recorder, False
         for row in actions:
             op, module, *rest = row
-            if not started and (op != FORWARD or self._together(row)):
+            if not started and op != DISPATCH and (op != FORWARD or self._together(row)):
                 started = True
                 step.start()
-            begin = mark()
+            begin = step.mark()
             computing = recorder.begin("compute", action_of(row, modules), self._together(row)) if op < SEND else -1
             try:
                 if op not in METHODS:
-                    raise PipelineError(f"this executor does not know {OPS[op].name}: use a GPipe or 1F1B schedule")
-                getattr(self, METHODS[op])(modules[module], *rest)
+                    raise PipelineError(
+                        f"this executor does not know {OPS[op].name}: use a schedule of schedule.GENERATORS"
+                    )
+                with record_function(str(action_of(row, modules))) if _profiler_enabled() else nullcontext():
+                    getattr(self, METHODS[op])(modules[module], *rest)
             except CommError as error:
                 raise PipelineError(f"{self._where(row)}{error}") from error
             except Exception as error:
@@ -155,13 +114,16 @@ class Executor:
                 raise PipelineError(f"rank {self.rank}, {_describe(row, modules)}: {kind}{error}") from error
             if computing >= 0:
                 recorder.end(computing)
-            times.append((begin, mark()))
+            times.append((begin, step.mark()))
         if not started:
             step.start()
         self._finish(step, actions)
         if self._saved:
             name, stage, chunk = next(iter(self._saved))
             raise PipelineError(f"rank {self.rank}: {name}[{stage}] chunk {chunk} was never taken backward")
+        if self._put_off:
+            name, stage, chunk = next(iter(self._put_off))
+            raise PipelineError(f"rank {self.rank}: {name}[{stage}] chunk {chunk} has had no BACKWARD_WEIGHT")
 
     def _together(self, row: Sequence[int]) -> Sequence[int]:
         """The ranks that do an action together; none where this one does it alone."""
@@ -188,10 +150,13 @@ class Executor:
         self._saved: dict[Value, tuple[dict[Any, Tensor], Tensor]] = {}
         self._gathers: dict[int, Pending] = {}
         self._by_layer: dict[Key, LayerByLayer] = {}  # of stages whose weights are gathered so
+        self._travelling: Callable[[], float | None] = lambda: None  # when the coming step's items had travelled
         self._sums: dict[int, Sum | ShardedSum] = {}
         self._tied: list[int] = []  # sums that begin when those are done
         self._uses: dict[Value, int] = defaultdict(int)
         self._takes_backward: set[Value] = set()
+        self._split: set[Value] = set()  # of these, what has a BACKWARD_INPUT and a BACKWARD_WEIGHT
+        self._put_off: dict[Value, DeferredGradients] = {}  # from the former to the latter
         wanted: set[tuple[str, int, int, int]] = set()  # gradients that go to other ranks
         received: set[tuple[str, int, int, int]] = set()
         forwards: list[Value] = []
@@ -202,6 +167,8 @@ class Executor:
                 forwards.append((module, stage, chunk))
             elif op == BACKWARD:
                 self._takes_backward.add((module, stage, chunk))
+            elif op == BACKWARD_INPUT:
+                self._split.add((module, stage, chunk))
             elif op == SEND and grad:
                 wanted.add((module, stage, chunk, other))
             elif op == SEND:
@@ -209,6 +176,9 @@ class Executor:
             elif op == RECV and not grad:
                 received.add((module, stage, chunk, other))
         self._wanted, self._received = wanted, received
+        self._takes_backward |= self._split
+        split = {value[:2] for value in self._split}
+        self._linears: dict[Key, LinearLayers] = linear_layers(self.stages, split) if split else {}
         if any(len(ranks) > 1 for ranks in self._lanes):
             self._find_crossing(actions)
         for module, stage, chunk in forwards:
@@ -294,8 +264,14 @@ class Executor:
                 inputs = {**inputs, "features": features}
                 received = dict(features)
         by_layer = self._by_layer.get((module, stage))
+        split = self._linears[module, stage] if (module, stage, chunk) in self._split else None
         drawn = step.drawing() if runtime.place.lane.world > 1 else bool
-        with torch.set_grad_enabled(backward), step.autocast(), by_layer.forward() if by_layer else nullcontext():
+        with (
+            torch.set_grad_enabled(backward),
+            step.autocast(),
+            by_layer.forward() if by_layer else nullcontext(),
+            split.forward() if split else nullcontext(),
+        ):
             output = runtime.module(inputs, hidden)
         step.drew |= drawn()
         if runtime.sink:
@@ -337,10 +313,16 @@ class Executor:
         received, output = self._saved.pop(value)
         runtime = self.stages[module, stage]
         gradient = torch.full_like(output, self._step.scale) if runtime.sink else self._gradient(value, output)
-        # Without grad: everything trainable lies in encoders that this chunk does not use.
-        with by_layer.backward() if (by_layer := self._by_layer.get((module, stage))) else nullcontext():
-            if output.requires_grad:
+        by_layer = self._by_layer.get((module, stage))
+        split = self._linears[module, stage] if value in self._split else None
+        with (
+            by_layer.backward(split=split is not None) if by_layer else nullcontext(),
+            split.backward() if split else nullcontext() as put_off,
+        ):
+            if output.requires_grad:  # else everything trainable lies in encoders that this chunk does not use
                 torch.autograd.backward(output, gradient)
+        if put_off is not None:
+            self._put_off[value] = put_off
         for source, given in received.items():
             if not given.requires_grad:
                 continue
@@ -352,6 +334,13 @@ class Executor:
                 if origin[0] == source and self._has_backward(origin, chunk):
                     places = self._step.routes.between(origin[2], chunk).places[runtime.place.cp.rank]
                     self._hand_back(origin, chunk, take(grad, places), whole=False)
+
+    def _backward_weight(self, module: str, stage: int, chunk: int, *_: int) -> None:
+        gradients = self._put_off.pop((module, stage, chunk))
+        if by_layer := self._by_layer.get((module, stage)):
+            by_layer.weight_backward(gradients)
+        else:
+            gradients.compute()
 
     def _hand_back(self, source: Value, reader: int, gradient: Tensor, *, whole: bool) -> None:
         """What the backward of `reader` found for rows of `source`, kept for its backward here or for a SEND."""
@@ -444,12 +433,16 @@ class Executor:
         else:
             self._sums[number] = self._sum(number)
 
+    def _dispatch(self, *_: object) -> None:
+        self._travelling = self._step.dispatch()
+
     def _unshard(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
         sharded = self._sharded[number]
         self._gathers[number] = sharded.start_gather(self.channel, sharded.gathered, sharded.name)
 
     def _unshard_layers(self, module: str, stage: int, _chunk: int, number: int, *_: int) -> None:
-        self._by_layer[module, stage] = LayerByLayer(self._layers[number], self.channel)
+        late = self._linears[module, stage].weights if (module, stage) in self._linears else ()
+        self._by_layer[module, stage] = LayerByLayer(self._layers[number], self.channel, late)
 
     def _reshard(self, _module: str, _stage: int, _chunk: int, number: int, *_: int) -> None:
         if number in self._gathers:  # this rank has no use of its own for them
@@ -483,6 +476,9 @@ class Executor:
         for place, row in enumerate(actions):
             if row[0] == REDUCE_GRAD:
                 step.times[place] = (step.times[place][0], done[row[4]])
+            elif row[0] == DISPATCH:  # which may last on: the coming step waits for it, not this one
+                begun, ended = step.times[place][0], self._travelling()
+                step.times[place] = (begun, ended if ended is not None and isinstance(begun, float) else step.mark())
 
     def _await_sums(self, done: dict[int, Any]) -> None:
         for number, pending in self._sums.items():

@@ -76,7 +76,7 @@ def groups(graph: StageGraph) -> list[tuple[int, ...]]:
     """The ranks of all sums and gathers that a step may make."""
     found = [reduction.ranks for reduction in graph.reductions]
     for shard in graph.shards:
-        found += [shard.ranks, *(shard.replicas(owner) for owner in shard.owners)]
+        found += [shard.ranks, *(tuple(sorted(same)) for same in zip(*shard.sets, strict=True))]
     return found
 
 
@@ -161,18 +161,24 @@ def users_of(whole: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int
 def stage_durations(
     mllm: Any, layout: Layout, costs: Mapping[str, ModuleCosts], *, recompute: bool = False
 ) -> dict[tuple[Op, str, int], float]:
-    """Seconds of FORWARD and BACKWARD of every stage, for `simulate`, from measured (or estimated) layer costs.
+    """Seconds of FORWARD, BACKWARD and its halves of every stage, for `simulate`.
 
-    costs: of one chunk. Stages are those of the first replica.
+    costs: of one chunk, measured or counted. Stages are those of the first replica. BACKWARD_WEIGHT is what the
+    gradients of trained weights add, BACKWARD_INPUT the rest of the BACKWARD.
     """
     per_layer = layer_costs(costs, mllm.modules_order(), recompute=recompute)
     durations = {}
     for module in layout.modules:
         cost = costs[module]
         forward = np.bincount(cost.layer, weights=cost.times.forward, minlength=cost.num_layers)
+        trained = np.where(cost.trainable, cost.times.weight_grad, 0.0)
+        weight = np.bincount(cost.layer, weights=trained, minlength=cost.num_layers)
         for stage in layout.pipelines(module)[0].stages:
             seconds = float(forward[stage.start : stage.stop].sum())
-            both = float(per_layer[module][stage.start : stage.stop].sum())
+            both = max(float(per_layer[module][stage.start : stage.stop].sum()) - seconds, 0.0)
+            second = min(float(weight[stage.start : stage.stop].sum()), both)
             durations[Op.FORWARD, module, stage.index] = seconds
-            durations[Op.BACKWARD, module, stage.index] = max(both - seconds, 0.0)
+            durations[Op.BACKWARD, module, stage.index] = both
+            durations[Op.BACKWARD_INPUT, module, stage.index] = both - second
+            durations[Op.BACKWARD_WEIGHT, module, stage.index] = second
     return durations

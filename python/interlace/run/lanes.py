@@ -26,6 +26,7 @@ from interlace.attention.hf import current_plan
 from interlace.comm.transports import Transport
 from interlace.layout import Lane, Layout, ParallelSpec
 from interlace.model.language import merge_tokens
+from interlace.model.patterns import is_adapter
 from interlace.model.rows import PACKED
 from interlace.model.stage import StageModule
 from interlace.model.switch import NAMES
@@ -162,12 +163,13 @@ def _draws(mllm: Any, name: str) -> str:
 
 
 def _check_shared_out(name: str, spec: ParallelSpec, whole: StageModule, in_part: Collection[str]) -> None:
-    """Raises ValueError where a shard would leave large weights whole: of what ranks use in part, only norms are small.
+    """Raises ValueError where a shard would leave large weights whole: of what ranks use in part, only norms and
+    adapters are small.
 
     Their gradients are summed over whole lanes, and so they are not shared out (see `interlace.run.ranks`).
     """
     held = dict(whole.named_parameters(remove_duplicate=False))
-    large = [key for key in sorted(in_part) if held[key].requires_grad and held[key].dim() > 1]
+    large = [key for key in sorted(in_part) if held[key].requires_grad and held[key].dim() > 1 and not is_adapter(key)]
     if large:
         raise ValueError(
             f"{name} has shard = {spec.shard!r}, but with sequence parallelism each of its tp = {spec.tp} ranks "

@@ -20,7 +20,7 @@ with a weight while it is not there finds NaN in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.comm.channel import Channel, Pending
+from interlace.comm.deferred import DeferredGradients
 from interlace.model import StageModule
 from interlace.run.errors import PipelineError
 from interlace.run.graph import users_of
@@ -85,20 +86,30 @@ class Layers:
 class LayerByLayer:
     """The weights of a stage in one step, from its UNSHARD_LAYERS on."""
 
-    def __init__(self, layers: Layers, channel: Channel) -> None:
+    def __init__(self, layers: Layers, channel: Channel, late: Collection[int] = ()) -> None:
+        """late: ids of weights that get their gradient from a BACKWARD_WEIGHT; of none where no backward is split."""
         self._layers, self._channel, self._units = layers, channel, layers.units
         self._sharded = layers.sharded
         self._gathers: dict[int, Pending] = {}  # of units, as long as these are not there
         self._last = 0  # the last unit of this forward whose gather was begun
         self._at = 0  # the layer that this backward has come to
+        self._split = False  # whether it leaves gradients to a `weight_backward`
         self._scattered: list[tuple[int, Pending]] = []  # sums under way: of which bucket
         self._sums: list[Tensor | None] = []  # of each bucket, what all chunks so far have
         self._left: list[int] = []  # of each bucket, how many of its weights have not been asked for
         self._first: list[int] = []  # of each unit, the place of its buckets there
+        self._summed: list[list[Bucket]] = []  # of each unit, what is summed with its backward ...
+        self._late: list[list[Bucket]] = []  # ... and what with its BACKWARD_WEIGHT
         for unit in self._units:
+            self._summed.append(unit.summed)
+            self._late.append([])
+            trained = [weight for weights, _ in unit.summed for weight in weights]
+            if due := [weight for weight in trained if id(weight.whole) in late]:
+                self._summed[-1] = self._sharded.in_buckets([weight for weight in trained if weight not in due])
+                self._late[-1] = self._sharded.in_buckets(due)
             self._first.append(len(self._sums))
-            self._sums += [None] * len(unit.summed)
-            self._left += [len(weights) for weights, _ in unit.summed]
+            self._sums += [None] * len(self._buckets(-1))
+            self._left += [len(weights) for weights, _ in self._buckets(-1)]
             for _, _, weight, gone in unit.places:
                 gone.data = weight.gone()  # the model may have been moved, or have another dtype
             for weight in unit.weights:
@@ -169,10 +180,14 @@ class LayerByLayer:
                     tensor.register_hook(partial(self._reach, number))
         return output
 
+    def _buckets(self, number: int) -> list[Bucket]:
+        """All that is summed of a unit."""
+        return self._summed[number] + self._late[number]
+
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Inside, the stage runs backward on a chunk."""
-        self._at = len(self._units)
+    def backward(self, *, split: bool = False) -> Iterator[None]:
+        """Inside, the stage runs backward on a chunk; split: there will be a `weight_backward` of it."""
+        self._at, self._split = len(self._units), split
         self._gather(0)
         if self._at > self._layers.lowest:
             self._gather(self._at - 1)
@@ -185,12 +200,23 @@ class LayerByLayer:
                 self._sum(self._at)
             self._sum(0)
             self._add()
-        for unit in self._units:
-            if any(weight.whole.grad is not None for weight in unit.weights):
+        for unit, late in zip(self._units, self._late, strict=True):
+            kept = {id(weight) for weights, _ in late for weight in weights} if split else ()
+            if any(weight.whole.grad is not None and id(weight) not in kept for weight in unit.weights):
                 raise PipelineError(
                     f"a weight of a layer of {self._sharded.name} got a gradient when the backward of that layer was "
                     "over, for it is used outside of it: use shard = 'optimizer' for this module"
                 )
+
+    def weight_backward(self, gradients: DeferredGradients) -> None:
+        """Compute what the backward of a chunk has put off, a layer at a time, while the sums of another travel."""
+        for number in [*range(len(self._units) - 1, self._layers.lowest - 1, -1), 0]:
+            late = self._late[number]
+            gradients.compute([weight.whole for weights, _ in late for weight in weights])
+            self._add()
+            self._scatter(late, self._first[number] + len(self._summed[number]), f"unit {number} weights")
+        self._add()
+        assert not len(gradients), "a gradient was put off of a weight that no unit has"
 
     def _reach(self, number: int, _: Tensor) -> None:
         """Autograd has come to layer `number`."""
@@ -228,8 +254,13 @@ class LayerByLayer:
         """Begin to sum the gradients of a unit, whose weights are not needed any more."""
         self._free(number)
         self._add()
-        unit, first = self._units[number], self._first[number]
-        started = self._sharded.start_scatter(self._channel, unit.summed, f"{self._sharded.name} unit {number}")
+        self._scatter(
+            self._summed[number] if self._split else self._buckets(number), self._first[number], f"unit {number}"
+        )
+
+    def _scatter(self, summed: Sequence[Bucket], first: int, key: str) -> None:
+        """Begin to sum the gradients of buckets, the first of which has the place `first`."""
+        started = self._sharded.start_scatter(self._channel, summed, f"{self._sharded.name} {key}")
         self._scattered = [(first + place, pending) for place, (_, pending) in enumerate(started)]
 
     def _add(self) -> None:
@@ -253,8 +284,8 @@ class LayerByLayer:
         flat = bucket[0].whole.new_zeros(width + len(bucket))
         rows = dict(parts(bucket, self._sharded.place, flat))
         counts = dict(zip(bucket, flat[width:].unbind(), strict=True))
-        for unit, first in zip(self._units, self._first, strict=True):
-            for place, (weights, _) in enumerate(unit.summed, first):
+        for number, first in enumerate(self._first):
+            for place, (weights, _) in enumerate(self._buckets(number), first):
                 total = self._sums[place]
                 if total is None or counts.keys().isdisjoint(weights):  # None: no backward has come to it
                     continue

@@ -16,31 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from interlace.comm.agreement import Fingerprint
 from interlace.comm.channel import Channel
 from interlace.comm.channel_local import LocalChannel, LocalNetwork
 from interlace.comm.transports import Transport
+from interlace.comm.transports.local import LocalHub, LocalTransport
 from interlace.layout import Layout
 from interlace.model import Checkpointing, Media, MultimodalModel
 from interlace.parallel.region import Region
 from interlace.run import comparison
-from interlace.run.batch import GlobalBatch, collator, read_media
-from interlace.run.deals import Deals
+from interlace.run.ahead import TablesAhead
+from interlace.run.assign import Method, assigner_of
+from interlace.run.batch import Dispatched, GlobalBatch, collator, read_media
+from interlace.run.deals import deals_of
 from interlace.run.device import autocast as autocast_to
 from interlace.run.device import clock, current, device_of, drawing, seconds
+from interlace.run.dispatch import Balance, dispatcher_of
 from interlace.run.errors import PipelineError, as_pipeline_errors, wait_of
-from interlace.run.executor import Step
 from interlace.run.gradients import squares, whole_gradients
-from interlace.run.graph import check_read, edges, groups, stage_graph
+from interlace.run.graph import edges, groups, stage_graph
 from interlace.run.lanes import groups_of, with_lanes
+from interlace.run.lists import Lists
+from interlace.run.needs import Needs, needs_of
 from interlace.run.ranks import make_ranks
-from interlace.run.result import StepResult, measured, times_of
+from interlace.run.result import StepResult, as_text, measured, times_of
+from interlace.run.step import Step
 from interlace.run.threads import run_threads
 from interlace.run.weights import Pieces, Trained, Views
-from interlace.schedule import Schedule, StepTable, check, gpipe, one_f_one_b
+from interlace.schedule import Options, Schedule, StepTable
 from interlace.simulate import Timeline
-
-GENERATORS: dict[str, Callable[..., Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
-_KEPT = 64  # schedules: tables of one form recur
 
 
 class ParallelModel:
@@ -54,35 +58,51 @@ class ParallelModel:
         mllm: MultimodalModel,
         layout: Layout,
         schedule: str,
+        schedule_options: Options,
         ranks: Sequence[int],
         channel: Channel | None,
         device: torch.device,
         checkpointing: Checkpointing,
         sequence_parallel: bool,
         context_order: str,
+        assign: Method,
+        balance: Balance,
+        ranks_per_node: int | None,
         autocast: torch.dtype | None,
         timeout: float,
         crash_folder: Path | str | None,
     ):
         self.layout, self.mllm, self.ranks = layout, mllm, list(ranks)
         self.graph = stage_graph(mllm, layout)
-        self._generator = GENERATORS[schedule]
-        options = {"schedule": schedule, "autocast": autocast, "sequence_parallel": sequence_parallel}
+        options: dict[str, object] = {
+            "schedule": schedule,
+            "autocast": autocast,
+            "sequence_parallel": sequence_parallel,
+            "assign": assign,
+            "balance": balance,
+            "ranks_per_node": ranks_per_node,
+        }
+        if schedule_options:
+            options["schedule_options"] = Fingerprint(repr(schedule_options), [])
         options |= {"checkpointing": checkpointing}  # in a lane "full" has the ranks meet once more
         self._agreed = comparison.of_model(mllm, layout, order=context_order, **options)
         self._context_order, self._autocast = context_order, autocast
         self._timeout, self._crash_folder = timeout, crash_folder
-        self.channel = channel
-        self._schedules: dict[tuple[bool, str, bytes], Schedule] = {}
-        self._last: Schedule | None = None
+        self._last: tuple[Schedule, StepTable] | None = None
         self._times: dict[int, list[tuple[Any, Any]]] = {}
-        self._failed = ""
+        self.channel, self._failed = channel, ""
         self._norm: tuple[float, list[tuple[int, int]]] | None = None
         self.graph, rows = with_lanes(self.graph, mllm, sequence_parallel=sequence_parallel)
         self._views, self._pieces = Views(), Pieces()
         self._ranks = make_ranks(mllm, self.graph, ranks, checkpointing, rows, self._views, self._pieces, device)
         self._trained = Trained(mllm)
         self._lanes = groups_of(layout)
+        self._assigner = assigner_of(assign, layout, mllm, recompute=checkpointing == "full")
+        self._lists = Lists(self.graph, schedule, schedule_options, self._assigner)
+        self.dispatcher = dispatcher_of(
+            balance, layout, mllm, recompute=checkpointing == "full", ranks_per_node=ranks_per_node
+        )
+        self._ahead = TablesAhead()
         self._through: Callable[[Transport], Transport] = lambda transport: transport
         if channel is not None:
             (number,) = self.ranks
@@ -116,6 +136,12 @@ class ParallelModel:
     def state_dict(self) -> dict[str, Tensor]:
         """This process's weights by their names in the whole model."""
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    @property
+    def feature_bytes(self) -> int:
+        """Of a row that an encoder hands to the language model."""
+        embedding: Tensor = self.mllm.language_model.get_input_embeddings().weight  # type: ignore[operator]
+        return int(embedding.shape[-1] * (self._autocast or embedding.dtype).itemsize)
 
     def train(self, mode: bool = True) -> None:
         """Switch the stages between training and evaluation (frozen modules stay in evaluation)."""
@@ -156,37 +182,48 @@ class ParallelModel:
         return self._table(GlobalBatch.of(samples, microbatches, chunks, place))
 
     def _table(self, batch: GlobalBatch) -> StepTable:
-        return batch.table(self.layout)
+        return self._ahead.take(batch) or batch.table(self.layout, self._assigner, self.dispatcher)
 
-    def schedule(self, table: StepTable, *, train: bool = True) -> Schedule:
+    def schedule(self, table: StepTable, *, train: bool = True, dispatch: bool = False) -> Schedule:
         """The checked schedule of a table. One with the same chunks and links as an earlier one has its lists.
+
+        dispatch: whether ranks start the exchange of the coming step's items in it (streams).
 
         Raises ValueError for a table that the layout cannot run, and for a chunk of an encoder that nobody reads.
         """
-        pipelines = self.graph.pipeline_number
-        form = ",".join(str(pipelines.get((chunk.module, chunk.replica))) for chunk in table.chunks)
-        key = (train, form, table.links.tobytes())
-        if key not in self._schedules:
-            check_read(self.graph, table)
-            made = self._generator(self.graph, table, backward=train, reduce_grad=train)
-            check(made)
-            if len(self._schedules) >= _KEPT:
-                self._schedules.clear()
-            self._schedules[key] = made
-        return self._schedules[key]
+        return self._lists.of(table, train=train, dispatch=dispatch)
+
+    def item_transports(self) -> dict[int, Transport]:
+        """Rank of this process -> a transport between all ranks, on the host, for the items of streams. Collective;
+        they last until they are closed."""
+        if self.channel is None:
+            hub = LocalHub(self.layout.world)
+            return {rank: LocalTransport(rank, hub, timeout=self._timeout) for rank in self.ranks}
+        with as_pipeline_errors():
+            return {self.ranks[0]: self.channel.connect_all()}
+
+    def needs(
+        self, samples: Sequence[Any], microbatches: int | None = None, chunks: Mapping[str, int] | None = None
+    ) -> Needs:
+        """Which rank of all computes with what of `samples`, which may be outlines, in a step with these arguments."""
+        return needs_of(self.layout, self.table(samples, microbatches, chunks), samples)
 
     def wanted(
         self, samples: Sequence[Any], microbatches: int | None = None, chunks: Mapping[str, int] | None = None
     ) -> list[Media]:
-        """The media of `samples` that this process reads in a step with these arguments."""
+        """The media of `samples` that this process reads in a step with these arguments.
+
+        Meant for the thread that reads ahead: the step of these very samples finds its table made.
+        """
         batch = GlobalBatch.of(samples, microbatches, chunks)
-        return read_media(self.layout, self.ranks, self._table(batch), batch.samples)
+        table = self._ahead.plan(batch, lambda: batch.table(self.layout, self._assigner, self.dispatcher))
+        return read_media(self.layout, self.ranks, table, batch.samples)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
     def step(
         self,
-        samples: Sequence[Any],
+        samples: Sequence[Any] | Dispatched,
         microbatches: int | None = None,
         *,
         chunks: Mapping[str, int] | None = None,
@@ -198,7 +235,8 @@ class ParallelModel:
 
         samples: the same list on every rank, or a list of lists to fix the chunks of the language model (empty ones
             left out, the i-th goes to replica i modulo their number). Otherwise they are spread by their tokens over
-            `microbatches` of each replica (default: twice the stages of its pipeline, at most one per sample).
+            `microbatches` of each replica (default: twice the stages of its pipeline, at most one per sample). Or the
+            batch of a stream (`interlace.data.StreamLoader`), whose samples are where they are needed.
         chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
             position, step) of the batch, for the table. note: asked at the end, and told to all ranks (see StepResult).
         loss_scale: gradients, and the norm of them, are those of the loss times this, the same on every rank.
@@ -248,8 +286,9 @@ class ParallelModel:
                 self._trained.check(self.mllm)
             batch, device = given(), device_of(self.mllm)
             table = self._table(batch)
-            deals = Deals(self.mllm, self.layout, table, batch.samples, self._context_order)
-            schedule, routes = self.schedule(table, train=train), deals.routes(device)
+            deals = deals_of(self.mllm, self.layout, table, batch, self.ranks, self._context_order)
+            schedule = self.schedule(table, train=train, dispatch=train and batch.dispatched is not None)
+            routes = {number: each.routes(device) for number, each in deals.items()}
             text = comparison.of_samples(batch.lists()).text
             digest = comparison.number(table.digest, self._agreed.text, loss_scale, text)
         except ValueError as error:
@@ -275,15 +314,16 @@ class ParallelModel:
         kept = self._set_shared_gradients_aside() if train else []
         steps = {
             number: Step(
-                routes=routes,
+                routes=routes[number],
                 ends=ends,
-                inputs=collator(self.mllm, table, batch.samples, self._ranks[number].stages, device),
-                dealt=deals.inputs,
+                inputs=collator(self.mllm, table, batch.of_rank(number), self._ranks[number].stages, device),
+                dealt=deals[number].inputs,
                 scale=(loss_scale or 1.0) / tokens,
                 start=compare,
                 autocast=lambda: autocast_to(device, self._autocast),
                 mark=clock(device),
                 drawing=partial(drawing, device),
+                dispatch=batch.starter(number),
             )
             for number in self.ranks
         }
@@ -298,12 +338,12 @@ class ParallelModel:
         self._collect_gradients()
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        self._last, self._times = schedule, {number: step.times for number, step in steps.items()}
+        self._last, self._times = (schedule, table), {number: step.times for number, step in steps.items()}
         loss, norm, notes = self._results(steps, note, train)
         if train:
             self._norm = norm, self._signature()
         most = max(chunk.index for chunk in table.chunks if chunk.module == self.graph.modules[-1]) + 1
-        return StepResult(loss / tokens, tokens, most, notes)
+        return StepResult(loss / tokens, tokens, most, notes, table)
 
     def _refresh(self) -> None:
         """What this process plays besides the model's own parameters follows these, and has no gradients."""
@@ -447,11 +487,14 @@ class ParallelModel:
         """Measured timeline of the last step over all ranks. Collective; every rank returns the same."""
         if self._last is None:
             raise PipelineError("no step has run yet: call step() before timeline()")
+        schedule, table = self._last
         times = [seconds(self._times.get(rank, []), device_of(self.mllm)) for rank in range(self.layout.world)]
+        spans = [self._ahead.within(mine) if rank == self.ranks[0] else [] for rank, mine in enumerate(times)]
         if self.channel is not None:
             (number,) = self.ranks
-            text = " ".join(f"{start!r} {finish!r}" for start, finish in times[number])
+            text = f"{as_text(times[number])};{as_text(spans[number])}"
             with as_pipeline_errors():
-                said = self.channel.exchange(text, "timeline")
-            times = [times_of(text, rank, len(self._last.of_rank(rank))) for rank, text in enumerate(said)]
-        return measured(self._last, times)
+                said = [text.partition(";") for text in self.channel.exchange(text, "timeline")]
+            times = [times_of(own, rank, len(schedule.of_rank(rank))) for rank, (own, _, _) in enumerate(said)]
+            spans = [times_of(own, rank, len(own.split()) // 2) for rank, (_, _, own) in enumerate(said)]
+        return measured(schedule, table, times, spans)

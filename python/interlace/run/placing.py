@@ -15,9 +15,14 @@ from interlace.comm.channel_group import GroupChannel
 from interlace.layout import Layout
 from interlace.model import Checkpointing, MultimodalModel
 from interlace.parallel.context import ORDERS
+from interlace.plan import analytic_costs
+from interlace.run.assign import METHODS, Method
 from interlace.run.device import place_of
+from interlace.run.dispatch import BALANCES, Balance
 from interlace.run.errors import PipelineError
-from interlace.run.parallel_model import GENERATORS, ParallelModel
+from interlace.run.graph import stage_durations
+from interlace.run.parallel_model import ParallelModel
+from interlace.schedule import GENERATORS, Options
 
 
 def parallelize(
@@ -25,11 +30,15 @@ def parallelize(
     layout: Layout,
     *,
     schedule: str = "1f1b",
+    schedule_options: Options | None = None,
     transport: str | None = None,
     device: torch.device | str | None = None,
     checkpointing: Checkpointing = "none",
     sequence_parallel: bool = True,
     context_order: str = "lpt",
+    assign: Method = "tokens",
+    balance: Balance = "llm",
+    ranks_per_node: int | None = None,
     autocast: torch.dtype | None = None,
     timeout: float = 300.0,
     crash_folder: Path | str | None = None,
@@ -42,7 +51,10 @@ def parallelize(
     transport: "local" plays all ranks in this process, a thread each, on ``mllm``'s own weights. "distributed" is one
         rank of the default process group, on those weights of ``mllm`` that it holds; the default where such a group of
         more than one rank exists.
-    schedule: "1f1b" or "gpipe". checkpointing: what layers keep for their backward: "none" (all of it is kept),
+    schedule: "1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2", "zb_v" or "auto", see docs/schedules.md;
+        schedule_options: its durations and limits, see `interlace.schedule.generate`, the same on every rank. "auto"
+        goes by the counted costs of `plan.analytic_costs` where these give no durations.
+    checkpointing: what layers keep for their backward: "none" (all of it is kept),
         "full" (their input) or "selective" (also what is costly to compute again), see `interlace.model.checkpointing`.
         autocast: run forwards under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait
         for a peer.
@@ -66,16 +78,33 @@ def parallelize(
     Of a module with cp > 1 each rank has some of the rows of a chunk inside its layers. context_order: which: "lpt"
     balances attention under the chunk's own mask, "zigzag" under a causal one, "ring" gives each rank neighbours.
 
+    assign: how samples are spread over microbatches: "tokens" evens out the language model's tokens, the others what
+        encoders and language model take ("stratified", "entrain", "as_printed"; see `interlace.run.assign`).
+    balance: which replica takes which sample: "none" (by its place in the batch), "llm" (even for the language model,
+        which encoders follow) or "per_module" (even for each); see `interlace.run.dispatch`. Lists of samples say that
+        themselves for the language model. ranks_per_node: so many ranks that follow each other are a node, between
+        which little is to travel; by default all are one.
+
     Raises ValueError when the world's size is not the layout's, for weights on several devices, for a module whose
     blocks cannot be cut among its tp ranks, for one whose layers do more between rows than attention, with cp > 1, and
     for dropout in training with either.
     """
-    for what, given, known in (("schedule", schedule, sorted(GENERATORS)), ("context_order", context_order, ORDERS)):
+    for what, given, known in (
+        ("schedule", schedule, sorted(GENERATORS)),
+        ("context_order", context_order, ORDERS),
+        ("assign", assign, METHODS),
+        ("balance", balance, BALANCES),
+    ):
         if given not in known:
             raise ValueError(f"unknown {what} {given!r}: use one of {', '.join(map(repr, known))}")
     if transport is None:
         grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         transport = "distributed" if grouped else "local"
+    options: Options = {**(schedule_options or {})}
+    if callable(options.get("durations")):
+        raise ValueError("schedule_options: give durations as a mapping, which ranks can compare, not as a function")
+    if schedule == "auto" and options.get("durations") is None:
+        options["durations"] = stage_durations(mllm, layout, analytic_costs(mllm), recompute=checkpointing == "full")
     place = place_of(mllm, device)
     if transport == "local":
         ranks = list(range(layout.world))
@@ -96,12 +125,16 @@ def parallelize(
         mllm,
         layout,
         schedule,
+        options,
         ranks,
         channel,
         place,
         checkpointing,
         sequence_parallel,
         context_order,
+        assign,
+        balance,
+        ranks_per_node,
         autocast,
         timeout,
         crash_folder,

@@ -17,12 +17,13 @@ from interlace.comm.channel import Channel
 from interlace.comm.transports import Transport
 from interlace.layout import Reduction
 from interlace.model import Checkpointing, StageModule
-from interlace.run.executor import Executor, Key, StageRuntime
+from interlace.run.executor import Executor
 from interlace.run.graph import parameter_layers
 from interlace.run.lanes import Place, cut
 from interlace.run.layers import Layers
 from interlace.run.memory import allocate, allocate_buffers, is_bare, without_memory, without_values
 from interlace.run.sharding import Sharded
+from interlace.run.step import Key, StageRuntime
 from interlace.run.weights import Pieces, Views, cut_weights
 from interlace.schedule import StageGraph
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.run.errors import PipelineError
-from interlace.schedule import Schedule
+from interlace.schedule import Schedule, StepTable
 from interlace.simulate import Timeline
 
 
@@ -13,25 +13,38 @@ class StepResult(float):
     """The loss of a step (mean cross entropy over the valid targets of the whole batch, nats), with its circumstances.
 
     The same on every rank. tokens: valid targets of the batch; microbatches: chunks of a replica of the language model,
-    of the one that has most. notes: what each rank noted, by rank.
+    of the one that has most. notes: what each rank noted, by rank. table: which samples were computed together.
     """
 
     tokens: int
     microbatches: int
     notes: tuple[float, ...]
+    table: StepTable | None
 
-    def __new__(cls, loss: float, tokens: int, microbatches: int, notes: Sequence[float] = ()) -> StepResult:
+    def __new__(
+        cls,
+        loss: float,
+        tokens: int,
+        microbatches: int,
+        notes: Sequence[float] = (),
+        table: StepTable | None = None,
+    ) -> StepResult:
         result = super().__new__(cls, loss)
-        result.tokens, result.microbatches, result.notes = tokens, microbatches, tuple(notes)
+        result.tokens, result.microbatches, result.notes, result.table = tokens, microbatches, tuple(notes), table
         return result
 
-    def __getnewargs__(self) -> tuple[float, int, int, tuple[float, ...]]:  # type: ignore[override]
-        return float(self), self.tokens, self.microbatches, self.notes
+    def __getnewargs__(self) -> tuple[float, int, int, tuple[float, ...], StepTable | None]:  # type: ignore[override]
+        return float(self), self.tokens, self.microbatches, self.notes, self.table
 
     @property
     def loss(self) -> float:
         """The loss as a plain number."""
         return float(self)
+
+
+def as_text(times: Sequence[tuple[float, float]]) -> str:
+    """(start, finish) pairs, as `times_of` reads them."""
+    return " ".join(f"{start!r} {finish!r}" for start, finish in times)
 
 
 def times_of(text: str, rank: int, count: int) -> list[tuple[float, float]]:
@@ -46,8 +59,16 @@ def times_of(text: str, rank: int, count: int) -> list[tuple[float, float]]:
     return found
 
 
-def measured(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
-    """The timeline of a step of `schedule`. times: (start, finish) of the actions of each rank, in seconds."""
+def measured(
+    schedule: Schedule,
+    table: StepTable,
+    times: Sequence[Sequence[tuple[float, float]]],
+    planning: Sequence[Sequence[tuple[float, float]]] = (),
+) -> Timeline:
+    """The timeline of a step of `schedule`, which may have been made for another table of one form.
+
+    times: (start, finish) of the actions of each rank, in seconds. planning: of what it planned of later steps.
+    """
     starts = [[start for start, _ in mine] for mine in times]
     finishes = [[finish for _, finish in mine] for mine in times]
-    return Timeline(schedule.actions, starts, finishes, table=schedule.table)
+    return Timeline(schedule.actions, starts, finishes, table=table, planning=[list(mine) for mine in planning])

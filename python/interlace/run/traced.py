@@ -3,7 +3,7 @@
 A module is run once, whole, on fake tensors: its stages' own code, cut for tensor parallelism where it is so in the
 layout, under the autocast and the checkpointing of the run. Noted is every storage that autograd saves, with the layers
 that save it, and every other one that is alive at the end. So a stage's share follows for any cut. Runs at several
-lengths tell what a chunk, a row and a row with a target add.
+lengths tell what a chunk, a row and a row with a target add. Of layers alike some are run (see `alike`).
 
 Where sequence parallelism cuts rows, what enters a stage is counted whole, and the rank's own rows of it are a part of
 that. Where context parallelism cuts an encoder's, what lies before and after its layers is counted for all rows.
@@ -26,23 +26,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from interlace.comm.transports import Capabilities, Transport
-from interlace.comm.transports.base import NO_ARGUMENTS, Arguments, Copy, Ticket
+from interlace.comm.transports.silent import SilentTransport
 from interlace.layout import Layout
-from interlace.model import IGNORE, Checkpointing, Media, Sample
+from interlace.model import Checkpointing, Media
+from interlace.model.counted import blank_inputs, give_shapes
 from interlace.model.feed import Item
 from interlace.model.loss import LOGITS_BYTES, head_of
-from interlace.model.placeholders import blank_id, token_ids
 from interlace.model.slice import hidden_argument
 from interlace.model.stage import StageModule
 from interlace.parallel import Ranks
 from interlace.parallel.vocabulary import VocabularyHead
 from interlace.plan.memory import Activations, Kept, WeightSize
+from interlace.run.alike import Alike, NotAlike, Storage
+from interlace.run.deferred import LinearLayers
 from interlace.run.graph import parameter_layers, users_of
 from interlace.run.lanes import cut, how_cut, rows_of_plan
 from interlace.run.weights import Cut, cut_weights
 
-_LENGTH = 8  # tokens of a sample of the language model
 _ITEMS = (1, 2)  # of an encoder
 _SAMPLES = ((4, 2), (8, 1), (4, 4))  # of the language model: how many, and targets of each
 
@@ -106,11 +106,13 @@ def activations_of(
     sequence_parallel: bool = True,
     autocast: torch.dtype | None = None,
     items: Mapping[str, tuple[int, ...]] | None = None,
+    split: bool = False,
 ) -> dict[str, Activations]:
     """Module -> what its forwards keep.
 
     mllm: on the meta device. checkpointing, sequence_parallel: as `parallelize` takes them. items: encoder -> shape of
-    an item of the data (default: the one that the encoder was configured for).
+    an item of the data (default: the one that the encoder was configured for). split: whether backwards may be in two
+    halves; then a backward of each run tells what is kept between them, too.
 
     Raises ValueError for a module that its tp cannot cut.
     """
@@ -121,11 +123,19 @@ def activations_of(
         shape = (items or {}).get(name)
         lane = _Lane(layout.spec(name).tp, sequence_parallel, layout.spec(name).cp > 1)
         item = encoder.default if shape is None else Item(shape)
-        found[name], made = _encoder(mllm, name, item, lane, checkpointing, autocast)
+        found[name], made = _of_kinds(mllm, name, _encoder, item, lane, checkpointing, autocast, split)
         features[name] = made
     lane = _Lane(layout.spec(language_model).tp, sequence_parallel)
-    found[language_model] = _language(mllm, language_model, features, lane, checkpointing, autocast)
+    found[language_model] = _of_kinds(mllm, language_model, _language, features, lane, checkpointing, autocast, split)
     return found
+
+
+def _of_kinds(mllm: Any, name: str, measure: Callable[..., Any], *options: Any) -> Any:
+    """What `measure` finds of a module: from some layers of each kind, else from all."""
+    try:
+        return measure(mllm, name, Alike.of(mllm, name), *options)
+    except NotAlike:
+        return measure(mllm, name, Alike.none(len(mllm.layer_list(name))), *options)
 
 
 # ---------------------------------------------------------------------- one module
@@ -134,17 +144,19 @@ def activations_of(
 def _encoder(
     mllm: Any,
     name: str,
+    alike: Alike,
     shown: Item,
     lane: _Lane,
     checkpointing: Checkpointing,
     autocast: torch.dtype | None,
+    split: bool,
 ) -> tuple[Activations, Tensor]:
     """What an encoder keeps, and features as it gives them."""
     encoder = mllm.encoders[name]
     item = Media(shown.shape, encoder.tokens(*shown), torch.zeros(shown.shape), about=shown.about)
 
-    def run(count: int, mode: Checkpointing) -> _Run:
-        return _run(mllm, name, lambda _: encoder.collate([item] * count), lane, mode, autocast)
+    def run(count: int, mode: Checkpointing, halves: bool = False) -> _Run:
+        return _run(mllm, name, alike, lambda _: encoder.collate([item] * count), lane, mode, autocast, halves)
 
     runs = [run(count, checkpointing) for count in _ITEMS]
     kept, edges = _fitted(runs)
@@ -152,36 +164,26 @@ def _encoder(
     inner: tuple[float, ...] = ()
     if checkpointing != "none" and (last or any(runs[0].backward[:-1])):  # else no layer is recomputed
         inner = _recomputed(kept, _fitted([run(count, "none") for count in _ITEMS])[0], edges)
-    return Activations(kept, edges, tuple(runs[0].backward), inner=inner), runs[0].made
+    deferred = _fitted([run(count, "none", True) for count in _ITEMS])[0] if split else ()
+    return Activations(kept, edges, tuple(runs[0].backward), inner=inner, deferred=deferred), runs[0].made
 
 
 def _language(
     mllm: Any,
     name: str,
+    alike: Alike,
     features: Mapping[str, Tensor],
     lane: _Lane,
     checkpointing: Checkpointing,
     autocast: torch.dtype | None,
+    split: bool,
 ) -> Activations:
     """What the language model keeps. features: of each encoder, as it gives them."""
     settings = mllm.language_settings
-    ordinary = blank_id(settings.placeholders)
 
-    def inputs(count: int, targets: int, mode: FakeTensorMode) -> dict[str, Any]:
-        length = min(_LENGTH, mllm.max_length or _LENGTH)
-        labels = torch.full((length,), IGNORE)
-        labels[:targets] = (ordinary + 1) % mllm.vocab_size  # no copy of the ids
-        samples = [Sample(torch.full((length,), ordinary), labels.clone()) for _ in range(count)]
-        made: dict[str, Any] = mllm.collate_module(name, samples)
-        for place, encoder in enumerate(features, start=1):  # one row of each, so that their gradients are wanted
-            made["input_ids"][0, length - place] = token_ids(settings.placeholders[encoder])[0]
-        with mode:
-            rows = {n: torch.empty((1, given.shape[1]), dtype=given.dtype) for n, given in features.items()}
-        made["features"] = {n: row.requires_grad_(features[n].requires_grad) for n, row in rows.items()}
-        return made
-
-    def run(each: tuple[int, int], mode: Checkpointing) -> _Run:
-        found = _run(mllm, name, lambda fake: inputs(*each, fake), lane, mode, autocast)
+    def run(each: tuple[int, int], mode: Checkpointing, halves: bool = False) -> _Run:
+        inputs = partial(blank_inputs, mllm, features, *each)
+        found = _run(mllm, name, alike, inputs, lane, mode, autocast, halves)
         return found._replace(targets=each[0] * each[1])
 
     runs = [run(each, checkpointing) for each in _SAMPLES]
@@ -189,12 +191,14 @@ def _language(
     inner: tuple[float, ...] = ()
     if checkpointing != "none":
         inner = _recomputed(kept, _fitted([run(each, "none") for each in _SAMPLES])[0], edges)
+    deferred = _fitted([run(each, "none", True) for each in _SAMPLES])[0] if split else ()
     whole = _stage(mllm, name, lane, "none").module
     head = head_of(whole.language_model) if settings.ends_with_head and settings.postprocess is None else None
     feature = max((float(given.shape[1] * given.element_size()) for given in features.values()), default=0.0)
     words = 0 if head is None else head.weight.shape[0]
     shared = isinstance(head, VocabularyHead)
-    return Activations(kept, edges, tuple(runs[0].backward), feature, inner, words, LOGITS_BYTES, shared)
+    backward = tuple(runs[0].backward)
+    return Activations(kept, edges, backward, feature, inner, words, LOGITS_BYTES, shared, deferred)
 
 
 def _fitted(runs: Sequence[_Run]) -> tuple[tuple[Kept, ...], tuple[float, ...]]:
@@ -225,20 +229,10 @@ def _recomputed(kept: Sequence[Kept], whole: Sequence[Kept], edges: Sequence[flo
 # ---------------------------------------------------------------------- one forward
 
 
-class _Storage:
-    """One that is alive after a forward: its layers are those that save it. between, edge: as in `Kept`. outside: kept
-    by what lies before or after the layers."""
-
-    def __init__(self, size: int, outside: bool = False) -> None:
-        self.bytes, self.outside = size, outside
-        self.layers: set[int] = set()
-        self.edge = self.between = -1
-
-
 class _Run(NamedTuple):
     """What one forward left. edges: bytes that entered each layer, and of the output; made: the output."""
 
-    storages: list[_Storage]
+    storages: list[Storage]
     edges: list[int]
     backward: list[bool]
     rows: int
@@ -270,35 +264,65 @@ def _stage(mllm: Any, name: str, lane: _Lane, checkpointing: Checkpointing) -> _
     how = how_cut(mllm, name, stage, lane.tp, sequence_parallel=lane.sequence_parallel)
     ranks = _Unanswered.at(0, lane.tp)
     cut(stage, ranks, rows=how.rows)
-    ranks.connect(_Silent(lane.tp))
+    ranks.connect(SilentTransport(lane.tp))
     return _Stage(stage, how.in_part, how.rows)
 
 
 def _run(
     mllm: Any,
     name: str,
+    alike: Alike,
     inputs: Callable[[FakeTensorMode], dict[str, Any]],
     lane: _Lane,
     checkpointing: Checkpointing,
     autocast: torch.dtype | None,
+    halves: bool,
 ) -> _Run:
+    """halves: storages are those that its backward leaves for BACKWARD_WEIGHT, and not those of its forward."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     stage, _, rows_cut = _stage(mllm, name, lane, checkpointing)
-    weights = _give_shapes(stage, mode)
+    weights = give_shapes(stage, mode)
     notes = _Notes(weights, rows_cut, lane.dealt)
     layers = [stage.get_submodule(layer.name) for layer in mllm.layers(name)]
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(partial(notes.enter, index))
         layer.register_forward_hook(partial(notes.entered, index), with_kwargs=True)
     layers[-1].register_forward_hook(notes.leave)
+    alike.leave_out(layers)
     given = inputs(mode)
     context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-    with _swept(), torch.autograd.graph.saved_tensors_hooks(notes.save, lambda saved: saved), notes, context:
-        made = stage(given)
-    storages = notes.alive(made, len(layers))
+    if halves:
+        linears = LinearLayers(stage, ())  # of a tied head, too: it is put off where the embedding is on another rank
+        with notes, context, linears.forward():
+            made = stage(given)
+        storages = alike.filled(_put_off(mllm, stage, linears, made, layers, lane.dealt))
+    else:
+        with _swept(), torch.autograd.graph.saved_tensors_hooks(notes.save, lambda saved: saved), notes, context:
+            made = stage(given)
+        storages = notes.alive(made, alike)
     edges = [*notes.edges.values(), made.numel() * made.element_size()]
     backward = [*list(notes.wanted.values())[1:], made.requires_grad]
     return _Run(storages, edges, backward, notes.rows, 0, made)
+
+
+def _put_off(
+    mllm: Any, stage: nn.Module, linears: LinearLayers, made: Tensor, layers: Sequence[nn.Module], dealt: bool
+) -> list[Storage]:
+    """What the backward of `made` keeps for BACKWARD_WEIGHT, with the layers that it is of."""
+    if not made.requires_grad or not linears.weights:
+        return []
+    home = parameter_layers(mllm)
+    of = {id(parameter): home[name][1] for name, parameter in stage.named_parameters(remove_duplicate=False)}
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    with linears.backward() as gradients:
+        torch.autograd.backward(made, torch.ones_like(made))
+    found: dict[int, Storage] = {}
+    for weight, operand in gradients.operands():
+        storage = operand.untyped_storage()
+        outside = dealt and id(weight) not in inside
+        made_of = Storage(storage.nbytes(), outside, of[id(weight)])
+        found.setdefault(storage._cdata, made_of).layers.add(of[id(weight)])
+    return list(found.values())
 
 
 class _Notes(TorchDispatchMode):
@@ -313,11 +337,11 @@ class _Notes(TorchDispatchMode):
         super().__init__()
         self._weights, self._rows_cut, self._dealt = weights, rows_cut, dealt
         self._inside = False
-        self._edges: list[_Storage] = []
+        self._edges: list[Storage] = []
         self._layer = 0
         self._before = True  # no layer has begun
         self._made: dict[int, tuple[StorageWeakRef, int, int, bool]] = {}
-        self._saved: dict[tuple[int, bool], _Storage] = {}  # what is kept inside and outside is there twice
+        self._saved: dict[tuple[int, bool], Storage] = {}  # what is kept inside and outside is there twice
         self.edges: dict[int, int] = {}
         self.wanted: dict[int, bool] = {}
         self.rows = 0
@@ -344,7 +368,7 @@ class _Notes(TorchDispatchMode):
         rows = rows_of_plan() if self._rows_cut else hidden.numel() // hidden.shape[-1]
         size = rows * hidden.shape[-1] * hidden.element_size()
         if layer and self._rows_cut:  # a stage that begins here cuts what it is given, one that ends here joins it
-            self._edges.append(_Storage(size))
+            self._edges.append(Storage(size))
             self._edges[-1].edge = layer
             if (storage := self._of(hidden)) is not None:  # a view of what the stage is given, if it begins here
                 storage.between = layer
@@ -362,32 +386,35 @@ class _Notes(TorchDispatchMode):
             storage.layers.add(self._layer)
         return tensor
 
-    def alive(self, output: Tensor, layers: int) -> list[_Storage]:
+    def alive(self, output: Tensor, alike: Alike) -> list[Storage]:
         """All that waits for the backward of `output`."""
         if not output.requires_grad:
             return []
+        layers = len(self.wanted)
         if output.dim() and (last := self._of(output)) is not None:
             last.edge = layers
         saved = {key for key, _ in self._saved}
         for key, (reference, size, layer, before) in self._made.items():
             if key not in saved and key not in self._weights and not reference.expired():
                 # Not saved by autograd: what checkpointing keeps of a layer, or hands to each of them.
-                self._saved[key, False] = storage = _Storage(size)
+                self._saved[key, False] = storage = Storage(size, home=-1 if before else layer)
                 storage.layers.update(range(layers) if before else (layer,))
-        for storage in self._saved.values():
+        storages = alike.filled([*self._saved.values(), *self._edges])
+        for storage in storages:
             if storage.between in storage.layers:
                 storage.layers.discard(storage.between)
             else:
                 storage.between = -1
-        found = [*self._saved.values(), *self._edges]
-        return [each for each in found if each.layers or each.edge >= 0 or each.between >= 0]
+        return [each for each in storages if each.layers or each.edge >= 0 or each.between >= 0]
 
-    def _of(self, tensor: Tensor) -> _Storage | None:
+    def _of(self, tensor: Tensor) -> Storage | None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._weights:
             return None
         outside = self._dealt and not self._inside
-        return self._saved.setdefault((storage._cdata, outside), _Storage(storage.nbytes(), outside))
+        _, _, layer, before = self._made.get(storage._cdata, (None, 0, 0, True))
+        made = Storage(storage.nbytes(), outside, -1 if before else layer)
+        return self._saved.setdefault((storage._cdata, outside), made)
 
 
 @contextmanager
@@ -404,25 +431,6 @@ def _swept() -> Iterator[None]:
             gc.enable()
 
 
-def _give_shapes(stage: nn.Module, mode: FakeTensorMode) -> set[int]:
-    """Replace what is on the meta device by fake tensors of a CPU, where autocast works; returns their storages."""
-    made: dict[int, Tensor] = {}
-    for module in stage.modules():
-        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-        for table in tables:
-            for key, tensor in table.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    with mode:
-                        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    trained = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
-                    made[id(tensor)]._was = tensor  # type: ignore[attr-defined]  # a freed id could be another's
-                table[key] = made[id(tensor)]
-    return {tensor.untyped_storage()._cdata for tensor in made.values()}
-
-
 class _Unanswered(Ranks):
     """Among which nothing is gathered, as that would look where tensors lie in memory."""
 
@@ -430,43 +438,3 @@ class _Unanswered(Ranks):
         shape = list(piece.shape)
         shape[dim] = self.world * shape[dim] if total is None else total
         return piece.new_empty(shape)
-
-
-class _Silent(Transport):
-    """The transport of a rank that computes with what it has: nobody answers, and shapes need no answer."""
-
-    name = "silent"
-
-    def __init__(self, world: int) -> None:
-        self.rank, self.world, self.timeout, self.device = 0, world, 0.0, torch.device("cpu")
-
-    @classmethod
-    def capabilities(cls) -> Capabilities:
-        return Capabilities(cls.name, "cpu")
-
-    def copy_batch(
-        self,
-        outgoing: Sequence[Copy],
-        incoming: Sequence[Copy],
-        label: str,
-        then: Callable[[], None] | None = None,
-        arguments: Arguments = NO_ARGUMENTS,
-    ) -> Ticket:
-        return _Done()
-
-    def signal(self, peer: int) -> None:
-        """Nobody sees it."""
-
-    def wait(self, peer: int) -> None:
-        """For nobody."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class _Done:
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-    def done(self) -> bool:
-        return True

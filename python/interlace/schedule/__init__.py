@@ -3,7 +3,8 @@
 - `actions`: Op, Action, their rows of integers and their text form
 - `table`: the chunks of a step, and what they read of each other; `graph`: the stages of a layout
 - `step`: both as arrays
-- `gpipe`, `one_f_one_b`: generators, in C++ (csrc/schedule)
+- `gpipe`, `one_f_one_b` (interleaved, too), `zero_bubble`, `automatic`: generators, in C++ (csrc/schedule);
+  `generate`: what they share; `generators`: all of them by name
 - `schedule`: the lists with what they were made for; `check`: proves that they can run; `memory`: what they hold
 - `costs`: how callers state durations and bytes
 
@@ -14,26 +15,38 @@
 """
 
 from interlace.schedule.actions import Action, Op
+from interlace.schedule.automatic import automatic, lower_bound
 from interlace.schedule.check import CheckReport, ScheduleError, check
 from interlace.schedule.costs import Durations
+from interlace.schedule.generate import Options
+from interlace.schedule.generators import GENERATORS
 from interlace.schedule.gpipe import gpipe
 from interlace.schedule.graph import StageGraph
-from interlace.schedule.one_f_one_b import one_f_one_b
+from interlace.schedule.one_f_one_b import interleaved, one_f_one_b
 from interlace.schedule.schedule import Schedule
 from interlace.schedule.table import Chunk, Edge, StepTable
+from interlace.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
+    "GENERATORS",
     "Action",
     "CheckReport",
     "Chunk",
     "Durations",
     "Edge",
     "Op",
+    "Options",
     "Schedule",
     "ScheduleError",
     "StageGraph",
     "StepTable",
+    "automatic",
     "check",
     "gpipe",
+    "interleaved",
+    "lower_bound",
     "one_f_one_b",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]

@@ -14,6 +14,7 @@ same action::
     UNSHARD:vision/0+1      the weights of shard 1 of the graph are gathered from the slices of its ranks
     UNSHARD_LAYERS:vision/0+1  ... layer by layer, whenever one of its ranks computes with them and all others do too
     RESHARD:vision/0+1      ... and given up again but for the rank's own slices (shard = "full")
+    DISPATCH:vision/0       the items of the coming step begin to travel (streams); named after the rank's first stage
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Op(str, Enum):
     SEND = "SEND"
     RECV = "RECV"
     DISPATCH = "DISPATCH"
+    """Starts the exchange of the coming step's items between all ranks and goes on; the coming step waits for it."""
     UNSHARD = "UNSHARD"
     UNSHARD_LAYERS = "UNSHARD_LAYERS"
     RESHARD = "RESHARD"
@@ -76,7 +78,7 @@ class Action:
 
     module, stage: whose work it is. For SEND and RECV they name the stage that PRODUCED the activation, in both
         directions: grad=False moves its output to the consumer's lane, grad=True the gradient of that output back.
-    chunk: place in `StepTable.chunks`; of a REDUCE_GRAD, UNSHARD, UNSHARD_LAYERS or RESHARD -1.
+    chunk: place in `StepTable.chunks`; of a REDUCE_GRAD, UNSHARD, UNSHARD_LAYERS, RESHARD or DISPATCH -1.
     other: for SEND and RECV the chunk that reads the rows: `chunk` itself between stages of one pipeline. For a
         REDUCE_GRAD its place in `StageGraph.reductions`, for what makes weights whole or a RESHARD that in
         `StageGraph.shards`.

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from interlace import _core
 from interlace.schedule.actions import COMPUTE, Action, Op, action_of
-from interlace.schedule.costs import ActivationBytes, bytes_held
+from interlace.schedule.costs import ActivationBytes
 from interlace.schedule.schedule import Schedule
-from interlace.schedule.step import StepArrays, step_arrays
+from interlace.schedule.step import check_names, job_bytes, jobs_of, rank_limits, step_arrays
 
 
 class ScheduleError(ValueError):
@@ -61,15 +61,13 @@ def check(
     if memory_limit is not None and activation_bytes is None:
         raise ValueError("memory_limit needs activation_bytes: bytes per (module, stage)")
     step = step_arrays(graph, schedule.table)
-    sizes = np.zeros(0) if activation_bytes is None else _sizes(schedule, step, activation_bytes)
-    limits = np.zeros(0)
-    if memory_limit is not None:
-        scalar = isinstance(memory_limit, (int, float))
-        limits = np.array([memory_limit] * ranks if scalar else memory_limit, dtype=np.float64)
-        if len(limits) != ranks:
-            raise ValueError(f"memory_limit has {len(limits)} entries for {ranks} ranks")
+    sizes = np.zeros(0)
+    if activation_bytes is not None:
+        check_names(graph, schedule.table, activation_bytes)
+        sizes = job_bytes(jobs_of(step, schedule.backward), graph.modules, activation_bytes)
+    limits = np.zeros(0) if memory_limit is None else rank_limits(memory_limit, ranks)
     found = _core.schedule_check(
-        *step, schedule.backward, schedule.reduce_grad, schedule.rows, schedule.first, sizes, limits
+        *step, schedule.backward, schedule.reduce_grad, schedule.rows, schedule.first, sizes, limits, schedule.dispatch
     )
     if found["fault"] is not None:
         raise _error(schedule, found["fault"], limits, found["peak_memory"])
@@ -78,19 +76,6 @@ def check(
 
 
 _SEND = list(Op).index(Op.SEND)
-
-
-def _sizes(schedule: Schedule, step: StepArrays, activation_bytes: ActivationBytes) -> NDArray[np.float64]:
-    """float64 [jobs]: what each holds."""
-    graph, chunks = schedule.graph, schedule.table.chunks
-    stages = {module: len(graph.layout.pipelines(module)[0].stages) for module in graph.modules}
-    for key in activation_bytes:
-        module, stage, *chunk = key
-        if not 0 <= stage < stages.get(module, 0) or not all(0 <= c < len(chunks) for c in chunk):
-            raise ValueError(f"activation_bytes names {key}, which is no (module, stage) or (module, stage, chunk)")
-    nodes, places, _ = _core.schedule_jobs(*step, schedule.backward)
-    jobs = zip(step.graph.node_stage[nodes].tolist(), places.tolist(), strict=True)
-    return np.array([bytes_held(activation_bytes, chunks[c].module, stage, c) for stage, c in jobs], dtype=np.float64)
 
 
 def _error(
@@ -179,6 +164,10 @@ def _why_not(schedule: Schedule, rank: int, action: Action) -> str:
             )
     if action.op in (Op.UNSHARD, Op.UNSHARD_LAYERS, Op.RESHARD):
         return "that rank keeps no slices of such weights in this step"
+    if action.op is Op.DISPATCH:
+        if not schedule.dispatch:
+            return "nothing travels to the coming step: only a step of streams has it"
+        return "a rank's DISPATCH is named after the first of its stages"
     if action.op not in COMPUTE | {Op.SEND, Op.RECV}:
         return f"this version runs no {action.op.name}"
     if not 0 <= action.stage < len(graph.layout.pipelines(action.module)[0].stages):

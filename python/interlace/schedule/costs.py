@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from interlace.schedule.actions import Op
+import numpy as np
+from numpy.typing import NDArray
 
-Durations = Mapping[Any, float] | Callable[[Op, str, int, int], float]
+from interlace.schedule.actions import CODES, OPS, Op
+
+Durations = Mapping[Any, float] | Callable[[Op, str, int, int], float] | NDArray[np.float64]
 """Seconds of compute actions. A mapping, looked up with the keys (op, module, stage, chunk), (op, module, stage),
 (op, module), op in this order, so that general entries serve where specific ones are missing; or a function
-of (op, module, stage, chunk). A chunk is its place in `StepTable.chunks`."""
+of (op, module, stage, chunk); or float64 [ops, stages, chunks], nan for what is not, with ops as `CODES` has them.
+A chunk is its place in `StepTable.chunks`."""
 
 ActivationBytes = Mapping[Any, float]
 """Bytes that a chunk holds from its forward to its backward: (module, stage, chunk) or (module, stage) -> bytes."""
@@ -24,6 +28,8 @@ def duration_of(durations: Durations) -> Callable[[Op, str, int, int], float]:
     def look_up(op: Op, module: str, stage: int, chunk: int) -> float:
         if callable(durations):
             return durations(op, module, stage, chunk)
+        if isinstance(durations, np.ndarray):
+            return float(durations[CODES[op], stage, chunk])
         for key in ((op, module, stage, chunk), (op, module, stage), (op, module), op):
             if key in durations:
                 return durations[key]
@@ -43,6 +49,34 @@ def duration_of(durations: Durations) -> Callable[[Op, str, int, int], float]:
         return seconds
 
     return duration
+
+
+def seconds_of(durations: Durations, work: NDArray[np.integer[Any]], modules: Sequence[str]) -> NDArray[np.float64]:
+    """float64 [n]: what each of `work` takes, int [n, 4] of op, module, stage and chunk. modules: names by number.
+
+    Asked for once for each op, stage and, where that can matter, chunk. Errors as in `duration_of`, for the first.
+    """
+    if isinstance(durations, np.ndarray):
+        op, _, stage, chunk = work.T
+        every = np.asarray(durations[op, stage, chunk])
+        wrong = ~((every >= 0.0) & np.isfinite(every))
+        if wrong.any():
+            first = work[wrong.argmax()].tolist()
+            duration_of(durations)(OPS[first[0]], modules[first[1]], *first[2:])  # says so
+        return every
+    one_for_all = not callable(durations) and not any(isinstance(key, tuple) and len(key) == 4 for key in durations)
+    columns = work.astype(np.int64)
+    if one_for_all:
+        columns[:, 3] = 0
+    sizes = columns.max(axis=0, initial=0) + 1
+    kind = ((columns[:, 0] * sizes[1] + columns[:, 1]) * sizes[2] + columns[:, 2]) * sizes[3] + columns[:, 3]
+    _, first, number = np.unique(kind, return_index=True, return_inverse=True)
+    cost = duration_of(durations)
+    found = np.zeros(len(first))
+    for k in np.argsort(first).tolist():  # as they come, so that the first action without a cost is the one named
+        op, module, stage, chunk = work[first[k]].tolist()
+        found[k] = cost(OPS[op], modules[module], stage, chunk)
+    return np.asarray(found[number.reshape(-1)])
 
 
 def bytes_held(activation_bytes: ActivationBytes, module: str, stage: int, chunk: int) -> float:

@@ -6,23 +6,18 @@ order of the forwards, so that gradients add up in the same order as under 1F1B.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
-from interlace import _core
+from interlace.schedule.generate import Options, make
 from interlace.schedule.graph import StageGraph
 from interlace.schedule.schedule import Schedule
-from interlace.schedule.step import step_arrays
 from interlace.schedule.table import StepTable
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def gpipe(graph: StageGraph, table: StepTable, *, reduce_grad: bool = True, backward: bool = True) -> Schedule:
-    """The GPipe schedule of one step.
 
-    reduce_grad: sum gradients over the ranks that share weights. backward: False for evaluation, forwards only.
-
-    Raises ValueError for a table that does not fit the graph.
-    """
-    rows, first = _core.schedule_lists(
-        *step_arrays(graph, table), True, backward, backward and reduce_grad, np.zeros(0)
-    )
-    return Schedule("gpipe", graph, table, rows, first, backward, reduce_grad)
+def gpipe(graph: StageGraph, table: StepTable, **options: Unpack[Options]) -> Schedule:
+    """The GPipe schedule of one step; options and errors: `interlace.schedule.generate`. Durations decide only whether
+    encoders on the language model's ranks go backward last; a limit that it cannot keep is an error."""
+    return make("gpipe", graph, table, **options)

@@ -188,18 +188,44 @@ class StageGraph:
         Of a tied weight those of every replica: what a rank brings is the sum over replicas, also where its own ran
         nothing.
         """
-        layers = range(reduction.start, reduction.stop)
         if reduction.tied >= 0:
-            layers = [layer for _, layer in self.tied[reduction.tied]]  # type: ignore[assignment]
-        found = []
+            return self._tied_members[reduction.tied]
+        layers = {*range(reduction.start, reduction.stop)}
+        return self._holding(reduction.module, layers, reduction.ranks)
+
+    @cached_property
+    def _tied_members(self) -> list[list[int]]:
+        """Of each group of tied layers, the nodes that hold one of them."""
+        held = [{layer for _, layer in group} for group in self.tied]
+        return [
+            self._holding(group[0][0], layers, range(self.layout.world))
+            for group, layers in zip(self.tied, held, strict=True)
+        ]
+
+    @cached_property
+    def _nodes_on(self) -> dict[tuple[str, int], list[int]]:
+        """(module, rank) -> the nodes of the module whose lane has the rank, in order."""
+        found: dict[tuple[str, int], list[int]] = {}
+        lanes = self.layout.lanes()
         for number, node in enumerate(self.nodes):
-            pipeline = self.pipelines[node.pipeline]
-            stage = pipeline.stages[node.stage]
-            if stage.module != reduction.module or not any(stage.start <= layer < stage.stop for layer in layers):
-                continue
-            if reduction.tied >= 0 or set(self.layout.lanes()[node.lane].ranks) & set(reduction.ranks):
-                found.append(number)
+            module = self.pipelines[node.pipeline].module
+            for rank in lanes[node.lane].ranks:
+                found.setdefault((module, rank), []).append(number)
         return found
+
+    def stage_of(self, node: int) -> Stage:
+        """The stage at a node, by its place in `nodes`."""
+        return self.pipelines[self.nodes[node].pipeline].stages[self.nodes[node].stage]
+
+    def _holding(self, module: str, layers: set[int], ranks: Iterable[int]) -> list[int]:
+        """The nodes of a module that hold one of `layers` on one of `ranks`, in order."""
+        seen: dict[int, bool] = {}
+        for rank in ranks:
+            for number in self._nodes_on.get((module, rank), ()):
+                if number not in seen:
+                    stage = self.stage_of(number)
+                    seen[number] = not layers.isdisjoint(range(stage.start, stage.stop))
+        return sorted(number for number, holds in seen.items() if holds)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -217,30 +243,26 @@ class StageGraph:
         for group in self.tied:
             if group[0][0] == shard.module and layers.intersection(layer for _, layer in group):
                 layers.update(layer for _, layer in group)
-        found = []
-        for number, node in enumerate(self.nodes):
-            stage = self.pipelines[node.pipeline].stages[node.stage]
-            held = stage.module == shard.module and not layers.isdisjoint(range(stage.start, stage.stop))
-            if held and not set(self.layout.lanes()[node.lane].ranks).isdisjoint(shard.owners):
-                found.append(number)
-        return found
+        return self._holding(shard.module, layers, shard.owners)
 
     def by_layer(self, shard: Shard) -> bool:
         """Whether `shard` may be gathered layer by layer: each of its ranks has all of its layers, and only them, in
         one stage, so that what the ranks of one stage gather is gathered by all of them; and each layer runs once for
         a chunk, so that all of them gather it equally often."""
-        stages = [self.pipelines[self.nodes[n].pipeline].stages[self.nodes[n].stage] for n in self.shard_members(shard)]
+        return self._by_layer(shard, self.shard_members(shard))
+
+    def _by_layer(self, shard: Shard, members: Sequence[int]) -> bool:
+        stages = [self.stage_of(node) for node in members]
         alike = all((stage.start, stage.stop) == (shard.start, shard.stop) for stage in stages)
         return shard.full and shard.module not in self.repeating and alike
 
     def _first_nodes(self, groups: Iterable[Reduction | Shard], members: Sequence[Sequence[int]]) -> list[int]:
         """Of the ranks of each group in turn, the first of its members that each is in."""
-        nodes, lanes = self.nodes, self.layout.lanes()
-        return [
-            next(n for n in found if rank in lanes[nodes[n].lane].ranks)
-            for group, found in zip(groups, members, strict=True)
-            for rank in group.ranks
-        ]
+        first = []
+        for group, found in zip(groups, members, strict=True):
+            chosen = set(found)
+            first += [next(n for n in self._nodes_on[group.module, rank] if n in chosen) for rank in group.ranks]
+        return first
 
     @cached_property
     def arrays(self) -> GraphArrays:
@@ -270,7 +292,7 @@ class StageGraph:
             _ints([rank for shard in self.shards for rank in shard.ranks]),
             _ints(self._first_nodes(self.shards, users)),
             _ints([shard.full for shard in self.shards]),
-            _ints([self.by_layer(shard) for shard in self.shards]),
+            _ints([self._by_layer(shard, found) for shard, found in zip(self.shards, users, strict=True)]),
             _starts([len(found) for found in users]),
             _ints([node for found in users for node in found]),
         )

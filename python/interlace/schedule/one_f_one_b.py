@@ -11,51 +11,28 @@ How it is made, and why it cannot deadlock: csrc/schedule/order.h.
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
-from interlace import _core
-from interlace.schedule.actions import Op
-from interlace.schedule.costs import Durations, duration_of
+from interlace.schedule.generate import Options, make
 from interlace.schedule.graph import StageGraph
 from interlace.schedule.schedule import Schedule
-from interlace.schedule.step import StepArrays, step_arrays
 from interlace.schedule.table import StepTable
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def one_f_one_b(
-    graph: StageGraph,
-    table: StepTable,
-    *,
-    reduce_grad: bool = True,
-    backward: bool = True,
-    durations: Durations | None = None,
-) -> Schedule:
-    """The 1F1B schedule of one step.
 
-    reduce_grad: sum gradients over the ranks that share weights. backward: False for evaluation, forwards only.
-    durations: seconds of FORWARD and BACKWARD, as in `simulate`. Given, lanes take what is ready by these costs
-        wherever that finishes earlier than with a backward of two forwards (transfers left out).
+def one_f_one_b(graph: StageGraph, table: StepTable, **options: Unpack[Options]) -> Schedule:
+    """The 1F1B schedule of one step; options and errors: `interlace.schedule.generate`."""
+    return make("1f1b", graph, table, **options)
 
-    Raises ValueError for a table that does not fit the graph.
+
+def interleaved(graph: StageGraph, table: StepTable, **options: Unpack[Options]) -> Schedule:
+    """Interleaved 1F1B, for modules of several stages per rank (``ParallelSpec(virtual=2)``; Megatron-LM, arXiv
+    2104.04473, section 2.2). Chunks go in groups of as many as there are ranks: a group through the first lap of
+    stages, the same group through the next one.
+
+    The bubble shrinks by the number of laps, for more messages and more forwards in flight. Without such a module it is
+    1F1B. Options and errors: `interlace.schedule.generate`.
     """
-    step = step_arrays(graph, table)
-    seconds = np.zeros(0) if durations is None else _seconds(graph, table, step, backward, durations)
-    rows, first = _core.schedule_lists(*step, False, backward, backward and reduce_grad, seconds)
-    return Schedule("1f1b", graph, table, rows, first, backward, reduce_grad)
-
-
-def _seconds(
-    graph: StageGraph, table: StepTable, step: StepArrays, backward: bool, durations: Durations
-) -> NDArray[np.float64]:
-    """float64 [2 * jobs]: of the FORWARD and the BACKWARD of each job in turn, 0 where there is none."""
-    look_up = duration_of(durations)
-    nodes, chunks, runs = _core.schedule_jobs(*step, backward)
-    seconds = np.zeros(2 * len(nodes))
-    stages = step.graph.node_stage[nodes].tolist()
-    for job, (stage, chunk, back) in enumerate(zip(stages, chunks.tolist(), runs.tolist(), strict=True)):
-        module = table.chunks[chunk].module
-        seconds[2 * job] = look_up(Op.FORWARD, module, stage, chunk)
-        if back:
-            seconds[2 * job + 1] = look_up(Op.BACKWARD, module, stage, chunk)
-    return seconds
+    return make("interleaved", graph, table, **options)

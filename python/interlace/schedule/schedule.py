@@ -20,7 +20,8 @@ class Schedule:
 
     rows: int32 [n, 7], the lists of all ranks one after the other (columns: `interlace.schedule.actions`);
     first: int64 [ranks + 1], where each rank's begins. backward: False for evaluation. reduce_grad: whether gradients
-    are summed over the ranks that share weights.
+    are summed over the ranks that share weights. dispatch: whether every rank starts the exchange of the coming step's
+    items.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Schedule:
     first: NDArray[np.int64]
     backward: bool = True
     reduce_grad: bool = True
+    dispatch: bool = False
 
     def of_rank(self, rank: int) -> NDArray[np.int32]:
         """The rows of one rank, int32 [n, 7]."""
@@ -68,8 +70,9 @@ class Schedule:
         *,
         backward: bool = True,
         reduce_grad: bool = True,
+        dispatch: bool = False,
     ) -> Schedule:
         """The schedule of lists of objects, one per rank."""
         rows = [rows_of(actions, graph.modules) for actions in lists]
         first = np.concatenate([[0], np.cumsum([len(part) for part in rows])]).astype(np.int64)
-        return cls(name, graph, table, np.concatenate(rows), first, backward, reduce_grad)
+        return cls(name, graph, table, np.concatenate(rows), first, backward, reduce_grad, dispatch)

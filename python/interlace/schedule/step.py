@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from interlace import _core
+from interlace.schedule.actions import CODES, Op
+from interlace.schedule.costs import ActivationBytes, Durations, bytes_held, seconds_of
 from interlace.schedule.graph import GraphArrays, Ints, StageGraph
 from interlace.schedule.table import StepTable
 
@@ -39,3 +44,61 @@ def step_arrays(graph: StageGraph, table: StepTable) -> StepArrays:
             f"{consumer} reads {producer}, but the graph has no link ({producer.module!r}, {consumer.module!r})"
         )
     return StepArrays(arrays, pipelines, table.links)
+
+
+class Jobs(NamedTuple):
+    """What a step runs, a stage's part of a chunk each. work: int32 [jobs, 3], module, stage and chunk. backward,
+    trains: bool [jobs], whether it has a backward, and whether its stage has something to train."""
+
+    work: NDArray[np.int32]
+    backward: NDArray[np.bool_]
+    trains: NDArray[np.bool_]
+
+
+def jobs_of(step: StepArrays, backward: bool) -> Jobs:
+    """The jobs of a step in their order. backward: False for evaluation."""
+    nodes, chunks, runs = _core.schedule_jobs(*step, backward)
+    graph = step.graph
+    work = np.stack([graph.pipeline_module[graph.node_pipeline[nodes]], graph.node_stage[nodes], chunks], axis=1)
+    return Jobs(work.astype(np.int32), runs, graph.node_trains[nodes] != 0)
+
+
+def step_seconds(
+    jobs: Jobs, modules: Sequence[str], durations: Durations, *, whole: bool, halves: bool
+) -> NDArray[np.float64]:
+    """float64 [4 * jobs]: of the FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of each job in turn, 0 of those
+    that it has not. whole, halves: whether backwards run in one piece, in two, or may do either."""
+    split = jobs.backward & jobs.trains & halves
+    runs = np.stack([np.ones_like(split), jobs.backward & (~split | whole), split, split], axis=1)
+    work = np.empty((len(split), 4, 4), np.int64)
+    work[:, :, 0] = [CODES[op] for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    work[:, :, 1:] = jobs.work[:, None]
+    seconds = np.zeros(runs.shape)
+    seconds[runs] = seconds_of(durations, work[runs], modules)
+    return seconds.reshape(-1)
+
+
+def check_names(graph: StageGraph, table: StepTable, activation_bytes: ActivationBytes) -> None:
+    """Raises ValueError for a key that names no stage of the graph or no chunk of the table."""
+    stages = {module: len(graph.layout.pipelines(module)[0].stages) for module in graph.modules}
+    for key in activation_bytes:
+        module, stage, *chunk = key
+        if not 0 <= stage < stages.get(module, 0) or not all(0 <= c < len(table.chunks) for c in chunk):
+            raise ValueError(f"activation_bytes names {key}, which is no (module, stage) or (module, stage, chunk)")
+
+
+def job_bytes(jobs: Jobs, modules: Sequence[str], activation_bytes: ActivationBytes) -> NDArray[np.float64]:
+    """float64 [jobs]: what each holds."""
+    alike = not any(len(key) == 3 for key in activation_bytes)
+    kinds, kind = np.unique(jobs.work[:, :2] if alike else jobs.work, axis=0, return_inverse=True)
+    sizes = [bytes_held(activation_bytes, modules[m], stage, *(chunk or [-1])) for m, stage, *chunk in kinds.tolist()]
+    return np.asarray(np.array(sizes, np.float64)[kind.reshape(-1)])
+
+
+def rank_limits(memory_limit: float | Sequence[float], ranks: int) -> NDArray[np.float64]:
+    """float64 [ranks]: one limit for all, or one each. Raises ValueError for another number of them."""
+    scalar = isinstance(memory_limit, (int, float))
+    limits = np.array([memory_limit] * ranks if scalar else memory_limit, dtype=np.float64)
+    if limits.shape != (ranks,):
+        raise ValueError(f"memory_limit has {len(limits)} entries for {ranks} ranks")
+    return limits

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -52,7 +52,9 @@ class StepTable:
     """What one step computes.
 
     chunks: those of a replica stand in the order of their index. targets: int64 [chunks], valid targets of each (0 of
-    a chunk without a loss). place: (epoch, position, step) of the batch in the run.
+    a chunk without a loss). place: (epoch, position, step) of the batch in the run. work: int64 [chunks], what each
+    costs, estimated, in one unit for all; None where nobody estimated. deferred: int32, rising, the samples that the
+    language model reads a microbatch after the one that they are encoded with.
 
     Raises ValueError, naming the chunk, where chunks, pieces and targets do not fit together.
     """
@@ -61,6 +63,8 @@ class StepTable:
     edges: tuple[Edge, ...] = ()
     targets: NDArray[np.int64] | None = None
     place: tuple[int, int, int] = (0, 0, 0)
+    work: NDArray[np.int64] | None = None
+    deferred: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
         if not self.chunks:
@@ -73,6 +77,8 @@ class StepTable:
             following[key] = chunk.index + 1
         if self.targets is not None and self.targets.shape != (len(self.chunks),):
             raise ValueError(f"targets has shape {self.targets.shape} for {len(self.chunks)} chunks")
+        if self.work is not None and (self.work.shape != (len(self.chunks),) or self.work.min() < 0):
+            raise ValueError(f"work must be a number from 0 up for each of {len(self.chunks)} chunks, got {self.work}")
         modules = np.array([chunk.module for chunk in self.chunks])
         for edge in self.edges:
             pieces = edge.pieces
@@ -114,6 +120,8 @@ class StepTable:
             parts.update(np.ascontiguousarray(edge.pieces).tobytes())
         if self.targets is not None:
             parts.update(np.ascontiguousarray(self.targets).tobytes())
+        if self.work is not None:  # lists may be ordered by it
+            parts.update(np.ascontiguousarray(self.work).tobytes() + self.deferred.tobytes())
         return int.from_bytes(parts.digest(), "little")
 
     def of(self, module: str, replica: int) -> list[int]:

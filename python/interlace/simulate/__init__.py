@@ -5,6 +5,7 @@
 - `reference`: the same in Python, the oracle of both
 - `timeline`: those times, simulated or measured, and what follows from them (makespan, bubble, busy, memory)
 - `trace`: the timeline as a Chrome/Perfetto trace; `picture`: as a PNG
+- `groups`, `overview`, `sampled_trace`: a step of thousands of ranks, group by group: page, picture, bounded trace
 - `loads`, `templates`: who computes what, as PNGs: `plot_loads`, `plot_deferral`, `plot_templates`
 - `layouts`: which rank has what, and what it holds: `plot_layout`
 

@@ -30,17 +30,24 @@ class Simulated:
     start, finish: float64 [n], seconds from the step's start. A RECV lasts from the moment the rank reaches it, so it
         includes the waiting; a REDUCE_GRAD from there to its end, while the rank goes on.
     rank_busy: float64 [ranks], seconds of compute. peak_memory: float64 [ranks], the most bytes held at any time.
+    behind: seconds that the step goes on behind its lists (the optimizer's, see `interlace.run.predict`).
     """
 
     start: NDArray[np.float64]
     finish: NDArray[np.float64]
     rank_busy: NDArray[np.float64]
     peak_memory: NDArray[np.float64]
+    behind: float = 0.0
 
     @property
     def makespan(self) -> float:
-        """Seconds until the last action finishes."""
-        return float(self.finish.max(initial=0.0))
+        """Seconds until the last action has finished, and what is behind the lists."""
+        return float(self.finish.max(initial=0.0)) + self.behind
+
+    @property
+    def busy_per_rank(self) -> tuple[float, ...]:
+        """Seconds of compute of each rank, as a `Timeline` says it."""
+        return tuple(self.rank_busy.tolist())
 
     @property
     def bubble(self) -> float:

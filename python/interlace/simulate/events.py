@@ -6,9 +6,10 @@ seconds, and what one rank sends from one lane to another follows each other (on
 pairs). A RECV lasts until its message has arrived, from a lane of several ranks from all of them. A REDUCE_GRAD leaves
 the rank free at once, too: it goes on beside the computing, and ends when its ranks have all reached it and its seconds
 have passed. It follows earlier reductions of the same ranks (they share links); that of a tied weight follows all
-others of its ranks. An UNSHARD takes its seconds before anything else, as if nothing computed beside the gather; a
-RESHARD takes none, nor does an UNSHARD_LAYERS: what ranks that gather layer by layer wait for is left out. The step
-ends when everything has ended.
+others of its ranks. A DISPATCH leaves the rank free at once as well, and ends its seconds after all ranks have reached
+theirs, on links of its own. An UNSHARD takes its seconds before anything else, as if nothing computed beside the
+gather; a RESHARD takes none, nor does an UNSHARD_LAYERS: what ranks that gather layer by layer wait for is part of the
+durations of the stage's compute actions (`interlace.run.predict` puts it there). The step ends when everything has.
 
 The rows are played in C++ (`arrays`); `reference` is the same in Python, kept as its oracle. Cost: about a microsecond
 per action, nearly all of it for making objects that people can read; 0.06 by `simulate_arrays`.
@@ -23,9 +24,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from interlace.schedule.actions import CHUNK, CODES, COMPUTE, MODULE, OP, OPS, STAGE, Action, Op
+from interlace.schedule.actions import CHUNK, CODES, COMPUTE, MODULE, OP, STAGE, Action, Op
 from interlace.schedule.check import check
-from interlace.schedule.costs import Durations, duration_of
+from interlace.schedule.costs import Durations, seconds_of
 from interlace.schedule.schedule import Schedule
 from interlace.simulate.arrays import simulate_arrays
 from interlace.simulate.timeline import Timeline
@@ -45,6 +46,7 @@ def simulate(
     overhead: float = 0.0,
     reduce_grad: float | Callable[[Action], float] = 0.0,
     unshard: float | Callable[[Action], float] = 0.0,
+    dispatch: float | Callable[[Action], float] = 0.0,
 ) -> Timeline:
     """When each action of a sound schedule (see `check`) starts and finishes, in seconds from the step's start.
 
@@ -53,7 +55,7 @@ def simulate(
         a function of (op, module, stage, chunk).
     transfer: seconds that a message travels; a number or a function of (its SEND action, source rank, target lane).
     overhead: seconds that a rank itself spends on each SEND and each RECV, beside waiting.
-    reduce_grad, unshard: seconds of each REDUCE_GRAD, each UNSHARD; a number or a function of the action.
+    reduce_grad, unshard, dispatch: seconds of each REDUCE_GRAD, UNSHARD, DISPATCH; a number or a function of it.
 
     Raises ValueError for an action without a cost and ScheduleError for a schedule that never finishes.
     """
@@ -69,8 +71,12 @@ def simulate(
     travel = np.full(len(rows), 0.0 if callable(transfer) else _non_negative("transfer", transfer))
     seconds[np.isin(op, _MESSAGES)] = _non_negative("overhead", overhead)
     work = np.flatnonzero(np.isin(op, _WORK))
-    seconds[work] = _compute_seconds(schedule, work, durations)
-    for name, kind, cost in (("reduce_grad", Op.REDUCE_GRAD, reduce_grad), ("unshard", Op.UNSHARD, unshard)):
+    seconds[work] = seconds_of(durations, rows[work][:, [OP, MODULE, STAGE, CHUNK]], schedule.graph.modules)
+    for name, kind, cost in (
+        ("reduce_grad", Op.REDUCE_GRAD, reduce_grad),
+        ("unshard", Op.UNSHARD, unshard),
+        ("dispatch", Op.DISPATCH, dispatch),
+    ):
         for i in np.flatnonzero(op == CODES[kind]).tolist():
             seconds[i] = _non_negative(name, cost(action(i)) if callable(cost) else cost)
     if callable(transfer):
@@ -88,24 +94,6 @@ def simulate(
 def _per_rank(times: NDArray[np.float64], schedule: Schedule) -> list[list[float]]:
     every, first = times.tolist(), schedule.first.tolist()
     return [every[a:b] for a, b in pairwise(first)]
-
-
-def _compute_seconds(schedule: Schedule, work: NDArray[np.int64], durations: Durations) -> NDArray[np.float64]:
-    """What the actions at `work` take, asked for once for each op, stage and, where that can matter, chunk."""
-    rows, modules = schedule.rows[work], schedule.graph.modules
-    one_for_all = not callable(durations) and not any(isinstance(key, tuple) and len(key) == 4 for key in durations)
-    columns = rows[:, [OP, MODULE, STAGE, CHUNK]].astype(np.int64)
-    if one_for_all:
-        columns[:, 3] = 0
-    sizes = columns.max(axis=0, initial=0) + 1
-    kind = ((columns[:, 0] * sizes[1] + columns[:, 1]) * sizes[2] + columns[:, 2]) * sizes[3] + columns[:, 3]
-    _, first, number = np.unique(kind, return_index=True, return_inverse=True)
-    cost = duration_of(durations)
-    found = np.zeros(len(first))
-    for k in np.argsort(first).tolist():  # as they come, so that the first action without a cost is the one named
-        op, module, stage, chunk = rows[first[k], [OP, MODULE, STAGE, CHUNK]].tolist()
-        found[k] = cost(OPS[op], modules[module], stage, chunk)
-    return np.asarray(found[number.reshape(-1)])
 
 
 def _non_negative(name: str, seconds: float) -> float:

@@ -25,6 +25,7 @@ def simulate_in_python(
     overhead: float = 0.0,
     reduce_grad: float | Callable[[Action], float] = 0.0,
     unshard: float | Callable[[Action], float] = 0.0,
+    dispatch: float | Callable[[Action], float] = 0.0,
 ) -> Timeline:
     """`events.simulate`, which see, without compiled code."""
     lists = schedule.actions
@@ -79,7 +80,11 @@ def simulate_in_python(
                 at[rank] += 1
                 moving = True
     finished = all(i == len(actions) for i, actions in zip(at, lists, strict=True))
-    if not finished or not _reduce(schedule, starts, finishes, reduce_grad):
+    if (
+        not finished
+        or not _reduce(schedule, starts, finishes, reduce_grad)
+        or not _meet(schedule, starts, finishes, dispatch)
+    ):
         check(schedule)  # says which ranks wait for what
         raise ScheduleError("the schedule never finishes")
     return Timeline(lists, starts, finishes, schedule.name, schedule.table)
@@ -141,6 +146,25 @@ def _reduce(
         for rank in reductions[r].ranks:
             finishes[rank][listed[rank][r]] = end(r)
     return True
+
+
+def _meet(
+    schedule: Schedule,
+    starts: list[list[float]],
+    finishes: list[list[float]],
+    dispatch: float | Callable[[Action], float],
+) -> bool:
+    """Fills in when the exchange of items ends; False if some ranks have a DISPATCH and others none."""
+    places = [
+        (r, i) for r, actions in enumerate(schedule.actions) for i, a in enumerate(actions) if a.op is Op.DISPATCH
+    ]
+    if not places:
+        return True
+    begin = max(starts[rank][place] for rank, place in places)
+    times = [dispatch(schedule.actions[r][i]) if callable(dispatch) else dispatch for r, i in places]
+    for rank, place in places:
+        finishes[rank][place] = begin + max(_non_negative("dispatch", time) for time in times)
+    return len(places) == len(schedule.actions)
 
 
 def _non_negative(name: str, seconds: float) -> float:

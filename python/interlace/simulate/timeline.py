@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,9 @@ class Timeline:
     actions, start, finish: per rank, in the order in which the rank ran them; seconds. A RECV lasts from the moment the
         rank reaches it, so it includes the waiting; a SEND is the posting alone. A REDUCE_GRAD lasts from the moment
         the rank reaches it to its end, while the rank goes on: it overlaps what follows.
+        Likewise a DISPATCH, until what the coming step needs has travelled.
     table: what the step computes, if known: pictures then number chunks within their replica.
+    planning: per rank, (start, finish) of tables of later steps that were made meanwhile, in a thread beside it.
     """
 
     actions: list[list[Action]]
@@ -38,6 +40,7 @@ class Timeline:
     finish: list[list[float]]
     name: str = ""
     table: StepTable | None = None
+    planning: list[list[tuple[float, float]]] = field(default_factory=list)
 
     @classmethod
     def from_records(
@@ -130,6 +133,19 @@ class Timeline:
         """The share of all ranks' time in which they do not compute, 0 to 1."""
         area = self.num_ranks * self.makespan
         return 1.0 - sum(self.busy_per_rank) / area if area else 0.0
+
+    @property
+    def busy_share(self) -> tuple[float, ...]:
+        """Of each rank, the share of the time between the start of its first compute action and the finish of its last
+        in which it computes, 0 to 1 (1 without any): what is left of a bubble where steps follow each other closely."""
+        shares = []
+        for actions, starts, finishes, busy in zip(
+            self.actions, self.start, self.finish, self.busy_per_rank, strict=True
+        ):
+            own = [i for i, action in enumerate(actions) if action.op in COMPUTE]
+            spanned = finishes[own[-1]] - starts[own[0]] if own else 0.0
+            shares.append(busy / spanned if spanned else 1.0)
+        return tuple(shares)
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """A timeline as a trace in the Chrome trace event format, which Perfetto and chrome://tracing open.
 
 One process per rank with threads for compute, for communication (a RECV lasts while the rank waits) and for gradient
-reductions, which run beside both: as many threads as run at once. Arrows lead from each SEND to its RECV, and a counter
-shows the forwards in flight. Times are in microseconds.
+reductions and the exchange of items, which run beside both: as many threads as run at once. Another thread has what was
+planned of later steps meanwhile. Arrows lead from each SEND to its RECV, and a counter shows the forwards in flight.
+Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from interlace.schedule.actions import COMPUTE, Action, Op
 from interlace.schedule.memory import held_after
 from interlace.simulate.timeline import Timeline
 
+PLANNING_THREAD = 1000
 COMPUTE_THREAD, COMMUNICATION_THREAD, REDUCE_THREAD = 0, 1, 2  # reductions that overlap: the threads after it
+BESIDE = (Op.REDUCE_GRAD, Op.DISPATCH)
 _SHORTEST = 0.002  # microseconds (Perfetto counts whole nanoseconds): an arrow needs a slice to be bound to
 
 
@@ -25,8 +28,9 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         separator = ""
+        encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one for each
         for event in trace_events(timeline):
-            file.write(separator + json.dumps(event, separators=(",", ":")))
+            file.write(separator + encode(event))
             separator = ",\n"
         file.write("\n]}\n")
 
@@ -49,7 +53,7 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
             if action.op in COMPUTE:
                 yield _slice(timeline, rank, COMPUTE_THREAD, action, begin, length)
                 continue
-            if action.op is Op.REDUCE_GRAD:
+            if action.op in BESIDE:
                 number = next((n for n, end in enumerate(reducing) if end <= begin), len(reducing))
                 if number == len(reducing):
                     reducing.append(0.0)
@@ -66,6 +70,19 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                     yield _arrow("s", rank, number, begin)
                 else:
                     yield _arrow("f", rank, number, end - _SHORTEST / 2)
+        planned = timeline.planning[rank] if timeline.planning else []
+        if planned:
+            yield _named("thread_name", rank, PLANNING_THREAD, "planning later steps")
+        for start, finish in planned:
+            yield {
+                "name": "table of a later step",
+                "cat": "planning",
+                "ph": "X",
+                "pid": rank,
+                "tid": PLANNING_THREAD,
+                "ts": (start - timeline.begin) * 1e6,
+                "dur": (finish - start) * 1e6,
+            }
         for place, count, _ in held_after(actions):
             moment = timeline.start[rank][place] if actions[place].op is Op.FORWARD else timeline.finish[rank][place]
             yield {

@@ -7,6 +7,7 @@
     tuning.py      what trains, and how fast                  watching.py    averages, early stop, scale of fp16
     trainer.py     the loop of one rank                       rank.py        one rank from start to end
     metrics.py     console, JSONL, TensorBoard                runfolder.py   the files of a run
+    frozen.py      frozen weights in bf16                     flops.py       TFLOP/s and MFU
     answers.py     greedy answers to held-out samples         report.py      summary table, page of samples
     errors.py      TrainingError
     launch/        starts ranks and keeps them together       checkpoint/    what a run goes on from

@@ -38,8 +38,8 @@ def prompt_of(sample: Any, placeholders: Mapping[str, int | Sequence[int]]) -> A
 
 
 def truth_of(sample: Any, end: int) -> list[int]:
-    """The first answer that a training sample wants, without `end`."""
+    """The first answer that a training sample wants, before `end`: what a template writes behind it is never said."""
     targets = (sample.labels != IGNORE).nonzero().squeeze(1)
     apart = (targets.diff() > 1).nonzero()
     wanted = sample.labels[targets[: int(apart[0]) + 1] if len(apart) else targets].tolist()
-    return wanted[:-1] if wanted and wanted[-1] == end else wanted
+    return wanted[: wanted.index(end)] if end in wanted else wanted

@@ -102,6 +102,11 @@ def _modules_of(name: str) -> Iterator[Any]:
         with_models = f"transformers.models.{folder}.modeling_{folder.rpartition('.')[2]}"
         if importlib.util.find_spec(with_models) is not None:
             yield importlib.import_module(with_models)
+    # Some begin otherwise than their configs (Qwen2VisionTransformer..., of Qwen2VLConfig): what files say is read.
+    models = Path(importlib.import_module("transformers").models.__path__[0])
+    for file in sorted(models.glob(f"{name[:4].lower()}*/modeling_*.py")):
+        if file.parent.name not in found and f"\nclass {name}(" in file.read_text(encoding="utf-8"):
+            yield importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
 
 
 def _config_class(kind: str) -> Any:
@@ -305,6 +310,9 @@ def _processor(folder: Path) -> dict[str, Any]:
 
 def _part_of(folder: Path, name: str | None, encoder: bool) -> Part:
     """The part of a folder that is of the class `name`, or the only one that fits. Raises ValueError."""
+    from interlace.model.folder_kinds import refuse_other_kinds
+
+    refuse_other_kinds(folder)
     path = folder / CONFIG
     table = read_json(path)
     kind = table.get("model_type")

@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 def build(config: Config, tokenizer: Any, *, source: str = "config") -> MultimodalModel:
     """The config's model on the meta device, frozen as configured. Raises ConfigError naming the wrong key."""
     _check_library()
+    from interlace.data import cache_folder
     from interlace.model import MultimodalModel
+    from interlace.model.remembered import keep_in
 
+    keep_in(cache_folder(config.data.cache) / "trials")  # of all ranks of a machine, and of the next run
     spec = config.model
     if spec.path is not None:
         model = _whole(Path(spec.path), tokenizer, source)
@@ -83,6 +86,7 @@ def _whole(folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
 
 def freeze(config: Config, model: MultimodalModel, source: str) -> None:
     """Freeze of a model what the config says, and put adapters in. Raises ConfigError, also where nothing is left."""
+    from interlace.train.frozen import narrow_frozen
     from interlace.train.tuning import tune
 
     spec = config.model
@@ -94,6 +98,8 @@ def freeze(config: Config, model: MultimodalModel, source: str) -> None:
     if spec.language_model.freeze:
         model.freeze("language_model")
     tune(config, model, source=source)
+    if config.train.frozen_dtype == "bf16":
+        narrow_frozen(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"{source}: [model] and [train] freeze everything; leave at least a projector to train")
 
@@ -122,11 +128,11 @@ def build_layout(
             raise ConfigError(f"{source}: [parallel.{name}]: {error}") from None
     try:
         costs = flop_costs(config, model)  # those of `interlace plan`, hence its cut
-        if parallel.placement == "chain" and parallel.ranks is not None:
+        if parallel.placed == "chain" and parallel.replica_ranks is not None:
             dp = specs["language_model"].dp
-            return Layout.balanced(model, parallel.ranks, costs=costs, recompute=recompute, dp=dp)
+            return Layout.balanced(model, parallel.replica_ranks, costs=costs, recompute=recompute, dp=dp)
         return Layout.from_specs(
-            model, specs, placement=parallel.placement, costs=costs, ranks=parallel.ranks, recompute=recompute
+            model, specs, placement=parallel.placed, costs=costs, ranks=parallel.replica_ranks, recompute=recompute
         )
     except ValueError as error:
         raise ConfigError(f"{source}: [parallel]: {error}") from None
@@ -187,10 +193,11 @@ def stored_weights(config: Config, model: MultimodalModel, *, source: str = "con
 
 
 @torch.no_grad()
-def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Source] | None = None) -> None:
+def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Source] | None = None, weights: bool = True) -> None:
     """Gives values to what this process holds of a model: `parallel` is what `parallelize` made of it.
 
-    stored: what `stored_weights` found; of these weights this process reads the parts that it holds. Random values
+    stored: what `stored_weights` found; of these weights this process reads the parts that it holds. weights: False
+    leaves parameters without values (NaN), for a checkpoint to fill, and gives them to buffers alone. Random values
     depend on `seed` and names only: not on the layout, nor on the device. They are drawn on the CPU for a whole layer
     at a time, of which this process keeps what it holds; the next comes when the one before is gone. Raises ConfigError
     under transformers 4, and for a folder that cannot be read any more.
@@ -205,13 +212,14 @@ def initialize(parallel: Any, *, seed: int, stored: Mapping[str, Source] | None 
         for name, buffer in part.named_buffers():
             buffers.setdefault(name, []).append(buffer)
     stored = stored or {}
+    drawn = held.keys() - stored.keys() if weights else set()
     for name in held.keys() & stored.keys():
         parameter, region = held[name]
         try:
             parameter.copy_(stored[name].read(region))
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    for name, values in random_values(model, held.keys() - stored.keys(), seed, read=held.keys() & stored.keys()):
+    for name, values in random_values(model, drawn, seed, read=held.keys() - drawn):
         if name in held:
             parameter, region = held[name]
             parameter.copy_(values if region is None else region.piece(values))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from interlace.train import runfolder
+from interlace.train.build import architecture, stored_weights
 from interlace.train.checkpoint import checkpoints
 from interlace.train.checkpoint import folder as checkpointfolder
+from interlace.train.checkpoint.identity import identity_of
 from interlace.train.checkpoint.storage import read_manifest
 from interlace.train.config import ConfigError
 from interlace.train.schema import Config
@@ -52,6 +55,19 @@ def choose(
     if keeps:
         words.append("averaged weights" if averaged else "weights that are not averaged")
     return Chosen(path, averaged, ", ".join(words))
+
+
+def fill(config: Config, model: Any, chosen: Chosen, *, source: str = "config") -> int:
+    """Fill the whole model of a run's config in this process with the chosen weights; returns their step.
+
+    What a checkpoint leaves to the folders that the config names is read there. All is fp32 then, also what was kept in
+    bf16: nothing is computed under autocast here. Raises ConfigError and CheckpointError.
+    """
+    stored = partial(stored_weights, config, model, source=source)
+    identity = identity_of(model, architecture(config))
+    step = checkpoints.load_parameters(chosen.path, model, identity, averaged=chosen.averaged, stored=stored)
+    model.float()
+    return step
 
 
 def _of_step(folder: Path, step: int) -> Path:

@@ -7,6 +7,7 @@ answered with the nearest valid one, a wrong type with the type wanted, a missin
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
 import sys
 import types
@@ -15,7 +16,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from interlace.train.schema import Config
+from interlace.train.schema import OPEN_REPLICAS, Config
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,8 +28,11 @@ class ConfigError(ValueError):
     """The user's config (or command line) is wrong; the message is all they need to mend it."""
 
 
-def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+def load(path: str | Path, overrides: list[str] | None = None, *, open_replicas: bool = False) -> Config:
     """Reads `path`, applies ``a.b=value`` overrides, checks all of it.
+
+    With `open_replicas` a config without ``parallel.dp`` is not one of one replica: what depends on their number is not
+    checked. So for ranks of torchrun, which count them (`rank.with_replicas`), and for who asks the model of a run.
 
     Raises ConfigError for an unreadable file, bad TOML, unknown keys, wrong types, missing keys, impossible values.
     """
@@ -39,32 +43,61 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path}: cannot read the config: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
-    return loads(text, overrides, source=str(path))
+    return loads(text, overrides, source=str(path), open_replicas=open_replicas)
 
 
-def loads(text: str, overrides: list[str] | None = None, *, source: str = "config") -> Config:
+def loads(
+    text: str, overrides: list[str] | None = None, *, source: str = "config", open_replicas: bool = False
+) -> Config:
     """The config that a TOML text says; `source` names it in messages. Raises ConfigError as `load` does."""
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
-    return from_table(table, overrides, source=source)
+    return from_table(table, overrides, source=source, open_replicas=open_replicas)
 
 
-def from_table(table: dict[str, Any], overrides: list[str] | None = None, *, source: str = "config") -> Config:
+def from_table(
+    table: dict[str, Any],
+    overrides: list[str] | None = None,
+    *,
+    source: str = "config",
+    open_replicas: bool = False,
+) -> Config:
     """Checks a parsed TOML table; `source` names it in messages."""
     where: dict[tuple[str, ...], str] = {}
     for override in overrides or []:
         keys, value = parse_override(override)
+        _as_section(table)
         set_key(table, keys, value, override)
         where[keys] = f"--set {override}"
+    _open_plan(table)
     _describe_models(table, where, source)
     check_keys(Config, table, (), where, source)
     try:
-        return Config.model_validate(table)
+        return Config.model_validate(table, context=OPEN_REPLICAS if open_replicas else None)
     except ValidationError as error:
         lines = [_explain(problem, where, source) for problem in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _as_section(table: dict[str, Any]) -> None:
+    """``parallel = "auto"`` becomes the section that it stands for."""
+    if table.get("parallel") == "auto":
+        table["parallel"] = {"plan": "auto"}
+
+
+def _open_plan(table: dict[str, Any]) -> None:
+    """Where the layout is to be chosen: which keys of [train] are chosen, too."""
+    _as_section(table)
+    parallel, train = table.get("parallel"), table.get("train")
+    if not isinstance(parallel, dict) or parallel.get("plan") != "auto" or not isinstance(train, dict):
+        return
+    keys = ("batch_size", "microbatches", "activation_checkpointing")
+    parallel.setdefault("choose", [key for key in keys if key not in train])
+    if isinstance(parallel["choose"], list) and "batch_size" in parallel["choose"]:
+        least = train.get("microbatches", 1)  # until it is chosen
+        train.setdefault("batch_size", least if isinstance(least, int) else 1)
 
 
 def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], source: str) -> None:
@@ -124,6 +157,15 @@ def _add_pixels(section: dict[str, Any], pixels: tuple[list[float], list[float]]
     section["mean"], section["std"] = (section.get(k, p) for k, p in zip(("mean", "std"), pixels, strict=True))
 
 
+def unsettled(config: Config, source: str, what: str) -> None:
+    """Raises ConfigError where `what` needs a layout and the config leaves it open."""
+    if config.parallel.auto:
+        raise ConfigError(
+            f"{source}: [parallel] plan = 'auto' says no layout yet, which {what} needs: use interlace plan --auto, or "
+            "the config.toml of a run folder, which has what was chosen"
+        )
+
+
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """``train.lr=1e-3`` -> (("train", "lr"), 0.001). A value that is no TOML is taken as a bare word (a string)."""
     name, equals, value = text.partition("=")
@@ -180,10 +222,39 @@ def nearest(name: str, valid: Any) -> str:
     return "valid: " + ", ".join(names)
 
 
+def imported(path: str, where: str) -> Any:
+    """The object at "package.module:name". Raises ConfigError where there is none."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:  # whatever the user's own code raises
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"{where} = {path!r}: cannot import {module}: {text}; it must be installed, or its folder in PYTHONPATH"
+        ) from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{where} = {path!r}: {module} has no {name!r}; {nearest(part, _public(found))}")
+        found = getattr(found, part)
+    return found
+
+
+def _public(module: Any) -> list[str]:
+    return [name for name in dir(module) if not name.startswith("_")] or ["nothing"]
+
+
 def dumps(config: Config) -> str:
     """The resolved config, defaults written out, as TOML that `load` reads back to an equal Config."""
+    table = config.model_dump(exclude_none=True)
+    if config.parallel.auto:  # which leaves open what is not given
+        table["parallel"] = config.parallel.model_dump(exclude_none=True, exclude_unset=True)
+    return dumps_table(table)
+
+
+def dumps_table(table: dict[str, Any]) -> str:
+    """A nested table as TOML."""
     lines: list[str] = []
-    _write_table(config.model_dump(exclude_none=True), (), lines)
+    _write_table(table, (), lines)
     return "\n".join(lines).strip() + "\n"
 
 

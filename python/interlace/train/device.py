@@ -52,6 +52,12 @@ def take(kind: str, local_rank: int, *, deterministic: bool = True) -> torch.dev
     return device
 
 
+def finish() -> None:
+    """Waits until this rank's GPU, if it has one, has computed all that it was given."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def compile_layers(parallel: Any, device: torch.device, *, source: str = "config") -> None:
     """Compile the repeated layers of the stages of `parallel`, each when it first runs (``train.compile``).
 

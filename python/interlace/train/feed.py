@@ -10,25 +10,24 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.train.architectures import HALF, pixel_statistics
 from interlace.train.config import ConfigError
 from interlace.train.schema import Config
+from interlace.train.schema_data import Source
 from interlace.train.texts import tokenizer_of
 
 if TYPE_CHECKING:
     from interlace.data import ChatDataset
 
-MODALITY = {"image": "vision", "audio": "audio"}
-"""What an encoder takes -> what datasets call files of that kind."""
+
+LEFT_OUT = "left_out.txt"
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,24 @@ class Batch:
     position: int
     rows: list[list[Any]] | None = None
     """The samples in their rows, where these are packed: each is a microbatch."""
+    sources: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Source -> how many of the samples are of it, and their tokens; of one source nothing."""
+    dispatched: Any = None
+    """Of a stream: the samples as the ranks have them."""
+    moved: int | None = None
+    """Bytes that travelled between ranks for it; None where data are read at random, as nothing does then."""
 
     @property
-    def given(self) -> list[Any]:
-        """What a step is given: the rows, or samples that it spreads itself."""
+    def given(self) -> Any:
+        """What a step is given: the rows, samples that it spreads itself, or those of a stream."""
+        if self.dispatched is not None:
+            return self.dispatched
         return self.samples if self.rows is None else self.rows
 
     @property
     def tokens(self) -> int:
         """Tokens that the language model reads."""
-        return sum(len(sample.input_ids) for sample in self.samples)
+        return sum(map(len, self.samples))
 
 
 class Feed:
@@ -57,6 +64,8 @@ class Feed:
 
     `batch_size` counts samples of all replicas, or with `row_tokens` rows of at most so many tokens. `wanted`: the
     media of a batch (of samples, or of rows of them) that this process will read, which are decoded ahead; None: all.
+    `producers` make them apart from training (`preparing.producers_of`), `prefetch` batches ahead, in pinned memory
+    for a GPU (`pinned`).
     """
 
     def __init__(
@@ -69,18 +78,27 @@ class Feed:
         validation_samples: int,
         wanted: Callable[[list[Any]], Iterable[Any]] | None = None,
         row_tokens: int | None = None,
+        producers: Callable[[Any], Any] | None = None,
+        prefetch: int = 2,
+        pinned: bool = False,
     ) -> None:
         from interlace.data import Loader, RowLoader
 
-        self.train, self.held_out_data = train, held_out
+        self.train = train
         self.in_rows = row_tokens is not None
+        ahead: dict[str, Any] = {"wanted": wanted, "producers": producers, "prefetch": prefetch, "pinned": pinned}
         try:
             if row_tokens is None:
-                self.loader = Loader(train, batch_size, seed=seed, wanted=wanted)
+                self.loader = Loader(train, batch_size, seed=seed, **ahead)
             else:
-                self.loader = RowLoader(train, batch_size, row_tokens, seed=seed, wanted=wanted)
+                self.loader = RowLoader(train, batch_size, row_tokens, seed=seed, **ahead)
         except ValueError as error:
             raise ConfigError(f"[train] batch_size: {error}") from None
+        self.loader.begin()
+        self._hold_out(held_out, validation_samples)
+
+    def _hold_out(self, held_out: Any, validation_samples: int) -> None:
+        self.held_out_data = held_out
         count = min(validation_samples, len(held_out))
         self.held_out_indices = [i * len(held_out) // count for i in range(count)]  # spread over the whole split
         self._held_out: list[Any] | None = None
@@ -96,12 +114,44 @@ class Feed:
         """The next batch."""
         epoch, position = self.loader.epoch, self.loader.position
         found: list[Any] = next(self.loader)
-        if self.in_rows:
-            return Batch([sample for row in found for sample in row], epoch, position, found)
-        return Batch(found, epoch, position)
+        rows = found if self.in_rows else None
+        samples = found if rows is None else [sample for row in rows for sample in row]
+        return Batch(samples, epoch, position, rows, self._sources(epoch, position, samples))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The place in the sequence, and what the sequence and the validation data are made of."""
+    def _sources(self, epoch: int, position: int, samples: list[Any]) -> dict[str, tuple[int, int]]:
+        from interlace.data import by_source
+
+        if not self.mixed:
+            return {}
+        parts = by_source(self.train, self.loader.indices(epoch, position), samples)
+        return {name: (len(part), sum(len(sample.input_ids) for sample in part)) for name, part in parts}
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the data are of several sources."""
+        return len(getattr(self.train, "parts", ())) > 1
+
+    def epochs(self, batch: Batch) -> dict[str, float]:
+        """Source -> how often its samples were gone through, up to the end of `batch`; of one source nothing."""
+        if not self.mixed:
+            return {}
+        end = self.loader.drawn(batch.epoch, batch.position)
+        of = self.train.source_of(self.loader.order(batch.epoch)[:end])
+        before = self.train.drawn(batch.epoch)
+        return {
+            part.name: (before[place] + int((of == place).sum())) / len(part.data)
+            for place, part in enumerate(self.train.parts)
+        }
+
+    def held_out_by_source(self) -> list[tuple[str, list[Any]]]:
+        """The validation samples of each source, under its name; of one source all, under ""."""
+        from interlace.data import by_source
+
+        return list(by_source(self.held_out_data, self.held_out_indices, self.held_out))
+
+    def state_dict(self, gather: Callable[..., list[Any]] | None = None) -> dict[str, Any]:
+        """The place in the sequence, and what the sequence and the validation data are made of. gather: not asked here,
+        where all ranks know one place."""
         return self.loader.state_dict() | {"held_out": self.held_out_data.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -122,8 +172,18 @@ class Feed:
         """Items of samples that this rank could no longer read and left blank."""
         return int(self.train.blank_items + self.held_out_data.blank_items)
 
+    @property
+    def decoded_items(self) -> int:
+        """Items that were read for this rank, by it or by its producers, and that no other rank had read before."""
+        return int(self.train.read_items + self.held_out_data.read_items)
+
+    @property
+    def worker_restarts(self) -> int:
+        """Producers that were lost and replaced since this process began."""
+        return 0 if self.loader.producers is None else self.loader.producers.restarts
+
     def close(self) -> None:
-        """Stops reading ahead."""
+        """Stops reading ahead, and who prepares the data."""
         self.loader.close()
 
     def baselines(self, vocabulary: int, limit: int = 4096) -> dict[str, float]:
@@ -145,65 +205,91 @@ class Feed:
 
 
 def datasets(
-    config: Config,
-    model: Any,
-    tokenizer: Any,
-    *,
-    fetch: bool = True,
-    gather: Callable[[str, Any], list[Any]] | None = None,
-    source: str = "config",
-    say: Callable[[str], None] | None = None,
-) -> tuple[Any, Any, str]:
-    """The training and the held-out dataset for `model`, and a note when other data than asked for was taken.
+    config: Config, model: Any, tokenizer: Any, *, source: str = "config", say: Callable[[str], None] | None = None
+) -> tuple[Any, Any]:
+    """The training and the held-out dataset for `model`.
 
-    `say` (default: a line on stderr) is told what takes long: fetching, reading headers, decoding. `gather` (what for,
-    value) gives the values of all ranks of a group, which then take the same dataset: one rank of each machine fetches,
-    and when any of them cannot, all take the digits. Raises ConfigError for settings that the data, the encoders or the
-    language model's context cannot meet, naming the key.
+    `say` (default: a line on stderr) is told what takes long: reading headers, decoding. Raises ConfigError for
+    settings that the data, the encoders or the language model's context cannot meet, naming the key.
     """
     if config.data.dataset == "chats":
-        return *_chats(config, model, tokenizer, source, say or _say_on_stderr), ""
-    from interlace.data import load_dataset
+        return _chats(config, model, tokenizer, source, say or _say_on_stderr)
+    from interlace.data import DigitsDataset
 
+    if "image" not in kinds(model).values():
+        raise ConfigError(f"{source}: the digits are images, but the model has no encoder of images in [model]")
     tokens = {name: model.encoders[name].tokens for name in config.model.encoders()}
-    specs = media_specs(config, model, source=source)
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "held_out": config.data.held_out, "specs": specs}
-    if config.data.dataset == "digits":
-        if "image" not in kinds(model).values():
-            raise ConfigError(f"{source}: the digits are images, but the model has no encoder of images in [model]")
-        settings["image_size"] = config.data.digit_size
-        settings["jitter"] = config.data.digit_jitter
-    else:
-        settings |= _stamps_settings(config, model, source)
     try:
-        with _progress(say or _say_on_stderr):
-            train, held_out, note = load_dataset(
-                config.data.dataset,
+        train, held_out = (
+            DigitsDataset(
+                split=split,
                 tokens=tokens,
                 seed=config.run.seed,
-                cache=config.data.cache,
-                fetch=partial(_fetch_together, gather=gather) if fetch and gather is not None else fetch,
-                **settings,
+                tokenizer=tokenizer,
+                held_out=config.data.held_out,
+                specs=media_specs(config, model, source=source),
+                image_size=config.data.digit_size,
+                jitter=config.data.digit_jitter,
             )
-    except (ValueError, ImportError, OSError) as error:
+            for split in ("train", "heldout")
+        )
+    except (ValueError, ImportError) as error:
         raise ConfigError(f"{source}: [data]: {error}") from None
     _check_context(config, model, [train, held_out], source)
-    return train, held_out, note
+    return train, held_out
 
 
-def _chats(
-    config: Config, model: Any, tokenizer: Any, source: str, say: Callable[[str], None]
-) -> tuple[ChatDataset, ChatDataset]:
-    """The training and the validation chats. Raises ConfigError."""
-    from interlace.data import load_chats
+def _chats(config: Config, model: Any, tokenizer: Any, source: str, say: Callable[[str], None]) -> tuple[Any, Any]:
+    """The training and the validation chats (`ChatDataset`, of several sources `MixedDataset`). Raises ConfigError."""
+    from interlace.data import MixedDataset, Part, cache_folder, load_chats
 
     data = config.data
-    chats, rules = chat_format(config, model, tokenizer, source), chat_rules(config, model, source)
+    chats = chat_format(config, model, tokenizer, source)
+    train, held_out, name = [], [], "[data]"
     try:
-        with _progress(say):
-            return load_chats(data.train, data.validation, chats, rules, held_out=data.held_out, cache=data.cache)
-    except (ValueError, ImportError, OSError) as error:
-        raise ConfigError(f"{source}: [data]: {error}") from None
+        with data_log(say):
+            if data.reading == "stream":
+                return _streamed(config, chats, *chat_sources(config, model, source)[0])
+            for each, rules in chat_sources(config, model, source):
+                name = f"[[data.sources]] {each.name}" if data.sources else name
+                found = load_chats(
+                    each.train,
+                    each.validation,
+                    chats,
+                    rules,
+                    held_out=data.held_out,
+                    limit=each.limit,
+                    cache=data.cache,
+                )
+                train.append(Part(each.name, found[0], each.weight))
+                held_out.append(Part(each.name, found[1]))
+        if len(train) == 1:
+            return train[0].data, held_out[0].data
+        name = "[[data.sources]]"
+        return MixedDataset(train, data.mix_by), MixedDataset(held_out)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{source}: {name}: {error}") from None
+    except OSError as error:  # data files that cannot be read are ChatFileErrors
+        place = error.filename or cache_folder(data.cache)
+        raise ConfigError(
+            f"{source}: {name}: {place}: {error.strerror or error}; set data.cache to a folder that can be written and "
+            "has room"
+        ) from None
+
+
+def _streamed(config: Config, chats: Any, files: Source, rules: Any) -> tuple[Any, ChatDataset]:
+    """The training chats as a stream, and the validation chats."""
+    from interlace.data.chats import whole_chats
+    from interlace.data.chats_stream import ChatStream
+
+    cache = config.data.cache
+    held_out = whole_chats(files.validation, chats, rules, cache=cache)
+    return ChatStream(files.train, chats, rules, cache), held_out
+
+
+def indexed(train: Any, held_out: Any) -> Any:
+    """Of the two datasets that `datasets` returns, what has samples by number: not a stream."""
+    return train if hasattr(train, "sample") else held_out
 
 
 def chat_format(config: Config, model: Any, tokenizer: Any, source: str) -> Any:
@@ -216,9 +302,10 @@ def chat_format(config: Config, model: Any, tokenizer: Any, source: str) -> Any:
         raise ConfigError(f"{source}: [data]: {error}") from None
 
 
-def chat_rules(config: Config, model: Any, source: str) -> Any:
-    """What happens to chats that are too long or broken (`interlace.data.chats_store.Rules`). Raises ConfigError."""
-    from interlace.data.chats_store import Rules
+def chat_sources(config: Config, model: Any, source: str) -> list[tuple[Source, Any]]:
+    """The config's sources, each with what happens to its chats that are too long or broken
+    (`interlace.data.chats_records.Rules`). Raises ConfigError."""
+    from interlace.data.chats_records import Rules
 
     data, most = config.data, model.max_length
     if data.max_tokens is not None and most is not None and data.max_tokens > most:
@@ -226,7 +313,8 @@ def chat_rules(config: Config, model: Any, source: str) -> Any:
             f"{source}: data.max_tokens = {data.max_tokens}, but the language model has positions for {most} "
             "(max_position_embeddings): lower the one or raise the other"
         )
-    return Rules(data.media, data.max_tokens or most, data.on_too_long, data.on_broken, data.decode_first)
+    said = (data.max_tokens or most, data.on_too_long, data.on_broken, data.decode_first, data.sizes)
+    return [(each, Rules(each.media, *said, each.prompt)) for each in data.each_source()]
 
 
 def kinds(model: Any) -> dict[str, str]:
@@ -284,45 +372,63 @@ def pixels(config: Config, model: Any, name: str, source: str = "config") -> tup
     return tuple(spec.mean or mean), tuple(spec.std or std)
 
 
-def prepare(config: Config, say: Callable[[str], None], *, source: str = "config") -> Config:
-    """Fetches, verifies and decodes the data before any rank starts, so that ranks find all of it in the cache.
+def prepare(config: Config, say: Callable[[str], None], *, source: str = "config") -> None:
+    """Writes, verifies and decodes the data before any rank starts, so that ranks find all of it; raises ConfigError.
 
-    Returns the config with the dataset that there is (the digits when the stamps cannot be had; one line says so).
-    A marker in the cache skips all this, and the imports it takes, when the same config was prepared before.
+    Of the digits, which are made in no time, only that the config fits them is found out; a marker in the cache skips
+    that, and the imports it takes, when the same config was prepared before.
     """
     from interlace import __version__
-    from interlace.data import cache_folder, find_stamps
+    from interlace.data import cache_folder
 
     key = (__version__, config.data.model_dump_json(), config.model.model_dump_json(), config.run.seed)
     prepared = cache_folder(config.data.cache) / "prepared"
     marker = prepared / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    # Own files may have changed; what was prepared of them is kept by themselves.
-    own = config.data.dataset == "chats"
-    if not own and marker.exists() and (config.data.dataset == "digits" or find_stamps(config.data.cache) is not None):
-        return config
+    own = config.data.dataset == "chats"  # whose files may have changed; what was prepared of them is kept by itself
+    if not own and marker.exists():
+        return
     from interlace.train.build import build
 
+    if config.data.prepare is not None:
+        _write_stamps(config, say, source)
     tokenizer = tokenizer_of(config, source=source)
-    train, _, note = datasets(config, build(config, tokenizer, source=source), tokenizer, source=source, say=say)
-    if note:
-        say(note)
-        return config.model_copy(update={"data": config.data.model_copy(update={"dataset": train.name})})
+    datasets(config, build(config, tokenizer, source=source), tokenizer, source=source, say=say)
     if own:
-        return config
+        return
     try:
         prepared.mkdir(parents=True, exist_ok=True)
         marker.touch()
     except OSError as error:
         raise ConfigError(f"{source}: cannot write {prepared}: {error.strerror}; set data.cache") from None
-    return config
 
 
-def report_left_out(splits: Iterable[Any], folder: Path, say: Callable[[str], None]) -> None:
+def _write_stamps(config: Config, say: Callable[[str], None], source: str) -> None:
+    """``data.prepare``: the folder of the stamps' chats, unless it is there; one of digits is made of stamps, with the
+    settings that it has, once these can be had."""
+    from interlace.data import stamps_folder
+
+    folder = Path(config.data.train[0]).parent
+    try:
+        made = stamps_folder.look(folder)
+        if made is None or made.source != stamps_folder.STAMPS:  # those may be had by now
+            with data_log(say):
+                settings = None if made is None else made.settings
+                made = stamps_folder.make(folder, settings, cache=config.data.cache)
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(f"{source}: [data] prepare: {error}") from None
+    if made.source != stamps_folder.STAMPS:
+        say(made.words)
+
+
+def report_left_out(splits: Iterable[Any], folder: Path, say: Callable[[str], None], *, goes_on: bool = False) -> None:
     """Says what the samples of a run do without, cuts included, and lists it in left_out.txt of its `folder`.
 
-    Splits of the same files share much of it: a split with nothing of its own is not told again.
+    Splits of the same files share much of it: a split with nothing of its own is not told again. goes_on: a stream
+    does, which left out before what it does not read again, so what is listed stays.
     """
-    place, lines, reports = folder / "left_out.txt", dict[str, None](), list[str]()
+    place, lines, reports = folder / LEFT_OUT, dict[str, None](), list[str]()
+    if goes_on and place.exists():
+        lines |= dict.fromkeys(place.read_text(encoding="utf-8").splitlines(keepends=True))
     for dataset in splits:
         new = dict.fromkeys(dataset.listing().splitlines(keepends=True))
         if new.keys() - lines.keys():
@@ -341,7 +447,7 @@ def _say_on_stderr(line: str) -> None:
 
 
 @contextmanager
-def _progress(say: Callable[[str], None]) -> Iterator[None]:
+def data_log(say: Callable[[str], None]) -> Iterator[None]:
     """Hands what the data package logs meanwhile, warnings included, to `say`."""
 
     class Handler(logging.Handler):
@@ -359,23 +465,6 @@ def _progress(say: Callable[[str], None]) -> Iterator[None]:
         log.setLevel(level)
 
 
-def _fetch_together(cache: str | Path | None, gather: Callable[[str, Any], list[Any]]) -> tuple[Path | None, str]:
-    """``find_or_fetch`` of all ranks at once: the first rank of each machine does it, the others wait for it.
-
-    Either every rank gets its folder or none does, with the same words: they must not train on different data.
-    """
-    from interlace.data import fetch
-
-    trouble = ""
-    if int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0))) == 0:
-        trouble = fetch.find_or_fetch(cache)[1]
-    troubles = gather("fetching the data", trouble)
-    first = next((rank for rank, text in enumerate(troubles) if text), None)
-    if first is not None:
-        return None, troubles[first] + (f", on the machine of rank {first}" if first else "")
-    return fetch.find_stamps(cache), "not in the cache that the first rank of this machine filled"
-
-
 def _check_context(config: Config, model: Any, splits: list[Any], source: str) -> None:
     """Raises ConfigError when the language model has too few positions for a sample that an epoch may draw."""
     most = model.max_length
@@ -386,10 +475,7 @@ def _check_context(config: Config, model: Any, splits: list[Any], source: str) -
     written = prompt + config.log.max_new_tokens - 1 if answered else 0  # the last token is not read again
     if max(sample, written) <= most:
         return
-    what = f"the longest sample has {sample:,} tokens"
-    keys = "data.max_caption_bytes, data.max_image_tokens, data.max_images or data.max_audio_seconds"
-    if splits[0].name == "digits":
-        keys = "data.digit_size"
+    what, keys = f"the longest sample has {sample:,} tokens", "data.digit_size"
     if sample <= most:
         what = f"the longest prompt and log.max_new_tokens = {config.log.max_new_tokens} make {written:,} tokens"
         keys += " or log.max_new_tokens"
@@ -397,36 +483,3 @@ def _check_context(config: Config, model: Any, splits: list[Any], source: str) -
         f"{source}: {what}, but model.language_model.config.max_position_embeddings = {most:,}; raise it to "
         f"{max(sample, written)}, or lower {keys}"
     )
-
-
-def _stamps_settings(config: Config, model: Any, source: str) -> dict[str, Any]:
-    from interlace.data.stamps import KINDS
-
-    spec, heard = config.data, {MODALITY[kind] for kind in kinds(model).values()}
-    named = {kind.replace("+", "_"): kind for kind in KINDS}
-    settings: dict[str, Any] = {
-        "weights": {
-            named[key]: weight for key, weight in spec.mixture.model_dump().items() if set(KINDS[named[key]]) <= heard
-        },
-        "on_too_large": spec.on_too_large,
-        "max_images": spec.max_images,
-        "max_audio_seconds": spec.max_audio_seconds,
-        "max_caption_bytes": spec.max_caption_bytes,
-    }
-    if spec.languages is not None:
-        settings["languages"] = spec.languages
-    for name, kind in kinds(model).items():
-        if kind != "audio":
-            continue
-        longest = model.encoders[name].default_shape[1] / 100.0  # frames of 10 ms
-        if spec.max_audio_seconds > longest:
-            positions = getattr(model.encoders[name].module.config, "max_source_positions", None)
-            where, hint = f"[model.{name}]", "lower it"
-            if positions is not None:
-                where = f"[model.{name}.config] max_source_positions = {positions}"
-                hint = f"lower the one or raise the other to {math.ceil(spec.max_audio_seconds * positions / longest)}"
-            raise ConfigError(
-                f"{source}: [data] max_audio_seconds = {spec.max_audio_seconds:g}, but {where} holds only "
-                f"{longest:g} s; {hint}"
-            )
-    return settings

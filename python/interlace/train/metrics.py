@@ -1,163 +1,218 @@
-"""What a run tells: metrics.jsonl, TensorBoard, and the terminal (rich), all from the same numbers.
+"""What a run measures, and metrics.jsonl: the same numbers that trackers, the terminal and the page show.
 
 Names follow torchtitan where it has one (``loss_metrics/global_avg_loss``, ``throughput(tps)``,
-``time_metrics/data_loading(%)``, ``memory/max_active(GiB)``); ours are ``throughput(samples/s)``, ``bubble(%)``,
-``busy(%)/<module>`` and ``loss_metrics/held_out_loss``.
+``time_metrics/data_loading(%)``, ``memory/max_active(GiB)``); docs/watching-a-run.md has all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from pydantic import BaseModel, ConfigDict
 
-from interlace.train.launch.launcher import mute
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.run.table import Lengths
+from interlace.schedule import StepTable
+from interlace.schedule.actions import COMPUTE
+from interlace.train.runfolder import write_whole
+from interlace.train.trackers import Trackers
 
 LOSS = "loss_metrics/global_avg_loss"
 HELD_OUT = "loss_metrics/held_out_loss"
+TOKENS = "throughput(tps)/"  # and a module
+BUSY = "busy(%)/"  # and a module
+SHARE = "data/share(%)/"  # of the samples, and a source
+TOKEN_SHARE = "data/token_share(%)/"  # of the tokens that the language model reads, and a source
+EPOCHS = "data/epochs/"  # and a source: how often its samples were gone through
+MOVED = "data/moved(MiB)"  # between ranks, per step, of streams
+IMBALANCE = "balance/imbalance/"  # and a module
+DRAWN = "balance/imbalance_as_drawn/"  # and a module
+BLANK = "data/blank_items"  # read as blank since the start of the job, over all ranks
+RESTARTS = "data/worker_restarts"  # producers of data lost and replaced, as above
 
 
-class LogWindow:
-    """Sums since the last logged step; part of a checkpoint, so that a resumed run logs the same averages."""
+class LogWindow(BaseModel):
+    """Sums since the last logged step; part of a checkpoint, so that a resumed run logs the same averages.
 
-    def __init__(self) -> None:
-        self.loss_sum = 0.0
-        self.tokens = 0
-        self.samples = 0
-        self.read_tokens = 0
-        self.data_seconds = 0.0
-        self.seconds = 0.0
+    computed: module -> tokens that its layers computed: patches of pictures, frames of clips, what the language model
+    read. room: what packed rows could have held. sources: source -> its samples and their tokens, where there are
+    several. moved: bytes that streams sent between ranks. Steps that were slowed down because they were recorded
+    count for no speed.
+    """
 
-    def add(self, *, loss: float, tokens: int, samples: int, read_tokens: int, data: float, seconds: float) -> None:
-        """One step: mean `loss` over `tokens` targets, `samples` with `read_tokens` LLM tokens, times in seconds."""
-        self.loss_sum += loss * tokens
-        self.tokens += tokens
-        self.samples += samples
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    loss_sum: float = 0.0
+    targets: int = 0
+    read_tokens: int = 0
+    room: int = 0
+    steps: int = 0
+    samples: int = 0
+    computed: dict[str, int] = {}
+    sources: dict[str, list[int]] = {}
+    data_seconds: float = 0.0
+    seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    moved: int | None = None
+
+    def add(
+        self,
+        *,
+        loss: float,
+        targets: int,
+        read_tokens: int,
+        samples: int,
+        computed: Mapping[str, int],
+        data: float,
+        seconds: float,
+        room: int = 0,
+        moved: int | None = None,
+        timed: bool = True,
+        sources: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        """One step: mean `loss` over `targets` of `read_tokens` LLM tokens; `data` and `seconds`: what waiting for the
+        batch and the whole step took; `room`: 0 where rows are not packed; `moved`: None but for streams."""
+        self.loss_sum += loss * targets
+        self.targets += targets
         self.read_tokens += read_tokens
-        self.data_seconds += data
-        self.seconds += seconds
+        self.room += room
+        for name, (count, tokens) in (sources or {}).items():
+            before = self.sources.get(name, [0, 0])
+            self.sources = {**self.sources, name: [before[0] + count, before[1] + tokens]}
+        if timed:
+            self.steps += 1
+            if moved is not None:
+                self.moved = (self.moved or 0) + moved
+            self.samples += samples
+            self.computed = {name: self.computed.get(name, 0) + count for name, count in computed.items()}
+            self.data_seconds += data
+            self.seconds += seconds
 
     def metrics(self) -> dict[str, float]:
-        """The averages of the window under their metric names; none where every step was left out (fp16)."""
-        if not self.tokens:
-            return {}
-        seconds = max(self.seconds, 1e-9)
-        return {
-            LOSS: self.loss_sum / self.tokens,
-            "throughput(tps)": self.read_tokens / seconds,
-            "throughput(samples/s)": self.samples / seconds,
-            "time_metrics/data_loading(s)": self.data_seconds,
-            "time_metrics/data_loading(%)": 100.0 * self.data_seconds / seconds,
-        }
+        """The averages of the window under their metric names: none where every step was left out (fp16), no speeds
+        where every step was measured."""
+        values = {"time_metrics/checkpoint(s)": self.checkpoint_seconds} if self.checkpoint_seconds else {}
+        if self.targets:
+            values |= {LOSS: self.loss_sum / self.targets, "data/targets(%)": 100.0 * self.targets / self.read_tokens}
+        for place, prefix in enumerate((SHARE, TOKEN_SHARE)):
+            total = sum(counts[place] for counts in self.sources.values())
+            values |= {f"{prefix}{name}": 100.0 * counts[place] / total for name, counts in self.sources.items()}
+        if self.room:
+            values["data/row_fill(%)"] = 100.0 * self.read_tokens / self.room
+        if self.steps:
+            seconds = max(self.seconds, 1e-9)
+            values["throughput(tps)"] = self.computed.get(LANGUAGE_MODEL, 0) / seconds
+            values |= {f"{TOKENS}{name}": count / seconds for name, count in self.computed.items()}
+            values["throughput(samples/s)"] = self.samples / seconds
+            values["time_metrics/end_to_end(s)"] = seconds / self.steps
+            if self.moved is not None:
+                values[MOVED] = self.moved / self.steps / 2**20
+        return values
+
+
+def padding(table: StepTable, lengths: Sequence[int]) -> float:
+    """The share of padding in what the language model computes where it takes a row per sample, in percent.
+
+    lengths: of the samples of the step, in tokens; each chunk is as long as its longest.
+    """
+    chunks = [[lengths[i] for i in chunk.samples] for chunk in table.chunks if chunk.module == LANGUAGE_MODEL]
+    return 100.0 - 100.0 * sum(map(sum, chunks)) / max(sum(len(chunk) * max(chunk) for chunk in chunks), 1)
+
+
+def of_ranks(window: LogWindow, everyone: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What every rank told of itself (see `of_this_rank`), as metrics: of the slowest, the fullest, or of all.
+
+    With several ranks also which one waited longest for data, and which used most memory.
+    """
+    waits, used, reserved, blank, decoded, restarts = zip(*everyone, strict=True)
+    values: dict[str, float] = {}
+    if window.steps:
+        values["time_metrics/data_loading(s)"] = max(waits)
+        values["time_metrics/data_loading(%)"] = 100.0 * max(waits) / max(window.seconds, 1e-9)
+        values["data/decoded(items/s)"] = sum(decoded) / max(window.seconds, 1e-9)
+    values |= {"memory/max_active(GiB)": max(used), "memory/all_ranks(GiB)": sum(used)}
+    if max(reserved) > 0:
+        values["memory/max_reserved(GiB)"] = max(reserved)
+    if sum(blank):
+        values[BLANK] = sum(blank)
+    if sum(restarts):
+        values[RESTARTS] = sum(restarts)
+    if len(everyone) > 1:
+        values["memory/max_active_rank"] = used.index(max(used))
+        if window.steps:
+            values["time_metrics/data_loading_rank"] = waits.index(max(waits))
+    return values
+
+
+def of_this_rank(window: LogWindow, blank_items: int, decoded: int = 0, restarts: int = 0) -> list[float]:
+    """Seconds for which this rank waited for data, its peak of memory and what is reserved of its GPU [GiB], items that
+    it could not read, items that were decoded for it since the last line, producers that it lost."""
+    return [window.data_seconds, memory_gib(), reserved_gib(), float(blank_items), float(decoded), float(restarts)]
+
+
+def computed_tokens(samples: Sequence[Any], encoders: Mapping[str, Any]) -> dict[str, int]:
+    """Module -> the tokens that its layers compute of `samples`, which need not be decoded."""
+    found = {
+        name: sum(
+            encoder.encoder_length(item.shape, item.about) for sample in samples for item in sample.media.get(name, ())
+        )
+        for name, encoder in encoders.items()
+    }
+    return found | {LANGUAGE_MODEL: sum(map(len, samples))}
+
+
+def dispatch_metrics(parallel: Any, table: StepTable, samples: Sequence[Any]) -> dict[str, float]:
+    """How even the step of a table was over replicas, and how it had been without `train.balance`; what travelled.
+
+    The costliest replica over the mean, of each module that has several, by what samples are estimated to cost. None
+    where no module has replicas.
+    """
+    dispatcher = parallel.dispatcher
+    if dispatcher is None:
+        return {}
+    lengths = Lengths.of(samples, list(parallel.layout.modules)[:-1])
+    values: dict[str, float] = {}
+    found = (IMBALANCE, dispatcher.computed(table, lengths)), (DRAWN, dispatcher.as_drawn(lengths))
+    for prefix, loads in found:
+        values |= {f"{prefix}{name}": float(each.max() / each.mean()) for name, each in loads.items() if each.sum() > 0}
+    moved, between = dispatcher.crossing(table)
+    values["balance/moved(MB)"] = moved * parallel.feature_bytes / 1e6
+    if dispatcher.ranks_per_node is not None:
+        values["balance/moved_between_nodes(MB)"] = between * parallel.feature_bytes / 1e6
+    return values
 
 
 class Metrics:
-    """Writer of one run's metrics (rank 0). Going on at step `start` drops what a killed run wrote after it."""
+    """Writer of one run's metrics (rank 0): metrics.jsonl, and the trackers. Going on at step `start` drops what a
+    killed run wrote after it."""
 
-    def __init__(self, folder: Path, *, start: int, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, *, start: int, trackers: Trackers) -> None:
         self.path = folder / "metrics.jsonl"
-        _drop_after(self.path, start)
+        if self.path.exists():
+            kept = read_metrics(folder, until=start)
+            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.file: TextIO = self.path.open("a", encoding="utf-8")
-        self.board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        self.trackers = trackers
+        trackers.begin(start, lambda: read_metrics(folder, until=start))
 
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         """One line of JSON and one point per curve."""
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         self.file.flush()
-        if self.board is not None:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
-            self.board.flush()
+        self.trackers.log(step, values)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the file; the trackers are told of the run's end by who began them."""
         self.file.close()
-        if self.board is not None:
-            self.board.close()
-
-
-class Screen:
-    """The terminal of rank 0: a live line when it is one, else a line for every logged step."""
-
-    def __init__(self, steps: int, start: int, *, name: str, enabled: bool = True) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        class Terminal(Console):
-            def on_broken_pipe(self) -> None:  # rich would exit the process
-                raise BrokenPipeError(errno.EPIPE, "nobody reads the output")
-
-        self.console = Terminal(quiet=not enabled, highlight=False, soft_wrap=not sys.stdout.isatty())
-        self.live = enabled and self.console.is_terminal
-        self.name, self.steps = name, steps
-        self.progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.live,
-        )
-        self.task = self.progress.add_task(name, total=steps, completed=start, text="")
-        if self.live:
-            with self._surviving():
-                self.progress.start()
-
-    def say(self, line: str) -> None:
-        """A line that stays."""
-        with self._surviving():
-            self.console.print(line, markup=False)
-
-    def advance(self, step: int) -> None:
-        """Moves the bar."""
-        self.progress.update(self.task, completed=step)
-
-    def show(self, step: int, values: dict[str, float]) -> None:
-        """The numbers of a logged step."""
-        held_out = f" held-out {values[HELD_OUT]:.3f}" if HELD_OUT in values else ""  # never an old one
-        busy = " ".join(
-            f"{name.removeprefix('busy(%)/')} {value:.0f}%"
-            for name, value in values.items()
-            if name.startswith("busy(%)/")
-        )
-        text = f"loss {values[LOSS]:.3f}{held_out}" if LOSS in values else held_out.strip()
-        if "throughput(tps)" in values:
-            text += f" · {values['throughput(tps)']:,.0f} tok/s · {values['throughput(samples/s)']:.0f} samples/s"
-        if busy:
-            text += f" · busy {busy} · bubble {values['bubble(%)']:.0f}%"
-        if "memory/max_active(GiB)" in values:
-            text += f" · {values['memory/max_active(GiB)']:.2f} GiB"
-        self.progress.update(self.task, completed=step, text=text)
-        if not self.live:
-            self.say(f"{self.name} {step}/{self.steps} · {text}")
-
-    def close(self) -> None:
-        """Ends the live line."""
-        if self.live:
-            with self._surviving():
-                self.progress.stop()
-
-    @contextlib.contextmanager
-    def _surviving(self) -> Iterator[None]:
-        """Training does not end because nobody watches: a terminal or pipe that is gone switches the screen off."""
-        try:
-            yield
-        except OSError:
-            self.console.quiet, self.live = True, False
-            mute()
 
 
 def memory_gib() -> float:
@@ -166,6 +221,13 @@ def memory_gib() -> float:
         return torch.cuda.max_memory_allocated() / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def reserved_gib() -> float:
+    """What torch has taken of this process's GPU at most, in use or not. GiB; 0 without one."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_reserved() / 2**30
+    return 0.0
 
 
 def free_memory() -> int | None:
@@ -188,9 +250,22 @@ def free_memory() -> int | None:
 
 
 def pipeline_metrics(timeline: Any) -> dict[str, float]:
-    """Per-module busy time and bubble of a measured step, in percent of its duration."""
-    values = {f"busy(%)/{name}": 100.0 * share for name, share in timeline.utilization.items()}
+    """Per-module busy time and bubble of a measured step, in percent of its duration.
+
+    Where samples are assigned by what they take (`train.assign`) also how many were deferred, and how far microbatches
+    of the language model are from equally long: the standard deviation of their compute time, in percent of the mean.
+    """
+    values = {f"{BUSY}{name}": 100.0 * share for name, share in timeline.utilization.items()}
     values["bubble(%)"] = 100.0 * timeline.bubble
+    table: StepTable | None = timeline.table
+    if table is not None and table.work is not None:
+        seconds: dict[int, float] = {}
+        for record in timeline.records():
+            if record.action.op in COMPUTE and record.action.module == LANGUAGE_MODEL:
+                chunk = record.action.chunk
+                seconds[chunk] = seconds.get(chunk, 0.0) + record.finish - record.start
+        spread = statistics.pstdev(seconds.values()) / max(statistics.fmean(seconds.values()), 1e-12)
+        values |= {"balance/deferred_samples": len(table.deferred), "balance/microbatch_spread(%)": 100.0 * spread}
     return values
 
 
@@ -208,16 +283,12 @@ class Clock:
         self.seconds += time.perf_counter() - self.began
 
 
-def _drop_after(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # a line that a killed run left half written
-    draft = path.with_name(f".{path.name}.tmp")  # a run that is killed here must not lose its curve
-    draft.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    draft.replace(path)
+def read_metrics(folder: Path, *, until: int | None = None) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl, up to the step `until`; but for one that a killed run left half written."""
+    path = folder / "metrics.jsonl"
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(text))
+    found = [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int]
+    return [line for line in found if until is None or line["step"] <= until]

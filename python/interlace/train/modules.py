@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from interlace.model.projector import ItemProjector
 from interlace.train.architectures import RESERVED, SETTINGS, config_keys, model_class
-from interlace.train.config import ConfigError, nearest
+from interlace.train.config import ConfigError, imported, nearest
 from interlace.train.schema_base import MOST
 from interlace.train.schema_model import PROJECTORS, Encoder, LanguageModel, Module
 
@@ -66,30 +65,9 @@ def make_encoder(name: str, spec: Encoder, source: str) -> Any:
 # ---------------------------------------------------------------------- what a config imports
 
 
-def _imported(path: str, where: str) -> Any:
-    """The object at "package.module:name". Raises ConfigError where there is none."""
-    module, _, name = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-    except Exception as error:  # whatever the user's own code raises
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(
-            f"{where} = {path!r}: cannot import {module}: {text}; it must be installed, or its folder in PYTHONPATH"
-        ) from None
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{where} = {path!r}: {module} has no {name!r}; {nearest(part, _public(found))}")
-        found = getattr(found, part)
-    return found
-
-
-def _public(module: Any) -> list[str]:
-    return [name for name in dir(module) if not name.startswith("_")] or ["nothing"]
-
-
 def _function(path: str, count: int, where: str) -> Callable[..., Any]:
     """A function that takes `count` arguments. Raises ConfigError."""
-    found = _imported(path, where)
+    found = imported(path, where)
     if not callable(found):
         raise ConfigError(f"{where} = {path!r} is a {type(found).__name__}, not a function")
     try:
@@ -104,7 +82,7 @@ def _function(path: str, count: int, where: str) -> Callable[..., Any]:
 
 def _own_class(path: str, where: str) -> Any:
     """A class of torch modules. Raises ConfigError."""
-    found = _imported(path, where)
+    found = imported(path, where)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(f"{where} = {path!r} is no class of torch modules (torch.nn.Module)")
     return found
@@ -150,6 +128,15 @@ def check_projector(encoder: Any, spec: Encoder, where: str) -> None:
 # ---------------------------------------------------------------------- the library's class
 
 
+def _on_meta(module: Any) -> Any:
+    """`module` with all its parameters on meta: some are made on the CPU whatever is asked for (wav2vec 2.0)."""
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                part._parameters[key] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    return module
+
+
 def _made(name: str, spec: Module, source: str, *, encoder: bool, **defaults: Any) -> Any:
     """The library's module of a table in the config, without weights."""
     from huggingface_hub.errors import StrictDataclassError
@@ -168,7 +155,7 @@ def _made(name: str, spec: Module, source: str, *, encoder: bool, **defaults: An
         _check_sizes(made, where)
         # Pooling over all tokens would hold weights that no token reaches.
         pooling = "add_pooling_layer" in inspect.signature(model.__init__).parameters
-        return model(made, add_pooling_layer=False) if pooling else model(made)
+        return _on_meta(model(made, add_pooling_layer=False) if pooling else model(made))
     except ConfigError:
         raise
     except Exception as error:  # the library's own checks, and what values that pass them do inside it

@@ -43,10 +43,11 @@ def lr_factor(step: int, train: Train) -> float:
     The last warm-up step and the first after it both use about the peak; the last of the schedule's steps, and those
     beyond it, use the minimum, but with "constant".
     """
-    if step <= train.warmup_steps:
-        return step / train.warmup_steps
     length = schedule_length(train)
-    begins = train.warmup_steps if train.schedule != "wsd" else max(length - train.decay_of(length), train.warmup_steps)
+    warmup = train.warmup_of(length)
+    if step <= warmup:
+        return step / warmup
+    begins = warmup if train.schedule != "wsd" else max(length - train.decay_of(length), warmup)
     after = length - begins
     progress = min(1.0, max(0, step - begins) / after) if after > 0 else 1.0
     if train.schedule == "constant":

@@ -21,6 +21,7 @@ from interlace.parallel.region import Region
 from interlace.train.architectures import read_json
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("F64", "F32", "F16", "BF16")
 MADE_ANEW = (".inv_freq", ".position_ids")  # buffers that older versions of the library saved
 
 
@@ -30,6 +31,10 @@ class Stored(NamedTuple):
     file: Path
     key: str
 
+    def tensors(self) -> list[Stored]:
+        """The tensors of files that it is made of."""
+        return [self]
+
     def read(self, region: Region | None = None) -> Tensor:
         """The tensor, or what `region` has of it. Raises ValueError when it cannot be read any more."""
         from safetensors import SafetensorError, safe_open
@@ -37,15 +42,29 @@ class Stored(NamedTuple):
         try:
             with safe_open(self.file, framework="pt") as file:  # anew each time: pages of an open map count as ours
                 if region is None:
-                    return file.get_tensor(self.key)
-                found = file.get_slice(self.key)
-                boxes = [
-                    found[tuple(slice(start, start + n) for start, n in zip(box.offsets, box.sizes, strict=True))]
-                    for box in region.boxes
-                ]
+                    boxes = [file.get_tensor(self.key)]
+                else:
+                    found = file.get_slice(self.key)
+                    boxes = [
+                        found[tuple(slice(start, start + n) for start, n in zip(box.offsets, box.sizes, strict=True))]
+                        for box in region.boxes
+                    ]
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{self.file}: cannot read {self.key}: {error}") from None
-        return boxes[0] if len(boxes) == 1 else torch.cat(boxes, region.dim)
+        if not all(map(_finite, boxes)):
+            raise ValueError(
+                f"{self.file}: {self.key} has numbers that are not finite, so no loss would be either: copy the file "
+                "again, or take an earlier checkpoint"
+            )
+        return boxes[0] if len(boxes) == 1 or region is None else torch.cat(boxes, region.dim)
+
+
+def _finite(tensor: Tensor) -> bool:
+    """By the least and the greatest, which show NaN, too: a mask of all of them would take memory."""
+    if not tensor.numel():
+        return True
+    least, greatest = torch.aminmax(tensor)
+    return bool(torch.isfinite(least) & torch.isfinite(greatest))
 
 
 class Made(NamedTuple):
@@ -61,9 +80,13 @@ class Made(NamedTuple):
     name: str
     config: Any
 
+    def tensors(self) -> list[Stored]:
+        """The tensors of files that it is made of."""
+        return [stored for _, stored in self.sources]
+
     def read(self, region: Region | None = None) -> Tensor:
         """The tensor, or what `region` has of it. Raises ValueError when it cannot be read any more."""
-        whole = self.made_of([stored.read() for _, stored in self.sources])
+        whole = self.made_of([stored.read() for stored in self.tensors()])
         return whole if region is None else region.piece(whole)
 
     def made_of(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -118,7 +141,7 @@ def refuse_missing(folder: Path, keys: Sequence[str], stored: Collection[str], k
     """Raises ValueError for a folder that has not all the `keys` of a model of class `kind`."""
     if missing := [key for key in keys if key not in stored]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{folder} has no weight {missing[0]!r}{more}, which {kind} needs")
+        raise ValueError(f"{folder} has no weight {missing[0]!r}{more}, which {kind} needs; copy it again, whole")
 
 
 def refuse_buffers(folder: Path, kept: Collection[str]) -> None:
@@ -220,38 +243,40 @@ def contents_of(folder: Path) -> dict[str, Stored]:
             raise ValueError(f"{folder / INDEX} names {lost[0]!r}, which is not there; copy the folder again, whole")
         return {key: Stored(folder / name, key) for key, name in (files or {}).items()}
     if (folder / WEIGHTS).exists():
-        return {key: Stored(folder / WEIGHTS, key) for key in _shapes(folder / WEIGHTS)}
+        return {key: Stored(folder / WEIGHTS, key) for key in _heads(folder / WEIGHTS)}
     other = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
     also = f", only {other[0]}, which is a pickle: save the model again with safetensors" if other else ""
     raise ValueError(f"{folder} has no {WEIGHTS} and no {INDEX}{also}")
 
 
-def _shapes(file: Path) -> dict[str, list[int]]:
-    """The shape of every tensor in a file, by key."""
+def _heads(file: Path) -> dict[str, tuple[list[int], str]]:
+    """Shape and dtype (safetensors' word for it) of every tensor in a file, by key."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as opened:
             keys: Any = opened.keys()
-            return {key: opened.get_slice(key).get_shape() for key in keys}
+            slices = {key: opened.get_slice(key) for key in keys}
+            return {key: (piece.get_shape(), piece.get_dtype()) for key, piece in slices.items()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} is damaged: {error}; copy it again") from None
 
 
 def check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Source]) -> None:
-    used = [each for source in found.values() for each in _tensors_of(source)]
-    shapes = {file: _shapes(file) for file in {stored.file for stored in used}}
+    used = [each for source in found.values() for each in source.tensors()]
+    heads = {file: _heads(file) for file in {stored.file for stored in used}}
     for file, key in used:
-        if key not in shapes[file]:
+        if key not in heads[file]:
             raise ValueError(f"{file} has no {key!r}, where {INDEX} says it is; copy the folder again, whole")
+        if (dtype := heads[file][key][1]) not in FLOATS:
+            raise ValueError(
+                f"{file}: {key} is of dtype {dtype}, so it is quantized, which is not undone here: give the model as "
+                "it was before"
+            )
     for name, parameter in wanted.items():
         source = found[name]
-        theirs = [torch.empty(shapes[file][key], device="meta") for file, key in _tensors_of(source)]
+        theirs = [torch.empty(heads[file][key][0], device="meta") for file, key in source.tensors()]
         shape = list((theirs[0] if isinstance(source, Stored) else source.made_of(theirs)).shape)
-        file, key = _tensors_of(source)[0]
+        file, key = source.tensors()[0]
         if shape != list(parameter.shape):
             raise ValueError(f"{file}: {key} is {shape}, the config makes it {list(parameter.shape)}")
-
-
-def _tensors_of(source: Source) -> list[Stored]:
-    return [source] if isinstance(source, Stored) else [stored for _, stored in source.sources]

@@ -42,7 +42,7 @@ def find_whole(model: MultimodalModel, folder: Path) -> dict[str, Source]:
     refuse_buffers(folder, own & (stored.keys() - set(names.values())))
     known = set(names.values())
     if left := sorted(key for key in stored if key not in known and not key.endswith(MADE_ANEW)):
-        raise ValueError(f"{folder} has {left[0]!r}, which {kind} has not: it would compute something else")
+        raise ValueError(f"{folder} has {left[0]!r}, which {kind} has not: config.json is of another model")
     found = {name: stored[names[name]] for name in wanted}
     check_shapes(wanted, found)
     return found

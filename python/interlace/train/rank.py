@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,27 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from interlace.train import device as devices
+from interlace.train import forecast as forecasts
 from interlace.train import offload, report, runfolder
-from interlace.train.build import architecture, build, build_layout, initialize, materialize, stored_weights
-from interlace.train.checkpoint import checkpoints
-from interlace.train.checkpoint.identity import identity_of
-from interlace.train.chosen import choose
+from interlace.train.auto import planlock
+from interlace.train.build import build, build_layout, initialize, materialize, stored_weights
+from interlace.train.chosen import choose, fill
 from interlace.train.config import ConfigError
-from interlace.train.feed import Feed, datasets, kinds, pixels, report_left_out
+from interlace.train.costs import stated_links
+from interlace.train.feed import Feed, datasets, indexed, kinds, pixels, report_left_out
+from interlace.train.feed_stream import StreamFeed
 from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
-from interlace.train.metrics import HELD_OUT, LOSS, free_memory
+from interlace.train.metrics import BLANK, HELD_OUT, LOSS, free_memory
+from interlace.train.page import Page
+from interlace.train.page_facts import facts_of
+from interlace.train.preparing import producers_of
+from interlace.train.scheduling import schedule_options
 from interlace.train.schema import Config
-from interlace.train.schema_train import Train
+from interlace.train.schema_parallel import Parallel
 from interlace.train.texts import tokenizer_of
-from interlace.train.trainer import BLANK, StopRequest, Trainer
+from interlace.train.trackers import Trackers, made
+from interlace.train.trainer import StopRequest, Trainer
 
 MOST_OF_FREE = 0.8
 """The part of the host's free memory that the whole model may take for the closing report."""
@@ -42,12 +49,14 @@ def run(
     resume: str | None = None,
     held: lock.RunLock | None = None,
     take_over: bool = False,
+    plan: Path | None = None,
 ) -> int:
     """Trains as rank RANK of WORLD_SIZE (one process when they are not set); returns the exit code.
 
     `resume` is None for a new run, else what ``--resume`` named. `folder` is the run folder of all ranks and `held` its
     lock (of rank 0); without a folder (under torchrun) rank 0 makes or finds it and locks it (`take_over` as in
     `lock.take`). `at` is the checkpoint to go on from, by default the newest. `source` names the config in messages.
+    `plan` is a plan.lock to repeat, where the config leaves its layout open; else the run folder's, or rank 0 chooses.
 
     The code is 0 when all steps are trained, and 128 + the signal when one has ended the run, which then is saved.
     Raises ConfigError for what the user can mend; anything else is a failure of the run.
@@ -56,7 +65,7 @@ def run(
     # What has to be ended in order, however this ends: a thread of ours in C++ when Python ends would be SIGABRT.
     with contextlib.ExitStack() as cleanup:
         try:
-            trained = _train(config, stop, source, folder, at, resume, held, take_over, cleanup)
+            trained = _train(config, stop, source, folder, at, resume, held, take_over, plan, cleanup)
         finally:
             stop.restore()  # what comes now can be begun again; nothing has to be saved
         if isinstance(trained, int):
@@ -74,11 +83,15 @@ def _train(
     resume: str | None,
     held: lock.RunLock | None,
     take_over: bool,
+    plan: Path | None,
     cleanup: contextlib.ExitStack,
-) -> int | tuple[Path, dict[str, Any], Any, Any, Feed]:
+) -> int | tuple[Page, Trackers, dict[str, Any], Any, Any, Feed]:
     """This rank's training: its exit code, or on rank 0 of a finished run what `close` needs."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    check_world(config, world, source)
+    asked, config = config.parallel, with_replicas(config, world, source)
+    if not config.parallel.auto:
+        check_world(config, world, source)
+    tracked = made(config, source=source) if rank == 0 else {}
     launcher.follow_launcher(config.parallel.timeout)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     kind = devices.choose(config.run.device, local_world, source=source)
@@ -88,6 +101,14 @@ def _train(
     startup = Startup(rank, world, config.parallel.timeout, devices.BACKENDS[kind])
     cleanup.callback(startup.close)
     devices.agree(kind, startup, source=source)
+    chosen = ""
+    if config.parallel.auto:
+        from interlace.train.auto.agree import agree
+
+        config, chosen = agree(config, startup, source=source, lock=plan, resume=resume)
+        asked = config.parallel
+    elif plan is not None:
+        raise ConfigError(f"--lock {plan}: {source} fixes its own layout; a lock is for parallel = 'auto'")
     torch.set_num_threads(config.parallel.threads or launcher.default_threads(local_world))
     torch.manual_seed(config.run.seed)
 
@@ -96,12 +117,15 @@ def _train(
     tokenizer = tokenizer_of(config, source=source)
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
-    stored = stored_weights(config, model, source=source) if resume is None else {}  # a checkpoint has all of them
-    prepared = folder is not None
+    stored = cache(partial(stored_weights, config, model, source=source))
+    if resume is None:  # else a checkpoint has all of them, or all but the frozen ones
+        stored()
     if folder is None:
         folder, at, held = agree_on_folder(config, resume, startup, take_over)
         if held is not None:
             cleanup.callback(held.release)
+    if chosen and rank == 0:
+        runfolder.write_whole(folder / planlock.NAME, chosen)
     runfolder.check_shared(folder, startup)
     startup.gather("building the model", None)
     try:
@@ -111,33 +135,110 @@ def _train(
                 model,
                 layout,
                 schedule=config.parallel.schedule,
+                schedule_options=schedule_options(config, model, layout, config.train.microbatches),
                 transport="distributed" if world > 1 else "local",
                 device=device,
                 checkpointing=config.train.activation_checkpointing,
                 sequence_parallel=config.parallel.sequence_parallel,
                 context_order=config.parallel.context_order,
+                assign=config.train.assign,
+                balance=config.train.balance,
+                ranks_per_node=ranks_per_node(config, local_world, world),
                 autocast=devices.AUTOCAST[config.train.precision],
                 timeout=config.parallel.timeout,
                 crash_folder=folder / "crash",
             )
     except ValueError as error:  # of the layout: every rank has it, before any has met another
         raise ConfigError(f"{source}: [parallel]: {error}") from None
-    initialize(parallel, seed=config.run.seed, stored=stored)
+    initialize(parallel, seed=config.run.seed, stored=stored() if resume is None else None, weights=resume is None)
     if config.train.compile:
         devices.compile_layers(parallel, device, source=source)
-    gather = startup.gather if world > 1 else None
-    train, held_out, note = datasets(config, model, tokenizer, gather=gather, source=source)
-    if note and train.name != config.data.dataset:
-        config = other_data(config, note, train.name, prepared=prepared or resume is not None, source=source)
-        if rank == 0:
-            launcher.say(f"interlace: {note}")
+    train, held_out = datasets(config, model, tokenizer, source=source)
     check_data(f"{train.fingerprint()} {held_out.fingerprint()}", startup)
     if rank == 0:
-        report_left_out([train, held_out], folder, lambda line: launcher.say(f"interlace: {line}"))
+        goes_on = resume is not None and config.data.reading == "stream"
+        report_left_out([train, held_out], folder, launcher.note, goes_on=goes_on)
         if resume is None:
-            runfolder.write_config(folder, config)
+            record(folder, config, asked)
             runfolder.point_latest(folder)
-    feed = Feed(
+    producers = producers_of(config, folder, local_world, source=source)
+    feed = feed_of(config, train, held_out, parallel, startup, producers, pinned=kind == "cuda")
+    cleanup.callback(feed.close)
+    if config.data.reading == "random":
+        config = with_steps(config, feed.loader.batches, source=source)
+    if rank == 0:
+        say_trained(config, model)
+        if resume is None:
+            record(folder, config, asked)  # again, with the steps of its epochs
+    forecast = (
+        foresee(config, model, parallel, indexed(train, held_out), device, folder) if config.log.predict else None
+    )
+    trackers = Trackers(config, folder, tracked)
+    cleanup.callback(trackers.close, "failed")  # unless it is told another end before
+    with startup.bounded("making the process group of the trainer"):
+        trainer = Trainer(
+            config,
+            model,
+            parallel,
+            feed,
+            folder,
+            stop=lambda: stop.number,
+            lock=held,
+            trackers=trackers,
+            forecast=forecast if rank == 0 else None,
+            stored=stored,
+        )
+    startup.close()
+    if resume is not None:
+        path = trainer.resume(at)
+        if rank == 0:
+            record(folder, config, asked)  # only now: a refused config must not replace the run's own
+            launcher.say(f"going on from {path}")
+            if trainer.step == config.train.steps:
+                launcher.say(f"all {trainer.step} steps are trained already; raise train.steps to train more")
+            elif trainer.verdict.ends(config.train.early_stop):
+                launcher.say(
+                    f"the run was ended after step {trainer.step} by train.early_stop; raise its patience to train more"
+                )
+    elif rank == 0:
+        draw_mask(model, feed, folder / "mask.png")
+    page = Page(folder, config, facts_of(model, layout))
+    outcome = trainer.run()
+    feed.close()
+    if isinstance(feed, StreamFeed):
+        with optional("what was left out"):
+            feed.tell_left_out(trainer.peers.together, folder, launcher.note if rank == 0 else None)
+    if world > 1:
+        dist.destroy_process_group()
+    if not outcome["finished"]:
+        if rank == 0:
+            with optional("the page"):  # without answers: whoever stops a run does not wait for long
+                rows = summary_rows(config, outcome, model, feed, folder)
+                page.write(page.status(outcome), rows)
+                trackers.show(rows, page.files())
+            trackers.close("stopped")
+            launcher.say(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}")
+        return 128 + int(outcome["signal"])
+    if rank != 0:
+        return 0
+    return page, trackers, outcome, model, tokenizer, feed
+
+
+def feed_of(
+    config: Config,
+    train: Any,
+    held_out: Any,
+    parallel: Any,
+    startup: Startup,
+    producers: Callable[[Any], Any] | None,
+    *,
+    pinned: bool,
+) -> Feed:
+    """The run's samples. producers, pinned: as in `Feed`. Collective."""
+    if config.data.reading == "stream":
+        with startup.bounded("connecting the readers of the data"):
+            return StreamFeed(config, train, held_out, parallel)
+    return Feed(
         train,
         held_out,
         batch_size=config.train.batch_size,
@@ -149,46 +250,23 @@ def _train(
             chunks=config.chunks(),
         ),
         row_tokens=config.data.max_tokens if config.data.pack else None,
+        producers=producers,
+        prefetch=config.data.prefetch,
+        pinned=pinned,
     )
-    cleanup.callback(feed.close)
-    config = with_steps(config, feed.loader.batches, source=source)
-    if rank == 0:
-        say_trained(config, model)
-        if resume is None:
-            runfolder.write_config(folder, config)  # again, with the steps of its epochs
-    with startup.bounded("making the process group of the trainer"):
-        trainer = Trainer(config, model, parallel, feed, folder, stop=lambda: stop.number, lock=held)
-    startup.close()
-    if resume is not None:
-        path = trainer.resume(at)
-        if rank == 0:
-            runfolder.write_config(folder, config)  # only now: a refused config must not replace the run's own
-            launcher.say(f"going on from {path}")
-            if trainer.step == config.train.steps:
-                launcher.say(f"all {trainer.step} steps are trained already; raise train.steps to train more")
-            elif trainer.verdict.ends(config.train.early_stop):
-                launcher.say(
-                    f"the run was ended after step {trainer.step} by train.early_stop; raise its patience to train more"
-                )
-    elif rank == 0:
-        draw_mask(model, feed, folder / "mask.png")
-    outcome = trainer.run()
-    feed.close()
-    if world > 1:
-        dist.destroy_process_group()
-    if not outcome["finished"]:
-        if rank == 0:
-            launcher.say(f"stopped after step {outcome['step']} of {config.train.steps}; saved in {folder}")
-        return 128 + int(outcome["signal"])
-    if rank != 0:
-        return 0
-    return folder, outcome, model, tokenizer, feed
+
+
+def ranks_per_node(config: Config, local_world: int, world: int) -> int | None:
+    """Ranks of a node, for `parallelize`; None where all are on one."""
+    links = config.parallel.links
+    said = config.parallel.ranks_per_node or (links.ranks_per_host if links is not None else None) or local_world
+    return said if said < world else None
 
 
 def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "config") -> Config:
     """The config with as many steps as its epochs have batches; `batches` says how many an epoch has.
 
-    Raises ConfigError where they are fewer than the warm-up, or none.
+    Raises ConfigError where they are fewer than the warm-up or log.profile.start, or none.
     """
     train = config.train
     if train.epochs is None:
@@ -198,8 +276,8 @@ def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "
     if train.epochs > whole:
         steps += round((train.epochs - whole) * batches(whole))
     table = train.model_dump() | {"steps": steps, "epochs": None}
-    try:
-        return config.model_copy(update={"train": Train.model_validate(table)})
+    try:  # the whole config, as other sections name steps, too
+        return Config.model_validate(config.model_dump() | {"train": table})
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
         raise ConfigError(
@@ -207,25 +285,36 @@ def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "
         ) from None
 
 
+def foresee(
+    config: Config, model: Any, parallel: Any, data: Any, device: torch.device, folder: Path
+) -> forecasts.Forecast | None:
+    """Times what a step is made of; rank 0 writes costs.json and predicts. Collective.
+
+    None where a model cannot be timed layer by layer: rank 0 says why, and the run goes on.
+    """
+    from interlace.run.measured_links import measure_links
+
+    costs, why = None, ""
+    try:
+        costs = forecasts.measure(config, model, data, device)
+    except Exception as error:  # whatever a model may raise that is run in parts: a figure less ends no run
+        why = " ".join(str(error).split()) or type(error).__name__
+    links = stated_links(config) or measure_links(parallel.channel, model.modules_order())
+    if parallel.channel is not None and parallel.channel.rank:
+        return None
+    if costs is None:
+        launcher.say_error(f"interlace: no steps are predicted (log.predict): {why[:300]}")
+        return None
+    forecasts.save(folder, costs, links)
+    return forecasts.Forecast(config, parallel, costs, links)
+
+
 def say_trained(config: Config, model: Any) -> None:
     """Says what is trained, and how."""
     from interlace.train.tuning import rates, summary
 
     for line in summary(model, rates(config, model)):
-        launcher.say(f"interlace: {line}")
-
-
-def other_data(config: Config, note: str, name: str, *, prepared: bool, source: str) -> Config:
-    """The config of a run that takes the dataset `name` because its own cannot be had, as `note` says.
-
-    Raises ConfigError when the data were there before (`prepared`): a run does not change them under way.
-    """
-    if prepared:
-        raise ConfigError(
-            f"{source}: the data that this run was prepared with is gone: {note}; start the command again to fetch "
-            f"it, or begin a new run with data.dataset = {name!r}"
-        )
-    return config.model_copy(update={"data": config.data.model_copy(update={"dataset": name})})
+        launcher.note(line)
 
 
 def agree_on_folder(
@@ -238,7 +327,7 @@ def agree_on_folder(
         try:
             places = (runfolder.create(config), None) if resume is None else runfolder.resolve(config, resume)
             found = [str(place.absolute()) for place in places if place is not None]
-            held = lock.take(places[0], take_over=take_over, say=lambda line: launcher.say(f"interlace: {line}"))
+            held = lock.take(places[0], take_over=take_over, say=launcher.note)
         except ConfigError as error:
             found = ["", str(error)]
     try:
@@ -252,14 +341,37 @@ def agree_on_folder(
     return Path(folder), Path(at[0]) if at else None, held
 
 
+def with_replicas(config: Config, world: int, source: str) -> Config:
+    """The config with as many replicas as `world` ranks make, where it leaves ``parallel.dp`` open.
+
+    Raises ConfigError for what does not fit them, which nobody could check before.
+    """
+    if not config.open_replicas() or world % config.world_size():
+        return config  # what does not fit is said by `check_world`
+    replicas = world // config.world_size()
+    try:
+        table = config.model_dump() | {"parallel": config.parallel.model_dump() | {"dp": replicas}}
+        return Config.model_validate(table)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        made = "1 rank makes 1 replica" if world == 1 else f"{world} ranks make {replicas} replicas"
+        raise ConfigError(f"{source}: {made} (parallel.dp): {why}") from None
+
+
+def record(folder: Path, config: Config, asked: Parallel) -> None:
+    """Writes the run's config, with replicas left open where the user has: the run may go on with another number."""
+    runfolder.write_config(folder, config.model_copy(update={"parallel": asked}))
+
+
 def check_world(config: Config, world: int, source: str) -> None:
     """Raises ConfigError when the number of started ranks is not the config's."""
     wanted = config.world_size()
     if world != wanted:
+        processes = f"a multiple of {wanted}" if config.open_replicas() else str(wanted)
         degrees = "; ".join(f"{name}: {config.parallel.degrees(name)}" for name in config.modules())
         raise ConfigError(
-            f"{source}: [parallel] asks for {wanted} ranks (placement {config.parallel.placement!r}; {degrees}), but "
-            f"{world} were started; run torchrun with {wanted} processes in all, or change the degrees"
+            f"{source}: [parallel] asks for {wanted} ranks (placement {config.parallel.placed!r}; {degrees}), but "
+            f"{world} were started; run torchrun with {processes} processes in all, or change the degrees"
         )
 
 
@@ -280,54 +392,77 @@ def draw_mask(model: Any, feed: Feed, path: Path, samples: int = 4) -> None:
     )
 
 
-def close(
-    config: Config, folder: Path, outcome: dict[str, Any], model: Any, tokenizer: Any, feed: Feed, source: str
-) -> None:
-    """Rank 0 after the last step: summary, answers, page, accuracy, table.
-
-    The summary of what was trained is written first, and nothing that fails afterwards makes the run a failed one.
-    """
-    held_out = feed.held_out_data
+def summary_rows(config: Config, outcome: dict[str, Any], model: Any, feed: Feed, folder: Path) -> dict[str, Any]:
+    """What a run has come to: the closing table."""
     metrics, seconds = outcome["metrics"], max(outcome["seconds"], 1e-9)
     rows: dict[str, Any] = {
-        "data": held_out.name,
+        "data": feed.held_out_data.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "steps": outcome["step"],
         "train_loss": metrics.get(LOSS),
-        "held_out_loss": metrics[HELD_OUT],
+        "held_out_loss": metrics.get(HELD_OUT),
         "seconds_of_training": seconds,
         "samples_per_second": outcome["samples"] / seconds,
         "tokens_per_second": outcome["tokens"] / seconds,
+        "seconds_waiting_for_data": outcome["waited"],
+        "seconds_of_validation": outcome["validating"],
+        "seconds_of_saving": outcome["saving"],
         "run_folder": str(folder),
     }
+    # Of the steps since the line before the last one, and not of the whole run as the speeds above.
+    rows |= {f"last_{name}": value for name, value in metrics.items() if name.startswith(("tflops", "mfu", "hfu"))}
+    rows |= outcome["forecast"]
     if BLANK in metrics:
         rows["items_read_as_blank"] = metrics[BLANK]
-    if rows["train_loss"] is None:  # fp16 has left out every step
-        del rows["train_loss"]
     best = -1 if config.checkpoint.best is None else outcome["verdict"].step
     if best >= 0:
         rows |= {"best_step": best, "best_held_out_loss": outcome["verdict"].best}
+    # No loss where fp16 has left out every step, or nothing was logged yet; no held-out one before a validation.
+    return {name: value for name, value in rows.items() if value is not None}
+
+
+def close(
+    config: Config,
+    page: Page,
+    trackers: Trackers,
+    outcome: dict[str, Any],
+    model: Any,
+    tokenizer: Any,
+    feed: Feed,
+    source: str,
+) -> None:
+    """Rank 0 after the last step: summary, answers, page, accuracy, table; and the trackers' end.
+
+    The summary of what was trained is written first, and nothing that fails afterwards makes the run a failed one.
+    """
+    held_out, folder = feed.held_out_data, page.folder
+    rows = summary_rows(config, outcome, model, feed, folder)
     report.write_summary(folder, rows)
     with optional("the baselines"):
         baselines = feed.baselines(tokenizer.vocab_size)
         rows |= {f"{name}_baseline": nats for name, nats in baselines.items()}
     counts = bool(held_out.questions()) and config.log.accuracy_samples > 0
+    shown: dict[str, Any] = {}
     if config.log.samples or counts:
         with optional("the answers to held-out samples"):
             check_room(model)
             whole = load_whole(config, folder, tokenizer, source)
-            counted = report.accuracies(whole, held_out, tokenizer, config) if counts else []
-            for each in counted:
+            shown["counted"] = report.accuracies(whole, held_out, tokenizer, config) if counts else []
+            for each in shown["counted"]:
                 rows |= each.rows()
             if config.log.samples:
                 picks = report.spread_by_kind(held_out, config.log.samples)
-                answers = report.held_out_answers(whole, held_out, picks, tokenizer, config)
-                shown = {
+                shown["answers"] = report.held_out_answers(whole, held_out, picks, tokenizer, config)
+                shown["pixels"] = {
                     name: pixels(config, whole, name) if kind == "image" else None
                     for name, kind in kinds(whole).items()
                 }
-                report.write_page(answers, folder, config, shown, counted)
-    report.write_summary(folder, rows)
+    with optional("the answers in summary.json"):
+        report.write_summary(folder, rows)
+    with optional("the page"):
+        page.write(page.status(outcome), rows, **shown)
+    trackers.show(rows, page.files())
+    trackers.close("finished")
     with contextlib.suppress(OSError, SystemExit):  # nobody reads it any more
         report.print_summary(rows, f"{config.run.name}: trained")
 
@@ -348,9 +483,7 @@ def load_whole(config: Config, folder: Path, tokenizer: Any, source: str) -> Any
     weights where the held-out loss was measured with them."""
     model = build(config, tokenizer, source=source)
     materialize(model, seed=config.run.seed)
-    chosen = choose(config, folder)
-    identity = identity_of(model, architecture(config))
-    checkpoints.load_parameters(chosen.path, model, identity, averaged=chosen.averaged)
+    fill(config, model, choose(config, folder), source=source)
     return model
 
 

@@ -6,9 +6,12 @@ run.json         its number among the runs of its name             run.lock     
 config.toml      the resolved config                               metrics.jsonl    one line per logged step
 checkpoints/     see `checkpoint`                                  tensorboard/     event files
 trace.json       one measured step, for Perfetto                   timeline.png     the same, as a picture
-mask.png         the attention mask of a batch                     samples.html, samples.png    held-out answers
+mask.png         the attention mask of a batch                     report.html      the run on one page
+samples.png      held-out answers as a picture                     trackers/        what trackers remember of the run
+profile/         steps recorded by torch.profiler                  crash/           last events of ranks that failed
 logs/rank-N.log  what each rank wrote to stderr                    summary.json     the closing table
 left_out.txt     files of the data that no sample uses, and why
+plan.lock        what parallel.plan = "auto" chose (`auto`)        plan.png         what it chose it among
 
 The newest run is the one with the highest number: names are times (UTC), and clocks are set back.
 """
@@ -99,11 +102,16 @@ def has_checkpoint(folder: Path) -> bool:
     return any(name.removeprefix("step-").isdigit() for name in names)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file of a run folder: who reads finds the old one or the new one, never a part, also after a kill."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
 def write_config(folder: Path, config: Config) -> None:
-    """Writes the resolved config.toml of a run folder; a reader finds the old one or the new one, never a part."""
-    draft = folder / f".config.toml.{os.getpid()}"
-    draft.write_text(dumps(config), encoding="utf-8")
-    draft.replace(folder / "config.toml")
+    """Writes the resolved config.toml of a run folder."""
+    write_whole(folder / "config.toml", dumps(config))
 
 
 def point_latest(folder: Path) -> None:

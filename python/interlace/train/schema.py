@@ -10,13 +10,17 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from interlace.train.schema_base import NotNegative, Positive, Section
 from interlace.train.schema_data import Data
+from interlace.train.schema_log import Log
 from interlace.train.schema_model import Model
 from interlace.train.schema_parallel import EncoderParallel, Parallel
 from interlace.train.schema_train import Train
+
+OPEN_REPLICAS = {"open_replicas": True}
+"""The context of a validation where ``parallel.dp`` is yet to be filled in: what depends on it is not checked."""
 
 
 class Run(Section):
@@ -50,24 +54,6 @@ class Checkpoint(Section):
     """Write while training goes on, from a copy in host memory. false: training waits, and no copy is made."""
 
 
-class Log(Section):
-    """What a run tells."""
-
-    every: Positive = 10
-    """Steps between two lines of metrics."""
-    tensorboard: bool = True
-    """Write TensorBoard event files next to metrics.jsonl."""
-    trace_step: NotNegative = 20
-    """The step whose measured actions become trace.json and timeline.png; 0 measures none."""
-    samples: NotNegative = 16
-    """How many held-out samples the page samples.html shows."""
-    max_new_tokens: Positive = 48
-    """Longest generated answer on the page and in the accuracy, in tokens."""
-    accuracy_samples: NotNegative = 512
-    """At most so many held-out questions of each kind with one right answer (digits, category, language) are answered
-    at the end, with their media and with those of another sample, to count the right answers; 0 counts none."""
-
-
 class Config(Section):
     """A whole training config: one TOML file."""
 
@@ -99,25 +85,34 @@ class Config(Section):
         """Whether all modules have equally many replicas, so that the run is made of replicas of the whole model."""
         return len({self.parallel.replicas(name) for name in self.modules()}) == 1
 
+    def open_replicas(self) -> bool:
+        """Whether torchrun's processes say how many replicas there are: ``parallel.dp`` is not given, and would count
+        for all modules."""
+        return not self.parallel.auto and self.parallel.dp is None and self.uniform()
+
+    def _counts_replicas(self, info: ValidationInfo) -> bool:
+        """Whether the number of replicas is known in this validation."""
+        return not self.parallel.auto and (info.context != OPEN_REPLICAS or not self.open_replicas())
+
     def world_size(self) -> int:
         """Processes of the whole run: the ranks of all replicas of all modules."""
         parallel = self.parallel
         ranks = {name: parallel.ranks_of(name) for name in self.modules()}
-        if parallel.ranks is not None and self.uniform():
-            return parallel.ranks * parallel.replicas("language_model")
+        if parallel.replica_ranks is not None and self.uniform():
+            return parallel.replica_ranks * parallel.replicas("language_model")
         encoders = [ranks[name] for name in self.model.encoders()]
-        if parallel.placement in ("shared", "replicated") or not encoders:
+        if parallel.placed in ("shared", "replicated") or not encoders:
             return ranks["language_model"]
-        return ranks["language_model"] + (max(encoders) if parallel.placement == "colocated" else sum(encoders))
+        return ranks["language_model"] + (max(encoders) if parallel.placed == "colocated" else sum(encoders))
 
     def _stage_groups(self) -> int:
         """Stages of one replica of the whole model that can each have a rank."""
         parallel = self.parallel
         encoders = [parallel.stages(name) for name in self.model.encoders()]
         language_model = parallel.stages("language_model")
-        if parallel.placement == "replicated" or not encoders:
+        if parallel.placed == "replicated" or not encoders:
             return language_model
-        return language_model + (sum(encoders) if parallel.placement == "parallel" else max(encoders))
+        return language_model + (sum(encoders) if parallel.placed == "parallel" else max(encoders))
 
     @model_validator(mode="after")
     def _modules_fit_the_placement(self) -> Config:
@@ -131,45 +126,50 @@ class Config(Section):
             raise ValueError(
                 f"an encoder cannot be called {taken[0]!r}, which is a key of [parallel]: rename [model.*]"
             )
+        if parallel.auto:  # what is chosen is checked as any other layout
+            return self
         stages = {name: parallel.stages(name) for name in self.modules()}
         replicas = {name: parallel.replicas(name) for name in self.modules()}
         lanes = {degree: {n: getattr(parallel.module(n), degree) for n in self.modules()} for degree in ("tp", "cp")}
-        if parallel.placement == "chain":
+        if parallel.placed == "chain":
             if parallel.ranks is None:
                 raise ValueError("placement 'chain' needs parallel.ranks, the number of ranges to cut the layers into")
-            keys = {"tp", "cp", "pp", "shard", "shard_ranks"}
+            keys = {"tp", "cp", "pp", "virtual", "order", "shard", "shard_ranks"}
             given = {n: parallel.module(n).model_dump(include=keys, exclude_defaults=True) for n in self.modules()}
             cut = [f"parallel.{name}.{key}" for name, own in given.items() for key in own]
-            cut += [f"parallel.{name}.dp" for name, dp in replicas.items() if dp != parallel.dp]
+            cut += [f"parallel.{name}.dp" for name, dp in replicas.items() if dp != (parallel.dp or 1)]
             if cut:
                 raise ValueError(
                     f"placement 'chain' cuts all layers into parallel.ranks = {parallel.ranks} ranges of equal cost, "
                     f"one to a rank, so no module has degrees or shards of its own; remove {', '.join(cut)}"
                 )
-        if parallel.placement == "colocated":
-            for degree, values in (("pp", stages), ("dp", replicas), *lanes.items()):
+        if parallel.placed == "colocated":
+            turns = {key: {n: getattr(parallel.module(n), key) for n in self.modules()} for key in ("virtual", "order")}
+            for degree, values in (("pp", stages), ("dp", replicas), *lanes.items(), *turns.items()):
                 theirs = {name: values[name] for name in encoders}
                 if len(set(theirs.values())) > 1:
                     raise ValueError(
                         f"colocated encoders share their ranks stage by stage, so all need the same {degree}, not "
                         f"{theirs}; make them equal or set parallel.placement = 'parallel'"
                     )
-        if parallel.placement == "replicated":
+        if parallel.placed == "replicated":
             for degree, values in lanes.items():
                 if any(value != 1 for value in values.values()):
                     raise ValueError(
                         f"replicated encoders run on every single rank of the language model, so {degree} must be 1 "
                         f"everywhere, not {values}; set parallel.placement = 'parallel'"
                     )
-            if any(stages[name] != 1 for name in encoders):
-                theirs = {name: stages[name] for name in encoders}
-                raise ValueError(f"replicated encoders run whole on every rank, so their pp must be 1, not {theirs}")
+            theirs = {name: stages[name] * parallel.module(name).virtual for name in encoders}
+            if any(count != 1 for count in theirs.values()):
+                raise ValueError(
+                    f"replicated encoders run whole on every rank, so their pp * virtual must be 1, not {theirs}"
+                )
             if not self.uniform():
                 raise ValueError(
                     f"replicated encoders run wherever the language model does, so all need the same dp, not "
                     f"{replicas}; set parallel.dp alone"
                 )
-        if parallel.placement == "shared":
+        if parallel.placed == "shared":
             ranks = {name: parallel.ranks_of(name) for name in self.modules()}
             if len(set(ranks.values())) > 1:
                 raise ValueError(
@@ -178,11 +178,23 @@ class Config(Section):
                 )
             if parallel.ranks is not None:
                 raise ValueError("placement 'shared' takes its ranks from the degrees; remove parallel.ranks")
+        specs = [parallel.module(name) for name in self.modules()]
+        for schedule, has, needs in (
+            ("interleaved", any(spec.virtual > 1 for spec in specs), "virtual = 2 or more"),
+            ("zb_v", any(spec.order == "v" for spec in specs), "virtual = 2 and order = 'v'"),
+        ):
+            if parallel.schedule == schedule and not has:
+                raise ValueError(
+                    f"parallel.schedule = {schedule!r} is for a module with {needs}: give [parallel.language_model] "
+                    "these, or choose another schedule"
+                )
         return self
 
     @model_validator(mode="after")
-    def _work_fits_the_ranks(self) -> Config:
+    def _work_fits_the_ranks(self, info: ValidationInfo) -> Config:
         parallel, train = self.parallel, self.train
+        if parallel.auto:
+            return self
         stages = {name: parallel.stages(name) for name in self.modules()}
         replicas = {name: parallel.replicas(name) for name in self.modules()}
         if parallel.ranks is not None and not self.uniform():
@@ -197,34 +209,68 @@ class Config(Section):
                 f"all modules, not tp * cp = {lanes}; remove parallel.ranks"
             )
         most = self._stage_groups()
-        if parallel.ranks is not None and parallel.placement != "chain" and parallel.ranks > most:
+        if parallel.ranks is not None and parallel.placed != "chain" and parallel.ranks > most:
             raise ValueError(
-                f"parallel.ranks = {parallel.ranks}, but placement {parallel.placement!r} with pp = {stages} has work "
+                f"parallel.ranks = {parallel.ranks}, but placement {parallel.placed!r} with pp = {stages} has work "
                 f"for {most}; use 1 to {most}, or raise a pp"
             )
         counts = {"language_model": train.microbatches} | dict.fromkeys(self.model.encoders(), 1) | self.chunks()
         named = {"language_model": "train.microbatches"} | {name: f"parallel.{name}.chunks" for name in self.chunks()}
         for name, count in counts.items():
-            if train.batch_size < count * replicas[name]:
+            if self._counts_replicas(info) and train.batch_size < count * replicas[name]:
                 what = f"{named[name]} = {count}" if name in named else "a chunk"
                 raise ValueError(
                     f"train.batch_size = {train.batch_size} is too small for {what} on each of {replicas[name]} "
-                    f"replicas of {name}: each needs at least one sample"
+                    f"replicas of {name} (parallel.dp): each needs at least one sample"
                 )
         return self
 
     @model_validator(mode="after")
-    def _rows_are_microbatches(self) -> Config:
+    def _rows_are_microbatches(self, info: ValidationInfo) -> Config:
         rows = self.train.microbatches * self.parallel.replicas("language_model")
-        if self.data.pack and self.train.batch_size != rows:
+        if self.parallel.auto:
+            return self
+        if self._counts_replicas(info) and self.data.pack and self.train.batch_size != rows:
             raise ValueError(
                 f"with data.pack a batch is counted in rows, one per microbatch: train.batch_size = "
-                f"{self.train.batch_size} must be train.microbatches * replicas of the language model = {rows}"
+                f"{self.train.batch_size} must be train.microbatches * replicas of the language model (parallel.dp) "
+                f"= {rows}"
             )
         return self
 
     @model_validator(mode="after")
-    def _state_has_a_place(self) -> Config:
+    def _streams_have_no_length(self) -> Config:
+        if self.data.reading == "stream" and self.train.epochs is not None:
+            raise ValueError(
+                "train.epochs counts passes over the data, but how long a stream is nobody knows: set train.steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_can_be_assigned(self) -> Config:
+        assign = self.train.assign
+        if assign == "tokens":
+            return self
+        if self.data.pack:
+            raise ValueError(
+                f"train.assign = {assign!r} spreads samples over microbatches, but with data.pack they are the rows of "
+                "these: leave out data.pack, or set train.assign = 'tokens'"
+            )
+        if assign != "stratified" and self.chunks():
+            name = next(iter(self.chunks()))
+            raise ValueError(
+                f"train.assign = {assign!r} says itself what the encoders' chunks are: leave out "
+                f"parallel.{name}.chunks, or set train.assign = 'stratified'"
+            )
+        if assign != "stratified" and self.parallel.placed == "shared":
+            raise ValueError(
+                f"train.assign = {assign!r} defers samples from one encoder microbatch to the next, but with "
+                "parallel.placement = 'shared' encoders run all samples first: set 'tokens' or 'stratified'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _state_has_a_place(self, info: ValidationInfo) -> Config:
         if self.checkpoint.best is not None and not self.train.validate_every:
             raise ValueError(
                 f"checkpoint.best = {self.checkpoint.best!r} goes by validations: set train.validate_every to the "
@@ -235,12 +281,17 @@ class Config(Section):
                 "train.offload_optimizer = true moves the optimizer's state from a GPU to host memory, but with "
                 "run.device = 'cpu' it is there already: leave the key out, or set run.device = 'cuda'"
             )
+        profile, world, counts = self.log.profile, self.world_size(), self._counts_replicas(info)
+        if counts and profile is not None and max(profile.ranks, default=0) >= world:
+            raise ValueError(f"log.profile.ranks = {profile.ranks}, but the run has {world} ranks, from 0 on")
+        if profile is not None and self.train.steps is not None and profile.start > self.train.steps:
+            raise ValueError(f"log.profile.start = {profile.start}, but the run has {self.train.steps} steps")
         for name in self.modules():
             spec = self.parallel.module(name)
             alike = spec.cp * self.parallel.replicas(name)
-            if self.parallel.placement == "replicated" and name != "language_model":
+            if self.parallel.placed == "replicated" and name != "language_model":
                 alike *= self.parallel.ranks or self.parallel.stages("language_model")  # a copy on every rank
-            if spec.shard_ranks is not None and alike % spec.shard_ranks:
+            if counts and spec.shard_ranks is not None and alike % spec.shard_ranks:
                 raise ValueError(
                     f"parallel.{name}.shard_ranks = {spec.shard_ranks}, but {alike} ranks hold the same weights of "
                     f"{name}: give a number that divides theirs, or leave it out for all"

@@ -3,61 +3,108 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from interlace.train.schema_base import MOST, WEEK, Positive, Rate, Section
+from interlace.train.schema_base import MOST, WEEK, Positive, Section
 
 CHATS = (
-    *("train", "validation", "media", "tokenizer", "chat_template", "placeholders", "max_tokens", "pack"),
-    *("on_too_long", "on_broken", "decode_first", "video_fps", "max_video_tokens"),
+    *(
+        "sources",
+        "mix_by",
+        "sizes",
+        "prompt",
+        "limit",
+        "train",
+        "validation",
+        "media",
+        "tokenizer",
+        "chat_template",
+        "placeholders",
+        "max_tokens",
+        "pack",
+    ),
+    *("on_too_long", "on_broken", "decode_first", "video_fps", "max_video_tokens", "prepare", "reading"),
 )
 """Keys that only chats have,"""
-NOT_CHATS = ("mixture", "languages", "max_images", "max_caption_bytes", "digit_size", "digit_jitter")
+STREAM = ("readers", "shuffle_buffer", "exchange_mb")
+"""Keys of streams alone,"""
+NOT_STREAM = ("prefetch", "cache_gb")
+"""and those that these have not."""
+NOT_CHATS = ("digit_size", "digit_jitter")
 """that they have not,"""
-NOT_WHOLE = ("max_image_tokens", "on_too_large", "video_fps", "max_video_tokens", "max_audio_seconds", "placeholders")
+NOT_WHOLE = ("max_image_tokens", "on_too_large", "max_video_tokens", "max_audio_seconds", "placeholders")
 """and that chats have for models put together from modules alone: a whole checkpoint's processor decides these."""
 
 
-class Mixture(Section):
-    """Relative weights of the kinds of samples drawn from the stamps; 0 leaves a kind out."""
+class Source(Section):
+    """One of several sources of chats, each with its share of what is drawn."""
 
-    image: Rate = 0.25
-    """One picture, answer its caption."""
-    speech: Rate = 0.15
-    """A spoken description, answer it in writing, in the language of the speech."""
-    image_speech: Rate = 0.15
-    """A picture and the speech about it, answer the caption."""
-    images: Rate = 0.1
-    """Several pictures, answer all their captions."""
-    text: Rate = 0.1
-    """A caption, answer it in another language."""
-    category: Rate = 0.15
-    """One picture, answer the folder that it lies in, such as "animals"."""
-    language: Rate = 0.1
-    """A spoken description, answer the code of its language."""
+    name: Annotated[str, Field(min_length=1, max_length=40, pattern=r"^[A-Za-z0-9_.-]+$")]
+    """What metrics and reports call it."""
+    train: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    """Files to train on, as ``data.train``."""
+    validation: list[Annotated[str, Field(min_length=1)]] = []
+    """Files to measure with; by default ``data.held_out`` of this source's records is kept for it."""
+    weight: Annotated[float, Field(gt=0.0, le=1e9)] = 1.0
+    """Its share of what is drawn, relative to the other sources' weights (``mix_by``: of samples or tokens), whatever
+    its size: one of a large weight is gone through several times an epoch."""
+    limit: Positive | None = None
+    """At most so many of its records to train on, chosen at random, the same ones each time."""
+    media: Annotated[str, Field(min_length=1)] | None = None
+    """Folder that relative paths of its media start at; by default ``data.media``."""
+    prompt: str | None = None
+    """What is asked about the media of captions in tars; by default ``data.prompt``."""
+
+    @field_validator("train", "validation", mode="after")
+    @classmethod
+    def _absolute_files(cls, names: list[str]) -> list[str]:
+        return [_absolute(name) for name in names]
+
+    @field_validator("media", mode="after")
+    @classmethod
+    def _absolute_file(cls, name: str | None) -> str | None:
+        return None if name is None else _absolute(name)
 
 
 class Data(Section):
     """What the model learns from."""
 
-    dataset: Literal["stamps", "digits", "chats"]
-    """stamps: Debian's Tux Paint stamps (images, speech, captions in many languages), fetched on first use, or the
-    digits when they cannot be had; digits: scikit-learn's handwritten digits, image -> "seven"; chats: files of your
-    own, named by ``train``."""
+    dataset: Literal["digits", "chats"]
+    """digits: scikit-learn's handwritten digits, image -> "seven"; chats: files of your own, named by ``train``."""
     train: list[Annotated[str, Field(min_length=1)]] = []
-    """Files of chats to train on: JSON lines, JSON, parquet, or folders that HuggingFace's datasets saved (chats)."""
+    """Files of chats to train on: JSON lines, JSON, parquet, WebDataset tars (``shard-{000..015}.tar``), or folders
+    that HuggingFace's datasets saved or Energon prepared; or say ``sources`` (chats)."""
     validation: list[Annotated[str, Field(min_length=1)]] = []
     """Files of chats to measure with; by default ``held_out`` of the training ones is kept for it (chats)."""
+    sources: list[Source] = []
+    """Several sources in place of ``train`` and ``validation``, as ``[[data.sources]]``. An epoch draws as many samples
+    as they have in all, of each its share (chats)."""
+    mix_by: Literal["samples", "tokens"] = "samples"
+    """What weights of sources are shares of: the samples that are drawn, or their tokens (chats)."""
+    limit: Positive | None = None
+    """At most so many records to train on, chosen at random, the same ones each time (chats)."""
+    prompt: str | None = None
+    """What is asked about the media of captions in tars; by default "Describe the picture." and the like, "" asks
+    nothing (chats)."""
+    sizes: Literal["files", "records"] = "files"
+    """Where sizes of media come from. files: their headers; records: what records state (``width`` and ``height``, of
+    clips ``samples`` and ``rate``, of videos ``seconds``, too), where they do: these files are not opened before they
+    are read, and one of another size becomes a blank that is counted (chats)."""
+    prepare: Literal["stamps"] | None = None
+    """Who writes these files where they are not there yet, before ranks start. stamps: what ``interlace data stamps``
+    writes into the folder of ``train``: Debian's Tux Paint stamps (pictures, speech, captions in ten languages), or the
+    digits when they cannot be had (chats)."""
     media: Annotated[str, Field(min_length=1)] | None = None
     """Folder that relative paths of media start at; by default that of the file which names them (chats)."""
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
     """Folder with the tokenizer, and for whole checkpoints the processor; by default that of the model (chats)."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     """File with a chat template (Jinja) in place of the tokenizer's own (chats)."""
-    video_fps: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
-    """Frames of a video that become pictures, per second (chats, without a whole checkpoint)."""
+    video_fps: Annotated[float, Field(gt=0.0, le=1000.0)] | None = None
+    """Frames that are taken of a video per second; by default 1, and for a whole checkpoint what its video processor is
+    set to, which may be all (chats)."""
     max_video_tokens: Positive = 512
     """Most language model tokens of one video; a longer one gives fewer frames per second, at least one (chats,
     without a whole checkpoint)."""
@@ -77,28 +124,40 @@ class Data(Section):
     pack: bool = False
     """Fill each microbatch with whole samples up to ``max_tokens``; ``train.batch_size`` then counts microbatches of
     all replicas, in place of samples (chats)."""
+    reading: Literal["random", "stream"] = "random"
+    """random: all records are counted before the run, every rank decodes the media that it computes with, and nothing
+    travels; stream: files are read in order, each by one rank, and samples travel to the ranks that compute with them
+    (chats)."""
+    readers: Positive | None = None
+    """How many ranks read, spread evenly; by default all (stream)."""
+    shuffle_buffer: Annotated[int, Field(ge=0, le=MOST)] = 1000
+    """Samples of a reader among which the next one is drawn; 0: in the order of the files (stream)."""
+    exchange_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
+    """Most MiB that one rank may send, or be sent, for a step; two such buffers are in memory (stream)."""
     cache: str | None = None
     """Folder for fetched files and decoded items; by default ``$INTERLACE_CACHE``, else ``~/.cache/interlace``."""
-    mixture: Mixture = Field(default_factory=Mixture)
-    """Weights of the kinds of samples (stamps); kinds whose encoder the model lacks are left out."""
-    languages: Annotated[list[str], Field(min_length=1)] | None = None
-    """Language codes of captions and speech to use, such as ``["en", "fr"]``; by default the ten with most speech
-    (stamps)."""
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto", "ray"] = "auto"
+    """Who decodes: so many processes beside each rank; 0: a thread of the rank itself; ray: tasks on a Ray cluster, for
+    many nodes. auto: of chats half of a rank's cores, at most 4, and 0 where it has fewer than 4; of digits and
+    streams 0, whose readers decode. Samples have the same bits with any."""
+    prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Batches that are made ahead."""
+    cache_gb: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
+    """GiB of decoded items that workers keep for all ranks of a node while the run lasts, in shared memory or, where
+    that has no room for it, in ``cache``; with ray in its object store, for all nodes. What was used longest ago makes
+    room. 0: none are kept."""
+    ray_address: Annotated[str, Field(min_length=1)] | None = None
+    """The Ray cluster; by default ``$RAY_ADDRESS``, else the one that runs on this node (ray)."""
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Fraction of the stamps (with all their languages), of the digits, or of the chats where ``validation`` names no
-    files, that is never trained on."""
+    """Fraction of the digits, or of the chats where ``validation`` names no files, that is never trained on."""
     max_image_tokens: Positive | None = None
     """Most patches of one image, before the encoder's ``downsample`` divides them; by default 64, and of chats as many
     as an image has of the size that the encoder was made for (not with a whole checkpoint)."""
     on_too_large: Literal["downscale", "error"] = "downscale"
     """What happens to an image over its budget: scaled down keeping its aspect, or an error that names it; a chat that
     has it is then broken (not with a whole checkpoint)."""
-    max_images: Annotated[int, Field(ge=2, le=MOST)] = 3
-    """Most pictures in a sample with several (stamps)."""
     max_audio_seconds: Annotated[float, Field(gt=0.0, le=WEEK)] = 6.0
     """Longer clips are skipped and counted (not with a whole checkpoint)."""
-    max_caption_bytes: Positive = 160
-    """Longer captions are skipped and counted (stamps)."""
     digit_size: Positive | None = None
     """Side in pixels to which the 8 x 8 digits are enlarged; by default the patch size, at least 8 (digits)."""
     digit_jitter: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
@@ -114,23 +173,81 @@ class Data(Section):
     def _absolute_files(cls, names: list[str]) -> list[str]:
         return [_absolute(name) for name in names]  # a run goes on from any folder
 
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _one_of_three(cls, value: Any) -> Any:
+        if value in ("auto", "ray") or (type(value) is int and 0 <= value <= 1024):
+            return value
+        raise ValueError(f"a number of processes from 0 to 1024, 'auto' or 'ray' is wanted, not {value!r}")
+
     @field_validator("media", "tokenizer", "chat_template", mode="after")
     @classmethod
     def _absolute_file(cls, name: str | None) -> str | None:
         return None if name is None else _absolute(name)
 
     @model_validator(mode="after")
+    def _workers_fit(self) -> Data:
+        if self.ray_address is not None and self.workers != "ray":
+            raise ValueError("ray_address is read with workers = 'ray' alone: set that, or remove it")
+        return self
+
+    @model_validator(mode="after")
     def _chats_fit(self) -> Data:
         if self.dataset == "chats":
-            if not self.train:
-                raise ValueError("dataset 'chats' needs train, a list of files")
+            if not self.train and not self.sources:
+                raise ValueError("dataset 'chats' needs train, a list of files, or [[data.sources]]")
+            own = [key for key in ("train", "validation", "limit", "prepare") if getattr(self, key)]
+            if self.sources and own:
+                raise ValueError(f"{own[0]} is said beside [[data.sources]]: say it of a source, or leave these out")
+            names = [source.name for source in self.sources]
+            if len(set(names)) < len(names):
+                raise ValueError(f"two sources are called {max(names, key=names.count)!r}: give each a name of its own")
             if self.pack and self.max_tokens is None:
                 raise ValueError("pack fills rows up to max_tokens: say how many tokens a row takes")
+        if self.reading == "stream":
+            own = [key for key in ("sources", "limit") if getattr(self, key)]
+            own += ["workers"] * (self.workers not in ("auto", 0))
+            if own:
+                raise ValueError(
+                    f"{own[0]} is for data that are read at random: a stream takes one source whole, and its readers "
+                    "decode it; set reading='random'"
+                )
+            if said := self.set_of(NOT_STREAM):
+                raise ValueError(
+                    f"{said[0]} is of data that are read at random: a stream works one batch ahead and keeps nothing; "
+                    "remove it, or set reading='random'"
+                )
+            if not self.validation:
+                raise ValueError(
+                    "reading 'stream' needs validation, a list of files: what of a stream is kept back nobody could "
+                    "measure without reading all of it"
+                )
+            if self.pack:
+                raise ValueError(
+                    "pack needs the lengths of all samples, which a stream does not tell: set reading='random'"
+                )
+        elif said := self.set_of(STREAM):
+            raise ValueError(f"{said[0]} is a key of reading 'stream', not of 'random': remove it, or set reading")
         chats = self.dataset == "chats"
         if said := self.set_of(NOT_CHATS if chats else CHATS):
-            owner = "datasets 'stamps' and 'digits'" if chats else "dataset 'chats'"
+            owner = f"dataset {'digits' if chats else 'chats'!r}"
             raise ValueError(f"{said[0]} is a key of {owner}, not of {self.dataset!r}: remove it, or set dataset")
         return self
+
+    def each_source(self) -> list[Source]:
+        """The sources, each with all that it takes from here; one called "data" where only ``train`` is given."""
+        if not self.sources:
+            only: dict[str, Any] = {"train": self.train, "validation": self.validation, "limit": self.limit}
+            return [Source.model_construct(None, name="data", media=self.media, prompt=self.prompt, **only)]
+        return [
+            source.model_copy(
+                update={
+                    "media": self.media if source.media is None else source.media,
+                    "prompt": self.prompt if source.prompt is None else source.prompt,
+                }
+            )
+            for source in self.sources
+        ]
 
     def set_of(self, keys: tuple[str, ...]) -> list[str]:
         """Which of `keys` ask for something: have another value than by default, which saved configs spell out."""

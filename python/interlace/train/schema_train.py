@@ -17,7 +17,7 @@ class Lora(Section):
     alpha: Positive = 32
     """An adapter's part of its layer's result is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """What fraction of an adapter's input is dropped in training. Not where ranks share a layer (cp)."""
+    """What fraction of an adapter's input is dropped in training. Not where ranks share a layer (tp, cp)."""
     targets: Annotated[list[str], Field(min_length=1)] = ["all-linear"]
     """Layers that get an adapter. "all-linear": all linear ones of the language model but its head; a name such as
     "q_proj": those of the language model that end with it; "vision", "*.q_proj": patterns as in ``train.freeze``, of
@@ -75,6 +75,16 @@ class Train(Section):
     """Samples per step, over all microbatches of all replicas."""
     microbatches: Positive = 1
     """Into how many microbatches each replica of the language model cuts a step; the pipeline fills with them."""
+    assign: Literal["tokens", "stratified", "entrain", "as_printed"] = "tokens"
+    """How samples are spread over microbatches. tokens: so that the language model's tokens are even. The others go by
+    what encoders and language model take, estimated from lengths. stratified: both even, as far as that goes. entrain:
+    in every step what is simulated to be fastest, of stratified with deferral, of the language model's work even and
+    microbatches in a good order, and of tokens. as_printed: deferral as the Entrain paper prints it. A deferred sample
+    is encoded in a chunk of its own, and the next microbatch reads it."""
+    balance: Literal["none", "llm", "per_module"] = "llm"
+    """Which replica of each module takes which sample. none: samples stay where their place in the batch puts them;
+    llm: the language model's work is even, and encoders follow it; per_module: that of each module is even, by its own
+    samples, so what an encoder makes may be read on another rank. Rows of ``data.pack`` stay where they are."""
     lr: Rate = 1e-3
     """Peak learning rate of modules that name none of their own."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -84,8 +94,9 @@ class Train(Section):
     """Steps of the decay of "wsd"; by default a tenth of all."""
     min_lr_ratio: Fraction = 0.1
     """The learning rate ends at this fraction of the peak."""
-    warmup_steps: NotNegative = 20
-    """Steps of linear warm-up from 0 to the peak."""
+    warmup_steps: NotNegative | None = None
+    """Steps of linear warm-up from 0 to the peak; by default 20, but at most a tenth of all and what
+    ``decay_steps`` leave."""
     schedule_steps: Positive | None = None
     """Steps after which the learning rate has come down to its minimum, where it stays; by default ``train.steps``. A
     run that goes on for more steps than it was begun with has to say whether its rate keeps to the old plan."""
@@ -109,6 +120,10 @@ class Train(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 run matrix products under autocast; weights, gradients and their sums, the loss and optimizer state
     stay fp32. fp16 scales the loss, and leaves out steps whose gradients overflow."""
+    frozen_dtype: Literal["fp32", "bf16"] = "fp32"
+    """How frozen weights of linear layers and convolutions are kept. bf16 halves them (8B parameters: 16 GB), and
+    forwards need not cast them; with precision = "bf16" alone, whose products are the same then. Weights of a folder
+    are rounded to it, also in what is exported."""
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Keep an exponential moving average of the trained weights, in fp32, with this decay per step, such as 0.999."""
     ema_evaluate: bool = True
@@ -142,6 +157,12 @@ class Train(Section):
         """Steps of the decay of "wsd" in a schedule of `length` steps."""
         return self.decay_steps or max(1, length // 10)
 
+    def warmup_of(self, length: int) -> int:
+        """Steps of the warm-up in a schedule of `length` steps."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return max(0, min(20, length // 10, length - (self.decay_steps or 0)))
+
     @model_validator(mode="after")
     def _fits(self) -> Train:
         if (self.steps is None) == (self.epochs is None):
@@ -157,6 +178,11 @@ class Train(Section):
             )
         if self.offload_optimizer and self.ema is not None:
             raise ValueError("ema keeps averages beside the weights, in the memory that offload_optimizer is to free")
+        if self.frozen_dtype == "bf16" and self.precision != "bf16":
+            raise ValueError(
+                f"frozen_dtype = 'bf16' is for precision = 'bf16', but precision is {self.precision!r}, whose products "
+                "would be of rounded weights: set that, or leave frozen_dtype out"
+            )
         if self.microbatches > self.batch_size:
             raise ValueError(
                 f"microbatches = {self.microbatches} is more than batch_size = {self.batch_size}; "
@@ -164,11 +190,13 @@ class Train(Section):
             )
         name = "steps" if self.schedule_steps is None else "schedule_steps"
         length = getattr(self, name)
-        if length is not None and self.warmup_steps > length:
-            raise ValueError(f"warmup_steps = {self.warmup_steps} is more than {name} = {length}")
-        if length is not None and self.warmup_steps + (self.decay_steps or 0) > length:
+        if length is None:
+            return self
+        warmup = self.warmup_of(length)
+        if warmup > length:
+            raise ValueError(f"warmup_steps = {warmup} is more than {name} = {length}")
+        if warmup + (self.decay_steps or 0) > length:
             raise ValueError(
-                f"warmup_steps = {self.warmup_steps} and decay_steps = {self.decay_steps} are more than "
-                f"{name} = {length}"
+                f"warmup_steps = {warmup} and decay_steps = {self.decay_steps} are more than {name} = {length}"
             )
         return self

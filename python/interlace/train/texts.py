@@ -7,6 +7,7 @@ Whatever it is, a run asks it for `vocab_size`, `placeholders` (encoder -> id), 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ def tokenizer_of(config: Config, *, source: str = "config") -> Any:
         from interlace.data import ByteTokenizer
 
         return ByteTokenizer(config.model.encoders())
+    if config.data.prepare is not None and not Path(config.data.train[0]).exists():
+        folder = Path(config.data.train[0]).parent
+        cache = "" if config.data.cache is None else f" --cache {config.data.cache}"
+        raise ConfigError(
+            f"{source}: its data are not there yet; write them first: interlace data stamps {folder}{cache}"
+        )
     ignored = config.data.set_of(NOT_WHOLE) if config.model.path is not None else []
     if ignored:
         raise ConfigError(
@@ -33,6 +40,25 @@ def tokenizer_of(config: Config, *, source: str = "config") -> Any:
         return ModelTokenizer(config)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"{source}: [data] tokenizer: {error}") from None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a model is built with, of a tokenizer that is not there yet."""
+
+    vocab_size: int
+    placeholders: Mapping[str, int]
+
+
+def vocabulary_of(config: Config, *, source: str = "config") -> Any:
+    """The run's tokenizer; where its folder is not there but the config says how large the vocabulary is, that, which
+    is enough for costs. Raises ConfigError."""
+    data, model = config.data, config.model
+    size = None if model.path is not None else (model.language_model.config or {}).get("vocab_size")
+    folder = data.tokenizer or model.language_model.path if model.path is None else None
+    if data.dataset == "chats" and isinstance(size, int) and folder is not None and not Path(folder).exists():
+        return Vocabulary(size, {name: size - 1 - number for number, name in enumerate(model.encoders())})
+    return tokenizer_of(config, source=source)
 
 
 class ModelTokenizer:
@@ -76,7 +102,8 @@ class ModelTokenizer:
         if len(set(self.placeholders.values())) < len(self.placeholders):
             raise ValueError(f"two encoders have one placeholder: {self.tags}; set data.placeholders")
         self.strict = data.on_too_large == "error"
-        self.video = VideoSpec(data.video_fps, data.max_video_tokens)
+        self.video_fps = data.video_fps
+        self.video = VideoSpec(data.video_fps or VideoSpec.fps, data.max_video_tokens)
         self.EOS = self._end()
 
     def _tag(self, config: Config, name: str) -> str:
@@ -103,11 +130,17 @@ class ModelTokenizer:
         specs: Mapping[str, Any],
     ) -> Any:
         """The `interlace.data.chats_tokens.ChatFormat` for encoders with these placeholders, token counts and specs."""
-        from interlace.data.chats_tokens import ProcessorFormat, TokenizerFormat
+        from interlace.data.chats_processor import ProcessorFormat
+        from interlace.data.chats_tokens import TokenizerFormat
 
         if self.processor is not None:
             return ProcessorFormat(
-                self.processor, self.template, name=self.name, placeholders=placeholders, tokens=tokens
+                self.processor,
+                self.template,
+                name=self.name,
+                placeholders=placeholders,
+                tokens=tokens,
+                fps=self.video_fps,
             )
         tags = {name: self.tags[name] for name in placeholders}
         return TokenizerFormat(
@@ -123,10 +156,15 @@ class ModelTokenizer:
 
     def _end(self) -> int:
         """The token that ends an answer: the last that is learnt, if that is none of words, else the end of text."""
-        from interlace.data.chats_shapes import Chat, Part, Turn
+        from interlace.data.chats_shapes import BrokenSampleError, Chat, Part, Turn
 
         turns = (Turn("user", (Part("text", "a"),), False), Turn("assistant", (Part("text", "b"),), True))
-        encoded = self.format({}, {}, {}).encode(Chat(turns), [])
+        try:
+            encoded = self.format({}, {}, {}).encode(Chat(turns), [])
+        except BrokenSampleError as error:  # of a chat that any template takes
+            raise ValueError(
+                f"{self.name} cannot be used: {error}; a template for questions and answers is wanted, in text alone"
+            ) from None
         last = [token for token, learnt in zip(encoded.ids, encoded.targets, strict=True) if learnt][-1]
         if last in self.tokenizer.added_tokens_decoder:
             return int(last)

@@ -13,7 +13,6 @@ window; so an interrupted and resumed run repeats the uninterrupted one bit for 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import signal
 import time
@@ -25,8 +24,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.model.rows import ROWS
+from interlace.train import device as devices
 from interlace.train import runfolder
 from interlace.train.build import architecture
+from interlace.train.checkpoint.base import Stored
 from interlace.train.checkpoint.checkpoints import AVERAGE, Checkpoints, seconds_to_write
 from interlace.train.checkpoint.folder import name_of
 from interlace.train.checkpoint.identity import canonical_names, identity_of
@@ -35,16 +38,35 @@ from interlace.train.checkpoint.storage import CheckpointError, read_manifest
 from interlace.train.config import ConfigError
 from interlace.train.errors import TrainingError
 from interlace.train.feed import Feed
+from interlace.train.flops import Meter, peak_here
+from interlace.train.forecast import Forecast
 from interlace.train.launch.launcher import StopSignals
 from interlace.train.launch.lock import RunLock
 from interlace.train.launch.peers import Peers
-from interlace.train.metrics import HELD_OUT, LOSS, Clock, LogWindow, Metrics, Screen, memory_gib, pipeline_metrics
+from interlace.train.metrics import (
+    BLANK,
+    EPOCHS,
+    HELD_OUT,
+    LOSS,
+    Clock,
+    LogWindow,
+    Metrics,
+    computed_tokens,
+    dispatch_metrics,
+    of_ranks,
+    of_this_rank,
+    padding,
+    pipeline_metrics,
+    read_metrics,
+)
 from interlace.train.optim import Optimizer, lr_factor, schedule_length
+from interlace.train.profiling import Profiler
 from interlace.train.schema import Config
+from interlace.train.screen import Screen, TimeLeft
+from interlace.train.trackers import Trackers
 from interlace.train.watching import Averages, LossScale, Verdict
 
 READY = 1 << 10  # more than any signal's number
-BLANK = "data/blank_items"  # read as blank since the start of the job, over all ranks
 
 
 class StopRequest:
@@ -87,7 +109,7 @@ class Progress(BaseModel):
     schedule_steps: int
     """Steps over which the learning rate was planned."""
     feed: dict[str, Any]
-    window: dict[str, int | float]
+    window: LogWindow
     totals: dict[str, int | float]
     last: dict[str, int | float]
 
@@ -97,7 +119,9 @@ class Trainer:
 
     `parallel` is this rank's share of `model` (`interlace.run.parallelize`, or anything with its methods); `feed` its
     samples; `folder` the run folder, shared by all ranks, and `lock` its lock, on the rank that has it (0). `stop` is
-    asked after each step: the signal that wants the run to end, 0 for none.
+    asked after each step: the signal that wants the run to end, 0 for none. `trackers` are told on rank 0, and of the
+    run's end by who made them. `forecast` predicts steps, on rank 0 (``log.predict``). `stored` says where weights lie
+    that the run began with (`build.stored_weights`): checkpoints leave out those of them that are frozen.
     """
 
     def __init__(
@@ -110,7 +134,10 @@ class Trainer:
         *,
         stop: Callable[[], int] = lambda: 0,
         lock: RunLock | None = None,
+        trackers: Trackers | None = None,
+        forecast: Forecast | None = None,
         quiet: bool = False,
+        stored: Stored = dict,
     ) -> None:
         self.config, self.model, self.parallel, self.feed, self.folder = config, model, parallel, feed, folder
         from interlace.train.tuning import rates  # with the library of models, which the model has loaded by now
@@ -133,11 +160,21 @@ class Trainer:
             identity=identity,
             peers=self.peers,
             check=lock.check if lock is not None else lambda: None,
+            stored=stored,
+            frozen={name for name, parameter in model.named_parameters() if not parameter.requires_grad},
         )
+        whole: Any = model
+        self._encoders, self._padded = whole.encoders, whole.packing.get(LANGUAGE_MODEL) == ROWS
+        self._samples: list[Any] = []  # of the last step
+        self.forecast, self._took = forecast, 0.0
         self._cut = {"microbatches": config.train.microbatches, "chunks": config.chunks()}
         self.step = 0
         self.window = LogWindow()
-        self.totals = {"seconds": 0.0, "samples": 0, "tokens": 0}
+        self._decoded = 0  # items, at the last line
+        self.totals = {"seconds": 0.0, "samples": 0, "tokens": 0, "waited": 0.0, "validating": 0.0, "saving": 0.0}
+        self.trackers = trackers or Trackers(config, folder, {})
+        self.profiler = Profiler(config.log.profile, folder, self.rank)
+        self.meter: Meter | None = None  # of rank 0
         self.last: dict[str, float] = {}
         self.saved_step = -1
         self.stopped = 0  # the signal that ends the run
@@ -150,11 +187,11 @@ class Trainer:
         """
         path = self.checkpoints.newest(at)
         if path is None:
-            raise TrainingError(f"no checkpoint in {self.checkpoints.folder} is whole; start the run without --resume")
+            raise ConfigError(f"no checkpoint in {self.checkpoints.folder} is whole; start the run without --resume")
         table = self.checkpoints.load(path, *self._state())
         try:
             progress = Progress.model_validate(table)
-            if set(progress.window) != set(self.window.__dict__) or set(progress.totals) != set(self.totals):
+            if set(progress.totals) != set(self.totals):
                 raise CheckpointError(f"{path}: its progress is not that of this version of the trainer")
         except ValidationError as error:
             raise CheckpointError(f"{path}: its progress is damaged: {error.errors()[0]['msg']}") from None
@@ -167,7 +204,7 @@ class Trainer:
             kept = read_manifest(path).tensors
             self.averages.begin_here([name for name in self.averages.held if f"optimizer.{AVERAGE}.{name}" not in kept])
         self.feed.load_state_dict(progress.feed)
-        self.window.__dict__.update(progress.window)
+        self.window = progress.window
         self.totals, self.last = progress.totals, progress.last
         self.last.pop(BLANK, None)  # of the job before; each counts its own
         self.checkpoints.set_aside_after(self.step)
@@ -216,42 +253,61 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Trains to the last step (or until asked to stop); returns what the summary needs."""
         train, log, every = self.config.train, self.config.log, self.config.checkpoint.every
-        metrics = Metrics(self.folder, start=self.step, tensorboard=log.tensorboard) if self.rank == 0 else None
+        metrics = Metrics(self.folder, start=self.step, trackers=self.trackers) if self.rank == 0 else None
         last = train.last_step
-        screen = Screen(last, self.step, name=self.config.run.name, enabled=not self.quiet)
+        left = TimeLeft(last, {"validation": train.validate_every, "checkpoint": every})
+        epoch_steps = self.feed.loader.batches_per_epoch or 0  # of a stream nobody knows
+        screen = Screen(last, self.step, name=self.config.run.name, epoch_steps=epoch_steps, enabled=not self.quiet)
         self.stopped = 0
+        peaks = self.peers.exchange("adding up what the devices could compute", peak_here(self.config))
+        if self.rank == 0:
+            self.meter = Meter(self.model, peaks, recompute=train.recompute)
+            if self.meter.why:
+                screen.say(f"interlace: no tflops and mfu: {self.meter.why}")
         try:
             while self.step < last and not self.stopped and not self.verdict.ends(train.early_stop):
                 if self.lock is not None and self.lock.trouble:
                     raise TrainingError(self.lock.trouble)
                 self.step += 1
-                values = self._train_step()
+                began = time.perf_counter()
+                with self.profiler.step(self.step):
+                    values = self._train_step()
                 every_so_often = bool(train.validate_every) and self.step % train.validate_every == 0
                 measures = self.step == last or every_so_often
                 # Where validations may end the run, its last line has all there is to say.
-                if self.step % log.every == 0 or self.step == last or (measures and train.early_stop is not None):
+                if self._logs(self.step) or (measures and train.early_stop is not None):
                     values |= self._measurements()
                     self.window = LogWindow()
                 else:
                     values = {}
+                left.step(time.perf_counter() - began)
+                if self.step == log.trace_step:
+                    self._trace()  # before a validation, whose pass over the model would be the last
                 best = False
                 if measures:
-                    values[HELD_OUT] = self.validate()
+                    with Clock() as validating:
+                        values |= self.validate()
+                    values["time_metrics/validation(s)"] = validating.seconds
+                    self.totals["validating"] += validating.seconds
+                    left.beside("validation", validating.seconds)
                     best = self.verdict.add(self.step, values[HELD_OUT], train.early_stop)
                 if values:
                     self.last |= values
                     if metrics is not None:
                         metrics.write(self.step, values)
-                    screen.show(self.step, values)
+                    screen.show(self.step, values, left.after(self.step))
                 else:
-                    screen.advance(self.step)
-                if self.step == log.trace_step:
-                    self._trace()
+                    screen.advance(self.step, left.after(self.step))
                 due = (every and self.step % every == 0) or (best and self.config.checkpoint.best is not None)
                 if self.stopped or self.step == last or due or self.verdict.ends(train.early_stop):
-                    self.save()
+                    with Clock() as saving:
+                        self.save()
+                    self.window.checkpoint_seconds += saving.seconds
+                    self.totals["saving"] += saving.seconds
+                    left.beside("checkpoint", saving.seconds)
             self.checkpoints.finish()
         finally:
+            self.profiler.close()
             screen.close()
             if metrics is not None:
                 metrics.close()
@@ -263,7 +319,12 @@ class Trainer:
             "verdict": self.verdict,
             **self.totals,
             "metrics": dict(self.last),
+            "forecast": {} if self.forecast is None else self.forecast.rows(),
         }
+
+    def _logs(self, step: int) -> bool:
+        """Whether a line is due after `step`, whatever is measured there."""
+        return step % self.config.log.every == 0 or step == self.config.train.last_step
 
     def _train_step(self) -> dict[str, float]:
         """One optimizer step. Raises TrainingError when the loss or the gradient is not a number."""
@@ -284,20 +345,32 @@ class Trainer:
         norm = self.parallel.clip_grad_norm_(self.config.train.clip_norm * scale) / scale
         finite = math.isfinite(result.loss) and math.isfinite(norm)
         values = {"lr": self._update(result.loss, norm, finite)}
-        seconds = time.perf_counter() - began
+        if self._logs(self.step):  # else the next step waits for the optimizer's work, on its own clock
+            devices.finish()
+        seconds, timed = time.perf_counter() - began, not self.profiler.slows(self.step)
         if finite:
             values |= {"grad_norm": norm, "loss_metrics/step_loss": result.loss}
+            if self._logs(self.step):
+                values |= {f"{EPOCHS}{name}": times for name, times in self.feed.epochs(batch).items()}
             self.window.add(
                 loss=result.loss,
-                tokens=result.tokens,
-                samples=len(batch.samples),
+                targets=result.tokens,
                 read_tokens=batch.tokens,
+                samples=len(batch.samples),
+                computed=computed_tokens(batch.samples, self._encoders),
                 data=data.seconds,
                 seconds=seconds,
+                moved=batch.moved,
+                room=0 if batch.rows is None else len(batch.rows) * (self.config.data.max_tokens or 0),
+                timed=timed,
+                sources=batch.sources,
             )
+            if self.meter is not None and timed:
+                self.meter.add(batch.samples, result.table, seconds)
         self.totals["seconds"] += seconds
         self.totals["samples"] += len(batch.samples)
         self.totals["tokens"] += batch.tokens
+        self._samples, self._took = list(batch.samples), seconds - data.seconds
         return values
 
     def _update(self, loss: float, norm: float, finite: bool) -> float:
@@ -330,31 +403,46 @@ class Trainer:
         return float(self.stop_requested() + (READY if self.checkpoints.ready else 0))
 
     def _measurements(self) -> dict[str, float]:
-        """The window's averages, the last step's pipeline, memory of the fullest rank. Collective."""
-        memory = self.peers.exchange(f"measuring step {self.step}", memory_gib())
-        values = self.window.metrics() | pipeline_metrics(self._timeline())
-        blank = sum(self.peers.exchange(f"counting what step {self.step} could not read", self.feed.blank_items))
-        values |= {BLANK: blank} if blank else {}
+        """The window's averages, the last step's pipeline, what every rank told. Collective."""
+        feed, before = self.feed, self._decoded
+        self._decoded = feed.decoded_items
+        told = of_this_rank(self.window, feed.blank_items, self._decoded - before, feed.worker_restarts)
+        everyone = self.peers.exchange_all(f"measuring step {self.step}", told)
+        timeline = self._timeline()
+        values = self.window.metrics() | of_ranks(self.window, everyone) | pipeline_metrics(timeline)
+        values |= dispatch_metrics(self.parallel, timeline.table, self._samples)
+        self.totals["waited"] += values.get("time_metrics/data_loading(s)", 0.0)  # of the slowest rank each time
+        values |= {} if self.meter is None else self.meter.metrics()
+        if self._padded:
+            values["data/padding(%)"] = padding(timeline.table, list(map(len, self._samples)))
+        if self.forecast is not None:
+            values |= self.forecast.add(self._samples, timeline, self._took)
         if self.loss_scale is not None:
             values |= {"fp16/loss_scale": self.loss_scale.scale, "fp16/skipped_steps": self.loss_scale.skipped}
-        return values | {"memory/max_active(GiB)": max(memory), "memory/all_ranks(GiB)": sum(memory)}
+        return values
 
-    def validate(self) -> float:
-        """Mean loss over the held-out samples, in nats per target token. Collective.
+    def validate(self) -> dict[str, float]:
+        """Mean loss over the held-out samples, in nats per target token; of several sources that over each one's, too.
+        Collective.
 
         With averaged weights, where they are kept and ``train.ema_evaluate`` says so.
         """
         size = self.config.train.batch_size
-        total, tokens = 0.0, 0
+        found: dict[str, tuple[float, int]] = {}
         averaged = self.averages is not None and self.config.train.ema_evaluate
         self.parallel.train(False)
         with self.averages.in_place() if self.averages is not None and averaged else contextlib.nullcontext():
-            for start in range(0, len(self.feed.held_out), size):
-                result = self.parallel.evaluate(self.feed.held_out[start : start + size], **self._cut)
-                total += result.loss * result.tokens
-                tokens += result.tokens
+            for name, samples in self.feed.held_out_by_source():
+                loss, tokens = 0.0, 0
+                for start in range(0, len(samples), size):
+                    result = self.parallel.evaluate(samples[start : start + size], **self._cut)
+                    loss += result.loss * result.tokens
+                    tokens += result.tokens
+                found[name] = (loss, tokens)
         self.parallel.train(True)
-        return total / max(tokens, 1)
+        targets = sum(tokens for _, tokens in found.values())
+        values = {f"{HELD_OUT}/{name}": loss / max(tokens, 1) for name, (loss, tokens) in found.items() if name}
+        return {HELD_OUT: sum(loss for loss, _ in found.values()) / max(targets, 1)} | values
 
     def save(self) -> None:
         """Begins a checkpoint of this step, unless there is one; `run` does not end before it stands. Collective."""
@@ -367,8 +455,8 @@ class Trainer:
             verdict=self.verdict,
             loss_scale=self.loss_scale,
             schedule_steps=schedule_length(self.config.train),
-            feed=self.feed.state_dict(),
-            window=self.window.__dict__,
+            feed=self.feed.state_dict(self.peers.together),
+            window=self.window,
             totals=self.totals,
             last=self.last,
         )
@@ -397,9 +485,4 @@ class Trainer:
             timeline.plot(self.folder / "timeline.png")
 
 
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-__all__ = ["HELD_OUT", "LOSS", "StopRequest", "Trainer", "TrainingError", "read_metrics"]
+__all__ = ["BLANK", "HELD_OUT", "LOSS", "StopRequest", "Trainer", "TrainingError", "read_metrics"]

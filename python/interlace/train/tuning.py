@@ -52,7 +52,24 @@ def tune(config: Config, model: MultimodalModel, *, source: str = "config") -> N
             trained |= _matching(names, pattern, "train", source)
         model.train_only(trained)
     rates(config, model, source=source)  # says what is wrong with the groups
+    check_degrees(config, model, source=source)
+
+
+def check_degrees(config: Config, model: nn.Module, *, source: str = "config") -> None:
+    """Raises ConfigError for degrees and shards in ``[parallel]`` under which ``[train]`` cannot train `model`."""
     _check_whole(config, model, source)
+    lora = config.train.lora
+    if lora is None or not lora.dropout:
+        return
+    adapters = [name for name, _ in model.named_parameters() if is_adapter(name)]
+    for name in config.modules():
+        spec = config.parallel.module(name)
+        if spec.tp * spec.cp > 1 and any(path.startswith(_place(name)) for path in adapters):
+            degrees = " and ".join(f"{key} = {n}" for key, n in (("tp", spec.tp), ("cp", spec.cp)) if n > 1)
+            raise ConfigError(
+                f"{source}: [train.lora] dropout = {lora.dropout:g}: the {degrees} ranks of {name} share its layers "
+                "and would not drop alike: set it to 0"
+            )
 
 
 def rates(config: Config, model: nn.Module, *, source: str = "config") -> dict[str, Rates]:
@@ -128,7 +145,7 @@ def summary(model: nn.Module, found: Mapping[str, Rates]) -> list[str]:
     return lines + [f"{frozen:,} of {frozen + sum(sizes.values()):,} parameters are frozen"]
 
 
-def _check_whole(config: Config, model: MultimodalModel, source: str) -> None:
+def _check_whole(config: Config, model: nn.Module, source: str) -> None:
     """Raises ConfigError where an optimizer that needs whole matrices would have pieces of them."""
     optimizer = config.train.optimizer
     if optimizer not in ("adafactor", "muon"):
@@ -160,7 +177,7 @@ def _add_adapters(config: Config, model: MultimodalModel, source: str) -> None:
     lora = config.train.lora
     assert lora is not None
     try:
-        layers = add_lora(
+        add_lora(
             model,
             targets=lora.targets,
             rank=lora.rank,
@@ -171,17 +188,3 @@ def _add_adapters(config: Config, model: MultimodalModel, source: str) -> None:
         )
     except ValueError as error:
         raise ConfigError(f"{source}: [train.lora]: {error}") from None
-    for name in config.modules():
-        spec = config.parallel.module(name)
-        if not any(path.startswith(_place(name)) for path in layers):
-            continue
-        if spec.tp > 1:
-            raise ConfigError(
-                f"{source}: [train.lora]: layers of {name} have adapters, which tensor parallelism (tp = {spec.tp}) "
-                f"cannot cut: set parallel.{name}.tp = 1 and use pp, dp or shard"
-            )
-        if spec.cp > 1 and lora.dropout:
-            raise ConfigError(
-                f"{source}: [train.lora] dropout = {lora.dropout:g}: the cp = {spec.cp} ranks of {name} share its "
-                "layers and would not drop alike: set it to 0"
-            )

@@ -214,11 +214,15 @@ def test_hostile_files_never_run(tmp_path: Path) -> None:
             assert not canary.exists(), "ran"
 
 
-def test_checkpoints_of_the_format_with_pickles_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_checkpoints_of_older_formats_are_refused(tmp_path: Path, number: int) -> None:
+    """The first one had pickles, the second one all weights, the third one other prints of a base."""
     path = _saved(tmp_path)
     manifest = storage.read_manifest(path).model_dump(mode="json")
-    _write_manifest(path, {**manifest, "format": 1})
-    with pytest.raises(CheckpointError, match="format 1, this version reads 2; the version of Interlace that wrote it"):
+    _write_manifest(path, {**manifest, "format": number})
+    with pytest.raises(
+        CheckpointError, match=f"format {number}, this version reads 4; the version of Interlace that wrote it"
+    ):
         _load(path)
 
 

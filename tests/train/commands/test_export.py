@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
@@ -14,7 +15,9 @@ from interlace.train.architectures import pixel_statistics
 from interlace.train.build import architecture, build, materialize
 from interlace.train.checkpoint.checkpoints import Checkpoints
 from interlace.train.checkpoint.identity import identity_of
+from interlace.train.commands import export
 from interlace.train.commands.export import _companions
+from interlace.train.commands.reloaded import Checked
 from interlace.train.config import dumps, loads
 from interlace.train.texts import tokenizer_of
 from tests.data.chat_families import trained
@@ -23,7 +26,7 @@ from tests.model import zoo
 from tests.train.test_own_data import CONFIG
 
 
-def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(tmp_path: Path) -> None:
+def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = trained({}, ("<|im_start|>", "<|im_end|>"))
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "template.jinja").write_text(TEMPLATE)
@@ -37,6 +40,16 @@ def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(tmp_path: Path) -> None
     identity = identity_of(model, architecture(config))
     Checkpoints(run / "checkpoints", keep=1, identity=identity).save(1, held, {}, {"step": 1})
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    calls: list[str] = []  # asked as trained, with adapters beside the layers, and before anything is written
+    for where, name, result in (
+        ("train.commands.reloaded", "ask", "asked"), ("model.lora", "merge_adapters", None),
+        ("train.commands.reloaded", "check", Checked(1, 1, 0)),
+    ):  # fmt: skip
+        monkeypatch.setattr(
+            f"interlace.{where}.{name}", lambda *_, name=name, result=result: calls.append(name) or result
+        )
+    assert main(["export", str(run), str(tmp_path / "checked"), "--check", "1"]) == 0
+    assert calls == ["ask", "merge_adapters", "check"]
     again = AutoTokenizer.from_pretrained(tmp_path / "out" / "language_model")
     assert again.convert_tokens_to_ids("<image>") == model.placeholders["vision"]
     assert again.chat_template == TEMPLATE
@@ -45,6 +58,16 @@ def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(tmp_path: Path) -> None
     MultimodalModel.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "twice")
     assert pixel_statistics("siglip_vision_model", tmp_path / "twice" / "vision") == pixels
     assert (tmp_path / "twice" / "language_model" / "tokenizer.json").exists()
+
+
+def test_a_whole_checkpoint_is_not_checked_and_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = SimpleNamespace(model=SimpleNamespace(path="llava"))
+    monkeypatch.setattr(export, "checkpoint_of", lambda run: (tmp_path, None))
+    monkeypatch.setattr(export, "load", lambda *_, **__: config)
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--check", "3"]) == 2
+    assert "--check 3 compares folders of modules; a whole checkpoint is HuggingFace's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mean", ["", "mean = [0.5, 0.5, 0.5]\n"])

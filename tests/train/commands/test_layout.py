@@ -49,7 +49,7 @@ def test_json_has_the_keys_of_its_version(tiny: Path, capfd: pytest.CaptureFixtu
     assert (found["world"], found["placement"], len(found["ranks"])) == (4, "parallel", 4)
     assert [module["module"] for module in found["modules"]] == ["vision", LLM]
     for module in found["modules"]:
-        assert set(module) == {"module", "tp", "cp", "pp", "dp", "shard", "shard_ranks", "stages"}
+        assert set(module) == {"module", "tp", "cp", "pp", "virtual", "order", "dp", "shard", "shard_ranks", "stages"}
         for stage in module["stages"]:
             assert set(stage) == {"replica", "stage", "layers", "lanes", "parameters", "seconds"}
             assert stage["seconds"] > 0 and stage["parameters"] > 0

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interlace.data import ByteTokenizer
 from interlace.layout import Layout
+from interlace.schedule import GENERATORS
 from interlace.train.build import build, build_layout
-from interlace.train.commands import planning
+from interlace.train.commands import large, planning
+from interlace.train.config import ConfigError
 from interlace.train.costs import budget_loads, flop_costs
+from interlace.train.scheduling import chunk_counts
+from interlace.train.texts import vocabulary_of
 from tests.train.test_build import _build, _config
 
 
@@ -24,26 +27,19 @@ def dense(lengths: list[int], causal: bool) -> tuple[int, float]:
     return len(item), seen.sum() / len(item)
 
 
-def test_lengths_are_those_of_the_mixture_with_full_images_clips_and_captions() -> None:
-    overrides = ["data.dataset=stamps", "data.max_images=4", "data.max_caption_bytes=20", "data.max_image_tokens=6"]
-    mixture = {"image": 0.2, "speech": 0.1, "image_speech": 0.1, "images": 0.3, "text": 0.1}
-    mixture |= {"category": 0.1, "language": 0.1}
-    overrides += [f"data.mixture.{kind}={weight}" for kind, weight in mixture.items()]
-    config, model = _config(*overrides, "train.batch_size=200"), _build()
-    clip, features = 50, 25  # a second of speech, in front of a downsampling by 2
-    # One batch of 200 samples in which every kind has its share: (images, clips, bytes of text) of each.
-    batch = [(1, 0, 20)] * 40 + [(0, 1, 20)] * 20 + [(1, 1, 20)] * 20 + [(0, 0, 40)] * 20
-    batch += [(count, 0, 20 * count) for count in (2, 3, 4)] * 20
-    batch += [(1, 0, len("What is it?") + 16)] * 20 + [(0, 1, len("Which language?") + 16)] * 20
-    expected = {
-        "vision": dense([6 for images, _, _ in batch for _ in range(images)], causal=False),
-        "audio": dense([clip for _, clips, _ in batch for _ in range(clips)], causal=False),
-        "language_model": dense([6 * i + features * c + t for i, c, t in batch], causal=True),
-    }
+CHATS = ["data.dataset=chats", "data.train=['gone.jsonl']", "data.tokenizer=gone"]
+CHATS += ["model.language_model.config.vocab_size=300", "model.language_model.config.max_position_embeddings=8192"]
+
+
+def test_chats_fill_their_rows_and_need_no_files_for_that() -> None:
+    config = _config(*CHATS, "data.max_tokens=100", "train.batch_size=16", "train.microbatches=2")
+    model = build(config, vocabulary_of(config))
     found = budget_loads(config, model)
-    assert set(found) == set(expected)
-    for name, (tokens, keys) in expected.items():
-        assert (found[name].tokens, found[name].keys) == pytest.approx((tokens, keys)), name
+    assert (found["vision"].tokens, found["audio"].tokens) == (8 * 4, 8 * 50)
+    tokens, keys = dense([100] * 8, causal=True)
+    assert (found["language_model"].tokens, found["language_model"].keys) == pytest.approx((tokens, keys))
+    with pytest.raises(ConfigError, match="gone: no such folder"):
+        vocabulary_of(_config(*CHATS[:3]))  # who knows how large it is
 
 
 def test_digits_have_one_picture_and_nothing_to_hear() -> None:
@@ -59,18 +55,15 @@ def flops(costs: Any, name: str) -> float:
 
 def test_long_samples_cost_more_attention_than_short_ones() -> None:
     """Attention over samples of 4,000 tokens was charged 512 keys, like that over any others."""
-    others = ("image", "speech", "image_speech", "images", "category", "language")
-    text = [f"data.mixture.{kind}=0.0" for kind in others]
-    text += ["data.dataset=stamps", "model.language_model.config.max_position_embeddings=8192"]
     per_token = {}
     for size in (100, 2000):
-        config = _config(*text, f"data.max_caption_bytes={size}")
-        model = build(config, ByteTokenizer())
+        config = _config(*CHATS, f"data.max_tokens={size}")
+        model = build(config, vocabulary_of(config))
         lengths = budget_loads(config, model)["language_model"]
-        assert lengths.keys == size + 0.5  # of two captions, a query sees the half
+        assert lengths.keys == (size + 1) / 2  # a query sees the half
         per_token[size] = flops(flop_costs(config, model), "language_model") / lengths.tokens
     # Two layers, 4 * keys * width for scores and values.
-    assert per_token[2000] - per_token[100] == pytest.approx(2 * 4 * 1900 * 16)
+    assert per_token[2000] - per_token[100] == pytest.approx(2 * 4 * 950 * 16)
 
 
 def test_stages_that_share_ranks_weigh_what_passes_through_them() -> None:
@@ -88,13 +81,14 @@ def test_stages_that_share_ranks_weigh_what_passes_through_them() -> None:
 
 def play(*overrides: str) -> Any:
     """What `interlace simulate` plays at a TFLOP/s per rank."""
-    config, model = _config("train.batch_size=16", "train.microbatches=4", *overrides), _build()
+    overrides = ("train.batch_size=16", "train.microbatches=4", *overrides)
+    config, model = _config(*overrides), _build(*overrides)
     costs = planning._counted(config, model, 1.0)
     return planning._simulated(config, model, planning._own(config, model, "tiny.toml"), costs, 4)
 
 
 def test_a_replica_stands_for_all_where_modules_have_one_dp() -> None:
-    one, two = play("train.batch_size=8"), play("parallel.dp=2")
+    one, two = play("train.batch_size=8", "parallel.ranks=2"), play("parallel={ranks=2, dp=2}")
     assert (one.num_ranks, two.num_ranks) == (2, 2)
     assert two.makespan == pytest.approx(one.makespan)
 
@@ -119,10 +113,54 @@ def test_chunks_of_a_chain_in_place_of_unequal_replicas_are_as_many_in_all() -> 
     config = _config("parallel={placement='parallel', vision={dp=4, chunks=2}, language_model={dp=2}}")
     model = _build()
     own = planning._own(config, model, "tiny.toml")
-    assert planning._chunks(config, own, 3) == {"vision": 2, "audio": 3, "language_model": 3}
+    assert chunk_counts(config, own, 3) == {"vision": 2, "audio": 3, "language_model": 3}
     chain = Layout.balanced(model, 3)
-    assert planning._chunks(config, chain, 3) == {"vision": 8, "audio": 6, "language_model": 6}
+    assert chunk_counts(config, chain, 3) == {"vision": 8, "audio": 6, "language_model": 6}
     shared = _config("parallel={placement='shared', dp=2}")
     own = planning._own(shared, model, "tiny.toml")
-    assert planning._chunks(shared, own, 3) == {"vision": 1, "audio": 1, "language_model": 3}
-    assert planning._chunks(shared, chain, 3) == {"vision": 3, "audio": 3, "language_model": 3}
+    assert chunk_counts(shared, own, 3) == {"vision": 1, "audio": 1, "language_model": 3}
+    assert chunk_counts(shared, chain, 3) == {"vision": 3, "audio": 3, "language_model": 3}
+
+
+def test_every_schedule_is_played_by_its_name() -> None:
+    four = ("model.language_model.config.num_hidden_layers=4", "parallel.placement=parallel")
+    v = "parallel.language_model={pp=2, virtual=2, order='v'}"
+    found = {name: play(*four, v, f"parallel.schedule={name}") for name in GENERATORS}
+    assert all(timeline.num_ranks == 4 for timeline in found.values())
+    assert found["auto"].makespan <= min(timeline.makespan for timeline in found.values()) + 1e-12
+    assert found["zb_v"].makespan < found["1f1b"].makespan
+    halves = [{str(a.op.value) for actions in t.actions for a in actions} & {"I", "W"} for t in found.values()]
+    assert {frozenset(ops) for ops in halves} == {frozenset(), frozenset("IW")}
+
+
+def test_forwards_run_ahead_as_activation_memory_allows() -> None:
+    limits = ("parallel.activation_memory=1.1e-4", "parallel.activation_memory=1", "parallel.schedule=1f1b")
+    vision = [play("parallel.placement=parallel", limit).peak_in_flight[0] for limit in limits]
+    assert vision == [3, 4, 2]  # chunks of 34 KB each in 118, in a GiB, and under 1F1B
+    with pytest.raises(ValueError, match="bytes of activations, over its limit of 10737"):
+        play("parallel.placement=parallel", "parallel.activation_memory=1e-5")
+
+
+LINKS = "links={host={microseconds=1e6, gb_per_second=1}}"
+
+
+@pytest.mark.parametrize("degrees", ["tp=2", "cp=2", "tp=1"])
+def test_few_ranks_and_many_are_simulated_alike(degrees: str) -> None:
+    """Where a message takes a second: a lane's messages were free unless all replicas were played."""
+    overrides = ["train.batch_size=16", "train.microbatches=4", "model.language_model.config.num_key_value_heads=2"]
+    overrides += [f"parallel={{placement='parallel', {LINKS}, language_model={{{degrees}}}}}"]
+    config, model = _config(*overrides), _build(*overrides)
+    costs, layout = planning._counted(config, model, 1.0), planning._own(config, model, "tiny.toml", whole=True)
+    one = planning._simulated(config, model, layout, costs, 4).makespan
+    assert one > 4.0
+    assert one == pytest.approx(large.alike(config, model, layout, costs, 4, "tiny.toml").makespan, rel=1e-3)
+
+
+def test_chains_are_shown_beside_lanes() -> None:
+    """`plan` compares with cuts that have no tensor parallelism, which have costs too."""
+    overrides = ["train.batch_size=16", "train.microbatches=4", "model.language_model.config.num_key_value_heads=2"]
+    overrides += [f"parallel={{placement='parallel', {LINKS}, language_model={{tp=2}}}}"]
+    config, model = _config(*overrides), _build(*overrides)
+    costs = planning._counted(config, model, 1.0)
+    for layout in planning._chains(config, model, costs, 2, "tiny.toml", needed=True).values():
+        assert planning._simulated(config, model, layout, costs, 4).makespan > 0.0

@@ -45,7 +45,7 @@ def _start(script: str, world: int, folder: Path, *arguments: str, ranks: range)
 
 
 def _said(process: BaseProcess, output: Path) -> str:
-    process.join(90)
+    process.join(600)
     assert process.exitcode is not None
     return output.read_text()
 

@@ -3,7 +3,8 @@
 A checkpoint is a folder ``step-00000100`` with one file per rank and ``manifest.json``. `storage` says what they hold
 and why nothing in them can run. Its keys:
 
-    model.<FQN>                        every parameter under its name in the one-process model
+    model.<FQN>                        every parameter under its name in the one-process model, but for frozen ones
+                                       that lie in a folder of weights (`base`)
     optimizer.{exp_avg,exp_avg_sq,step,ema}.<FQN>
     rng.<rank>                         python, numpy and torch generators of that rank, of its GPU too (JSON as bytes)
     progress                           step, dataloader state, counters (JSON as bytes), the same on all ranks
@@ -25,30 +26,24 @@ short in between, the old one is brought back. When any of this fails on any ran
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import platform
-import random
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
+from interlace.train.checkpoint.base import Stored, base_of, prints_of
 from interlace.train.checkpoint.folder import (
     LATE_SECONDS,
     SUPERSEDED,
@@ -63,12 +58,14 @@ from interlace.train.checkpoint.folder import (
     step_of,
     verify,
 )
+from interlace.train.checkpoint.generators import rng_state, set_rng_state
 from interlace.train.checkpoint.identity import differences
-from interlace.train.checkpoint.pieces import LoadPlanner, Piece, SavePlanner, detached
+from interlace.train.checkpoint.pieces import Piece, SavePlanner, detached
+from interlace.train.checkpoint.reading import read_base, read_into
 from interlace.train.checkpoint.saveplan import items_of, plan_of
 from interlace.train.checkpoint.storage import (
-    DTYPES,
     MANIFEST,
+    BaseWeight,
     CheckpointError,
     File,
     Manifest,
@@ -85,6 +82,9 @@ from interlace.train.checkpoint.storage import (
 )
 from interlace.train.errors import TrainingError
 from interlace.train.launch.peers import Peers
+
+if TYPE_CHECKING:
+    from interlace.train.pretrained import Source
 
 AVERAGE = "ema"
 SLOWEST_DISK = 20e6  # bytes per second: what the ranks wait for before they call one of them lost
@@ -125,6 +125,9 @@ class Checkpoints:
     `folder` is shared by all ranks, `keep` how many complete checkpoints stay, `identity` the model's (`identity_of`),
     `peers` the other ranks. `check` raises when the run folder is another job's by now: rank 0 asks it before it
     changes what others see. A rank that does not come along is a TrainingError that names it.
+
+    `stored` says where weights lie that the run began with, and `frozen` names those that nothing trains: what is both
+    is not written. Raises CheckpointError on every rank where one has other such weights than rank 0.
     """
 
     def __init__(
@@ -135,12 +138,35 @@ class Checkpoints:
         identity: Mapping[str, Any],
         peers: Peers | None = None,
         check: Callable[[], None] = lambda: None,
+        stored: Stored = dict,
+        frozen: Collection[str] = (),
     ) -> None:
         self.folder, self.keep, self.identity, self.check = Path(folder), keep, identity, check
         self.peers = peers or Peers(60.0, allowance=seconds_to_write(identity))
         self.rank = self.peers.rank
         self.best = -1  # the step of a checkpoint that stays; none
         self._writing: _Writing | None = None
+        self._stored = stored
+        self.base = self._base_of(frozen) if frozen else {}
+
+    def _base_of(self, frozen: Collection[str]) -> dict[str, BaseWeight]:
+        """What of `frozen` lies in folders, and its prints; the same on every rank. Collective, if there is any."""
+        sources = {name: source for name, source in self._stored().items() if name in frozen}
+        if not sources:
+            return {}
+        base: dict[str, BaseWeight] = {}
+
+        def read() -> str:
+            base.update(prints_of(sources))
+            return hashlib.sha256("".join(weight.sha256 for weight in base.values()).encode()).hexdigest()
+
+        prints = self.peers.together("reading the frozen weights", read, expected=CheckpointError)
+        if others := [rank for rank, theirs in enumerate(prints) if theirs != prints[0]]:
+            folder = next(iter(base.values())).folder
+            raise CheckpointError(
+                f"ranks {others} read other frozen weights from {folder} than rank 0: give all ranks the same folder"
+            )
+        return base
 
     def save(
         self,
@@ -182,7 +208,8 @@ class Checkpoints:
         self.best = best
         final = name_of(step)
         draft = self.folder / self.peers.on_first(f"beginning checkpoint {final}", lambda: self._begin(final))
-        state: dict[str, Any] = {f"model.{name}": detached(tensor) for name, tensor in parameters.items()}
+        written = {name: tensor for name, tensor in parameters.items() if name not in self.base}
+        state: dict[str, Any] = {f"model.{name}": detached(tensor) for name, tensor in written.items()}
         state |= {f"optimizer.{name}": detached(tensor) for name, tensor in optimizer.items()}
         state[f"rng.{self.rank}"] = _pack(rng_state())
         state["progress"] = _pack({**progress, "step": step})
@@ -234,23 +261,27 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Fills the given tensors in place from the checkpoint at `path`, sets the generators, returns ``progress``.
 
-        Of the files only what this rank holds is read, however the ranks that wrote them had cut the model.
+        Of the files only what this rank holds is read, however the ranks that wrote them had cut the model; of what the
+        checkpoint leaves to folders too. What is frozen and lay in the checkpoint stays in those that come.
 
         `optimizer` tensors that the checkpoint lacks (their parameters were frozen then) are left as they are; a
         missing parameter is an error. Raises CheckpointError when the checkpoint is of another model.
         """
         progress: dict[str, Any] = {}
+        base: dict[str, Source] = {}
 
         def read() -> str:
             manifest = check_model(path, self.identity)
-            wanted = {f"model.{name}": detached(tensor) for name, tensor in parameters.items()}
+            base.update(base_of(path, manifest, self._stored, self.base))
+            wanted = {f"model.{name}": detached(tensor) for name, tensor in parameters.items() if name not in base}
             missing = [name for name in wanted if name not in manifest.tensors]
             if missing:
                 raise CheckpointError(f"{path}: holds no {missing[0]} ({len(missing)} parameters missing)")
             wanted |= {
                 f"optimizer.{n}": detached(t) for n, t in optimizer.items() if f"optimizer.{n}" in manifest.tensors
             }
-            _read_into(path, manifest, wanted)
+            read_into(path, manifest, wanted)
+            read_base({name: detached(tensor) for name, tensor in parameters.items() if name in base}, base)
             progress.update(read_json(path, manifest, "progress"))
             if progress.get("step") != manifest.step:
                 raise CheckpointError(f"{path}: its progress is of step {progress.get('step')!r}, not {manifest.step}")
@@ -267,6 +298,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path} is another checkpoint on ranks {others} than on rank 0: share the run folder"
             )
+        self.base = {name: weight for name, weight in self.base.items() if name in base}
         return progress
 
     def newest(self, at: Path | None = None) -> Path | None:
@@ -351,6 +383,7 @@ class Checkpoints:
                 key: {"dtype": dtype, "shape": shape, "chunks": chunks}
                 for key, (dtype, shape, chunks) in tables.items()
             },
+            base={name: weight.model_dump() for name, weight in self.base.items()},
         )
         write_synced(draft / MANIFEST, dump_manifest(manifest))
         sync_folder(draft)
@@ -370,18 +403,26 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def load_parameters(path: Path, model: nn.Module, identity: Mapping[str, Any], *, averaged: bool = False) -> int:
+def load_parameters(
+    path: Path, model: nn.Module, identity: Mapping[str, Any], *, averaged: bool = False, stored: Stored = dict
+) -> int:
     """Fills a whole model in this one process from a checkpoint (for `generate`); returns the step.
 
-    averaged: trained weights with their averages, where the checkpoint has them.
+    averaged: trained weights with their averages, where the checkpoint has them. stored: where those lie that it does
+    not hold.
     """
     manifest = check_model(path, identity)
     verify(path)
+    base = base_of(path, manifest, stored)
     wanted = {}
     for name, parameter in model.named_parameters():
         average = f"optimizer.{AVERAGE}.{name}"
-        wanted[average if averaged and average in manifest.tensors else f"model.{name}"] = parameter.detach()
-    _read_into(path, manifest, wanted)
+        if averaged and average in manifest.tensors:
+            wanted[average] = parameter.detach()
+        elif name not in base:
+            wanted[f"model.{name}"] = parameter.detach()
+    read_into(path, manifest, wanted)
+    read_base({name: parameter.detach() for name, parameter in model.named_parameters() if name in base}, base)
     return manifest.step
 
 
@@ -394,64 +435,6 @@ def check_model(path: Path, identity: Mapping[str, Any]) -> Manifest:
             f"{path} is a checkpoint of another model: {what}. Use the config.toml of the run it comes from"
         )
     return manifest
-
-
-def rng_state() -> dict[str, Any]:
-    """The global generators of python, numpy and torch, as JSON-able values; that of this rank's GPU where it has one.
-
-    A checkpoint without the latter, written on a CPU, leaves a GPU's as it was seeded, and a CPU passes it over.
-    """
-    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-    gpu = {"cuda": torch.cuda.get_rng_state().numpy().tobytes().hex()} if torch.cuda.is_initialized() else {}
-    return gpu | {
-        "python": random.getstate(),
-        "numpy": [kind, numpy.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-    }
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Puts back what `rng_state` returned (also after a trip through JSON). Raises all sorts of errors for all else."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    if not 0 <= position <= len(keys):  # numpy does not check, and would read beyond them
-        raise ValueError(f"position {position} of {len(keys)}")
-    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
-    if "cuda" in state and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))
-
-
-def _read_into(path: Path, manifest: Manifest, wanted: Mapping[str, Tensor | Piece]) -> None:
-    """Fills `wanted` in place with what the checkpoint holds under these keys, all of which it has."""
-    deadline = time.monotonic() + LATE_SECONDS
-    metadata = Metadata(
-        {
-            key: TensorStorageMetadata(
-                TensorProperties(DTYPES[stored.dtype]),
-                torch.Size(stored.shape),
-                [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks],
-            )
-            for key, stored in manifest.tensors.items()
-            if key in wanted
-        }
-    )
-    planner = LoadPlanner()
-    planner.set_up_planner(dict(wanted), metadata, is_coordinator=True)
-    try:
-        plan = planner.create_local_plan()
-    except (ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    for item in plan.items:
-        stored = manifest.tensors[item.storage_index.fqn]
-        offsets = list(item.storage_index.offset or ())
-        chunk = next(chunk for chunk in stored.chunks if chunk.offsets == offsets)
-        settled(path / chunk.file, manifest.files[chunk.file].size, deadline)
-        tensor = read_chunk(path, stored, chunk, (item.storage_offsets, item.lengths))
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(tensor)
-        planner.commit_tensor(item, target)
 
 
 def read_json(path: Path, manifest: Manifest, key: str) -> Any:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 4
 MOST_DIMENSIONS = 8  # of a tensor in several chunks
 DTYPES = {
     "F64": torch.float64,
@@ -116,8 +116,16 @@ def _tiled(shape: Sequence[int], chunks: Sequence[StoredChunk]) -> bool:
     return not odd
 
 
+class BaseWeight(_Entry):
+    """A frozen weight that lies in a folder of weights and not in the checkpoint: the folder, and a print of what that
+    has of it (`interlace.train.checkpoint.base`)."""
+
+    folder: str
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
 class Manifest(_Entry):
-    """The manifest of a checkpoint. `model` is the identity of the model it is of."""
+    """The manifest of a checkpoint. `model` is the identity of the model it is of, `base` what of it lies elsewhere."""
 
     format: int
     step: int = Field(ge=0)
@@ -126,6 +134,7 @@ class Manifest(_Entry):
     model: Identity
     files: dict[str, File]
     tensors: dict[str, Stored]
+    base: dict[str, BaseWeight]
 
     @model_validator(mode="after")
     def _is_complete(self) -> Manifest:
@@ -138,7 +147,8 @@ class Manifest(_Entry):
                     raise ValueError(f"{name} lies in {chunk.file}, which is not among the files")
                 if chunk.begin + length_of(stored, chunk) > self.files[chunk.file].size:
                     raise ValueError(f"{name} lies outside {chunk.file}")
-        missing = [name for name in self.model.parameters if f"model.{name}" not in self.tensors]
+        known = {f"model.{name}" for name in self.base} | self.tensors.keys()
+        missing = [name for name in self.model.parameters if f"model.{name}" not in known]
         if missing:
             raise ValueError(f"the parameter {missing[0]} is in none of the files ({len(missing)} are missing)")
         return self
@@ -262,7 +272,7 @@ def read_manifest(folder: Path) -> Manifest:
     if version != FORMAT:
         raise CheckpointError(
             f"{folder}: checkpoint format {version!r}, this version reads {FORMAT}"
-            + ("; the version of Interlace that wrote it can go on from it" if version == 1 else "")
+            + ("; the version of Interlace that wrote it can go on from it" if version in range(1, FORMAT) else "")
         )
     try:
         return make_manifest(**table)

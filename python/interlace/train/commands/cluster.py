@@ -32,7 +32,7 @@ from interlace.train import device as devices
 from interlace.train.commands import cluster_facts, cluster_links, cluster_report
 from interlace.train.commands.cluster_facts import Facts, Trouble, ranks_in_words
 from interlace.train.commands.cluster_report import Report
-from interlace.train.config import ConfigError, load
+from interlace.train.config import ConfigError, load, unsettled
 from interlace.train.errors import TrainingError
 from interlace.train.launch import launcher
 from interlace.train.launch.startup import meeting_place
@@ -62,7 +62,9 @@ def doctor_distributed(
     if launcher.under_launcher():
         return Examination(config, timeout, seconds, slow).run(out)
     if ranks is None and config is not None:
-        ranks = load(config, []).world_size()
+        loaded = load(config, [])
+        unsettled(loaded, str(config), "doctor --distributed (or --ranks N)")
+        ranks = loaded.world_size()
     if ranks is None or ranks < 1:
         raise ConfigError(
             "doctor --distributed: start it with torchrun, or say how many ranks to start on this machine: --ranks N, "
@@ -286,7 +288,7 @@ class Examination:
         folder, wanted = Path("runs"), "auto"
         if self.config is not None:
             try:
-                config = load(self.config, [])
+                config = load(self.config, [], open_replicas=True)
             except ConfigError as error:
                 raise ValueError(str(error)) from error
             folder, wanted = Path(config.run.folder), config.run.device

@@ -1,22 +1,37 @@
-"""``interlace data check``: what is in a config's files, or in files alone, before anything is trained on it."""
+"""``interlace data check``: what is in a config's files, or in files alone, before anything is trained on it.
+
+``interlace data index``: where records begin and how large they are, made once for large data.
+
+``interlace data folder``: chats about the pictures of a folder, for those who have nothing but pictures.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from interlace.train.config import ConfigError, load
 
 CLEAN, BROKEN = 0, 1
+MOST_NAMED = 20
+HELD_OUT = ".held-out"
 
 
 def check(options: argparse.Namespace) -> int:
     """Reports on the data and writes a page of samples; 0 when all is well, 1 when records or files are broken."""
     from interlace.data import chats_page
-    from interlace.data.chats_store import Rules
+    from interlace.data.chats import SEEN
+    from interlace.data.chats_records import Rules
 
     if options.samples < 0:
         raise ConfigError(f"--samples {options.samples}: 0 or more")
@@ -26,41 +41,201 @@ def check(options: argparse.Namespace) -> int:
     if options.set and not configs:
         raise ConfigError("--set changes a config, and none is given")
     chats: Any = None
+    config: Any = None
+    splits: list[_Split]
     if configs:
-        splits, chats, rules, cache = _of_config(configs[0], options.set, not options.headers)
+        splits, chats, config = _of_config(configs[0], options.set, not options.headers)
     else:
-        splits, rules, cache = {"": options.files}, Rules(decode=not options.headers), None
+        splits = [_Split("", "", options.files, Rules(decode=not options.headers))]
     if options.samples:
-        _check_out(options.out, [*options.files, *(file for files in splits.values() for file in files)])
-    strict = rules.on_too_long == "error"
+        _check_out(options.out, [*options.files, *(file for split in splits for file in split.files)])
+    strict = splits[0].rules.on_too_long == "error"
     findings = chats_page.Findings(strict)
     shown: list[Any] = []
-    for name, files in splits.items():
+    trained: dict[str, set[int]] = {}
+    tokens: dict[str, np.ndarray] = {}
+    overlaps = False
+    for place, split in enumerate(splits):
         own = chats_page.Findings(strict)
-        for one in _examined(files, chats, rules, cache):
+        seen = 0
+        room = len(shown) + -(-(options.samples - len(shown)) // (len(splits) - place))  # of each split some
+        before = trained.setdefault(split.source, set())
+        for one in _examined(split.files, chats, split.rules, None if config is None else config.data.cache):
             own.add(one)
             findings.add(one)
-            if one.broken is None and one.chat is not None and len(shown) < options.samples:
+            if split.kind == "train":
+                before.add(zlib.crc32(one.raw.line))
+            elif one.broken is None:
+                seen += zlib.crc32(one.raw.line) in before
+            if one.broken is None and one.chat is not None and len(shown) < room:
                 shown.append((one.raw.where, one.chat, one.encoded))
-        print("\n".join([f"{name}: " * bool(name) + ", ".join(map(str, files)), *own.lines()]))
+        if split.kind == "train":
+            tokens[split.source] = np.array(own.lengths, np.int64)
+        print("\n".join([split.name + ", ".join(map(str, split.files)), *own.lines()]))
+        if 100 * seen > own.usable:  # some few are chance: a hash has 32 bits
+            overlaps = True
+            print(SEEN.format(seen, own.usable))
+    if config is not None and len(config.data.sources) > 1:
+        print("\n".join(_mixture(config.data, tokens)))
     if options.samples:
         title = f"interlace data check {' '.join(map(str, options.files))}"
-        temporary = options.out.with_name(f".{options.out.name}.{os.getpid()}")
-        try:
-            temporary.write_text(chats_page.write(title, findings, shown, chats), encoding="utf-8")
-            temporary.replace(options.out)
-        except OSError as error:
-            raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
+        _write({options.out: chats_page.write(title, findings, shown, chats)})
         print(f"{options.out}: {len(shown)} samples as the model will see them")
-    return BROKEN if findings.broken or not findings.usable else CLEAN
+    return BROKEN if findings.broken or overlaps or not findings.usable else CLEAN
 
 
-def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[dict[str, list[Path]], Any, Any, str | None]:
-    """The files of a config by split, how its model reads chats, and the rules. Raises ConfigError."""
+@dataclass(frozen=True)
+class _Split:
+    """Files that are checked together. kind: "train", "validation" or, of files alone, ""; source: of which source."""
+
+    source: str
+    kind: str
+    files: list[Path]
+    rules: Any
+
+    @property
+    def name(self) -> str:
+        said = " ".join(word for word in (self.source, self.kind) if word)
+        return f"{said}: " if said else ""
+
+
+def _mixture(data: Any, tokens: Mapping[str, np.ndarray]) -> list[str]:
+    """Lines of text: what an epoch draws of each source, before any is held out for validation."""
+    from interlace.data.mixture import share_of
+
+    sources = [(each.name, each.weight, lengths) for each in data.sources if len(lengths := tokens[each.name])]
+    limits = {each.name: each.limit for each in data.sources}
+    sizes = {name: min(len(lengths), limits[name] or len(lengths)) for name, _, lengths in sources}
+    means = [Fraction(int(lengths.sum()), len(lengths)) for _, _, lengths in sources]
+    if not sources:
+        return []
+    shares = share_of([weight for _, weight, _ in sources], means if data.mix_by == "tokens" else None)
+    draws = sum(sizes.values())
+    read = [share * mean for share, mean in zip(shares, means, strict=True)]
+    lines = [f"an epoch draws {draws:,} samples (weights are shares of {data.mix_by}):"]
+    for (name, _, _), share, part in zip(sources, shares, read, strict=True):
+        lines.append(
+            f"  {name}: {100 * float(share):.1f} % of the samples, {100 * float(part / sum(read)):.1f} % of the "
+            f"tokens; gone through {float(share * draws / sizes[name]):.2f} times"
+        )
+    return lines
+
+
+def index(options: argparse.Namespace) -> int:
+    """Indexes the files of a config, or files alone; 0 when all records can be used, 1 when some are broken."""
+    from interlace.data import cache_folder, chats_files, chats_index
+    from interlace.data.chats_records import Rules
+
+    configs = [path for path in options.files if path.suffix == ".toml"]
+    if configs and len(options.files) > 1:
+        raise ConfigError(f"{configs[0]}: give one config, or files of chats")
+    if options.set and not configs:
+        raise ConfigError("--set changes a config, and none is given")
+    if options.processes is not None and options.processes < 1:
+        raise ConfigError(f"--processes {options.processes}: at least 1")
+    groups: list[tuple[str, list[Any], Rules]] = []
+    if configs:
+        data = load(configs[0], options.set).data
+        if data.dataset != "chats":
+            raise ConfigError(f"{configs[0]}: data.dataset is {data.dataset!r}; only files of chats are indexed")
+        cache = data.cache
+        for each in data.each_source():
+            rules = Rules(each.media, decode=data.decode_first, sizes=data.sizes, prompt=each.prompt)
+            groups += [(each.name, list(files), rules) for files in (each.train, each.validation) if files]
+    else:
+        cache = options.cache
+        groups = [("", options.files, Rules(options.media, decode=options.decode, sizes=options.sizes))]
+    media = cache_folder(cache) / "chats" / "media"
+    broken = 0
+    for name, files, rules in groups:
+        try:
+            found = chats_files.find(files)
+            made = chats_index.load(found, rules, media, processes=options.processes, say=print)
+        except (ValueError, ImportError, OSError) as error:
+            raise ConfigError(str(error)) from None
+        kinds = ", ".join(f"{made.totals[kind]:,} of kind {kind}" for kind in chats_index.KINDS if made.totals[kind])
+        print(
+            f"{name}{': ' * bool(name)}{len(made):,} records, {made.totals['broken']:,} of them broken, "
+            f"{made.totals['text']:,} characters; media: {kinds or 'none'}; {made.folder}"
+        )
+        listed = (made.folder / "broken.jsonl").read_text(encoding="utf-8").splitlines()[:MOST_NAMED]
+        for where, kind, why in map(json.loads, listed):
+            print(f"{where}: {kind}: {' '.join(why.split())}")
+        broken += made.totals["broken"]
+    return BROKEN if broken else CLEAN
+
+
+def folder(options: argparse.Namespace) -> int:
+    """Writes JSON lines of chats about a folder's pictures; 0 when all of them are in, 1 when some are left out."""
+    from interlace.data import chats_folder
+    from interlace.data.chats_shapes import TAG
+
+    share, question = options.held_out, options.question
+    if not 0 <= share < 1:
+        raise ConfigError(f"--held-out {share:g}: a share of the pictures, from 0 to less than 1, such as 0.2")
+    if question is not None and (TAG.search(question) or not question.strip()):
+        raise ConfigError(f"--question {question!r}: give its words alone, the picture is put before them")
+    if options.out.suffix not in (".jsonl", ".ndjson"):
+        raise ConfigError(f"--out {options.out}: give the name of a .jsonl file")
+    outs = [options.out, options.out.with_name(f"{options.out.stem}{HELD_OUT}{options.out.suffix}")][: 1 + (share > 0)]
+    for out in outs:
+        if out.exists():
+            raise ConfigError(f"--out: {out} is there already: remove it, or give another name")
+        if not out.parent.is_dir():  # found out before every picture is read
+            raise ConfigError(f"--out {out}: cannot write there: no folder {out.parent}")
+    try:
+        found = chats_folder.look_through(options.folder)
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    for path, why in found.left_out[:MOST_NAMED]:
+        print(f"{path}: {why}")
+    if len(found.left_out) > MOST_NAMED:
+        print(f"and {len(found.left_out) - MOST_NAMED:,} more")
+    if not found.pictures:
+        raise ConfigError(f"{options.folder}: none of its {len(found.left_out):,} pictures can be used")
+    kept = chats_folder.held_out(found.pictures, share, by_answer=not found.captions)
+    if share > 0 and (all(kept) or not any(kept)):
+        raise ConfigError(f"--held-out {share:g}: of {len(kept)} pictures that leaves none on one side")
+    asked = question or ("Describe the picture." if found.captions else "What is it?")
+    sides = [[one for one, held in zip(found.pictures, kept) if held is side] for side in (False, True)]
+    _write({out: chats_folder.lines(mine, asked, out.parent.absolute()) for out, mine in zip(outs, sides)})
+    for out, mine in zip(outs, sides):
+        print(f"{out}: {len(mine):,} pictures")
+    answers = len({one.answer for one in found.pictures})
+    what = "texts beside them are" if found.captions else "names of their sub-folders are"
+    print(f"the {what} the answers, {answers:,} different ones; {len(found.left_out):,} pictures left out")
+    if found.others:
+        print(f"{found.others:,} other files are no pictures and were passed over")
+    return BROKEN if found.left_out else CLEAN
+
+
+def _write(texts: Mapping[Path, str]) -> None:
+    """Writes all of the files or nothing. Raises ConfigError."""
+    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
+    done: list[Path] = []
+    path = next(iter(texts))
+    try:
+        for path, text in texts.items():
+            temporaries[path].write_text(text, encoding="utf-8")
+        for path, temporary in temporaries.items():
+            temporary.replace(path)
+            done.append(path)
+    except OSError as error:
+        for each in done:
+            each.unlink(missing_ok=True)
+        raise ConfigError(f"--out {path}: cannot write there: {error.strerror}") from None
+    finally:
+        for temporary in temporaries.values():
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Split], Any, Any]:
+    """What a config trains on and measures with, how its model reads chats, and the config. Raises ConfigError."""
     from dataclasses import replace
 
     from interlace.train.build import build
-    from interlace.train.feed import chat_format, chat_rules
+    from interlace.train.feed import chat_format, chat_sources
     from interlace.train.texts import tokenizer_of
 
     config = load(path, overrides)
@@ -68,10 +243,13 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[dict[str
         raise ConfigError(f"{path}: data.dataset is {config.data.dataset!r}; only files of chats are checked")
     tokenizer = tokenizer_of(config, source=str(path))
     model = build(config, tokenizer, source=str(path))
-    named = {"train": config.data.train, "validation": config.data.validation}
-    splits = {name: [Path(file) for file in files] for name, files in named.items() if files}
-    rules = replace(chat_rules(config, model, str(path)), decode=decode)
-    return splits, chat_format(config, model, tokenizer, str(path)), rules, config.data.cache
+    splits = []
+    for each, rules in chat_sources(config, model, str(path)):
+        name = each.name if config.data.sources else ""
+        for kind, files in (("train", each.train), ("validation", each.validation)):
+            if files:
+                splits.append(_Split(name, kind, [Path(file) for file in files], replace(rules, decode=decode)))
+    return splits, chat_format(config, model, tokenizer, str(path)), config
 
 
 def _check_out(out: Path, inputs: list[Path]) -> None:
@@ -84,11 +262,11 @@ def _check_out(out: Path, inputs: list[Path]) -> None:
 
 
 def _examined(files: list[Path], chats: Any, rules: Any, cache: str | None) -> Iterator[Any]:
-    from interlace.data import cache_folder, chats_files, chats_store
+    from interlace.data import cache_folder, chats_examine, chats_files
 
     media = cache_folder(cache) / "chats" / "media"
     try:
         found = chats_files.find(files)
-        yield from chats_store.examine(found, chats, rules, media)
+        yield from chats_examine.examine(found, chats, rules, media)
     except (ValueError, ImportError, OSError) as error:
         raise ConfigError(str(error)) from None

@@ -20,6 +20,7 @@ def export(options: argparse.Namespace) -> int:
     """``interlace export RUN FOLDER``: a whole checkpoint key for key, other models as one folder per module.
 
     Adapters (``train.lora``) are added to the weights; with ``--adapter`` they are all that is written, for peft.
+    ``--check``: 1 where HuggingFace's own classes answer otherwise from the folder (`reloaded`).
     """
     from safetensors import SafetensorError
 
@@ -27,10 +28,8 @@ def export(options: argparse.Namespace) -> int:
     from interlace.model.module_folder import PROJECTOR
     from interlace.model.naming import LANGUAGE_MODEL
     from interlace.model.whole import dtype_of, new_folder
-    from interlace.train.build import architecture
-    from interlace.train.checkpoint import checkpoints
-    from interlace.train.checkpoint.identity import identity_of
-    from interlace.train.chosen import choose
+    from interlace.train.chosen import choose, fill
+    from interlace.train.commands.reloaded import ask, check
 
     run, at = checkpoint_of(options.run)
     target: Path = options.folder
@@ -39,8 +38,17 @@ def export(options: argparse.Namespace) -> int:
     if options.step is not None and at is not None:
         raise ConfigError(f"--step {options.step}: {options.run} is one checkpoint already")
     source = str(run / "config.toml")
-    config = load(source)
+    config = load(source, options.set, open_replicas=True)
     base = config.model.path or config.model.modules()[LANGUAGE_MODEL].path or ""
+    if options.check is not None and (options.check < 1 or options.adapter):
+        raise ConfigError(
+            f"--check {options.check}: " + ("an adapter alone answers nothing" if options.adapter else "1 or more")
+        )
+    if options.check is not None and config.model.path is not None:
+        raise ConfigError(
+            f"--check {options.check} compares folders of modules; a whole checkpoint is HuggingFace's own format: "
+            "leave --check out, and load what is written with the class that its config.json names"
+        )
     if options.adapter and config.train.lora is None:
         raise ConfigError(f"--adapter: {run} has trained none ([train.lora]): leave it out")
     if options.adapter and not base:
@@ -50,8 +58,8 @@ def export(options: argparse.Namespace) -> int:
         )
     chosen = choose(config, run, at=at, step=options.step, raw=options.raw)
     model = _model(config, source)
-    identity = identity_of(model, architecture(config))
-    step = checkpoints.load_parameters(chosen.path, model, identity, averaged=chosen.averaged)
+    step = fill(config, model, chosen, source=source)
+    asked = None if options.check is None else ask(model, config, options.check, source)  # as trained: not yet merged
     try:
         if options.adapter:
             parts = model.modules_order() if config.model.path is not None else [LANGUAGE_MODEL]
@@ -68,7 +76,11 @@ def export(options: argparse.Namespace) -> int:
     except (ValueError, OSError, SafetensorError) as error:
         raise ConfigError(f"export to {target}: {error}") from None
     print(f"{target}: step {step} of {run}{chosen.words and f' ({chosen.words})'}")
-    return 0
+    if asked is None:
+        return 0
+    checked = check(asked, target)
+    print(checked.words(target))
+    return 0 if checked.good else 1
 
 
 def _companions(config: Config, model: Any, folder: Path, source: str) -> None:

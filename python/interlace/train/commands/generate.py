@@ -17,24 +17,19 @@ def generate(options: argparse.Namespace) -> int:
 
     from interlace.data import IGNORE, Sample
     from interlace.train.answers import answer
-    from interlace.train.build import architecture, build, materialize
-    from interlace.train.checkpoint import checkpoints
-    from interlace.train.checkpoint.identity import identity_of
-    from interlace.train.chosen import choose
+    from interlace.train.build import build, materialize
+    from interlace.train.chosen import choose, fill
     from interlace.train.texts import tokenizer_of
 
     folder, at = checkpoint_of(options.run)
     source = str(folder / "config.toml")
-    config = load(source)
+    config = load(source, options.set, open_replicas=True)
     if options.step is not None and at is not None:
         raise ConfigError(f"--step {options.step}: {options.run} is one checkpoint already")
     if options.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {options.max_new_tokens}: at least 1")
     if not (options.image or options.speech or options.prompt):
         raise ConfigError("nothing to answer: give --image, --speech or --prompt")
-    known = languages(config)
-    if options.language not in known:
-        raise ConfigError(f"--language {options.language}: this run's answers are in {', '.join(known)}")
     tokenizer = tokenizer_of(config, source=source)
     model: Any = build(config, tokenizer, source=source)
     for path in (*options.image, *options.speech):
@@ -44,8 +39,7 @@ def generate(options: argparse.Namespace) -> int:
     chosen = choose(config, folder, at=at, step=options.step, raw=options.raw)
     ids, media = read(config, model, tokenizer, options, folder)
     materialize(model, seed=config.run.seed)
-    identity = identity_of(model, architecture(config))
-    step = checkpoints.load_parameters(chosen.path, model, identity, averaged=chosen.averaged)
+    step = fill(config, model, chosen, source=source)
     if chosen.words:  # on stderr: the answer is alone on stdout
         print(f"interlace: step {step} of {folder} ({chosen.words})", file=sys.stderr)
     longest, room = options.max_new_tokens, model.max_length
@@ -63,10 +57,11 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def _caption(config: Config, model: Any, tokenizer: Any, options: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
-    """Ids and media of what the stamps and digits teach: media, a text, a language."""
+    """Ids and media of what the digits teach: media and a text."""
     import torch
 
     from interlace import data
+    from interlace.data.digits import ASKED_IN
     from interlace.train.feed import kinds, media_specs
 
     specs = media_specs(config, model, source=str(folder / "config.toml"))
@@ -86,7 +81,7 @@ def _caption(config: Config, model: Any, tokenizer: Any, options: argparse.Names
         count = model.encoders[modality].tokens(tuple(tensor.shape))
         media.setdefault(modality, []).append(data.Media(tuple(tensor.shape), count, tensor))
         runs.append((modality, count))
-    return torch.tensor(tokenizer.prompt(runs, options.language, options.prompt)), media
+    return torch.tensor(tokenizer.prompt(runs, ASKED_IN, options.prompt)), media
 
 
 def _chat(config: Config, model: Any, tokenizer: Any, options: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
@@ -94,7 +89,6 @@ def _chat(config: Config, model: Any, tokenizer: Any, options: argparse.Namespac
     import torch
 
     from interlace.data import Media
-    from interlace.data.chats_media import look_at
     from interlace.data.chats_shapes import BrokenSampleError, Chat, Part, Turn
     from interlace.data.chats_tokens import Encoded
     from interlace.train.feed import chat_format
@@ -106,7 +100,7 @@ def _chat(config: Config, model: Any, tokenizer: Any, options: argparse.Namespac
     chat = Chat((Turn("user", tuple(parts), False), Turn("assistant", (Part("text", "x"),), True)))
     chats = chat_format(config, model, tokenizer, str(folder / "config.toml"))
     try:
-        encoded = chats.encode(chat, [look_at(part.kind, part.path, decode=False) for part in chat.media])
+        encoded = chats.encode(chat, [chats.look(part.kind, part.path, decode=False) for part in chat.media])
         stop = encoded.targets.index(True)
         encoded = Encoded(encoded.ids[:stop], encoded.targets[:stop], encoded.items)
         loaded = chats.load(chat, encoded)
@@ -116,15 +110,6 @@ def _chat(config: Config, model: Any, tokenizer: Any, options: argparse.Namespac
     for item, data in zip(encoded.items, loaded, strict=True):
         media.setdefault(item.encoder, []).append(Media(item.shape, item.tokens, data, about=item.about))
     return torch.tensor(encoded.ids), media
-
-
-def languages(config: Config) -> tuple[str, ...]:
-    """The languages that a run of `config` learns to answer in."""
-    from interlace.data.stamps import LANGUAGES
-
-    if config.data.dataset != "stamps":
-        return ("en",)
-    return tuple(config.data.languages or LANGUAGES)
 
 
 def checkpoint_of(path: Path) -> tuple[Path, Path | None]:

@@ -7,13 +7,12 @@ estimate leaves out: docs/what-ranks-hold.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.train.config import ConfigError
-from interlace.train.costs import budget_loads
+from interlace.train.scheduling import chunk_costs, chunk_loads, chunk_sizes, step_schedule
 from interlace.train.schema import Config
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 VERSION = 1  # of the keys of the JSON
 _MOST_SHOWN = 64  # ranks
 _BAR = 40  # letters of the largest peak
+_DEGREES = ("tp", "cp", "pp", "virtual", "order", "dp", "shard", "shard_ranks")
 _KINDS = {"weights": "w", "gradients": "g", "optimizer": "o", "activations": "a", "buffers": "b"}
 
 
@@ -90,7 +90,7 @@ class LayoutFacts:
             for stage in self.stages
             if stage.module == name
         ]
-        degrees = {degree: getattr(spec, degree) for degree in ("tp", "cp", "pp", "dp", "shard", "shard_ranks")}
+        degrees = {degree: getattr(spec, degree) for degree in _DEGREES}
         return {"module": name, **degrees, "stages": stages}
 
     def _rank(self, memory: RankMemory) -> dict[str, Any]:
@@ -133,50 +133,23 @@ class LayoutFacts:
 
 def of_config(config: Config, model: Any, costs: Costs, microbatches: int, source: str) -> LayoutFacts:
     """The facts of the config's own layout, all replicas of it. Raises ConfigError where a rank could not hold it."""
-    from interlace.plan.memory import activation_bytes, rank_memory
     from interlace.run import stage_durations
-    from interlace.run.gradients import BUCKET_BYTES
-    from interlace.run.traced import activations_of, weights_of
+    from interlace.run.traced import weights_of
     from interlace.schedule import Op
-    from interlace.schedule.memory import peak
     from interlace.train.build import build_layout
-    from interlace.train.commands import planning
-    from interlace.train.device import AUTOCAST
-    from interlace.train.optim import state_sizes
-    from interlace.train.tuning import rates
+    from interlace.train.rank_memory import activations_of_config, held_by_ranks
 
     layout = build_layout(config, model, source=source)
     try:
         rows = config.parallel.sequence_parallel
         weights = weights_of(model, layout, sequence_parallel=rows)
-        activations = activations_of(
-            model,
-            layout,
-            checkpointing=config.train.activation_checkpointing,
-            sequence_parallel=rows,
-            autocast=AUTOCAST[config.train.precision],
-            items=_items(config, model),
-        )
-        loads = _loads(config, model, activations, planning.chunk_sizes(config, layout, microbatches))
-        schedule = planning.step_schedule(config, model, layout, microbatches)
-        sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
-        peaks = [peak(actions, sizes) for actions in schedule.actions]
-        held = [(found.in_flight, found.bytes) for found in peaks]
-        by_layer = _by_layer(schedule)
-        memory = rank_memory(
-            layout,
-            weights,
-            activations,
-            loads,
-            held,
-            bucket_bytes=BUCKET_BYTES,
-            offload_optimizer=config.train.offload_optimizer,
-            state=state_sizes(config, model, rates(config, model)),
-            by_layer=by_layer,
-        )
+        activations = activations_of_config(config, model, layout)
+        loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, microbatches))
+        schedule = step_schedule(config, model, layout, microbatches)
+        held = held_by_ranks(config, model, schedule, weights, activations, loads)
     except ValueError as error:
         raise ConfigError(f"{source}: [parallel]: {error}") from None
-    scaled = planning.chunk_costs(config, layout, costs, microbatches)
+    scaled = chunk_costs(config, layout, costs.modules, microbatches)
     durations = stage_durations(model, layout, scaled, recompute=config.train.recompute)
     stages = tuple(
         StageFacts(
@@ -198,45 +171,9 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
     )
     shown = layout.world // config.parallel.replicas("language_model") if config.uniform() else layout.world
     return LayoutFacts(
-        config.run.name, layout.placement, config.parallel.schedule, microbatches, layout, stages, memory, shown,
-        costs.origin, by_layer,
+        config.run.name, layout.placement, config.parallel.schedule, microbatches, layout, stages, held.memory,
+        shown, costs.origin, held.by_layer,
     )  # fmt: skip
-
-
-def _by_layer(schedule: Any) -> frozenset[tuple[int, str]]:
-    """The (rank, module) whose weights a schedule gathers layer by layer, in all of the rank's stages."""
-    from interlace.schedule import Op
-
-    ways: dict[tuple[int, str], set[Op]] = {}
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            if action.op in (Op.UNSHARD, Op.UNSHARD_LAYERS):
-                ways.setdefault((rank, action.module), set()).add(action.op)
-    return frozenset(key for key, ops in ways.items() if ops == {Op.UNSHARD_LAYERS})
-
-
-def _items(config: Config, model: Any) -> dict[str, tuple[int, ...]]:
-    """Of each encoder that hears, the shape of a clip that fills its budget: it is padded to the encoder's length."""
-    from interlace.model.audio import AudioInputs
-
-    longest = round(config.data.max_audio_seconds * 100)  # frames of 10 ms
-    clips = {name: each.default_shape for name, each in model.encoders.items() if isinstance(each.feed, AudioInputs)}
-    return {name: (shape[0], min(shape[1], longest)) for name, shape in clips.items()}
-
-
-def _loads(config: Config, model: Any, activations: Mapping[str, Any], sizes: Mapping[str, float]) -> dict[str, Any]:
-    """What passes through a chunk of each module; all text counts as targets."""
-    from interlace.plan.memory import Load
-
-    tokens = {name: load.tokens for name, load in budget_loads(config, model).items()}
-    language = activations["language_model"]
-    features = sum(tokens[name] * activations[name].edges[-1] for name in tokens if name != "language_model")
-    features = features / language.feature if language.feature else 0.0
-    rows = tokens["language_model"]
-    found = {name: Load(tokens[name] * sizes[name]) for name in tokens}
-    size = sizes["language_model"]
-    found["language_model"] = Load(rows * size, max(rows - features, 0.0) * size, features * size)
-    return found
 
 
 # ---------------------------------------------------------------------- for people
@@ -261,7 +198,9 @@ def show(facts: LayoutFacts, console: Any) -> None:
             str(stage.stage),
             f"{stage.start}:{stage.stop}",
             lanes,
-            *(str(degree) for degree in (spec.tp, spec.cp, spec.pp, spec.dp)),
+            *(str(degree) for degree in (spec.tp, spec.cp)),
+            str(spec.pp) if spec.virtual == 1 else f"{spec.pp} x {spec.virtual}",
+            str(spec.dp),
             shard,
             f"{stage.parameters / 1e6:,.2f} M",
             f"{1e3 * stage.seconds:,.2f}",

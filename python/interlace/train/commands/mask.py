@@ -10,7 +10,7 @@ from interlace.train.config import ConfigError, load
 def mask(options: argparse.Namespace) -> int:
     """``interlace mask``: the attention mask of the first training samples of a config, packed into one row."""
     from interlace.train.build import build
-    from interlace.train.feed import datasets
+    from interlace.train.feed import datasets, indexed
     from interlace.train.texts import tokenizer_of
 
     if options.samples < 1:
@@ -18,9 +18,7 @@ def mask(options: argparse.Namespace) -> int:
     config = load(options.config, options.set)
     tokenizer = tokenizer_of(config, source=str(options.config))
     model = build(config, tokenizer, source=str(options.config))
-    train_data, _, note = datasets(config, model, tokenizer, source=str(options.config))
-    if note:
-        print(f"interlace: {note}")
+    train_data = indexed(*datasets(config, model, tokenizer, source=str(options.config)))
     samples = [train_data.sample(i, 0) for i in range(min(options.samples, len(train_data)))]
     drawn = model.collate(samples, only=["language_model"])["mask"]
     try:

@@ -3,9 +3,11 @@
 ``plan`` shows the config's own layout and the memory of its ranks first: see layout.py.
 
 Layer costs are counted (FLOPs over a rank's speed, for a microbatch of the config's mixture of samples whose images,
-clips and captions fill their budgets) or, with ``--profile``, timed on this machine with a batch of the config's data.
-The model is never allocated unless it is timed, so a config for a thousand GPUs can be planned on a laptop. Where all
-modules have one dp, figures are those of one replica of the whole model; else of the whole run.
+clips and captions fill their budgets) or, with ``--profile``, timed on this machine with a batch of the config's data,
+or, with ``--costs``, those that a run has measured. With these, or with ``parallel.links``, messages, sums of
+gradients, gathers of weights and the optimizer are in the simulation too, and `simulate` plays all replicas. The model
+is never allocated unless it is timed, so a config for a thousand GPUs can be planned on a laptop. Where all modules
+have one dp, other figures are those of one replica of the whole model; else of the whole run.
 """
 
 from __future__ import annotations
@@ -13,41 +15,67 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from interlace.train.config import ConfigError, load
-from interlace.train.costs import budget_loads, flop_costs
+from interlace.train.commands import large
+from interlace.train.config import ConfigError, load, unsettled
+from interlace.train.costs import Load, budget_loads, flop_costs, stated_links
+from interlace.train.scheduling import chunk_costs, chunk_counts, chunk_sizes, scaled, step_schedule
 from interlace.train.schema import Config
+
+MOST_SHOWN = 64
+"""Ranks of a cut that `plan` prints."""
 
 
 @dataclass
 class Costs:
-    """Layer costs in seconds, and one line on where they come from."""
+    """Layer costs in seconds, and one line on where they come from.
+
+    modules: of a microbatch, on a rank that has it whole. step: of chunks of any size, where they were measured so.
+    links: how fast ranks reach each other, where that is known; else what they tell each other is free. counted: of
+    chunks of any size, where FLOPs are counted.
+    """
 
     modules: Mapping[str, Any]
     origin: str
+    step: Any = None
+    links: Any = None
+    counted: Any = None
 
 
 def plan(options: argparse.Namespace) -> int:
     """Prints the config's layout with the memory of its ranks, and the cuts with and without frozen awareness."""
+    if options.auto:
+        if options.data is not None:
+            raise ConfigError("--data is for plan without --auto, of a layout that is known: leave one of them out")
+        return plan_auto(options)
+    for name in ("gpus", "memory", "out"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is for plan --auto: add --auto, or leave --{name} out")
     from rich.console import Console
     from rich.table import Table
 
     from interlace.train.commands import layout as layouts
     from interlace.train.tuning import rates, summary
 
+    if options.data is not None and options.json:
+        raise ConfigError("--data draws a picture and says what is in it: leave out --json")
     config, model, costs = _load(options)
+    if options.data is not None:
+        from interlace.train.commands import dispatched
+
+        for line in dispatched.show(config, options.data, str(options.config)):
+            print(line)
     microbatches = options.microbatches or config.train.microbatches
     own = _own(config, model, str(options.config))
     ranks = options.ranks or own.world
     candidates = _chains(config, model, costs, ranks, str(options.config), needed=options.ranks is not None)
-    if own.world == ranks and config.parallel.placement == "chain" and not options.profile:
+    if own.world == ranks and config.parallel.placed == "chain" and not options.profile:
         candidates["frozen-aware"] = own  # the same but for how ties are cut
     elif own.world == ranks:
-        candidates[f"config ({config.parallel.placement})"] = own
+        candidates[f"config ({config.parallel.placed})"] = own
     found = layouts.of_config(config, model, costs, microbatches, str(options.config))
     if options.picture is not None:
         layouts.draw(found, options.picture)
@@ -70,11 +98,18 @@ def plan(options: argparse.Namespace) -> int:
         table.add_column(column, justify="right" if column not in ("cut", "stages") else "left", overflow="fold")
     timelines, verdicts = {}, []
     for name, candidate in candidates.items():
-        timeline = _simulated(config, model, candidate, costs, microbatches)
+        try:
+            if candidate.world > large.RANKS:
+                timeline: Any = large.alike(config, model, candidate, costs, microbatches, str(options.config))
+            else:
+                timeline = _simulated(config, model, candidate, costs, microbatches)
+        except ValueError as error:  # over parallel.activation_memory
+            verdicts.append(f"{name}: {error}")
+            continue
         timelines[name] = timeline
         verdicts.append(f"{name}: iteration {1e3 * timeline.makespan:,.1f} ms, bubble {100 * timeline.bubble:.0f} %")
-        busy, rounds = timeline.busy_per_rank, _chunks(config, candidate, microbatches)["language_model"]
-        for rank in range(candidate.world):
+        busy, rounds = timeline.busy_per_rank, chunk_counts(config, candidate, microbatches)["language_model"]
+        for rank in range(min(candidate.world, MOST_SHOWN)):
             stages = candidate.of_rank(rank)
             table.add_row(
                 name if rank == 0 else "",
@@ -86,22 +121,76 @@ def plan(options: argparse.Namespace) -> int:
             )
         table.add_section()
     console.print(table)
+    if ranks > MOST_SHOWN:
+        console.print(f"ranks {MOST_SHOWN} to {ranks - 1}: interlace simulate draws all of them")
     for verdict in verdicts:
         console.print(verdict)
     console.print(costs.origin)
     if own is candidates.get("frozen-aware"):
         console.print("the config's own placement, a chain, is the frozen-aware cut")
-    if "frozen-aware" in candidates:
-        rounds = _chunks(config, candidates["frozen-aware"], microbatches)["language_model"]
+    if {"frozen-aware", "frozen-unaware"} <= set(timelines):
+        rounds = chunk_counts(config, candidates["frozen-aware"], microbatches)["language_model"]
         console.print(_comparison(model, candidates, timelines, rounds))
     return 0
 
 
-def _own(config: Config, model: Any, source: str) -> Any:
-    """The config's own layout; of one replica of the whole model, where there are such."""
+def plan_auto(options: argparse.Namespace) -> int:
+    """Chooses a layout for GPUs that need not be here; prints it and why, or with ``--json`` the lock's content."""
+    import json
+
+    from interlace.train.auto import planlock, report
+    from interlace.train.auto.settle import plan_for
+    from interlace.train.runfolder import write_whole
+
+    source = str(options.config)
+    if options.gpus is None or options.memory is None:
+        raise ConfigError(f"{source}: plan --auto needs --gpus N, how many to use, and --memory GB, what each has")
+    if options.gpus < 1 or not 0 < options.memory < 1e6:
+        raise ConfigError(f"--gpus {options.gpus} --memory {options.memory:g}: at least 1 GPU, and more than 0 GB")
+    if options.profile or options.ranks is not None or options.microbatches is not None:
+        raise ConfigError(
+            "plan --auto takes no --profile, --ranks or --microbatches: it is for GPUs that are not here (interlace "
+            "train measures those of its machine), and chooses the others unless the config says them"
+        )
+    speed = _speed(options)
+    config = load(options.config, options.set)
+    if not config.parallel.auto:  # all of the section is open then, and what [train] gives stays
+        config = load(options.config, [*options.set, "parallel=auto"])
+    how = "as given" if options.tflops is not None else "measured here with a matrix product; give --tflops"
+    said: list[str] = []
+    text, decision, _ = plan_for(
+        config, gpus=options.gpus, memory=1e9 * options.memory, tflops=speed, how=how, source=source, say=said.append
+    )
+    try:
+        if options.out is not None:
+            write_whole(options.out, text)
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
+    if options.picture is not None:
+        report.draw(decision, options.picture, f"{config.run.name}: {_count(options.gpus, 'GPU')}")
+    if options.json:
+        print(json.dumps(planlock.table_of(text), indent=1, sort_keys=True, allow_nan=False))
+        return 0
+    for line in said:
+        print(line)
+    for path in filter(None, (options.picture, options.out)):
+        print(f"wrote {path}")
+    print(planlock.section_of(text))
+    return 0
+
+
+def _speed(options: argparse.Namespace) -> float:
+    """TFLOP/s of a rank."""
+    if options.tflops is not None and options.tflops <= 0:
+        raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
+    return float(options.tflops) if options.tflops is not None else matmul_tflops()
+
+
+def _own(config: Config, model: Any, source: str, *, whole: bool = False) -> Any:
+    """The config's own layout; of one replica of the whole model, where there are such and not the `whole` is asked."""
     from interlace.train.build import build_layout
 
-    return build_layout(config, model, source=source, replicas=1 if config.uniform() else None)
+    return build_layout(config, model, source=source, replicas=1 if config.uniform() and not whole else None)
 
 
 def _chains(config: Config, model: Any, costs: Costs, ranks: int, source: str, *, needed: bool) -> dict[str, Any]:
@@ -141,10 +230,16 @@ def _comparison(model: Any, candidates: Mapping[str, Any], timelines: Mapping[st
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Plays the config's schedule against the costs; writes timeline.png and trace.json."""
+    """Plays the config's schedule against the costs; writes timeline.png and trace.json.
+
+    Of hundreds of ranks, and of samples of different lengths: see `large`.
+    """
     config, model, costs = _load(options)
     microbatches = options.microbatches or config.train.microbatches
-    own = _own(config, model, str(options.config))
+    varied = options.spread is not None
+    own = _own(config, model, str(options.config), whole=costs.links is not None or varied)
+    if varied or own.world > large.RANKS:
+        return large.simulate(config, model, own, costs, microbatches, options)
     try:
         timeline = _simulated(config, model, own, costs, microbatches)
     except ValueError as error:  # of lanes that cannot be
@@ -157,7 +252,7 @@ def simulate(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
     layout = f"{_count(timeline.num_ranks, 'rank')}, {_count(microbatches, 'microbatch')}"
-    print(f"{config.run.name}: {layout}, placement {config.parallel.placement}, schedule {config.parallel.schedule}")
+    print(f"{config.run.name}: {layout}, placement {config.parallel.placed}, schedule {config.parallel.schedule}")
     busy = ", ".join(f"{name} {100 * share:.0f} %" for name, share in timeline.utilization.items())
     print(f"iteration {1e3 * timeline.makespan:,.1f} ms, bubble {100 * timeline.bubble:.0f} %, busy: {busy}")
     print(costs.origin)
@@ -167,18 +262,27 @@ def simulate(options: argparse.Namespace) -> int:
 
 def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
     from interlace.train.build import build
-    from interlace.train.texts import tokenizer_of
+    from interlace.train.texts import tokenizer_of, vocabulary_of
 
     for name in ("ranks", "microbatches"):
         if getattr(options, name, None) is not None and getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)}: at least 1")
     if options.tflops is not None and options.tflops <= 0:
         raise ConfigError(f"--tflops {options.tflops:g}: more than 0")
+    if getattr(options, "spread", None) is not None and not 0 <= options.spread <= 3:
+        raise ConfigError(f"--spread {options.spread:g}: 0 or more, and at most 3")
     config = load(options.config, options.set)
-    tokenizer = tokenizer_of(config, source=str(options.config))
-    model = build(config, tokenizer, source=str(options.config))
+    source = str(options.config)
+    if options.profile and options.costs is not None:
+        raise ConfigError("--profile and --costs say both what layers cost: give one of them")
+    unsettled(config, source, "this command")
     if options.profile:
-        return config, model, _profiled(config, model, tokenizer, str(options.config))
+        tokenizer = tokenizer_of(config, source=source)
+        model = build(config, tokenizer, source=source)
+        return config, model, _profiled(config, model, tokenizer, source)
+    model = build(config, vocabulary_of(config, source=source), source=source)
+    if options.costs is not None:
+        return config, model, _measured(config, model, options.costs)
     return config, model, _counted(config, model, options.tflops)
 
 
@@ -187,77 +291,77 @@ def _simulated(config: Config, model: Any, layout: Any, costs: Costs, microbatch
     from interlace.run import stage_durations
     from interlace.simulate import simulate as play
 
-    recompute = config.train.recompute
-    scaled = chunk_costs(config, layout, costs, microbatches)
-    return play(
-        step_schedule(config, model, layout, microbatches), stage_durations(model, layout, scaled, recompute=recompute)
-    )
+    recompute, schedule = config.train.recompute, step_schedule(config, model, layout, microbatches)
+    if costs.links is not None:
+        return _with_everything(config, model, schedule, costs, microbatches)
+    of_chunk = chunk_costs(config, layout, costs.modules, microbatches)
+    return play(schedule, stage_durations(model, layout, of_chunk, recompute=recompute))
 
 
-def step_schedule(config: Config, model: Any, layout: Any, microbatches: int) -> Any:
-    """The schedule of a step of alike samples."""
-    from interlace.run import stage_graph
-    from interlace.run.lanes import with_lanes
-    from interlace.run.table import nominal_table
-    from interlace.schedule import StepTable, gpipe, one_f_one_b
+def _with_everything(config: Config, model: Any, schedule: Any, costs: Costs, microbatches: int) -> Any:
+    """The timeline of a step with messages, sums, gathers and the optimizer; of chunks of the config's mixture."""
+    from interlace.run.predict import Traffic, predict
+    from interlace.train.device import AUTOCAST
 
-    graph, _ = with_lanes(stage_graph(model, layout), model, sequence_parallel=config.parallel.sequence_parallel)
-    chunks, replicas = _chunks(config, layout, microbatches), layout.data_parallel
-    rounds = chunks.pop("language_model")
-    if all(replicas[name] == replicas["language_model"] and count == rounds for name, count in chunks.items()):
-        presence = [frozenset(layout.modules)] * rounds
-        table = StepTable.aligned(graph.links, presence, replicas=replicas["language_model"])
-    else:
-        table = nominal_table(graph.layout, rounds, chunks)
-    return {"1f1b": one_f_one_b, "gpipe": gpipe}[config.parallel.schedule](graph, table)
-
-
-def chunk_sizes(config: Config, layout: Any, microbatches: int) -> dict[str, float]:
-    """Samples of a chunk of each module, in microbatches of the language model."""
-    chunks, replicas = _chunks(config, layout, microbatches), layout.data_parallel
-    samples = chunks["language_model"] * replicas["language_model"]
-    return {name: samples / (count * replicas[name]) for name, count in chunks.items()}
+    layout, loads = schedule.graph.layout, budget_loads(config, model)
+    shares = chunk_sizes(config, layout, microbatches)
+    sizes = [nominal_size(loads[chunk.module], shares[chunk.module]) for chunk in schedule.table.chunks]
+    rows, precision = config.parallel.sequence_parallel, AUTOCAST[config.train.precision]
+    traffic = Traffic.of(model, layout, sequence_parallel=rows, autocast=precision)
+    features = {}  # of each encoder, what the table's rows stand for
+    for edge in schedule.table.edges:
+        mine = sum(size.rows for size, c in zip(sizes, schedule.table.chunks, strict=True) if c.module == edge.producer)
+        each = traffic.row_bytes[edge.producer][-1] / traffic.feature_bytes if traffic.feature_bytes else 0.0
+        features[edge.producer] = mine * each / max(int(edge.pieces[:, 4].sum()), 1)
+    found, traffic = large.of_any_size(costs, loads), replace(traffic, rows_of=features)
+    return predict(schedule, found, sizes, costs.links, traffic, recompute=config.train.recompute)
 
 
-def chunk_costs(config: Config, layout: Any, costs: Costs, microbatches: int) -> dict[str, Any]:
-    """The costs of a chunk of each module, which the ranks of a lane share."""
-    sizes = chunk_sizes(config, layout, microbatches)
-    return {name: _times(cost, sizes[name] / layout.spec(name).lane_size) for name, cost in costs.modules.items()}
+def nominal_size(load: Load, share: float) -> Any:
+    """The size of a chunk of `share` microbatches; all rows count as targets."""
+    from interlace.plan.step_costs import Size
 
-
-def _chunks(config: Config, layout: Any, microbatches: int) -> dict[str, int]:
-    """Chunks per replica and step of each module of `layout`.
-
-    A layout with other replicas than the config's (a chain for modules of unequal dp) cuts a step into as many in all.
-    """
-
-    def spread(name: str, count: int) -> int:
-        return count if config.uniform() else max(1, count * config.parallel.replicas(name) // layout.spec(name).dp)
-
-    rounds, own = spread("language_model", microbatches), config.chunks()
-    default = 1 if layout.placement == "shared" else rounds
-    encoders = config.model.encoders()
-    return {name: spread(name, own[name]) if name in own else default for name in encoders} | {"language_model": rounds}
-
-
-def _times(cost: Any, factor: float) -> Any:
-    """The costs of a chunk of `factor` times as many samples."""
-    from interlace.plan import LayerTimes, ModuleCosts
-
-    given = (cost.times.forward, cost.times.input_grad, cost.times.weight_grad, cost.times.weight_only)
-    times = LayerTimes(*(np.asarray(values, dtype=np.float64) * factor for values in given))
-    return ModuleCosts(layer=cost.layer, times=times, trainable=cost.trainable)
+    return Size(load.tokens * share, load.tokens * load.keys * share, load.tokens * share)
 
 
 def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
     """FLOPs of a full microbatch over the speed of a rank."""
+    from interlace.plan.counted import counted_costs
+    from interlace.run.sample_sizes import key_bytes_of, row_bytes_of
+
     lengths = budget_loads(config, model)
     speed = tflops if tflops is not None else matmul_tflops()
-    modules = {name: _times(cost, 1 / (speed * 1e12)) for name, cost in flop_costs(config, model).items()}
+    modules = {name: scaled(cost, 1 / (speed * 1e12)) for name, cost in flop_costs(config, model).items()}
     shown = ", ".join(f"{name} {each.tokens:,.0f}" for name, each in lengths.items())
+    links = stated_links(config)
+    told = "what ranks tell each other taken as free" if links is None else "over the links of parallel.links"
     how = "as given" if tflops is not None else "measured here with a matrix product"
-    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), what ranks tell each other taken as free; "
-    return Costs(modules, f"{origin}tokens per microbatch: {shown}")
+    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), {told}; "
+    tp = {name: {1, config.parallel.module(name).tp} for name in modules}  # 1: of the chains that are shown beside
+    rows, keys = row_bytes_of(model), key_bytes_of(model)
+    counted = counted_costs(model, speed * 1e12, tp=tp, row_bytes=rows, key_bytes=keys)
+    return Costs(modules, f"{origin}tokens per microbatch: {shown}", links=links, counted=counted)
+
+
+def _measured(config: Config, model: Any, path: Path) -> Costs:
+    """The costs that a run has written, for a microbatch of the config's mixture. Raises ConfigError."""
+    from interlace.train import forecast
+
+    found, links = forecast.load(path)
+    loads = budget_loads(config, model)
+    try:
+        modules = {name: found.of(name, nominal_size(load, 1.0)) for name, load in loads.items()}
+    except ValueError as error:
+        raise ConfigError(f"--costs {path}: {error}") from None
+    for name, cost in modules.items():
+        if cost.num_layers != len(model.layer_list(name)):
+            raise ConfigError(
+                f"--costs {path}: it is of a model whose {name} has {cost.num_layers} layers, the config's has "
+                f"{len(model.layer_list(name))}: name the file of a run of this model"
+            )
+    shown = ", ".join(f"{name} {100 * error:.0f} %" for name, error in found.errors.items())
+    origin = f"{path}: {found.origin}; its fits are off by {shown} (each size predicted from the others)"
+    return Costs(modules, origin, found, stated_links(config) or links)
 
 
 def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
@@ -266,17 +370,17 @@ def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
 
     from interlace.plan import profile_model
     from interlace.train.build import materialize
-    from interlace.train.feed import datasets
+    from interlace.train.feed import datasets, indexed
     from interlace.train.launch import launcher
 
     torch.set_num_threads(config.parallel.threads or launcher.default_threads(config.world_size()))
-    data, _, note = datasets(config, model, tokenizer, source=source)
+    data = indexed(*datasets(config, model, tokenizer, source=source))
     materialize(model, seed=config.run.seed)
     count = max(1, config.train.batch_size // config.parallel.replicas("language_model") // config.train.microbatches)
     samples = [data.sample(i % len(data), 0) for i in range(count)]
     origin = "timed on this machine, what ranks tell each other taken as free; "
     origin += f"{torch.get_num_threads()} threads, {count} samples of {data.name} per microbatch"
-    return Costs(profile_model(model, samples), origin + (f" ({note})" if note else ""))
+    return Costs(profile_model(model, samples), origin)
 
 
 def matmul_tflops(size: int = 768, repeats: int = 5) -> float:

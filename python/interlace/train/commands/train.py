@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from interlace.train import runfolder
+from interlace.train import runfolder, trackers
 from interlace.train.config import ConfigError, dumps, load, loads
 from interlace.train.launch import launcher, lock
 from interlace.train.schema import Config
@@ -20,6 +20,7 @@ def train(options: argparse.Namespace) -> int:
         return _as_rank(options)
     path = _config_path(options)
     config = load(path, options.set)
+    trackers.check(config, source=str(path))
     if options.take_over and options.resume is None:
         raise ConfigError("--take-over is for going on in a run folder; name it with --resume")
     folder, at = _run_folder(config, options.resume)
@@ -33,10 +34,16 @@ def _in_folder(
     """Prepares and runs the training of `config` in a run folder that is locked."""
     from interlace.train.feed import prepare
 
-    config = prepare(config, _say, source=str(path))
+    prepare(config, _say, source=str(path))
+    launcher.say(f"run folder: {folder}")
+    if config.parallel.auto:
+        from interlace.train.auto.settle import settle
+
+        config = settle(config, source=str(path), folder=folder, lock=options.lock, say=_say)
+    elif options.lock is not None:
+        raise ConfigError(f"--lock {options.lock}: {path} fixes its own layout; a lock is for parallel = 'auto'")
     if options.resume is None:
         runfolder.write_config(folder, config)
-    launcher.say(f"run folder: {folder}")
     world = config.world_size()
     if world == 1:
         from interlace.train.rank import run
@@ -73,10 +80,12 @@ def _config_path(options: argparse.Namespace) -> Path:
     if not options.resume:
         raise ConfigError("train needs a config, such as: interlace train configs/stamps.toml")
     folder = Path(options.resume)
+    if not folder.is_dir():
+        raise ConfigError(f"--resume {options.resume}: there is no such folder")
     for place in (folder, folder.parent, folder.parent.parent):
         if (place / "config.toml").exists():
             return place / "config.toml"
-    raise ConfigError(f"--resume {options.resume}: no config.toml there; name the config as well")
+    raise ConfigError(f"--resume {options.resume}: not a run folder (no config.toml); name one, or the config as well")
 
 
 def _run_folder(config: Config, resume: str | None) -> tuple[Path, Path | None]:
@@ -92,8 +101,8 @@ def _as_rank(options: argparse.Namespace) -> int:
     resume, folder = options.resume, os.environ.get(launcher.RUN_FOLDER)
     if folder is None:
         path = _config_path(options)
-        config = load(path, options.set)
-        return run(config, source=str(path), resume=resume, take_over=options.take_over)
+        config = load(path, options.set, open_replicas=True)
+        return run(config, source=str(path), resume=resume, take_over=options.take_over, plan=options.lock)
     source = os.environ[launcher.SOURCE]
     config = loads(os.environ[launcher.CONFIG], source=source)
     at = runfolder.resolve(config, resume)[1] if resume else None

@@ -324,6 +324,11 @@ def say(line: str) -> None:
         mute()
 
 
+def note(line: str) -> None:
+    """The same of what the user should know beside it."""
+    say(f"interlace: {line}")
+
+
 def say_error(line: str) -> None:
     """The same on stderr."""
     with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -46,6 +46,11 @@ class Peers:
     def exchange(self, what: str, value: float, *, patient: bool = False) -> list[float]:
         """Every rank's `value`, by rank. `what` names the occasion, `patient` grants the allowance as well."""
         return self._exchange(what, float(value), patient)
+
+    def exchange_all(self, what: str, values: Sequence[float]) -> list[list[float]]:
+        """The same of several values, as many on every rank: by rank."""
+        found: list[list[float]] = self._exchange(what, [float(value) for value in values], False)
+        return found
 
     def _exchange(self, what: str, value: Any, patient: bool) -> list[Any]:
         if self._star is None:

@@ -1,0 +1,42 @@
+"""A thread that makes batches in order, ahead of who takes them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+
+class AheadThread(ABC):
+    """Runs `_run`, which puts batches, or the exception that ends it, into a queue of at most `depth`."""
+
+    def __init__(self, depth: int, *arguments: Any) -> None:
+        self._queue: queue.Queue[list[Any] | BaseException] = queue.Queue(maxsize=depth)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=arguments, name="interlace-prefetch", daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    def _run(self, *arguments: Any) -> None:
+        """Makes batch after batch until `_stopping` is set."""
+
+    def _put(self, item: list[Any] | BaseException) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def get(self) -> list[Any]:
+        """The next batch. Raises what was raised on the way."""
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stops the thread, and waits for it."""
+        self._stopping.set()
+        self._thread.join()

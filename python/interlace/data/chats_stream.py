@@ -1,0 +1,107 @@
+"""Somebody's own chats read as a stream: nothing is prepared or counted beforehand, records are taken as they come.
+
+A shard is a piece of a data file (`chats_files.pieces`): a tar, a whole file, or those JSON lines that begin in it. The
+rank that reads a shard parses its records, counts their tokens without pixels, and keeps, cuts or leaves them out by
+the same rules as where chats are prepared first (`chats_store`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from interlace.data import chats_files
+from interlace.data.chats import chat_sample
+from interlace.data.chats_examine import Examined, examine_records
+from interlace.data.chats_files import ChatFileError, Raw
+from interlace.data.chats_records import Rules
+from interlace.data.chats_shapes import Chat
+from interlace.data.chats_store import refuse
+from interlace.data.chats_tokens import ChatFormat, Encoded
+from interlace.data.fetch import cache_folder
+from interlace.data.media import DecodeError
+from interlace.data.stream import SampleStream
+from interlace.model.sample import Sample
+
+log = logging.getLogger("interlace.data")
+
+
+class ChatStream(SampleStream):
+    """The chats of `files` in the order in which they stand there. cache: where pictures inside of tables are written.
+
+    Raises ChatFileError for files that cannot be read, and for records that may not be left out (see `Rules`).
+    """
+
+    name = "chats"
+
+    def __init__(self, files: Sequence[str | Path], chats: ChatFormat, rules: Rules, cache: str | Path | None = None):
+        self.files, self.format, self.rules = chats_files.find(files), chats, replace(rules, decode=False)
+        self.media = cache_folder(cache) / "chats" / "media"
+        self.pieces = [piece for path in self.files for piece in chats_files.pieces(path)]
+        self.lost: dict[str, str] = {}
+        """Where -> why a record that this process has read was left out."""
+        self.read_items = 0
+        """Samples whose media this process has read; one that cannot be decoded is left out, none is blank."""
+        self._counting = threading.Lock()
+
+    @property
+    def shards(self) -> int:
+        return len(self.pieces)
+
+    def fingerprint(self) -> str:
+        said = [[chats_files.signature(path) for path in self.files], self.format.signature(), repr(self.rules)]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+    def read(self, shard: int, epoch: int) -> Iterator[Sample]:
+        for found in examine_records(self._records(shard), self.format, self.rules):
+            if found.broken is not None:
+                refuse(found, self.rules)
+                self._lose(found.raw.where, f"{found.broken.kind}: {found.broken}")
+                continue
+            assert found.encoded is not None and found.chat is not None
+            yield chat_sample(found.encoded, partial(self._load, found, found.chat, found.encoded), found.raw.where)
+
+    def _records(self, shard: int) -> Iterator[Raw]:
+        piece = self.pieces[shard]
+        for raw, _ in chats_files.numbered(piece, self.media, self.rules.prompt):
+            if raw is not None:  # of lines nobody has counted those before the piece
+                yield replace(raw, number=0) if piece.end >= 0 else raw
+
+    def _load(self, found: Examined, chat: Chat, encoded: Encoded) -> list[torch.Tensor]:
+        try:
+            loaded = self.format.load(chat, encoded)
+        except (DecodeError, ValueError, OSError) as error:
+            raise DecodeError(f"{found.raw.where}: {error}") from None
+        if [tuple(tensor.shape) for tensor in loaded] != [item.shape for item in encoded.items]:
+            raise DecodeError(f"{found.raw.where}: its media have other sizes than their headers say")
+        with self._counting:
+            self.read_items += 1
+        return loaded
+
+    def left_out(self, sample: Sample, error: DecodeError) -> None:
+        if self.rules.on_broken == "error":
+            raise ChatFileError(f'{error}; mend it, or set data.on_broken = "skip"')
+        self._lose(sample.name, f"media: {error}")
+
+    def _lose(self, where: str, why: str) -> None:
+        with self._counting:
+            first = where not in self.lost
+            self.lost[where] = why
+        if first:
+            log.warning("%s is left out: %s", where, why)
+
+    def report(self) -> str:
+        """One line on what was left out so far."""
+        return f"{self.name}/train, a stream: {len(self.lost):,} records left out so far by this rank"
+
+    def listing(self) -> str:
+        """What was left out so far, one a line."""
+        return "".join(f"{where}: {' '.join(why.split())}\n" for where, why in sorted(self.lost.items()))

@@ -1,0 +1,256 @@
+"""Several sources as one dataset, each with its share of what is drawn.
+
+A weight is a share of the samples drawn, or of their tokens. Of samples by default: it needs no model to be
+understood, it holds in every epoch to the sample, and another tokenizer leaves the order as it is; a share of tokens
+says what the model reads where sources differ in length. Weights count relative to each other.
+
+An epoch of the mixture has as many draws as the sources have samples in all; each source gives its share of them,
+going through its own samples again and again, each time in a new order, and goes on in the next epoch where it
+stopped. So a source of a large weight is seen several times an epoch, one of a small weight in several epochs, and no
+sample of a source comes again before all of its others did. All of it follows from (seed, epoch) alone: the place in
+the epoch is all the state there is, on any number of ranks. One source alone is a permutation of its samples per epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from interlace.data.base import Reading
+from interlace.data.chats import ChatDataset, Question
+from interlace.model.sample import Sample
+
+By = Literal["samples", "tokens"]
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source: its name, its samples and its weight."""
+
+    name: str
+    data: ChatDataset
+    weight: float = 1.0
+
+
+def share_of(weights: Sequence[float], means: Sequence[Fraction] | None = None) -> list[Fraction]:
+    """The share of each source in the samples drawn, exact; they add up to 1. means: tokens of a sample of each, where
+    weights are shares of tokens: of long samples as many fewer are drawn."""
+    found = [Fraction(str(weight)) for weight in weights]
+    if means is not None:
+        found = [weight / mean for weight, mean in zip(found, means, strict=True)]
+    total = sum(found)
+    return [weight / total for weight in found]
+
+
+class MixedDataset(Dataset[Sample]):
+    """The samples of several sources, one source after the other; `order` mixes them by their weights.
+
+    Raises ValueError for sources that are too many for their samples.
+    """
+
+    name = "chats"
+    varies = ChatDataset.varies
+    loads_together = ChatDataset.loads_together
+
+    def __init__(self, parts: Sequence[Part], by: By = "samples") -> None:
+        if not parts:
+            raise ValueError("there is no source")
+        self.parts, self.by = list(parts), by
+        self._produced = Reading()  # what producers have read for this process, of any source
+        self.starts = np.concatenate([[0], np.cumsum([len(part.data) for part in parts])])
+        means = [Fraction(int(part.data.token_lengths.sum()), len(part.data)) for part in parts]
+        self.shares = share_of([part.weight for part in parts], means if by == "tokens" else None)
+        self._most = max(range(len(parts)), key=lambda place: self.shares[place])
+        if self.draws * self.shares[self._most] < len(parts):
+            raise ValueError(f"{len(parts)} sources have {self.draws} samples in all, too few to be mixed: join some")
+
+    # --- the mixture ----------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Of the sources in order."""
+        return [part.name for part in self.parts]
+
+    @property
+    def draws(self) -> int:
+        """Samples that an epoch draws."""
+        return int(self.starts[-1])
+
+    def drawn(self, epoch: int) -> list[int]:
+        """How many samples of each source are drawn before `epoch` begins."""
+        before = [int(epoch * self.draws * share) for share in self.shares]  # rounded down
+        before[self._most] += epoch * self.draws - sum(before)
+        return before
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """int64 [draws]: the samples of an epoch in the order in which they are drawn."""
+        begin, end = self.drawn(epoch), self.drawn(epoch + 1)
+        labels = np.repeat(np.arange(len(self.parts), dtype=np.int16), np.subtract(end, begin))
+        if len(self.parts) > 1:
+            np.random.default_rng([seed, 6, epoch]).shuffle(labels)
+        order = np.empty(len(labels), np.int64)
+        for place, (first, last) in enumerate(zip(begin, end, strict=True)):
+            order[labels == place] = self.starts[place] + self._through(seed, place, first, last)
+        return order
+
+    def _through(self, seed: int, place: int, first: int, last: int) -> np.ndarray:
+        """The draws [first, last) of a source, which goes through its samples in a new order each time."""
+        size = len(self.parts[place].data)
+        found = np.empty(last - first, np.int64)
+        at = first
+        while at < last:
+            times, inside = divmod(at, size)
+            count = min(size - inside, last - at)
+            whole = np.random.default_rng([seed, 4, times, place]).permutation(size)
+            found[at - first : at - first + count] = whole[inside : inside + count]
+            at += count
+        return found
+
+    def source_of(self, indices: Any) -> np.ndarray:
+        """int64: which source each of the samples is of."""
+        return np.searchsorted(self.starts, np.asarray(indices), side="right") - 1
+
+    # --- as one dataset -------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def _at(self, index: int) -> tuple[ChatDataset, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there are {len(self)} samples, none {index}")
+        place = int(self.source_of(index % len(self)))
+        return self.parts[place].data, index % len(self) - int(self.starts[place])
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.sample(index)
+
+    def sample(self, index: int, epoch: int | None = None) -> Sample:
+        """Sample `index`, as its source gives it. Raises IndexError."""
+        data, own = self._at(index)
+        return data.sample(own, epoch)
+
+    def lengths(self, index: int, epoch: int | None = None) -> dict[str, list[int]]:
+        """Tokens of sample `index` per modality, without decoding; see `ChatDataset.lengths`."""
+        data, own = self._at(index)
+        return data.lengths(own, epoch)
+
+    @property
+    def token_lengths(self) -> np.ndarray:
+        """int64 [n], tokens of each sample."""
+        return np.concatenate([part.data.token_lengths for part in self.parts])
+
+    def set_epoch(self, epoch: int) -> None:
+        """All epochs have the same samples."""
+
+    def answer(self, index: int, epoch: int | None = None) -> list[int]:
+        """The tokens of a sample that are learnt."""
+        data, own = self._at(index)
+        return data.answer(own, epoch)
+
+    def kind(self, index: int) -> str:
+        """What a sample is of; see `ChatDataset.kind`."""
+        data, own = self._at(index)
+        return data.kind(own)
+
+    def questions(self) -> dict[str, list[Question]]:
+        """Kind -> the samples whose records name it, of all sources."""
+        found: dict[str, list[Question]] = {}
+        for start, part in zip(self.starts.tolist(), self.parts, strict=False):
+            for kind, questions in part.data.questions().items():
+                found.setdefault(kind, []).extend(
+                    Question(start + each.index, each.answer, each.takes) for each in questions
+                )
+        return found
+
+    def asked(self, question: Question, shown: Question | None = None) -> Sample:
+        """The sample of a question, with the media of `shown`, of any source, in the place of its own."""
+        data, own = self._at(question.index)
+        media = None
+        if shown is not None:
+            other, index = self._at(shown.index)
+            media = other.media(index)
+        return data.asked(Question(own, question.answer, question.takes), media=media)
+
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest sample, and a bound of the longest prompt."""
+        sizes = [part.data.longest() for part in self.parts]
+        return max(size for size, _ in sizes), max(prompt for _, prompt in sizes)
+
+    def fingerprint(self) -> str:
+        """A hash of everything that determines the sample sequence: equal on all ranks, or they would drift apart."""
+        if len(self.parts) == 1:
+            return self.parts[0].data.fingerprint()
+        said = (self.by, [(part.name, str(part.weight), part.data.fingerprint()) for part in self.parts])
+        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+    def report(self) -> str:
+        """One line on what was left out and what was cut, of each source."""
+        if len(self.parts) == 1:
+            return self.parts[0].data.report()
+        said = [f"{part.name}: {part.data.report()}" for part in self.parts]
+        return "; ".join(said + [f"{path}: {why}" for path, why in self._produced.failures.items()][:1])
+
+    def listing(self) -> str:
+        """Every sample that was left out or cut, one a line with file, line and reason."""
+        return "".join(part.data.listing() for part in self.parts)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """File -> why it could not be read, of all sources."""
+        found = {where: why for part in self.parts for where, why in part.data.failures.items()}
+        return found | self._produced.failures
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """File -> why it is left out although it is not broken, of all sources."""
+        return {where: why for part in self.parts for where, why in part.data.skipped.items()}
+
+    @property
+    def read_items(self) -> int:
+        """Samples whose media this process has read."""
+        return sum(part.data.read_items for part in self.parts) + self._produced.read_items
+
+    @property
+    def blank_items(self) -> int:
+        """How many of these could no longer be read."""
+        return sum(part.data.blank_items for part in self.parts) + self._produced.blank_items
+
+    @property
+    def noted(self) -> list[tuple[str, str]] | None:
+        """Where a producer notes what it lost, of all sources; see `Reading.noted`."""
+        return self.parts[0].data.noted
+
+    @noted.setter
+    def noted(self, found: list[tuple[str, str]] | None) -> None:
+        for part in self.parts:
+            part.data.noted = found
+
+    def took(self, read: int, lost: Iterable[tuple[str, str]]) -> None:
+        """What a producer has read, and lost; see `Reading.took`."""
+        self._produced.took(read, lost)
+
+    def lost(self, source: str, why: str) -> None:
+        """Counts a sample that no producer can read; see `Reading.lost`."""
+        self._produced.lost(source, why)
+
+
+def by_source(data: Any, indices: Sequence[int], found: Sequence[Found]) -> Iterator[tuple[str, list[Found]]]:
+    """(source, those of `found` that are of it) of each source that is among samples `indices` of a dataset; of one
+    that is no mixture all, under ""."""
+    if not isinstance(data, MixedDataset) or len(data.parts) < 2:
+        yield "", list(found)
+        return
+    of = data.source_of(indices)
+    for place, name in enumerate(data.names):
+        if (of == place).any():
+            yield name, [one for one, source in zip(found, of.tolist(), strict=True) if source == place]
+
+
+__all__ = ["By", "MixedDataset", "Part", "by_source", "share_of"]

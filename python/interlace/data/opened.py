@@ -1,0 +1,114 @@
+"""Media files as libraries can read them: by their path, or, of a member of a tar, as a window into that tar.
+
+A member is named ``/data/shard-000.tar!1536+20480!cat.jpg``: the tar, where the member's bytes begin in it, how many
+they are, its name. So reading one needs no index and no neighbour, and nothing is unpacked to a disk.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_MEMBER = re.compile(r"(?P<tar>.+\.tar)!(?P<offset>\d+)\+(?P<size>\d+)!(?P<name>.*)", re.DOTALL | re.IGNORECASE)
+
+
+class Member(NamedTuple):
+    """A member of a tar: the tar's path, the first of its bytes in it, their number, its name."""
+
+    tar: str
+    offset: int
+    size: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.tar}!{self.offset}+{self.size}!{self.name}"
+
+
+def member_of(path: str | Path) -> Member | None:
+    """What `path` names if that is a member of a tar."""
+    text = str(path)
+    found = _MEMBER.fullmatch(text) if ".tar!" in text.lower() else None
+    return None if found is None else Member(found["tar"], int(found["offset"]), int(found["size"]), found["name"])
+
+
+def container_of(path: str) -> str:
+    """The file on the disk that holds a medium: its own, or the tar that it is a member of."""
+    member = member_of(path)
+    return path if member is None else member.tar
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of a file as a file of their own."""
+
+    def __init__(self, member: Member) -> None:
+        self._file = open(member.tar, "rb", buffering=0)  # closed in `close`
+        self._start, self._size, self._at = member.offset, member.size, 0
+        if os.fstat(self._file.fileno()).st_size < member.offset + member.size:
+            self._file.close()
+            raise OSError(f"{member.tar}: ends within {member.name}")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}, before the file's begin")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(view), self._size - self._at))
+        data = os.pread(self._file.fileno(), wanted, self._start + self._at)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[Any]:
+    """What libraries that read files are given: the path as text, or an open file of a tar's member. Raises OSError."""
+    member = member_of(path)
+    if member is None:
+        yield str(path)
+        return
+    with io.BufferedReader(_Window(member)) as file:
+        yield file
+
+
+def read_head(path: str | Path, size: int) -> bytes:
+    """At most the first `size` bytes; -1: all. Raises OSError."""
+    with opened(path) as found:
+        if not isinstance(found, str):
+            data: bytes = found.read(size)
+            return data
+        with open(found, "rb") as file:
+            return file.read(size)
+
+
+def size_of(path: str | Path) -> os.stat_result:
+    """What the system says of the file that holds a medium. Raises OSError, also for a member behind its tar's end."""
+    member = member_of(path)
+    if member is None:
+        return os.stat(path)
+    found = os.stat(member.tar)
+    if found.st_size < member.offset + member.size:
+        raise OSError(0, f"{member.tar} ends within it")
+    return found

@@ -1,0 +1,207 @@
+"""What is asked of those who prepare data apart from training, and how they answer: the same in a worker process and
+in a task of Ray.
+
+A producer has a copy of the loader, hence its dataset, order and packing. It makes batches (token ids, labels, and of
+media what they are) and decodes items of single samples; the trainer only says which place in the sequence it is at
+and which items it computes with. A task depends on nothing but its own numbers, so that whoever has lost a producer
+asks another one for the same, and gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from interlace.data.decoded import DTYPES, Decoded
+from interlace.model.sample import Media, Sample
+
+DEATHS = 3  # producers that one sample may cost before it counts as broken
+
+
+@dataclass(frozen=True)
+class Task:
+    """make: the batch at place `at` of `epoch`. load: the `items` (modality, number) of sample `at`. batches: how many
+    an epoch has."""
+
+    kind: Literal["make", "load", "batches"]
+    epoch: int
+    at: int = 0
+    items: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        what = {"make": f"batch {self.at}", "load": f"sample {self.at}", "batches": "the batches"}
+        return f"{what[self.kind]} of epoch {self.epoch}"
+
+
+class About(NamedTuple):
+    """A media item without its data, as `Media` takes it."""
+
+    shape: tuple[int, ...]
+    tokens: int
+    about: dict[str, tuple[float, ...]]
+
+
+class Bare(NamedTuple):
+    """A sample without its media's data. at: its index in the dataset; ids, labels: int64."""
+
+    at: int
+    ids: np.ndarray
+    labels: np.ndarray
+    media: dict[str, list[About]]
+    name: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """A batch; rows: how many samples each of its rows has, where samples are packed."""
+
+    samples: list[Bare]
+    rows: list[int] | None
+
+
+class Raw(NamedTuple):
+    """An item on its way to another process. kind: its place in `decoded.DTYPES`."""
+
+    kind: int
+    shape: tuple[int, ...]
+    data: Any  # bytes, or an array of uint8
+
+    @classmethod
+    def of(cls, item: Tensor) -> Raw:
+        """The item's own copy of its numbers. Raises TypeError for numbers that no encoder takes."""
+        if item.dtype not in DTYPES:
+            raise TypeError(f"media data is {item.dtype}; scale and normalise it to a floating dtype first")
+        flat = item.detach().contiguous().reshape(-1).view(torch.uint8)
+        return cls(DTYPES.index(item.dtype), tuple(item.shape), flat.numpy())
+
+    def tensor(self) -> Tensor:
+        """The item, in memory that is its own."""
+        return torch.frombuffer(bytearray(self.data), dtype=DTYPES[self.kind]).view(self.shape)
+
+
+@dataclass
+class Loaded:
+    """Items in the order of their task; None: lies among the decoded ones of the node.
+
+    read: how many were read for it; lost: what of them could not be and is blank, (source, why). busy: somebody else
+    decodes this sample now; ask again. broken: why nobody can.
+    """
+
+    items: list[Raw | None] = field(default_factory=list)
+    read: int = 0
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    busy: bool = False
+    broken: str = ""
+
+
+def sample_key(dataset: Any, task: Task) -> tuple[Any, ...]:
+    """What a sample's items are kept under: without the epoch where that changes nothing."""
+    return (task.at, task.epoch) if getattr(dataset, "varies", True) else (task.at,)
+
+
+class Producing:
+    """Answers tasks from a copy of the trainer's loader. decoded: where items are kept for the node, if they are."""
+
+    def __init__(self, loader: Any, decoded: Decoded | None = None) -> None:
+        self.loader, self.dataset, self.decoded = loader, loader.dataset, decoded
+
+    def answer(self, task: Task, *, wait: bool = True) -> Any:
+        """`wait`: for somebody else who decodes the same sample, in place of saying so."""
+        if task.kind == "batches":
+            return self.loader.batches(task.epoch)
+        return self.make(task) if task.kind == "make" else self.load(task, wait)
+
+    def make(self, task: Task) -> Made:
+        """The batch of a task, as the loader's own thread would make it."""
+        batch, indices = self.loader._make(task.epoch, task.at), self.loader.indices(task.epoch, task.at)
+        rows = [len(row) for row in batch] if batch and isinstance(batch[0], list) else None
+        flat = batch if rows is None else [sample for row in batch for sample in row]
+        return Made([_bare(index, sample) for index, sample in zip(indices, flat, strict=True)], rows)
+
+    def load(self, task: Task, wait: bool) -> Loaded:
+        """The items of a sample, decoded unless they are kept already."""
+        if self.decoded is None:
+            return self._decode(task, ())
+        key = sample_key(self.dataset, task)
+        keys = [(*key, *item) for item in task.items]
+        if all(map(self.decoded.has, keys)):
+            return Loaded([None] * len(keys))
+        with self.decoded.claimed(key, wait=wait) as mine:
+            if not mine:
+                return Loaded(busy=True)
+            if all(map(self.decoded.has, keys)):
+                return Loaded([None] * len(keys))
+            if (why := self.decoded.broken(key)) is not None:
+                return Loaded(broken=why)
+            return self._decode(task, key)
+
+    def _decode(self, task: Task, key: tuple[Any, ...]) -> Loaded:
+        counts = hasattr(self.dataset, "noted")
+        before = 0
+        if counts:
+            before, self.dataset.noted = self.dataset.read_items, []
+        sample = self.loader.sample(task.at, task.epoch)
+        items = [_data(sample, task, *item) for item in task.items]
+        done = Loaded(read=self.dataset.read_items - before if counts else len(items))
+        if counts:
+            done.lost = self.dataset.noted
+        keep = None if done.lost else self.decoded  # a blank is nobody else's
+        for place, item in zip(task.items, items, strict=True):
+            kept = keep is not None and keep.put((*key, *place), item)
+            done.items.append(None if kept else Raw.of(item))
+        if keep is not None and getattr(self.dataset, "loads_together", False):
+            for modality, number, item in _others(sample, task):  # made on the way, and another rank's
+                keep.put((*key, modality, number), item)
+        return done
+
+
+def _bare(index: int, sample: Sample) -> Bare:
+    media = {
+        modality: [About(item.shape, item.tokens, dict(item.about)) for item in items]
+        for modality, items in sample.media.items()
+    }
+    return Bare(index, sample.input_ids.numpy(), sample.labels.numpy(), media, sample.name)
+
+
+def _data(sample: Sample, task: Task, modality: str, number: int) -> Tensor:
+    data = sample.media[modality][number].data
+    if data is None:
+        raise ValueError(f"{task}: item {number} of {modality!r} has no data and nothing to load them with")
+    return data
+
+
+def _others(sample: Sample, task: Task) -> Iterator[tuple[str, int, Tensor]]:
+    asked = set(task.items)
+    for modality, items in sample.media.items():
+        for number, item in enumerate(items):
+            if (modality, number) not in asked and (data := item.data) is not None:
+                yield modality, number, data
+
+
+def whole(bare: Bare, load: Any) -> Sample:
+    """The sample of which `load(modality, number)` gives the items' data."""
+    media = {
+        modality: [
+            Media(each.shape, each.tokens, load=_Loading(load, modality, number), about=each.about)
+            for number, each in enumerate(items)
+        ]
+        for modality, items in bare.media.items()
+    }
+    # Of their own: what lies in Ray's store may not be written to.
+    return Sample(torch.from_numpy(bare.ids.copy()), torch.from_numpy(bare.labels.copy()), media, bare.name)
+
+
+class _Loading:
+    """The data of one item of a sample, when asked for."""
+
+    def __init__(self, load: Any, modality: str, number: int) -> None:
+        self.load, self.item = load, (modality, number)
+
+    def __call__(self) -> Tensor:
+        found: Tensor = self.load(*self.item)
+        return found

@@ -1,0 +1,416 @@
+"""One run of a module on fake tensors, forward and backward, in which matrix products are counted.
+
+Of layers alike the first is run, each forward and backward by itself, and the others count as often as they come. Calls
+of attention are noted with their plans, which are real, and counted from these by others (`interlace.model.flops`).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from interlace.attention.op import _backward as attention_backward
+from interlace.attention.op import _forward as attention_forward
+from interlace.attention.plan import AttentionPlan
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.model.placeholders import blank_id, token_ids
+from interlace.model.sample import IGNORE, Sample
+from interlace.model.standin import kind_of
+
+if TYPE_CHECKING:
+    from interlace.model.multimodal import MultimodalModel
+
+LENGTH = 8  # tokens of a sample with which the language model is run
+TOLD = ("mm", "matmul", "conv", "attention", "linear", "gru", "lstm", "rnn", "fft")  # in names of what has products
+
+
+class Uncountable(ValueError):
+    """FLOPs of a module are not known; the message says why."""
+
+
+class Attends(NamedTuple):
+    """Attention of `layers` layers alike: heads, the sizes of their queries and of their values, whether it has a
+    backward, and the limits of what its layers see (of an encoder: which of its own documents, see `Items`)."""
+
+    heads: int
+    size: int
+    values: int
+    backward: bool
+    limits: Any
+    layers: int = 1
+
+    def forward(self, pairs: int) -> int:
+        """FLOPs of a forward with so many pairs."""
+        return 2 * pairs * self.heads * (self.size + self.values) * self.layers
+
+    def model(self, pairs: int) -> int:
+        """FLOPs that forward and backward need."""
+        return self.forward(pairs) * (3 if self.backward else 1)
+
+    def executed(self, pairs: int, *, recompute: bool) -> int:
+        """FLOPs that they take where kernels compute with so many pairs."""
+        if not self.backward:
+            return self.forward(pairs)
+        backward = 2 * pairs * self.heads * (3 * self.size + 2 * self.values) * self.layers
+        return self.forward(pairs) * (2 if recompute else 1) + backward
+
+
+class Products(NamedTuple):
+    """FLOPs of matrix products. again: of the forward of layers that have a backward, which recomputing them takes."""
+
+    forward: int = 0
+    backward: int = 0
+    again: int = 0
+
+    def plus(self, other: Products, times: int = 1) -> Products:
+        """The sum with `times` of another."""
+        return Products(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def model(self) -> int:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+class Found(NamedTuple):
+    """What one run computes: inside, products of the layers and what is before and after them; projected, of the
+    projector; attention: with the plan that its calls were given."""
+
+    inside: Products
+    projected: Products
+    attention: tuple[tuple[Attends, AttentionPlan], ...]
+    output: Tensor
+
+
+class _Segment(NamedTuple):
+    """A layer or projector that was called: its own outputs (none where it is like one before), what others were given
+    in their place, and what it was given, with what it computed with in its place. Of what has gradients."""
+
+    key: Any
+    roots: list[Tensor]
+    outputs: list[Tensor]
+    inputs: list[tuple[Tensor, Tensor | None]]
+
+
+# ---------------------------------------------------------------------- one run
+
+
+class _Tally(TorchDispatchMode):
+    """Counts the products of a forward and of backwards, and notes calls of attention with their plans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key: Any = None  # what is counted for
+        self.in_backward = False
+        self.sums: dict[Any, list[int]] = {}  # of forward and backward, by key
+        # By key: heads, sizes of q and v, plan tensors, block, sinks, has a backward.
+        self.calls: dict[Any, list[list[Any]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func._overloadpacket
+        if packet in _INDEXING:
+            args = (args[0], _places(args[1]), *args[2:])
+        result = func(*args, **kwargs)
+        if packet is _ATTENTION:
+            q, _, v, plan, block, sinks = args[:6]
+            call = [q.shape[1], q.shape[3], v.shape[3], plan, block, sinks, False]
+            self.calls.setdefault(self.key, []).append(call)
+        elif packet is _ATTENTION_BACKWARD:
+            self._went_back(args[2], args[4], args[7])
+        elif packet in _DENSE:
+            self._add(sdpa_flop_count(*(args[i].shape for i in range(3))))
+        elif packet in flop_registry:
+            self._add(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif (name := packet.__name__) not in _PLAIN and any(word in name for word in TOLD):
+            raise Uncountable(f"nobody knows how many operations {func.name()} takes")
+        return result
+
+    def _add(self, flops: Any) -> None:
+        self.sums.setdefault(self.key, [0, 0])[self.in_backward] += int(flops)
+
+    @contextmanager
+    def counting(self, key: Any) -> Iterator[None]:
+        """Inside, what is computed counts for `key`."""
+        before, self.key = self.key, key
+        try:
+            yield
+        finally:
+            self.key = before
+
+    def go_back(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """A backward from `roots`."""
+        self.in_backward = True
+        try:
+            torch.autograd.backward(list(roots), list(gradients))
+        except RuntimeError as error:
+            if "second time" in str(error):  # and would count twice
+                raise Uncountable("what its layers are given is used beside them, too") from None
+            raise
+        finally:
+            self.in_backward = False
+
+    def _went_back(self, q: Tensor, v: Tensor, plan: Sequence[Tensor]) -> None:
+        wanted = (q.shape[1], q.shape[3], v.shape[3], plan[0].data_ptr())
+        for call in reversed(self.calls.get(self.key, [])):
+            if not call[-1] and (*call[:3], call[3][0].data_ptr()) == wanted:
+                call[-1] = True
+                return
+        raise Uncountable("attention has a backward without a forward")
+
+
+def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices with places for masks whose values are known: fake tensors take no mask."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        known = index is not None and index.dtype is torch.bool and not isinstance(index, FakeTensor)
+        found += index.nonzero().unbind(1) if known and index is not None else [index]
+    return found
+
+
+_INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
+_ATTENTION = attention_forward._opoverload._overloadpacket
+_ATTENTION_BACKWARD = attention_backward._opoverload._overloadpacket
+_DENSE = {
+    packet
+    for name in ("_scaled_dot_product_flash_attention_for_cpu",)
+    if (packet := getattr(torch.ops.aten, name, None)) is not None
+}
+_PLAIN = {"upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"}
+
+
+class Run:
+    """A module of a model on fake tensors, which can be run on several inputs."""
+
+    def __init__(self, mllm: MultimodalModel, name: str) -> None:
+        count = len(mllm.layer_list(name))
+        self.stage = mllm.slice(name, 0, count, copy="modules", checkpointing="none")
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        layers = self.stage.layers
+        root: Any = mllm.language_model if name == LANGUAGE_MODEL else mllm.encoders[name].module
+        self._kinds = [
+            (kind_of(root, layer, i, count), tuple(p.requires_grad for p in layer.parameters()))
+            for i, layer in enumerate(mllm.layer_list(name))
+        ]
+        choose_experts(self.stage)
+        give_shapes(self.stage, self.mode, torch.float32)  # frozen weights may lie in 16 bits
+        for index, layer in enumerate(layers):
+            layer.__dict__["forward"] = MethodType(_segment(self._layer, index), layer)
+        self.projector: Any = None
+        if self.stage.is_encoder:
+            self.projector = self.stage.encoders[name].projector  # type: ignore[union-attr]
+        if self.projector is not None:
+            self.projector.__dict__["forward"] = MethodType(_segment(self._project, -1), self.projector)
+
+    def __call__(self, inputs: dict[str, Any]) -> Found:
+        self.tally = tally = _Tally()
+        self._known: dict[Any, Any] = {}
+        self._segments: list[_Segment] = []
+        with _swept(), tally:
+            made = self.stage(inputs)
+            went = self._backward(made) if made.requires_grad else Counter()
+        times = Counter(segment.key for segment in self._segments)
+        inside, projected = Products(*tally.sums.get(None, (0, 0))), Products()
+        attention: Counter[Any] = Counter()
+        plans: dict[Any, AttentionPlan] = {}
+        for key, count in [(None, 1), *times.items()]:
+            forward, backward = tally.sums.get(key, (0, 0))
+            back = 1 if key is None else went[key]
+            found = Products(count * forward, back * backward, back * forward)
+            if key == _PROJECTOR:
+                projected = found._replace(again=0)
+            elif key is not None:
+                inside = inside.plus(found)
+            for heads, size, values, plan, block, sinks, has_backward in tally.calls.get(key, ()):
+                kind = Attends(heads, size, values, False, plan[0].data_ptr())
+                plans[kind.limits] = AttentionPlan.from_tensors(list(plan), block, sinks)
+                attention[kind] += count - back * has_backward
+                attention[kind._replace(backward=True)] += back * has_backward
+        return Found(
+            inside,
+            projected,
+            tuple((kind._replace(layers=n), plans[kind.limits]) for kind, n in attention.items() if n),
+            made.detach().requires_grad_(made.requires_grad),
+        )
+
+    def _layer(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        entering = tuple((tuple(x.shape), x.requires_grad) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
+        return self._call((self._kinds[index], entering), layer, args, kwargs)
+
+    def _project(self, _: int, projector: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._call(_PROJECTOR, projector, args, kwargs)
+
+    def _call(self, key: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a layer gives, as tensors that nothing led to: its backward comes later, by itself."""
+        leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        fresh = key not in self._known
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            return leaves.setdefault(id(value), (value, _fresh(value) if fresh else None))[1]
+
+        given, named = tree_map(cut, args), tree_map(cut, kwargs)
+        roots: list[Tensor] = []
+        if fresh:
+            with self.tally.counting(key):
+                self._known[key] = type(module).forward(module, *given, **named)
+            roots = _with_gradients(self._known[key])
+        made = tree_map(_fresh, self._known[key])
+        self._segments.append(_Segment(key, roots, _with_gradients(made), list(leaves.values())))
+        return made
+
+    def _backward(self, made: Tensor) -> Counter[Any]:
+        """Backward from the output, segment by segment as gradients come to them; of each key how many it came to."""
+        outputs = {id(x) for segment in self._segments for x in segment.outputs}
+        first: dict[int, int] = {}  # the first segment that was given a tensor
+        for number, segment in enumerate(self._segments):
+            for value, _ in segment.inputs:
+                first.setdefault(id(value), number if _comes_from(value, outputs) else -1)
+        waiting: dict[int, tuple[Tensor, Tensor]] = {}  # gradients of what was made between segments
+        went: Counter[Any] = Counter()
+        self.tally.go_back([made], [torch.ones_like(made)])
+        for number, segment in reversed(list(enumerate(self._segments))):
+            reached = [i for i, output in enumerate(segment.outputs) if output.grad is not None]
+            if reached:
+                went[segment.key] += 1
+                if segment.roots:
+                    with self.tally.counting(segment.key):
+                        gradients = [segment.outputs[i].grad for i in reached]
+                        self.tally.go_back([segment.roots[i] for i in reached], [g for g in gradients if g is not None])
+                for value, leaf in segment.inputs:
+                    gradient = torch.ones_like(value) if leaf is None else leaf.grad
+                    if gradient is None:
+                        continue
+                    if value.grad_fn is None:
+                        value.grad = gradient if value.grad is None else value.grad + gradient
+                    else:
+                        before = waiting.get(id(value))
+                        waiting[id(value)] = value, gradient if before is None else before[1] + gradient
+            self._go_on([waiting.pop(each) for each in list(waiting) if first[each] == number])
+        self._go_on(list(waiting.values()))
+        return went
+
+    def _go_on(self, ready: list[tuple[Tensor, Tensor]]) -> None:
+        if ready:
+            self.tally.go_back(*zip(*ready, strict=True))
+
+
+def _with_gradients(value: Any) -> list[Tensor]:
+    return [x for x in tree_iter(value) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _comes_from(value: Tensor, leaves: set[int]) -> bool:
+    """Whether any of `leaves` (by id) led to a tensor."""
+    todo, seen = [value.grad_fn], set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        todo += [function for function, _ in node.next_functions]
+    return False
+
+
+_PROJECTOR = "projector"
+
+
+def _segment(run: Callable[..., Any], index: int) -> Callable[..., Any]:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(index, module, args, kwargs)
+
+    return forward
+
+
+def _fresh(value: Any) -> Any:
+    """A tensor of the same numbers that nothing led to."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def choose_experts(stage: nn.Module) -> None:
+    """Have experts of a copy of a module compute with the chosen ones for each token, and nothing that depends on
+    values: on fake tensors the weights that this gathers take no memory."""
+    for part in stage.modules():
+        config = vars(part).get("config")
+        if config is not None and getattr(config, "_experts_implementation", None) is not None:
+            part.__dict__["config"] = own = copy.copy(config)
+            own._experts_implementation_internal = "batched_mm"
+
+
+def give_shapes(stage: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> set[int]:
+    """Replace parameters and buffers by fake tensors of a CPU, where autocast works; returns their storages.
+
+    dtype: of those that are floating numbers, by default as they are.
+    """
+    made: dict[int, Tensor] = {}
+    for module in stage.modules():
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for table in tables:
+            for key, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    with mode:
+                        own = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+                        fake = torch.empty(tensor.shape, dtype=own)
+                    trained = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
+                    made[id(tensor)]._was = tensor  # type: ignore[attr-defined]  # a freed id could be another's
+                table[key] = made[id(tensor)]
+    return {tensor.untyped_storage()._cdata for tensor in made.values()}
+
+
+@contextmanager
+def _swept() -> Iterator[None]:
+    """Inside, Python does not look for cycles: it would look through the whole model again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def blank_inputs(
+    mllm: MultimodalModel, features: Mapping[str, Tensor], count: int, targets: int, mode: FakeTensorMode
+) -> dict[str, Any]:
+    """Inputs of the language model for `count` samples of `blank_length` blank tokens, the first `targets` of which
+    have a target, as a batch collates them.
+
+    features: encoder -> features [n, D] as it gives them. The last tokens stand for one row of each, so that their
+    gradients are wanted where the features' are; the rows are fake tensors of `mode`.
+    """
+    settings, length = mllm.language_settings, blank_length(mllm)
+    ordinary = blank_id(settings.placeholders)
+    labels = torch.full((length,), IGNORE)
+    labels[:targets] = (ordinary + 1) % mllm.vocab_size  # no copy of the ids
+    samples = [Sample(torch.full((length,), ordinary), labels.clone()) for _ in range(count)]
+    made: dict[str, Any] = mllm.collate_module(LANGUAGE_MODEL, samples)
+    for place, encoder in enumerate(features, start=1):
+        made["input_ids"][0, length - place] = token_ids(settings.placeholders[encoder])[0]
+    with mode:
+        rows = {name: torch.empty((1, given.shape[1]), dtype=given.dtype) for name, given in features.items()}
+    made["features"] = {name: row.requires_grad_(features[name].requires_grad) for name, row in rows.items()}
+    return made
+
+
+def blank_length(mllm: MultimodalModel) -> int:
+    """Tokens of a sample of `blank_inputs`: few, and no more than the language model has positions for."""
+    return min(LENGTH, mllm.max_length or LENGTH)

@@ -1,0 +1,252 @@
+"""Which replica of each module takes which sample of a step (`train.balance`), from lengths alone (OrchMLLM 5 and 6).
+
+- "none": samples stay where they were drawn: replica r of dp has the r-th part of the batch, of every module
+- "llm": balanced for the language model; encoders follow it, as far as there are equally many replicas
+- "per_module": each module by what its own samples cost, each batch of an encoder on the node that reads most of it
+
+A phase is dealt by itself (`balance.post_balance`); what an encoder makes goes straight to the replica that reads it,
+in one exchange instead of two (OrchMLLM section 6): the edge of the StepTable is that composition. Microbatches are
+made inside a replica afterwards (`run/assign.py`). Every rank finds the same alone: costs are made of whole numbers, in
+one order, by the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interlace import balance
+from interlace.layout import Layout
+from interlace.model.rows import ROWS
+from interlace.run.table import Lengths
+from interlace.run.work import Work
+from interlace.schedule import StepTable
+
+Balance = Literal["none", "llm", "per_module"]
+BALANCES: tuple[Balance, ...] = get_args(Balance)
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a batch of a module costs, as `balance.post_balance` counts it: its batching, quadratic and convolution.
+
+    per_row: tokens inside the module for each row that it hands on. in_items: a token sees its own item alone.
+    """
+
+    per_row: float = 1.0
+    quadratic: float = 0.0
+    batching: Literal["packed", "padded"] = "packed"
+    convolution: bool = False
+    in_items: bool = False
+
+    def lengths(self, rows: Ints) -> Ints:
+        """int64 [n], tokens inside the module of samples of so many rows."""
+        return np.rint(rows * self.per_row).astype(np.int64)
+
+    def how(self, items: Ints) -> dict[str, Any]:
+        """The further arguments of `post_balance` and `batch_costs` for samples of so many items each."""
+        found = {"batching": self.batching, "quadratic": self.quadratic, "convolution": self.convolution}
+        several = self.in_items and self.batching == "packed" and not self.convolution and bool((items > 1).any())
+        return found | ({"items": np.maximum(items, 1)} if several else {})
+
+
+def phases_of(mllm: Any, work: Work) -> dict[str, Phase]:
+    """Module -> its Phase, by the counted work of its layers and by how the model batches it.
+
+    Encoders' items never see padding inside their layers; a language model that takes a row per sample does.
+    """
+    packing, found = mllm.packing, {}
+    for name, module in work.modules.items():
+        token, pair = (float(each) for each in (module.forward + module.backward).sum(0))
+        if module.causal:  # token and half a pair per token, half a pair per token squared
+            token, pair = token + pair / 2, pair / 2
+        batching: Literal["packed", "padded"] = "padded" if module.causal and packing[name] == ROWS else "packed"
+        found[name] = Phase(module.per_row, pair / token if token > 0 else 0.0, batching, in_items=not module.causal)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """Which replica takes which of n samples.
+
+    replica: module -> int64 [n]; without an encoder that follows the language model. Of samples without an item of an
+    encoder it says nothing (-1). loads: module -> float64 [dp], what each replica computes, by `balance.batch_costs`.
+    """
+
+    replica: Mapping[str, Ints]
+    loads: Mapping[str, Floats]
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatcher:
+    """Deals the batches of a run.
+
+    phases: module -> Phase. ranks_per_node: ranks of a node that follow each other; None: all are on one.
+    """
+
+    method: Balance
+    layout: Layout
+    phases: Mapping[str, Phase]
+    ranks_per_node: int | None = None
+    _nodes: dict[str, Ints] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node is {self.ranks_per_node}: a node has at least 1 rank")
+        size = self.ranks_per_node or self.layout.world
+        *_, language_model = self.layout.modules
+        for name in self.layout.modules:  # rows leave an encoder's last stage and enter the language model's first
+            stages = [p.stages[0 if name == language_model else -1] for p in self.layout.pipelines(name)]
+            self._nodes[name] = np.array([stage.lane.ranks[0] // size for stage in stages], np.int64)
+
+    def __call__(self, lengths: Lengths, llm: Ints | None = None) -> Dispatch:
+        """The dispatch of a batch. llm: int64 [n], the replicas of the language model, where these are given."""
+        *encoders, language_model = self.layout.modules
+        dp = {name: self.layout.spec(name).dp for name in self.layout.modules}
+        n = len(lengths)
+        replica: dict[str, Ints] = {}
+        if llm is not None:
+            replica[language_model] = llm
+        elif self.method == "none":
+            replica[language_model] = _parts(n, dp[language_model])
+        else:
+            replica[language_model] = self._dealt(language_model, lengths, np.arange(n))
+        for name in encoders:
+            used = np.flatnonzero(lengths.rows[name])
+            if self.method == "llm" or not len(used):
+                continue
+            found = np.full(n, -1, np.int64)
+            if self.method == "per_module":
+                batch = self._dealt(name, lengths, used)
+                readers = replica[language_model][used]
+                found[used] = self._placed(name, batch, readers, lengths.rows[name][used])[batch]
+            elif llm is None:
+                found[used] = _parts(n, dp[name])[used]
+            else:
+                found[used] = _beside(llm[used], dp[language_model], dp[name])
+            replica[name] = found
+        loads = {name: self.loads(name, lengths, each) for name, each in replica.items()}
+        return Dispatch(replica, loads)
+
+    def loads(self, module: str, lengths: Lengths, replica: Ints) -> Floats:
+        """float64 [dp], what each replica of a module computes. replica: int64 [n], of each sample; -1: of none."""
+        rows, items = self._rows(module, lengths)
+        used = np.flatnonzero((replica >= 0) & (rows > 0))
+        phase = self.phases[module]
+        return balance.batch_costs(
+            phase.lengths(rows[used]), replica[used], self.layout.spec(module).dp, **phase.how(items[used])
+        )
+
+    def as_drawn(self, lengths: Lengths) -> dict[str, Floats]:
+        """Module -> float64 [dp], the loads of "none"."""
+        return {
+            name: self.loads(name, lengths, _parts(len(lengths), self.layout.spec(name).dp))
+            for name in self.layout.modules
+        }
+
+    def computed(self, table: StepTable, lengths: Lengths) -> dict[str, Floats]:
+        """Module -> float64 [dp], the loads of the step of a table over samples of these lengths."""
+        return {name: self.loads(name, lengths, _replica_of(table, name, len(lengths))) for name in self.layout.modules}
+
+    def crossing(self, table: StepTable) -> tuple[int, int]:
+        """Rows that the language model reads from another rank, and those of them from another node.
+
+        Of lanes of several ranks the first counts, and of copies the first lane.
+        """
+        moved = between = 0
+        *_, language_model = self.layout.modules
+        reads = np.array([p.stages[0].lane.ranks[0] for p in self.layout.pipelines(language_model)])
+        for edge in table.edges:
+            makes = np.array([p.stages[-1].lane.ranks[0] for p in self.layout.pipelines(edge.producer)])
+            if not len(edge.pieces):
+                continue
+            of_chunk = np.array([chunk.replica for chunk in table.chunks])
+            source, reader = of_chunk[edge.pieces[:, 0]], of_chunk[edge.pieces[:, 2]]
+            rows = edge.pieces[:, 4].astype(np.int64)
+            moved += int(rows[makes[source] != reads[reader]].sum())
+            between += int(rows[self._nodes[edge.producer][source] != self._nodes[language_model][reader]].sum())
+        return moved, between
+
+    def _rows(self, module: str, lengths: Lengths) -> tuple[Ints, Ints]:
+        """int64 [n], the rows of a module's samples, and its items."""
+        if module in lengths.rows:
+            return lengths.rows[module], lengths.items_of(module)
+        return lengths.tokens, np.ones(len(lengths), np.int64)
+
+    def _dealt(self, module: str, lengths: Lengths, used: Ints) -> Ints:
+        rows, items = self._rows(module, lengths)
+        phase = self.phases[module]
+        dp = self.layout.spec(module).dp
+        return balance.post_balance(phase.lengths(rows[used]), dp, **phase.how(items[used])).astype(np.int64)
+
+    def _placed(self, encoder: str, batch: Ints, reader: Ints, rows: Ints) -> Ints:
+        """int64 [dp], the replica of an encoder that takes each batch, so that little crosses nodes.
+
+        reader: the replica of the language model that reads each sample. Batches stay in their order where all is on
+        one node, and where nodes have unequally many replicas of the encoder.
+        """
+        *_, language_model = self.layout.modules
+        reading = self._nodes[language_model]
+        nodes, own = np.unique(self._nodes[encoder], return_inverse=True)
+        dp, each = len(own), len(own) // len(nodes)
+        stays = np.arange(dp)
+        if dp == 1 or (own != stays // each).any():
+            return stays
+        if dp == each:  # one node: a rank that has both modules keeps what it reads itself
+            if len(reading) != dp or not self._together(encoder, language_model):
+                return stays
+            each = 1
+        if (each == 1 and len(nodes) == 1) or (len(reading) == dp and np.array_equal(reading, self._nodes[encoder])):
+            volume = balance.rearrangement_volume(reader, batch, rows, dp)
+        else:  # what a node reads, shared out over its replicas of the encoder; rows for other nodes cross anyway
+            node = np.searchsorted(nodes, reading)
+            node[~np.isin(reading, nodes)] = -1
+            here = node[reader] >= 0
+            among = np.bincount(node[reader[here]] * dp + batch[here], rows[here], len(nodes) * dp)
+            volume = np.repeat(among.reshape(-1, dp) / each, each, axis=0)
+        return balance.nodewise_placement(volume, each).astype(np.int64)
+
+    def _together(self, encoder: str, language_model: str) -> bool:
+        """Whether equal replicas of both are on one rank where rows are handed over."""
+        pairs = zip(self.layout.pipelines(encoder), self.layout.pipelines(language_model), strict=True)
+        return all(mine.stages[-1].lane.ranks[0] == its.stages[0].lane.ranks[0] for mine, its in pairs)
+
+
+def dispatcher_of(
+    method: Balance, layout: Layout, mllm: Any, *, recompute: bool = False, ranks_per_node: int | None = None
+) -> Dispatcher | None:
+    """What deals the batches of a model on a layout; None where no module has replicas. recompute: see `Work.of`."""
+    if all(spec.dp == 1 for spec, _ in layout.modules.values()):
+        return None
+    return Dispatcher(method, layout, phases_of(mllm, Work.of(mllm, recompute=recompute)), ranks_per_node)
+
+
+def _parts(n: int, dp: int) -> Ints:
+    """int64 [n]: the replica of each place of a batch that is cut into `dp` equal parts."""
+    return np.arange(n) * dp // max(n, 1)
+
+
+def _beside(replica: Ints, count: int, dp: int) -> Ints:
+    """The replica out of `dp` beside the one out of `count` that each sample is of; those of one are spread evenly."""
+    order = np.argsort(replica, kind="stable")
+    members = np.bincount(replica, minlength=count)
+    place = np.empty(len(replica), np.int64)
+    place[order] = np.arange(len(replica)) - np.repeat(np.cumsum(members) - members, members)
+    size = np.maximum(members[replica], 1)
+    return (replica * size + place) * dp // (size * count)
+
+
+def _replica_of(table: StepTable, module: str, n: int) -> Ints:
+    """int64 [n], the replica of each sample in a table; -1 where the module has none."""
+    found = np.full(n, -1, np.int64)
+    for chunk in table.chunks:
+        if chunk.module == module:
+            found[chunk.samples] = chunk.replica
+    return found

@@ -1,0 +1,485 @@
+"""How long a step takes: the lists of a schedule, played with what everything in them costs.
+
+What is in it: every forward and backward of every chunk of every replica by the chunk's own size; collation; what the
+ranks of a lane tell each other inside of a layer; messages by the bytes that they carry, over the link that they take;
+sums of gradients (flat, sharded, of tied weights; in three parts where a group spans hosts); weights that are gathered
+once per step or layer by layer; the exchange of the coming step's items, where they are said; the optimizer. And where
+it was measured (`Around`) what lies around the lists: the trainer's own work, the loss and the norm that all ranks
+gather, and the thread that reads data ahead: that takes from the rank's first actions as much time as it needs itself,
+as on CPUs it does, whose cores ranks fill. What is not: waiting for data that come later than that.
+
+Layer by layer the gather of a layer travels while the one before computes, and the sum of one while the next goes
+backward, as `interlace.run.layers` does it: what of this is longer than the computing counts. The replicas of such a
+stage run in lock step, so all take as long as the slowest of them for the chunk of the same number. That they also wait
+for one whose inputs come later is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interlace.layout import Layout, Pipeline, Reduction, Shard
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.plan import ModuleCosts, trainable_before
+from interlace.plan.cost_model import FREE
+from interlace.plan.links import Link, Links
+from interlace.plan.memory import SharedBytes, WeightSize, shared_bytes, summed_bytes, trained_bytes
+from interlace.plan.step_costs import Costs, Size, sizes_at_once
+from interlace.run.traced import activations_of, weights_of
+from interlace.run.travel import message_seconds
+from interlace.schedule import Action, Op, Schedule, StageGraph, StepTable
+from interlace.schedule.actions import CHUNK, CODES, COMPUTE, MODULE, OP, OPS, OTHER, STAGE
+from interlace.schedule.costs import Durations, seconds_of
+from interlace.simulate import Simulated, Timeline, simulate_arrays
+
+Floats = NDArray[np.float64]
+Job = tuple[Op, str, int, int]
+"""(op, module, stage, chunk): the key of a duration, as `simulate` and the generators take them."""
+TOLD_BYTES = 32
+"""Of what each rank tells the others at the end of a step: loss, squares of gradients, its note, if it drew."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How large what travels is.
+
+    row_bytes: module -> [layers + 1], bytes of a row that enters each layer, and of one that leaves the last.
+    feature_bytes: of a row of features that the language model reads. weights: of the model, as the lanes of the layout
+    hold them (`interlace.run.traced.weights_of`). rows_of: encoder -> how many rows one row of the table's edges stands
+    for, where a table is made up of samples alike (`interlace.run.table.nominal_table`).
+    """
+
+    row_bytes: Mapping[str, Sequence[float]]
+    feature_bytes: float
+    weights: Sequence[WeightSize]
+    rows_of: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, mllm: Any, layout: Layout, *, sequence_parallel: bool = True, autocast: torch.dtype | None = None
+    ) -> Traffic:
+        """That of a model under a layout; options as `parallelize` takes them. Runs the model on shapes alone, which
+        takes a second or so: for many layouts of one model use `dataclasses.replace` with other weights.
+
+        Raises ValueError for a module that its tp cannot cut.
+        """
+        kept = activations_of(mllm, layout, sequence_parallel=sequence_parallel, autocast=autocast)
+        row_bytes = {name: each.edges for name, each in kept.items()}
+        weights = weights_of(mllm, layout, sequence_parallel=sequence_parallel)
+        return cls(row_bytes, kept[LANGUAGE_MODEL].feature, weights)
+
+
+def predict(
+    schedule: Schedule,
+    costs: Costs,
+    sizes: Sequence[Size],
+    links: Links,
+    traffic: Traffic,
+    *,
+    recompute: bool = False,
+    items: NDArray[np.float64] | None = None,
+    optimizer: bool = True,
+    seconds: Durations | None = None,
+) -> Timeline:
+    """When each action of a step starts and finishes, in seconds; the optimizer's step of each rank comes last, and has
+    in it what the trainer itself does for a step.
+
+    schedule: sound (see `check`), with its layout and table. costs: of layers. sizes: of each chunk of the table (see
+    `chunk_sizes`). recompute: whether layers with a backward run their forward twice (checkpointing "full"). optimizer:
+    False leaves its step out, as it is in no list. items: bytes that the DISPATCH of a step of streams moves between
+    ranks (see `dispatch_seconds`). seconds: of compute actions, in the place of those that follow from costs and sizes
+    (see `durations`).
+
+    Raises ValueError for sizes of another number than the table's chunks, and for a module that has no costs.
+    """
+    found = predict_arrays(schedule, costs, sizes, links, traffic, recompute=recompute, items=items, seconds=seconds)
+    cuts = schedule.first[1:-1]
+    lists = [list(actions) for actions in schedule.actions]
+    start, finish = ([part.tolist() for part in np.split(times, cuts)] for times in (found.start, found.finish))
+    if optimizer and schedule.backward:
+        told, own = _behind(schedule, costs, links, traffic)
+        end = found.makespan + told  # all wait for the norm of all gradients
+        for rank, seconds_behind in enumerate(own):
+            if seconds_behind > 0:
+                stage = schedule.graph.layout.of_rank(rank)[0]
+                lists[rank].append(Action(Op.OPTIMIZER_STEP, stage.module, stage.index))
+                start[rank].append(end)
+                finish[rank].append(end + seconds_behind)
+    return Timeline(lists, start, finish, schedule.name, schedule.table)
+
+
+def predict_arrays(
+    schedule: Schedule,
+    costs: Costs,
+    sizes: Sequence[Size],
+    links: Links,
+    traffic: Traffic,
+    *,
+    recompute: bool = False,
+    items: NDArray[np.float64] | None = None,
+    optimizer: bool = False,
+    seconds: Durations | None = None,
+) -> Simulated:
+    """The same for searches and for large steps: as `simulate_arrays`, without an object per action.
+
+    optimizer: whether the makespan has the slowest rank's step of it, which is no action of any list.
+    """
+    rows = schedule.rows
+    step = _Step(schedule, costs, sizes, links, traffic, recompute)
+    taken, transfer = np.zeros(len(rows)), np.zeros(len(rows))
+    op = rows[:, OP]
+    taken[np.isin(op, [CODES[Op.SEND], CODES[Op.RECV]])] = links.overhead
+    for kind, cost in ((Op.REDUCE_GRAD, step.sums), (Op.UNSHARD, step.gathers)):
+        at = np.flatnonzero(op == CODES[kind])
+        taken[at] = np.asarray(cost)[rows[at, OTHER]] if len(at) else 0.0
+    if items is not None:
+        at = np.flatnonzero(op == CODES[Op.DISPATCH])
+        ranks = np.searchsorted(schedule.first, at, side="right") - 1
+        taken[at] = np.asarray(dispatch_seconds(items, links))[ranks]
+    compute = np.flatnonzero(np.isin(op, [CODES[each] for each in COMPUTE]))
+    each = step.durations if seconds is None else seconds
+    taken[compute] = seconds_of(each, rows[compute][:, [OP, MODULE, STAGE, CHUNK]], schedule.graph.modules)
+    transfer[op == CODES[Op.SEND]] = step.messages
+    if costs.around.read or costs.around.decode:
+        _read_beside(schedule, taken, reading_seconds(schedule.graph.layout, schedule.table, costs))
+    found = simulate_arrays(schedule, taken, transfer=transfer)
+    if optimizer and schedule.backward:
+        told, own = _behind(schedule, costs, links, traffic)
+        found = replace(found, behind=told + max(own))
+    return found
+
+
+_AT_ONCE = 4096  # chunks whose layers are worked out at a time: arrays of some MB
+_COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+def durations(
+    graph: StageGraph,
+    table: StepTable,
+    costs: Costs,
+    sizes: Sequence[Size],
+    links: Links,
+    *,
+    recompute: bool = False,
+) -> dict[Job, float]:
+    """Seconds of FORWARD, BACKWARD, BACKWARD_INPUT and BACKWARD_WEIGHT of every chunk on every stage, for generators.
+
+    Arguments and errors as in `predict`. An object per action: of a large step take `duration_array`.
+    """
+    found = duration_array(graph, table, costs, sizes, links, recompute=recompute)
+    modules = [chunk.module for chunk in table.chunks]
+    return {
+        (OPS[op], modules[chunk], stage, chunk): float(found[op, stage, chunk])
+        for op, stage, chunk in np.argwhere(~np.isnan(found)).tolist()
+    }
+
+
+def duration_array(
+    graph: StageGraph,
+    table: StepTable,
+    costs: Costs,
+    sizes: Sequence[Size],
+    links: Links,
+    *,
+    recompute: bool = False,
+) -> Floats:
+    """The same as float64 [ops, stages, chunks], nan for what is not: generators and the simulator take it, too.
+
+    The two halves of a backward add up to it; of a layer that recomputes, the input half has the recomputing. What a
+    stage spends beside its layers counts to its forward, and to its backward or the input half of it.
+    """
+    if len(sizes) != len(table.chunks):
+        raise ValueError(f"{len(sizes)} sizes for {len(table.chunks)} chunks: give one for each")
+    layout, before = graph.layout, _trained_before(graph)
+    stages = max((len(p.stages) for name in layout.modules for p in layout.pipelines(name)), default=0)
+    found = np.full((len(OPS), stages, len(table.chunks)), np.nan)
+    each = np.asarray(sizes, np.float64).reshape(len(table.chunks), -1)
+    module_of = np.array([chunk.module for chunk in table.chunks])
+    replica_of = np.array([chunk.replica for chunk in table.chunks], np.int64)
+    joined = {lane: links.slowest(lane.ranks) for lane in layout.lanes()}
+    for module in layout.modules:
+        spec, alike = layout.spec(module), dict[Link, dict[tuple[int, int, int], list[int]]]()
+        for pipeline in layout.pipelines(module):  # which replicas have the same layers in a stage, on the same links
+            for stage in pipeline.stages:
+                cuts = alike.setdefault(joined[stage.lane], {})
+                cuts.setdefault((stage.index, stage.start, stage.stop), []).append(pipeline.replica)
+        own = np.flatnonzero(module_of == module)
+        for link, cuts in alike.items():
+            for places in np.split(own, range(_AT_ONCE, len(own), _AT_ONCE)):
+                if not len(places):
+                    continue
+                size = sizes_at_once(each[places])
+                layers = _Layers.of(costs.of(module, size, spec.tp, spec.cp, link), before[module], recompute)
+                ahead, behind = costs.beside(module, size, spec.tp, spec.cp, link)
+                for (index, start, stop), replicas in cuts.items():
+                    there = np.isin(replica_of[places], replicas)
+                    forward, backward, weight = layers.between(start, stop).seconds()
+                    backward = np.where(backward > 0, backward + behind, 0.0)
+                    times = (
+                        forward + ahead, backward, np.maximum(backward - weight, 0.0), np.minimum(weight, backward)
+                    )  # fmt: skip
+                    for op, seconds in zip(_COMPUTE, times, strict=True):
+                        found[CODES[op], index, places[there]] = seconds[there]
+    return found
+
+
+def samples_of(table: StepTable) -> int:
+    """Samples of the global batch."""
+    return sum(len(chunk.samples) for chunk in table.chunks if chunk.module == LANGUAGE_MODEL)
+
+
+def reading_seconds(layout: Layout, table: StepTable, costs: Costs) -> list[float]:
+    """Per rank, seconds of its thread that reads the data of a step ahead: all samples, and the items of those chunks
+    that it encodes first (see `interlace.run.batch.read_media`)."""
+    counts: dict[tuple[str, int], int] = {}
+    for chunk in table.chunks:
+        counts[chunk.module, chunk.replica] = counts.get((chunk.module, chunk.replica), 0) + len(chunk.samples)
+    found, count = [], samples_of(table)
+    for rank in range(layout.world):
+        encoded = {}
+        for stage in layout.of_rank(rank):
+            replica = layout.replica(rank, stage.module)
+            if stage.index == 0 and replica is not None:
+                encoded[stage.module] = counts.get((stage.module, replica), 0)
+        found.append(costs.around.ahead(count, encoded))
+    return found
+
+
+def _read_beside(schedule: Schedule, taken: NDArray[np.float64], seconds: Sequence[float]) -> None:
+    """Have the first compute actions of each rank take longer by the `seconds` of a thread that has half of the core
+    until it is done; what is left over lies on the last of them."""
+    compute = np.isin(schedule.rows[:, OP], [CODES[each] for each in COMPUTE])
+    for rank, left in enumerate(seconds):
+        first = schedule.first[rank]
+        at = first + np.flatnonzero(compute[first : schedule.first[rank + 1]])
+        if len(at) and left > 0:
+            before = np.concatenate([[0.0], np.cumsum(taken[at])])
+            more = np.diff(np.minimum(before, left))
+            more[-1] += max(left - before[-1], 0.0)
+            taken[at] += more
+
+
+def _behind(schedule: Schedule, costs: Costs, links: Links, traffic: Traffic) -> tuple[float, list[float]]:
+    """What is behind the lists: seconds in which all ranks tell each other loss and norm, and then each rank's own, of
+    its optimizer and of what the trainer itself does for a step."""
+    layout = schedule.graph.layout
+    aside = costs.around.aside(samples_of(schedule.table))
+    told = links.all_gather(TOLD_BYTES * layout.world, range(layout.world)) if aside > 0 and layout.world > 1 else 0.0
+    return told, [update + aside for update in optimizer_seconds(layout, costs, traffic)]
+
+
+def dispatch_seconds(items: NDArray[np.float64], links: Links) -> list[float]:
+    """Per rank, seconds of the exchange of a step's items. items: [ranks, ranks], bytes from each rank to each other.
+
+    A rank sends to one after the other, and is sent likewise at the same time: the longer of the two counts.
+    """
+    ranks = range(len(items))
+    each = [[links.message(float(items[a, b]), a, b) if items[a, b] else 0.0 for b in ranks] for a in ranks]
+    return [max(sum(each[rank]), sum(row[rank] for row in each)) for rank in ranks]
+
+
+def optimizer_seconds(layout: Layout, costs: Costs, traffic: Traffic) -> list[float]:
+    """Per rank, seconds of the optimizer's step."""
+    if costs.optimizer == FREE:
+        return [0.0] * layout.world
+    mine: list[list[Shard]] = [[] for _ in range(layout.world)]
+    for shard in layout.shard_groups():
+        for rank in shard.owners:
+            mine[rank].append(shard)
+    return [
+        costs.optimizer.transfer(trained_bytes(layout, traffic.weights, rank, mine[rank]))
+        for rank in range(layout.world)
+    ]
+
+
+def _trained_before(graph: StageGraph) -> dict[str, bool]:
+    return trainable_before({name: any(graph.trainable[name]) for name in graph.modules}, graph.links)
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Seconds of the layers of a module for one chunk, [layers] each, or for n of them, [layers, n]; weight: what of
+    the backward is of weights."""
+
+    forward: Floats
+    backward: Floats
+    weight: Floats
+
+    @classmethod
+    def of(cls, cost: ModuleCosts, before: bool, recompute: bool) -> _Layers:
+        forward = cost.summed(cost.times.forward)
+        both = cost.per_layer(trainable_before=before, recompute=recompute)
+        trained = (cost.times.weight_grad.T * cost.trainable).T
+        return cls(forward, np.maximum(both - forward, 0.0), cost.summed(trained))
+
+    def between(self, start: int, stop: int) -> _Layers:
+        """Those of a stage."""
+        return _Layers(self.forward[start:stop], self.backward[start:stop], self.weight[start:stop])
+
+    def seconds(self) -> tuple[Floats, Floats, Floats]:
+        """Of all: forward, backward, and what of the backward is of weights."""
+        return self.forward.sum(axis=0), self.backward.sum(axis=0), self.weight.sum(axis=0)
+
+
+def layered_forward(forward: Sequence[float] | NDArray[np.float64], gathers: Sequence[float]) -> float:
+    """Seconds of a forward whose weights are gathered layer by layer: see `interlace.run.layers`.
+
+    forward: [n], of each layer. gathers: [n + 1], of what lies beside the layers and of each of them; they follow each
+    other on one link, and that of the next layer travels while a layer computes.
+    """
+    ends = [gathers[0], gathers[0] + sum(gathers[1:2])]
+    now = ends[0]
+    for layer, seconds in enumerate(forward, 1):
+        if layer < len(forward):
+            ends.append(max(now, ends[-1]) + gathers[layer + 1])
+        now = max(now, ends[layer]) + seconds
+    return float(now)
+
+
+def layered_backward(
+    backward: Sequence[float] | NDArray[np.float64],
+    gathers: Sequence[float],
+    scatters: Sequence[float],
+    lowest: int = 1,
+) -> float:
+    """The same of a backward, which ends with the last sum of gradients. scatters: [n + 1], of each of these sums.
+
+    lowest: the first layer, counted from 1, that it comes to. A sum begins behind its layer and is waited for when the
+    next one begins.
+    """
+    free = gathers[0]  # when the link has done all it was given
+    due: dict[int, float] = {}
+    if len(backward) >= lowest:
+        free += gathers[len(backward)]
+        due[len(backward)] = free
+    now, summed = gathers[0], 0.0
+    for layer in range(len(backward), lowest - 1, -1):
+        if layer > lowest:
+            due[layer - 1] = free = max(now, free) + gathers[layer - 1]
+        if layer < len(backward):  # the sum of the layer that is done
+            now = max(now, summed)
+            summed = free = max(now, free) + scatters[layer + 1]
+        now = max(now, due[layer]) + float(backward[layer - 1])
+    for unit in (lowest, 0) if len(backward) >= lowest else (0,):
+        now = max(now, summed)
+        summed = free = max(now, free) + scatters[unit]
+    return float(max(now, summed))
+
+
+class _Step:
+    """What the rows of one schedule cost."""
+
+    def __init__(
+        self, schedule: Schedule, costs: Costs, sizes: Sequence[Size], links: Links, traffic: Traffic, recompute: bool
+    ) -> None:
+        self.graph, self.table, self.schedule = schedule.graph, schedule.table, schedule
+        self.layout = self.graph.layout
+        self.costs, self.sizes, self.links, self.traffic, self.recompute = costs, sizes, links, traffic, recompute
+        self._lanes = self.layout.lanes()
+
+    # -- computing ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def durations(self) -> Floats:
+        """Those of the chunks, with what a stage waits for that gathers its weights layer by layer."""
+        found = duration_array(self.graph, self.table, self.costs, self.sizes, self.links, recompute=self.recompute)
+        for (module, stage), shards in self._layered.items():
+            for shard in shards:
+                self._gather_layers(found, module, stage, shard)
+        return found
+
+    @cached_property
+    def _layered(self) -> dict[tuple[str, int], list[Shard]]:
+        """(module, stage) -> the shards that it gathers layer by layer in this step."""
+        rows, found = self.schedule.rows, dict[tuple[str, int], dict[int, Shard]]()
+        for module, stage, number in np.unique(
+            rows[rows[:, OP] == CODES[Op.UNSHARD_LAYERS]][:, [MODULE, STAGE, OTHER]], axis=0
+        ).tolist():
+            found.setdefault((self.graph.modules[module], stage), {})[number] = self.graph.shards[number]
+        return {key: list(shards.values()) for key, shards in found.items()}
+
+    def _gather_layers(self, found: Floats, module: str, index: int, shard: Shard) -> None:
+        """Put into the durations of the chunks of a stage what its layers wait for: as long on each of the replicas
+        that share the weights, which gather them together."""
+        held = self._shared(shard)
+        gathers = [self.links.all_gather(size, shard.ranks) for size in (held.beside, *held.layers)]
+        scatters = [
+            self.links.reduce_scatter(size, shard.ranks) for size in (held.trained_beside, *held.trained_layers)
+        ]
+        spec, owners = self.layout.spec(module), set(shard.owners)
+        replicas = {p.replica for p in self.layout.pipelines(module) if owners & set(p.stages[index].lane.ranks)}
+        together: dict[int, list[int]] = {}
+        for place, chunk in enumerate(self.table.chunks):
+            if chunk.module == module and chunk.replica in replicas:
+                together.setdefault(chunk.index, []).append(place)
+        before = _trained_before(self.graph)[module]
+        trained = [layer for layer, flag in enumerate(self.graph.trainable[module]) if flag]
+        first = shard.start if before else min(trained, default=shard.stop)  # as `interlace.run.ranks` has it
+        lowest = min(max(first, shard.start), shard.stop) - shard.start + 1
+        for places in together.values():
+            waits = dict.fromkeys(_COMPUTE, 0.0)
+            for place in places:
+                link = self.links.slowest(self._pipeline(place).stages[index].lane.ranks)
+                cost = self.costs.of(module, self.sizes[place], spec.tp, spec.cp, link)
+                layers = _Layers.of(cost, before, self.recompute).between(shard.start, shard.stop)
+                there, back = self.costs.beside(module, self.sizes[place], spec.tp, spec.cp, link)
+                ahead = there + layered_forward(layers.forward, gathers)
+                whole = back + layered_backward(layers.backward, gathers, scatters, lowest)
+                halves = back + layered_backward(layers.backward - layers.weight, gathers, scatters, lowest)
+                later = float(found[CODES[Op.BACKWARD_WEIGHT], index, place])
+                for op, seconds in zip(_COMPUTE, (ahead, whole, halves, later), strict=True):
+                    waits[op] = max(waits[op], seconds)
+            for op, seconds in waits.items():
+                found[CODES[op], index, places] = seconds
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def messages(self) -> NDArray[np.float64]:
+        """Seconds that what each SEND sends travels, in the order of the rows."""
+        rows = [size.rows for size in self.sizes]
+        stands_for, each = self.traffic.rows_of, self.traffic.feature_bytes
+        read = [each * stands_for.get(chunk.module, 1.0) for chunk in self.table.chunks]
+        return message_seconds(self.schedule, rows, self.links, self.traffic.row_bytes, read)
+
+    def _pipeline(self, chunk: int) -> Pipeline:
+        made = self.table.chunks[chunk]
+        return self.layout.pipelines(made.module)[made.replica]
+
+    # -- what is summed and gathered ---------------------------------------------------------------------------
+
+    @cached_property
+    def sums(self) -> list[float]:
+        """Seconds of each reduction of the graph."""
+        return [self._sum(reduction) for reduction in self.graph.reductions]
+
+    def _sum(self, reduction: Reduction) -> float:
+        size = summed_bytes(self.layout, self.traffic.weights, reduction)
+        shard = next((s for s in self.layout.shard_groups() if self._sums_into(s, reduction)), None)
+        if shard is None:
+            return self.links.all_reduce(size, reduction.ranks)
+        sets = shard.replicas(shard.owners[0])
+        between = self.links.all_reduce(size / len(shard.owners), sets) if len(sets) > 1 else 0.0
+        return self.links.reduce_scatter(size, shard.ranks) + between
+
+    @staticmethod
+    def _sums_into(shard: Shard, reduction: Reduction) -> bool:
+        """Whether the sums of a reduction go to the owners of `shard`."""
+        plain = reduction.tied < 0 and not reduction.in_part
+        same = (shard.module, shard.start) == (reduction.module, reduction.start)
+        return plain and same and set(shard.owners) <= set(reduction.ranks)
+
+    @cached_property
+    def gathers(self) -> list[float]:
+        """Seconds in which each shard of the graph is made whole at once."""
+        return [self.links.all_gather(self._shared(shard).whole, shard.ranks) for shard in self.graph.shards]
+
+    def _shared(self, shard: Shard) -> SharedBytes:
+        return shared_bytes(self.layout, self.traffic.weights, shard)

@@ -1,0 +1,97 @@
+"""Predictor: how long a step of a model would take under any layout and schedule, from costs measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from typing import Any
+
+import torch
+
+from interlace.layout import Layout
+from interlace.plan.links import Links
+from interlace.plan.step_costs import Costs
+from interlace.run.assign import Method, assigner_of
+from interlace.run.batch import GlobalBatch
+from interlace.run.dispatch import Balance, dispatcher_of
+from interlace.run.graph import stage_graph
+from interlace.run.lanes import with_lanes
+from interlace.run.predict import Traffic, duration_array, predict
+from interlace.run.sizes import chunk_sizes
+from interlace.run.traced import weights_of
+from interlace.schedule import Schedule, StageGraph, StepTable
+from interlace.simulate import Timeline
+
+Generator = Callable[..., Schedule]
+"""(graph, table, durations=...) -> Schedule, as `interlace.schedule.one_f_one_b`; one that takes no durations too."""
+
+
+@dataclass
+class Predictor:
+    """A model on ranks that are joined by `links`. mllm may be on the meta device.
+
+    recompute: whether layers with a backward run their forward twice. sequence_parallel, autocast, assign,
+    balance: as `parallelize`.
+    """
+
+    mllm: Any
+    costs: Costs
+    links: Links
+    recompute: bool = False
+    sequence_parallel: bool = True
+    autocast: torch.dtype | None = None
+    assign: Method = "tokens"
+    balance: Balance = "llm"
+    _traffic: Traffic | None = field(default=None, init=False, repr=False)
+
+    def graph(self, layout: Layout) -> StageGraph:
+        """The stages of a layout. Raises ValueError for one that the model cannot run."""
+        graph, _ = with_lanes(stage_graph(self.mllm, layout), self.mllm, sequence_parallel=self.sequence_parallel)
+        return graph
+
+    def traffic(self, layout: Layout) -> Traffic:
+        """What travels under a layout; the model is run on shapes for the first of them only."""
+        if self._traffic is None:
+            self._traffic = Traffic.of(
+                self.mllm, layout, sequence_parallel=self.sequence_parallel, autocast=self.autocast
+            )
+            return self._traffic
+        weights = weights_of(self.mllm, layout, sequence_parallel=self.sequence_parallel)
+        return replace(self._traffic, weights=weights)
+
+    def schedule(self, graph: StageGraph, table: StepTable, samples: Sequence[Any], generator: Generator) -> Schedule:
+        """The lists that `generator` makes of a step over `samples`, knowing what its actions take."""
+        sizes = chunk_sizes(self.mllm, table, samples)
+        seconds = duration_array(graph, table, self.costs, sizes, self.links, recompute=self.recompute)
+        known = signature(generator).parameters.values()
+        if any(each.name == "durations" or each.kind is each.VAR_KEYWORD for each in known):
+            return generator(graph, table, durations=seconds)
+        return generator(graph, table)
+
+    def predict(self, schedule: Schedule, samples: Sequence[Any], *, optimizer: bool = True) -> Timeline:
+        """When each action of a schedule of a step over `samples` starts and finishes: see `interlace.run.predict`."""
+        return predict(
+            schedule,
+            self.costs,
+            chunk_sizes(self.mllm, schedule.table, samples),
+            self.links,
+            self.traffic(schedule.graph.layout),
+            recompute=self.recompute,
+            optimizer=optimizer,
+        )
+
+    def step(
+        self,
+        layout: Layout,
+        samples: Sequence[Any],
+        generator: Generator,
+        *,
+        microbatches: int | None = None,
+        chunks: Mapping[str, int] | None = None,
+    ) -> Timeline:
+        """A step over `samples`, from nothing but a layout: arguments as of `ParallelModel.table`, errors too."""
+        assigner = assigner_of(self.assign, layout, self.mllm, recompute=self.recompute)
+        dispatcher = dispatcher_of(self.balance, layout, self.mllm, recompute=self.recompute)
+        table = GlobalBatch.of(samples, microbatches, chunks).table(layout, assigner, dispatcher)
+        return self.predict(self.schedule(self.graph(layout), table, samples, generator), samples)

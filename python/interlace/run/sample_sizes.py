@@ -1,0 +1,80 @@
+"""Sizes of chunks from arrays of lengths, and what travels of them: for steps of samples that nobody has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interlace.layout import Layout
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.plan.step_costs import Size
+from interlace.run.predict import Traffic
+from interlace.run.traced import weights_of
+from interlace.schedule import StepTable
+
+HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads")
+"""How configs call their number of heads."""
+Numbers = NDArray[np.int64] | NDArray[np.float64]
+
+
+def sizes_of_samples(
+    table: StepTable, rows: Mapping[str, Numbers], pairs: Mapping[str, Numbers], targets: Numbers
+) -> list[Size]:
+    """The size of each chunk of `table`, as `chunk_sizes` says it of samples that are there.
+
+    rows, pairs: module -> [n], of each sample what passes through the layers of the module. targets: [n].
+    """
+    members = np.concatenate([chunk.samples for chunk in table.chunks])
+    counts = np.array([len(chunk.samples) for chunk in table.chunks])
+    chunk_of = np.repeat(np.arange(len(counts)), counts)
+    found = np.zeros((3, len(counts)))
+    module_of = np.array([chunk.module for chunk in table.chunks])
+    for name in rows:
+        own = module_of == name
+        weights = [rows[name], pairs[name], *([targets] if name == LANGUAGE_MODEL else [])]
+        for place, each in enumerate(weights):
+            total = np.bincount(chunk_of, np.asarray(each, np.float64)[members], len(counts))
+            found[place, own] = total[own]
+    return [Size(*each) for each in found.T.tolist()]
+
+
+def causal_pairs(tokens: Numbers) -> NDArray[np.float64]:
+    """[n], pairs of a query and a key in samples of so many tokens each, that see what is before them."""
+    return np.asarray(tokens, np.float64) * (np.asarray(tokens, np.float64) + 1) / 2
+
+
+def counted_traffic(mllm: Any, layout: Layout, *, itemsize: int = 2, sequence_parallel: bool = True) -> Traffic:
+    """What travels, by the widths of the modules: where running a large model on shapes (`Traffic.of`) takes long.
+
+    itemsize: bytes of an element of a hidden state. Raises ValueError for a module that its tp cannot cut.
+    """
+    each = row_bytes_of(mllm, itemsize=itemsize)
+    row_bytes = {name: [each[name]] * (len(mllm.layer_list(name)) + 1) for name in each}
+    return Traffic(row_bytes, each[LANGUAGE_MODEL], weights_of(mllm, layout, sequence_parallel=sequence_parallel))
+
+
+def row_bytes_of(mllm: Any, *, itemsize: int = 2) -> dict[str, float]:
+    """Module -> bytes of a row between its layers, by their width. itemsize: as in `counted_traffic`."""
+    widths = {name: encoder.hidden_size for name, encoder in mllm.encoders.items()}
+    widths[LANGUAGE_MODEL] = int(mllm.language_model.config.get_text_config().hidden_size)
+    return {name: float(itemsize * widths[name]) for name in mllm.modules_order()}
+
+
+def key_bytes_of(mllm: Any, *, itemsize: int = 2) -> dict[str, float]:
+    """Module -> bytes of a row's keys and values in one layer, of all heads, as its config says. itemsize: as above."""
+    configs = {name: getattr(encoder.module, "config", None) for name, encoder in mllm.encoders.items()}
+    configs[LANGUAGE_MODEL] = mllm.language_model.config.get_text_config()
+    widths = row_bytes_of(mllm, itemsize=1)
+    return {name: itemsize * _key_width(configs[name], width) for name, width in widths.items()}
+
+
+def _key_width(config: Any, width: float) -> float:
+    """Numbers in a row's keys and values. width: of a hidden state, as much as all heads have unless it is said."""
+    heads = next((n for key in HEADS if (n := getattr(config, key, None))), 1)
+    if getattr(config, "kv_lora_rank", None):  # latent attention: keys and values are made for all heads
+        return float(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+    each = getattr(config, "head_dim", None) or width / heads
+    return float(2 * each * (getattr(config, "num_key_value_heads", None) or heads))

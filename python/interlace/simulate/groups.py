@@ -1,0 +1,126 @@
+"""Thousands of ranks as some hundred groups: which ranks belong together, and how busy each group is over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interlace.layout import Layout
+from interlace.schedule import Schedule
+from interlace.schedule.actions import CODES, COMPUTE, MODULE, OP
+from interlace.simulate.arrays import Simulated
+
+MOST_GROUPS = 256
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class RankGroups:
+    """names: of the groups. of_rank: int64 [ranks], the group of each."""
+
+    names: tuple[str, ...]
+    of_rank: NDArray[np.int64]
+
+    def ranks(self, group: int) -> NDArray[np.int64]:
+        """The ranks of a group, ascending."""
+        return np.flatnonzero(self.of_rank == group)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """int64 [groups], ranks of each."""
+        return np.bincount(self.of_rank, minlength=len(self.names))
+
+    @classmethod
+    def of(cls, layout: Layout, most: int = MOST_GROUPS) -> RankGroups:
+        """The ranks by replica: of the whole model where all modules have one dp, else of the last module of each rank.
+
+        Replicas of few ranks are put together, neighbours first, until a group is as large as the largest replica and
+        there are about `most` groups or fewer.
+        """
+        modules = list(layout.modules)
+        alike = len(set(layout.data_parallel.values())) == 1
+        home: list[tuple[int, int]] = []
+        for rank in range(layout.world):
+            module = layout.of_rank(rank)[-1].module
+            replica = layout.replica(rank, module)
+            assert replica is not None
+            home.append((0 if alike else modules.index(module), replica))
+        units, unit, count = np.unique(np.array(home), axis=0, return_inverse=True, return_counts=True)
+        wanted = max(int(count.max()), layout.world // most)
+        names: list[str] = []
+        group_of = np.zeros(len(units), np.int64)
+        for kind in np.unique(units[:, 0]).tolist():
+            what = "replica" if alike else modules[kind]
+            size, first = 0, 0
+            mine = np.flatnonzero(units[:, 0] == kind)
+            for place, number in enumerate(mine.tolist()):
+                group_of[number] = len(names)
+                size += int(count[number])
+                if size >= wanted or place == len(mine) - 1:
+                    a, b = (int(units[mine[i], 1]) for i in (first, place))
+                    names.append(f"{what} {a}" if a == b else f"{what} {a}-{b}")
+                    size, first = 0, place + 1
+        return cls(tuple(names), group_of[unit.reshape(-1)])
+
+
+@dataclass(frozen=True, eq=False)
+class Utilisation:
+    """How busy groups of ranks are in a step that lasts `makespan` seconds.
+
+    least, mean, most: float64 [groups], of the shares of the step in which each of their ranks computes, 0 to 1.
+    over_time: float64 [groups, modules, bins], the share of the ranks that computes a module in each of equally long
+    parts of the step.
+    """
+
+    makespan: float
+    least: Floats
+    mean: Floats
+    most: Floats
+    over_time: Floats
+
+    @classmethod
+    def of(cls, schedule: Schedule, found: Simulated, groups: RankGroups, bins: int = 400) -> Utilisation:
+        """That of a simulated step, O(actions). Raises ValueError for no bins."""
+        if bins < 1:
+            raise ValueError(f"bins is {bins}: at least 1")
+        span, count, modules = found.makespan, len(groups.names), len(schedule.graph.modules)
+        share = found.rank_busy / span if span else np.zeros(len(found.rank_busy))
+        least, most = np.full(count, np.inf), np.zeros(count)
+        np.minimum.at(least, groups.of_rank, share)
+        np.maximum.at(most, groups.of_rank, share)
+        mean = np.bincount(groups.of_rank, weights=share, minlength=count) / groups.sizes
+        at = compute_rows(schedule)
+        rank = np.searchsorted(schedule.first, at, side="right") - 1
+        row = groups.of_rank[rank] * modules + schedule.rows[at, MODULE]
+        busy = _covered(row, found.start[at], found.finish[at], span, count * modules, bins)
+        over_time = busy.reshape(count, modules, bins) / (groups.sizes[:, None, None] * (span / bins or 1.0))
+        return cls(span, least, mean, most, over_time)
+
+
+def compute_rows(schedule: Schedule) -> NDArray[np.int64]:
+    """The places of all compute actions in the rows of a schedule."""
+    return np.flatnonzero(np.isin(schedule.rows[:, OP], [CODES[op] for op in COMPUTE]))
+
+
+def _covered(row: NDArray[np.int64], start: Floats, finish: Floats, span: float, rows: int, bins: int) -> Floats:
+    """float64 [rows, bins]: seconds of each bin that the intervals [start, finish) of each row cover, in all."""
+    width = span / bins if span else 1.0
+    covered, later = np.zeros(rows * bins), np.zeros(rows * (bins + 1))
+    for moment, sign in ((start, 1.0), (finish, -1.0)):  # a start adds all time behind it, a finish takes it off again
+        place = np.minimum((moment / width).astype(np.int64), bins - 1)
+        covered += np.bincount(row * bins + place, sign * ((place + 1) * width - moment), rows * bins)
+        later += np.bincount(row * (bins + 1) + place + 1, np.full(len(row), sign * width), rows * (bins + 1))
+    total = covered.reshape(rows, bins) + np.cumsum(later.reshape(rows, bins + 1), axis=1)[:, :bins]
+    return np.asarray(np.maximum(total, 0.0))  # rounding
+
+
+def spread_over(values: Sequence[float] | Floats, count: int) -> list[int]:
+    """The places of `count` values at equal distances, from the largest to the smallest; all if there are fewer."""
+    order = np.argsort(-np.asarray(values), kind="stable")
+    if count >= len(order):
+        return [int(i) for i in order]
+    return [int(order[round(k * (len(order) - 1) / max(count - 1, 1))]) for k in range(count)]

@@ -1,0 +1,92 @@
+"""A trace of thousands of ranks, of bounded size: some groups of ranks in full, of all others how busy they are.
+
+One process per group. Of a group that is in full, each rank has the threads that `trace` gives it; every group has a
+counter, the share of its ranks that compute. Groups in full are the busiest, the least busy, and others at equal
+distances between; the trace says in the name of each process which it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from interlace.schedule import Schedule
+from interlace.schedule.actions import action_of
+from interlace.simulate.arrays import Simulated
+from interlace.simulate.groups import RankGroups, Utilisation, spread_over
+from interlace.simulate.timeline import Timeline
+from interlace.simulate.trace import trace_events
+
+MOST_ROWS = 40_000
+"""Actions in full, about 400 bytes each with arrows and counters: a trace of some 15 MB."""
+_THREADS = 256  # numbers for the threads of a rank
+
+
+def write_sampled_trace(
+    schedule: Schedule,
+    found: Simulated,
+    groups: RankGroups,
+    used: Utilisation,
+    path: str | Path,
+    *,
+    most_rows: int = MOST_ROWS,
+) -> list[str]:
+    """Writes the trace as JSON, one event per line; returns the names of the groups that are in it in full."""
+    lengths = np.bincount(groups.of_rank, weights=np.diff(schedule.first), minlength=len(groups.names))
+    count = max(int(most_rows / max(lengths.max(), 1)), 1)
+    full = spread_over(used.mean, count)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        separator = ""
+        encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode  # json.dumps makes one for each
+        for event in _events(schedule, found, groups, used, full):
+            file.write(separator + encode(event))
+            separator = ",\n"
+        file.write("\n]}\n")
+    return [groups.names[group] for group in full]
+
+
+def _events(
+    schedule: Schedule, found: Simulated, groups: RankGroups, used: Utilisation, full: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    chosen = set(full)
+    for group, name in enumerate(groups.names):
+        size = int(groups.sizes[group])
+        what = "in full" if group in chosen else "summed up"
+        label = f"{name}: {size} rank{'s' * (size != 1)}, {what}, busy {used.mean[group]:.0%}"
+        yield {"name": "process_name", "ph": "M", "pid": group, "tid": 0, "args": {"name": label}}
+        place = full.index(group) if group in chosen else len(full) + group
+        yield {"name": "process_sort_index", "ph": "M", "pid": group, "tid": 0, "args": {"sort_index": place}}
+        shares = used.over_time[group].sum(axis=0)
+        width = used.makespan / len(shares) * 1e6
+        for number, share in enumerate(shares.tolist()):
+            args = {"share": round(share, 4)}
+            yield {"name": "ranks computing", "ph": "C", "pid": group, "tid": 0, "ts": number * width, "args": args}
+    ranks = [rank for group in full for rank in groups.ranks(group).tolist()]
+    timeline = timeline_of(schedule, found, ranks)
+    for event in trace_events(timeline):
+        if event["name"] in ("process_name", "process_sort_index"):
+            continue
+        rank = ranks[event["pid"]]
+        event["pid"] = int(groups.of_rank[rank])
+        if event["ph"] == "C":
+            event["name"] = f"rank {rank}: {event['name']}"
+        event["tid"] += 1 + _THREADS * rank
+        if event["name"] == "thread_name":
+            event["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
+        if "ts" in event:
+            event["ts"] += timeline.begin * 1e6
+        yield event
+
+
+def timeline_of(schedule: Schedule, found: Simulated, ranks: Sequence[int]) -> Timeline:
+    """What some ranks do in a simulated step: rank i of the timeline is `ranks[i]`."""
+    modules = schedule.graph.modules
+    parts = [slice(int(schedule.first[rank]), int(schedule.first[rank + 1])) for rank in ranks]
+    actions = [[action_of(row, modules) for row in schedule.rows[part].tolist()] for part in parts]
+    start, finish = ([times[part].tolist() for part in parts] for times in (found.start, found.finish))
+    return Timeline(actions, start, finish, schedule.name, schedule.table)

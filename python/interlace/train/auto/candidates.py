@@ -1,0 +1,350 @@
+"""What may be chosen: a candidate is what a config would say in [parallel] and of [train]; and the lists of them.
+
+Up to `FEW` ranks all candidates are listed: every placement with every split of the ranks into modules and every
+tp, cp, pp, dp and shard of each. For more ranks `proposals` adds what searches find to the part of that list whose
+degrees are powers of two and equal for all encoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from interlace.layout import ParallelSpec
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.train.schema import Config
+from interlace.train.schema_parallel import Parallel
+
+FEW = 4
+"""Ranks up to which all layouts are listed."""
+SHARDS = ("none", "optimizer", "full")
+SCHEDULES: tuple[str, ...] = get_args(Parallel.model_fields["schedule"].annotation)
+"""All that a config can name."""
+VIRTUAL = {"interleaved": "loop", "zb_v": "v"}
+"""Those for virtual stages, and the order of these."""
+_DEGREES = ("tp", "cp", "pp", "virtual")
+_MOST_MICROBATCHES = 4  # times the stages on a microbatch's way: beyond it the bubble is small already
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, a schedule and how a step is cut.
+
+    specs: (module, its degrees), encoders first. ranks: of one replica, where stages share ranks or the placement is
+    a chain; None: one for each stage. threads: of each rank; None: not chosen.
+    """
+
+    placement: str
+    specs: tuple[tuple[str, ParallelSpec], ...]
+    batch_size: int
+    microbatches: int
+    schedule: str = "1f1b"
+    checkpointing: str = "none"
+    ranks: int | None = None
+    threads: int | None = None
+
+    @property
+    def of(self) -> dict[str, ParallelSpec]:
+        """The degrees by module."""
+        return dict(self.specs)
+
+    @property
+    def world(self) -> int:
+        """Ranks of the whole run."""
+        ranks = {name: spec.ranks for name, spec in self.specs}
+        language, encoders = ranks.pop(LANGUAGE_MODEL), list(ranks.values())
+        if self.ranks is not None:
+            return self.ranks * self.of[LANGUAGE_MODEL].dp
+        if self.placement in ("shared", "replicated") or not encoders:
+            return language
+        return language + (sum(encoders) if self.placement == "parallel" else max(encoders))
+
+    def parallel(self) -> dict[str, Any]:
+        """The keys of [parallel] that say it."""
+        table: dict[str, Any] = {"placement": self.placement, "schedule": self.schedule}
+        if self.ranks is not None:
+            table["ranks"] = self.ranks
+        if self.threads is not None:
+            table["threads"] = self.threads
+        if self.placement == "chain" or len({spec.dp for _, spec in self.specs}) == 1:
+            table["dp"] = self.specs[0][1].dp
+        for name, spec in self.specs:
+            own: dict[str, Any] = {key: getattr(spec, key) for key in _DEGREES if getattr(spec, key) != 1}
+            if spec.order != "loop":
+                own["order"] = spec.order
+            if self.placement == "chain":
+                own = {}
+            if "dp" not in table:
+                own["dp"] = spec.dp
+            if spec.shard != "none":
+                own["shard"] = spec.shard
+                if spec.shard_ranks is not None:
+                    own["shard_ranks"] = spec.shard_ranks
+            if own:
+                table[name] = own
+        return table
+
+    def train(self) -> dict[str, Any]:
+        """The keys of [train] that say it."""
+        return {
+            "batch_size": self.batch_size,
+            "microbatches": self.microbatches,
+            "activation_checkpointing": self.checkpointing,
+        }
+
+    def __str__(self) -> str:
+        parts = [self.placement if self.world > 1 else "one process"]
+        if self.world == 1 and self.threads is not None:
+            parts = [f"one process with {self.threads} thread{'s' * (self.threads > 1)}"]
+        if self.ranks is not None and self.world > 1:
+            dp = self.specs[0][1].dp
+            parts.append(f"{self.ranks} rank{'s' * (self.ranks > 1)} a replica" + f", {dp} replicas" * (dp > 1))
+        for name, spec in self.specs:
+            degrees = [f"{key} {getattr(spec, key)}" for key in (*_DEGREES, "dp") if getattr(spec, key) > 1]
+            degrees += ["order v"] * (spec.order == "v")
+            degrees = [each for each in degrees if self.ranks is None or not each.startswith(("dp", "pp"))]
+            degrees += [f"shard {spec.shard}"] * (spec.shard != "none")
+            if degrees:
+                parts.append(f"{name} {' '.join(degrees)}")
+        if self.world > 1:
+            parts.append(self.schedule)
+        parts.append(f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)}")
+        parts += ["checkpointing"] * (self.checkpointing == "full")
+        return ", ".join(parts)
+
+
+def applied(config: Config, candidate: Candidate) -> Config:
+    """The config with what a candidate says; nothing in it is open any more. Raises pydantic's ValidationError."""
+    return with_tables(config, candidate.parallel(), candidate.train())
+
+
+def with_tables(config: Config, parallel: dict[str, Any], train: dict[str, Any]) -> Config:
+    """The config with these keys of [parallel], beside those that it gives itself, and of [train]."""
+    asked = config.parallel.model_dump(exclude_unset=True, exclude_none=True)
+    table = {key: value for key, value in asked.items() if key not in ("plan", "choose", "max_ranks", "memory")}
+    for key, value in parallel.items():
+        table[key] = {**table.get(key, {}), **value} if isinstance(value, dict) else value
+    dump = config.model_dump()
+    return Config.model_validate(dump | {"parallel": table, "train": dump["train"] | train})
+
+
+def refusal(error: ValidationError) -> str:
+    """Why a config is refused, in a line."""
+    return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+
+
+# ---------------------------------------------------------------------- what is fixed by hand
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the config says itself, which every candidate keeps. modules: name -> keys of its table."""
+
+    placement: str | None
+    schedule: str | None
+    ranks: int | None
+    dp: int | None
+    modules: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, config: Config) -> Fixed:
+        """What [parallel] of `config` gives."""
+        given = config.parallel.model_dump(exclude_unset=True)
+        modules = {name: given.get(name) or {} for name in config.modules()}
+        return cls(given.get("placement"), given.get("schedule"), given.get("ranks"), given.get("dp"), modules)
+
+    def with_virtual(self, candidate: Candidate) -> Candidate:
+        """The candidate with the virtual stages that are fixed, which no list has."""
+        specs = []
+        for name, spec in candidate.specs:
+            own = {key: value for key, value in self.modules[name].items() if key in ("virtual", "order")}
+            specs.append((name, replace(spec, **own) if own and spec.pp > 1 else spec))
+        return replace(candidate, specs=tuple(specs))
+
+    def stages_of_encoders(self) -> bool:
+        """Whether virtual stages are fixed for encoders, and for no other module."""
+        fixed = {name for name, keys in self.modules.items() if keys.get("virtual", 1) > 1}
+        return bool(fixed) and LANGUAGE_MODEL not in fixed
+
+    def allows(self, candidate: Candidate) -> bool:
+        """Whether the candidate says what is fixed."""
+        if self.placement is not None and candidate.placement != self.placement:
+            return False
+        if self.schedule is not None and candidate.schedule != self.schedule:
+            return False
+        if self.ranks is not None and candidate.ranks != self.ranks:
+            return False
+        for name, spec in candidate.specs:
+            keys = {*_DEGREES, "dp", "order", "shard", "shard_ranks"} & self.modules[name].keys()
+            if any(getattr(spec, key) != self.modules[name][key] for key in keys):
+                return False
+            if self.dp is not None and "dp" not in keys and spec.dp != self.dp:
+                return False
+        return True
+
+
+# ---------------------------------------------------------------------- lists
+
+
+@dataclass(frozen=True)
+class Openings:
+    """How a step may be cut: batch sizes, numbers of microbatches (None: as suits the stages) and checkpointings."""
+
+    batch_size: int
+    microbatches: int | None
+    checkpointings: tuple[str, ...]
+    rows: bool = False
+    """Whether a batch counts packed rows, of which each is a microbatch."""
+
+    def counts(self, dp: int, stages: int) -> list[int]:
+        """Numbers of microbatches to try for `dp` replicas of the language model and so many stages on the way."""
+        most = self.batch_size // dp
+        if self.rows:
+            return [most] if most else []
+        if self.microbatches is not None:
+            return [self.microbatches]
+        found, count = [], 1
+        while count <= min(most, max(_MOST_MICROBATCHES * stages, 1)):
+            found.append(count)
+            count *= 2
+        if stages > 1 and stages <= most and stages not in found:
+            found.append(stages)
+        return found
+
+
+def layouts(modules: Sequence[str], world: int, *, few: bool) -> Iterator[tuple[str, tuple[ParallelSpec, ...], Any]]:
+    """(placement, degrees of each module, ranks) of all layouts of `world` ranks, without shards and each once.
+
+    few: False keeps to powers of two and equal encoders.
+    """
+    *encoders, _ = modules
+    whole = ParallelSpec()
+    if world == 1:
+        yield "colocated", (whole,) * len(modules), 1
+        return
+    for ranks in _divisors(world):
+        if ranks == 1:  # each replica is one process
+            yield "colocated", (ParallelSpec(dp=world),) * len(modules), 1
+        else:
+            yield "chain", (ParallelSpec(dp=world // ranks),) * len(modules), ranks
+    shapes = {n: list(_shapes(n, few)) for n in range(1, world + 1)}
+    if not encoders:
+        yield from (("parallel", (spec,), None) for spec in shapes[world])
+        return
+    for spec in shapes[world]:
+        if spec.lane_size == 1 and spec.pp > 1:
+            yield "replicated", (*(ParallelSpec(dp=spec.dp),) * len(encoders), spec), None
+    if few:
+        for specs in product(shapes[world], repeat=len(modules)):
+            yield "shared", specs, None
+    else:
+        for own, spec in product(shapes[world], repeat=2):
+            yield "shared", (*(own,) * len(encoders), spec), None
+    for here in range(1, world):
+        for own, spec in product(shapes[here], shapes[world - here]):
+            yield "colocated", (*(own,) * len(encoders), spec), None
+    if len(encoders) > 1:  # one alone is colocated with nobody
+        for split in _splits(world, len(modules)) if few else _even_splits(world, len(modules)):
+            for specs in product(*(shapes[count] for count in split)):
+                if few or len(set(specs[:-1])) == 1:
+                    yield "parallel", specs, None
+
+
+def listed(
+    modules: Sequence[str], world: int, openings: Openings, *, schedule: str = SCHEDULES[0], few: bool = True
+) -> Iterator[Candidate]:
+    """All candidates of `world` ranks with one schedule; `with_schedules` makes the others of each."""
+    for placement, specs, ranks in layouts(modules, world, few=few):
+        options = [[spec] if ranks not in (None, 1) else list(_sharded(spec)) for spec in specs]
+        if not few:  # all modules alike
+            options = [[each] for each in specs]
+            for shard in SHARDS[1:]:
+                alike = tuple(_with_shard(spec, shard) for spec in specs)
+                if ranks in (None, 1) and alike != specs:
+                    yield from _cut(modules, placement, alike, ranks, openings, schedule)
+        for each in product(*options):
+            yield from _cut(modules, placement, each, ranks, openings, schedule)
+
+
+def with_schedules(candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with every other schedule that may differ from its own, and with the language model's stages cut in
+    two where a schedule is for virtual stages. Whether it is possible so, the config says."""
+    spec = candidate.of[LANGUAGE_MODEL]
+    if candidate.world == 1 or candidate.microbatches == 1 or candidate.ranks == 1:
+        return
+    for schedule in SCHEDULES:
+        if schedule == candidate.schedule:
+            continue
+        if schedule not in VIRTUAL:
+            yield replace(candidate, schedule=schedule)
+        elif spec.pp > 1 and candidate.ranks is None:
+            twice = replace(spec, virtual=2, order=VIRTUAL[schedule])
+            specs = tuple((name, twice if name == LANGUAGE_MODEL else each) for name, each in candidate.specs)
+            yield replace(candidate, specs=specs, schedule=schedule)
+
+
+def unsharded(candidate: Candidate) -> Candidate:
+    """The candidate with all state whole on every rank."""
+    specs = tuple((name, replace(spec, shard="none", shard_ranks=None)) for name, spec in candidate.specs)
+    return replace(candidate, specs=specs)
+
+
+def _cut(
+    modules: Sequence[str],
+    placement: str,
+    specs: Sequence[ParallelSpec],
+    ranks: int | None,
+    openings: Openings,
+    schedule: str,
+) -> Iterator[Candidate]:
+    """A layout with each number of microbatches and checkpointing."""
+    named = tuple(zip(modules, specs, strict=True))
+    stages = specs[-1].pp + max((spec.pp for spec in specs[:-1]), default=0)
+    stages = ranks if ranks is not None else specs[-1].pp if placement in ("shared", "replicated") else stages
+    for count in openings.counts(specs[-1].dp, stages):
+        for checkpointing in openings.checkpointings:
+            yield Candidate(placement, named, openings.batch_size, count, schedule, checkpointing, ranks)
+
+
+def _shapes(ranks: int, few: bool) -> Iterator[ParallelSpec]:
+    """All tp * cp * pp * dp = ranks."""
+    for tp in _divisors(ranks):
+        for cp in _divisors(ranks // tp):
+            for pp in _divisors(ranks // tp // cp):
+                degrees = (tp, cp, pp, ranks // tp // cp // pp)
+                if few or all(each & (each - 1) == 0 for each in degrees[:3]):
+                    yield ParallelSpec(*degrees)
+
+
+def _sharded(spec: ParallelSpec) -> Iterator[ParallelSpec]:
+    """With each kind of shard that several ranks can share."""
+    yield spec
+    if spec.dp * spec.cp > 1:
+        yield from (_with_shard(spec, shard) for shard in SHARDS[1:])
+
+
+def _with_shard(spec: ParallelSpec, shard: str) -> ParallelSpec:
+    return replace(spec, shard=shard if spec.dp * spec.cp > 1 else "none")
+
+
+def _splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write `total` as a sum of `parts` positive numbers."""
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(1, total - parts + 2):
+        yield from ((first, *rest) for rest in _splits(total - first, parts - 1))
+
+
+def _even_splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Those whose numbers are equal but for the last."""
+    for each in range(1, (total - 1) // (parts - 1) + 1):
+        yield (*(each,) * (parts - 1), total - each * (parts - 1))
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,260 @@
+"""About how long a step of a candidate takes, in some 10 microseconds: what decides which candidates are simulated.
+
+    T = the most loaded stage's work of a step + the way of one microbatch through the others (eq. 4.2 of the
+        dissertation) + sums of gradients + weights that are gathered + the optimizer + messages
+
+with all chunks of a module of one size (that of samples which share a row and its blocks of attention), times how much
+more than the mean the replica with most rows has in the tables of the real batches. Modules that share ranks run one
+after the other and add up. A candidate cannot need less memory than its weights and gradients, which rules some out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interlace.layout import Layout, ParallelSpec
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.plan import partition, trainable_before
+from interlace.plan.step_costs import Size
+from interlace.run.assign import Method, assigner_of
+from interlace.run.batch import GlobalBatch
+from interlace.run.dispatch import dispatcher_of
+from interlace.run.sample_sizes import row_bytes_of
+from interlace.run.sizes import size_of
+from interlace.run.table import Lengths
+from interlace.train.auto.candidates import Candidate
+from interlace.train.auto.machine import Machine
+from interlace.train.auto.work import Work
+from interlace.train.schema import Config
+
+_SIZED = 64  # samples, at least, by which it is told how much samples in one chunk share
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Seconds of one chunk on each stage of a module, forward and backward."""
+
+    each: tuple[float, ...]
+
+    @property
+    def way(self) -> float:
+        return sum(self.each)
+
+    @property
+    def slowest(self) -> float:
+        return max(self.each)
+
+
+class Estimator:
+    """Estimates for one model and batch. Raises ValueError for degrees that were not measured or cannot be cut."""
+
+    def __init__(self, config: Config, model: Any, work: Work, machine: Machine) -> None:
+        self.model, self.machine, self.chunks = model, machine, config.chunks()
+        self._row_bytes = row_bytes_of(model, itemsize=4)
+        # All but "tokens" deal samples to replicas alike, and which of its microbatches has one does not matter here.
+        self._balance = config.train.balance
+        self._assign: Method = "tokens" if config.train.assign == "tokens" else "stratified"
+        self.work, self.totals = work, work.totals(model)
+        self._uneven: dict[tuple[Any, ...], dict[str, float]] = {}
+        self.order = model.modules_order()
+        self._layers: dict[tuple[Any, ...], Any] = {}
+        self._sizes: dict[tuple[str, int], Size] = {}
+
+    @cached_property
+    def _before(self) -> dict[str, bool]:
+        trained = {name: any(layer.trainable for layer in self.model.layers(name)) for name in self.order}
+        return trainable_before(trained, self.model.edges())
+
+    @cached_property
+    def _bytes(self) -> dict[str, tuple[int, int]]:
+        """Module -> bytes of its weights, and of those that are trained; what modules share counts once."""
+        found, seen = {}, set()
+        for name in self.order:
+            prefix = f"{name}." if name == LANGUAGE_MODEL else f"encoders.{name}."
+            own = [p for key, p in self.model.named_parameters() if key.startswith(prefix) and id(p) not in seen]
+            seen |= set(map(id, own))
+            found[name] = sum(p.nbytes for p in own), sum(p.nbytes for p in own if p.requires_grad)
+        return found
+
+    def chunk_size(self, name: str, count: int) -> Size:
+        """Of one of `count` chunks of a module that a batch is cut into, on average.
+
+        Attention visits whole blocks, those that short samples share, too, so it is not the sum over samples.
+        """
+        if (name, count) not in self._sizes:
+            samples = GlobalBatch.of(self.work.batches[0]).samples
+            each = max(round(len(samples) / count), 1)
+            some = samples[: max(_SIZED // each, 1) * each]
+            chunks = [some[first : first + each] for first in range(0, len(some), each)]
+            joined, alone = (
+                np.sum([size_of(self.model, name, chunk) for chunk in cut], axis=0)
+                for cut in (chunks, [[sample] for sample in some])
+            )
+            share = np.divide(joined, alone, out=np.ones(3), where=alone > 0)
+            self._sizes[name, count] = Size(*(np.array(self.totals[name]) * share / count).tolist())
+        return self._sizes[name, count]
+
+    def trained_before(self, name: str) -> bool:
+        """Whether something is trained before the first layer of a module."""
+        return self._before[name]
+
+    def bytes_of(self, name: str) -> tuple[int, int]:
+        """Of the weights of a module, and of those that are trained."""
+        return self._bytes[name]
+
+    def row_bytes(self, name: str) -> float:
+        """Of a hidden state in a module."""
+        return self._row_bytes[name]
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """Of weights and gradients on the fullest rank, at least."""
+        held = [self._held(name, spec) * self._part(candidate, spec) for name, spec in candidate.specs]
+        if candidate.ranks is not None or candidate.placement in ("shared", "replicated"):
+            return sum(held)
+        if candidate.placement == "colocated":
+            return max(sum(held[:-1]), held[-1])
+        return max(held)
+
+    def _held(self, name: str, spec: ParallelSpec) -> float:
+        return sum(self._bytes[name]) / (spec.dp * spec.cp if spec.shard == "full" else 1)
+
+    @staticmethod
+    def _part(candidate: Candidate, spec: ParallelSpec) -> float:
+        """Of a module on one rank."""
+        return 1 / (candidate.ranks or spec.tp * spec.pp)
+
+    def unevenness(self, candidate: Candidate, counts: Mapping[str, int]) -> dict[str, float]:
+        """Module -> rows of its replica that has most over the mean, in the tables of the batches."""
+        replicas = {name: spec.dp for name, spec in candidate.specs}
+        key = (*replicas.items(), *counts.items())
+        if key not in self._uneven:
+            specs = {name: ParallelSpec(dp=dp) for name, dp in replicas.items()}
+            layout = Layout.from_specs(self.model, specs, placement="parallel")
+            *encoders, language = self.order
+            chunks = {name: counts[name] for name in encoders}
+            found = dict.fromkeys(self.order, 0.0)
+            assigner = assigner_of(self._assign, layout, self.model)
+            dispatcher = dispatcher_of(self._balance, layout, self.model)
+            for batch in self.work.batches:
+                given = GlobalBatch.of(batch, counts[language] if not isinstance(batch[0], list) else None, chunks)
+                lengths = Lengths.of(given.samples, encoders)
+                rows = {**lengths.rows, language: lengths.tokens}
+                loads = {name: np.zeros(dp) for name, dp in replicas.items()}
+                for chunk in given.table(layout, assigner, dispatcher).chunks:
+                    loads[chunk.module][chunk.replica] += rows[chunk.module][chunk.samples].sum()
+                for name, each in loads.items():
+                    found[name] += float(each.max() / each.mean()) if each.any() else 1.0
+            self._uneven[key] = {name: total / len(self.work.batches) for name, total in found.items()}
+        return self._uneven[key]
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Of a step."""
+        rounds = candidate.microbatches
+        again = candidate.checkpointing == "full"
+        counts = {
+            name: self.chunks.get(name, 1 if candidate.placement == "shared" else rounds) for name in self.order[:-1]
+        } | {LANGUAGE_MODEL: rounds}
+        if candidate.placement == "chain":
+            total = self._chain(candidate, counts, again)
+        else:
+            total = self._modules(candidate, counts, again)
+        return total + sum(self._beside(candidate, name, spec) for name, spec in candidate.specs)
+
+    def _modules(self, candidate: Candidate, counts: dict[str, int], again: bool) -> float:
+        stages, uneven = {}, self.unevenness(candidate, counts)
+        for name, spec in candidate.specs:
+            each = self._stages(candidate, name, spec, counts[name], again)
+            stages[name] = _Stages(tuple(seconds * uneven[name] for seconds in each.each))
+        if candidate.ranks == 1:
+            return sum(counts[name] * each.way for name, each in stages.items())
+        if candidate.placement == "shared":
+            return sum((counts[name] - 1) * each.slowest + each.way for name, each in stages.items())
+        *encoders, language = (stages[name] for name in self.order)
+        rounds = candidate.microbatches
+        if candidate.placement == "replicated":
+            extra = sum(counts[name] / rounds * stages[name].way for name in self.order[:-1])
+            return (rounds - 1) * (language.slowest + extra) + language.way + extra * len(language.each)
+        ways = [counts[name] / rounds * each.way for name, each in zip(self.order, encoders, strict=False)]
+        loads = [counts[name] / rounds * each.slowest for name, each in zip(self.order, encoders, strict=False)]
+        merge = sum if candidate.placement == "colocated" else max
+        way, load = (merge(ways), merge(loads)) if encoders else (0.0, 0.0)
+        return (rounds - 1) * max(language.slowest, load) + language.way + way + self._messages(candidate)
+
+    def _chain(self, candidate: Candidate, counts: dict[str, int], again: bool) -> float:
+        rounds, ranks = candidate.microbatches, candidate.ranks or 1
+        chain, uneven = [], self.unevenness(candidate, counts)
+        for name, spec in candidate.specs:
+            each, beside = self._per_layer(candidate, name, spec, counts[name], again)
+            each = each * uneven[name] * counts[name] / rounds
+            each[0] += beside  # of each stage of a module; how many there are says the cut
+            chain.append(each)
+        layers = np.concatenate(chain)
+        if ranks > len(layers):
+            raise ValueError(f"{ranks} ranges of {len(layers)} layers")
+        ranges = np.add.reduceat(layers, partition(layers, ranks)[:-1])
+        return (rounds - 1) * float(ranges.max()) + float(ranges.sum()) + self._messages(candidate)
+
+    def _per_layer(
+        self, candidate: Candidate, name: str, spec: ParallelSpec, chunks: int, again: bool
+    ) -> tuple[NDArray[np.float64], float]:
+        """Seconds of a chunk, forward and backward: float64 [layers], and what each stage spends beside them."""
+        world, size = candidate.world, self.chunk_size(name, chunks * spec.dp)
+        ranks = world if self.machine.kind == "cpu" else world > 8
+        key = (name, spec.tp, spec.cp, size, again, ranks, candidate.threads)
+        if key not in self._layers:
+            link = self.machine.links(world).slowest(range(spec.lane_size))
+            cost = self.machine.costs_of(world, candidate.threads)
+            made = cost.of(name, size, spec.tp, spec.cp, link)
+            layers = made.per_layer(trainable_before=self._before[name], recompute=again)
+            self._layers[key] = layers, sum(cost.beside(name, size, spec.tp, spec.cp, link))
+        return self._layers[key]
+
+    def _stages(self, candidate: Candidate, name: str, spec: ParallelSpec, chunks: int, again: bool) -> _Stages:
+        layers, beside = self._per_layer(candidate, name, spec, chunks, again)
+        if spec.pp == 1:
+            return _Stages((float(layers.sum()) + beside,))
+        if spec.pp > len(layers):
+            raise ValueError(f"{name} has {len(layers)} layers, too few for pp = {spec.pp}")
+        return _Stages(tuple((np.add.reduceat(layers, partition(layers, spec.pp)[:-1]) + beside).tolist()))
+
+    def _messages(self, candidate: Candidate) -> float:
+        """What the ways of the messages of one microbatch take, and the handling of all."""
+        links, hops = self.machine.links(candidate.world), self._hops(candidate)
+        link = links.slowest(range(candidate.world)).message
+        return 2 * hops * (link.latency + candidate.microbatches * 2 * links.overhead)
+
+    @staticmethod
+    def _hops(candidate: Candidate) -> int:
+        if candidate.ranks is not None:
+            return candidate.ranks - 1
+        specs = [spec for _, spec in candidate.specs]
+        return specs[-1].pp - 1 + max((spec.pp for spec in specs[:-1]), default=0)
+
+    def _beside(self, candidate: Candidate, name: str, spec: ParallelSpec) -> float:
+        """Sums, gathers and the optimizer of one module."""
+        part, world = self._part(candidate, spec), candidate.world
+        weights, trained = (each * part for each in self._bytes[name])
+        sharers, links = spec.dp * spec.cp, self.machine.links(world)
+        update = self.machine.costs_of(world, candidate.threads).optimizer.per_byte * trained
+        if sharers == 1:
+            return update
+        ranks = range(min(world, sharers * spec.tp))
+        seconds = links.all_reduce(trained, ranks) if trained else 0.0
+        if spec.shard == "none":
+            return seconds + update
+        gathers = links.all_gather(weights, ranks) if spec.shard == "full" else 0.0
+        return seconds + gathers + update / sharers
+
+    def safe_seconds(self, candidate: Candidate) -> float:
+        """The same; inf where the model cannot be cut so, which whoever simulates it will say."""
+        try:
+            return self.seconds(candidate)
+        except ValueError:
+            return math.inf

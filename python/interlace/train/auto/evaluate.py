@@ -1,0 +1,160 @@
+"""A candidate, simulated: its real layout, tables of real batches, lists, memory by rank and seconds of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pydantic import ValidationError
+
+from interlace.layout import Layout
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.plan.links import Links
+from interlace.plan.memory import Activations, StateSize
+from interlace.run.assign import assigner_of
+from interlace.run.batch import GlobalBatch
+from interlace.run.dispatch import dispatcher_of
+from interlace.run.graph import check_read, stage_graph
+from interlace.run.lanes import with_lanes
+from interlace.run.predict import Traffic, predict
+from interlace.run.sizes import chunk_sizes
+from interlace.run.traced import weights_of
+from interlace.schedule import GENERATORS, Op, Schedule
+from interlace.schedule.actions import COMPUTE
+from interlace.schedule.generate import KINDS
+from interlace.train.auto.candidates import Candidate, applied, refusal
+from interlace.train.auto.machine import Machine
+from interlace.train.auto.work import Work
+from interlace.train.build import build_layout
+from interlace.train.config import ConfigError
+from interlace.train.optim import state_sizes
+from interlace.train.rank_memory import activations_of_config, held_by_ranks, loads_of
+from interlace.train.scheduling import schedule_options
+from interlace.train.schema import Config
+from interlace.train.tuning import check_degrees, rates
+
+MEMORY = "memory"
+
+
+class Refused(Exception):
+    """A candidate that cannot be: `reason` counts it, the text says more. short: bytes that a rank lacks."""
+
+    def __init__(self, reason: str, text: str, short: float = 0.0) -> None:
+        super().__init__(text)
+        self.reason, self.short = reason, short
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A simulated candidate. compute, communication, bubble: what of the seconds of a step is what, on average over
+    ranks; compute has the optimizer's step. communication: what a step takes longer than with free links. peak: bytes
+    on the fullest rank; limit: that it may hold."""
+
+    candidate: Candidate
+    seconds: float
+    compute: float
+    communication: float
+    bubble: float
+    peak: int
+    limit: float
+
+
+class Evaluator:
+    """Simulates candidates of one config and model (which may be on the meta device)."""
+
+    def __init__(self, config: Config, model: Any, work: Work, machine: Machine) -> None:
+        self.config, self.model, self.work, self.machine = config, model, work, machine
+        self._weights: dict[Any, Any] = {}
+        self._activations: dict[Any, Activations] = {}
+
+    @cached_property
+    def _state(self) -> dict[str, StateSize]:
+        return state_sizes(self.config, self.model, rates(self.config, self.model))
+
+    def simulate(self, candidate: Candidate) -> Outcome:
+        """Raises Refused."""
+        config = self._applied(candidate)
+        try:
+            layout = build_layout(config, self.model, source="auto")
+            traffic, activations = self._traffic(config, layout)
+            graph, _ = with_lanes(
+                stage_graph(self.model, layout), self.model, sequence_parallel=config.parallel.sequence_parallel
+            )
+            assigner = assigner_of(config.train.assign, layout, self.model, recompute=config.train.recompute)
+            dispatcher = dispatcher_of(config.train.balance, layout, self.model, recompute=config.train.recompute)
+        except (ValueError, ConfigError) as error:
+            raise Refused("the model cannot be cut so", _said(error)) from None
+        seconds, free, compute, peak, limit = 0.0, 0.0, 0.0, 0, self.machine.memory(candidate.world)
+        costs = self.machine.costs_of(candidate.world, candidate.threads)
+        links = self.machine.links(candidate.world)
+        again = config.train.recompute
+        for batch in self.work.batches:
+            given = GlobalBatch.of(batch, None if config.data.pack else candidate.microbatches, config.chunks())
+            try:
+                table = given.table(layout, assigner, dispatcher)
+                check_read(graph, table)
+                sizes = chunk_sizes(self.model, table, given.samples)
+                options = schedule_options(config, self.model, layout, candidate.microbatches)  # as the run makes it
+                if assigner is not None:
+                    options |= assigner.options(table)
+                schedule: Schedule = GENERATORS[candidate.schedule](graph, table, **options)
+                loads = loads_of(table, sizes)
+                held = held_by_ranks(config, self.model, schedule, traffic.weights, activations, loads, self._state)
+                if held.peak > limit:
+                    short = held.peak - limit
+                    raise Refused(MEMORY, f"rank {_fullest(held.memory)} lacks {short / 2**30:,.2f} GiB", short)
+                timeline = predict(schedule, costs, sizes, links, traffic, recompute=again)
+                ideal = predict(schedule, costs, sizes, _free(links), traffic, recompute=again)
+            except ValueError as error:
+                raise Refused("a step cannot be made so", _said(error)) from None
+            peak = max(peak, held.peak)
+            seconds, free, compute = seconds + timeline.makespan, free + ideal.makespan, compute + _computing(ideal)
+        count = len(self.work.batches)
+        seconds, free, compute = seconds / count, min(free, seconds) / count, compute / count
+        return Outcome(candidate, seconds, compute, seconds - free, max(free - compute, 0.0), peak, limit)
+
+    def _applied(self, candidate: Candidate) -> Config:
+        try:
+            config = applied(self.config, candidate)
+        except ValidationError as error:
+            raise Refused("degrees, placement and batch do not fit", refusal(error)) from None
+        try:
+            check_degrees(config, self.model, source="auto")
+        except ConfigError as error:
+            raise Refused("[train] cannot train it so", _said(error)) from None
+        return config
+
+    def _traffic(self, config: Config, layout: Layout) -> tuple[Traffic, dict[str, Activations]]:
+        lanes = tuple((layout.spec(name).tp, layout.spec(name).cp > 1) for name in layout.modules)
+        rows = config.parallel.sequence_parallel
+        if lanes not in self._weights:
+            self._weights[lanes] = weights_of(self.model, layout, sequence_parallel=rows)
+        checkpointing = config.train.activation_checkpointing
+        split = KINDS[config.parallel.schedule].halves
+        keys = {name: (name, lane, checkpointing, split) for name, lane in zip(layout.modules, lanes, strict=True)}
+        if not self._activations.keys() >= set(keys.values()):
+            made = activations_of_config(config, self.model, layout)  # which takes long
+            self._activations.update({keys[name]: each for name, each in made.items()})
+        kept = {name: self._activations[key] for name, key in keys.items()}
+        edges = {name: each.edges for name, each in kept.items()}
+        return Traffic(edges, kept[LANGUAGE_MODEL].feature, self._weights[lanes]), kept
+
+
+def _said(error: Exception) -> str:
+    return str(error).removeprefix("auto: ").removeprefix("[parallel]: ")
+
+
+def _free(links: Links) -> Links:
+    return Links(ranks_per_process=links.ranks_per_process, ranks_per_host=links.ranks_per_host)
+
+
+def _fullest(memory: Any) -> int:
+    return int(max(memory, key=lambda each: each.peak_run).rank)
+
+
+def _computing(timeline: Any) -> float:
+    """Seconds of compute and of the optimizer, on average over ranks."""
+    kinds = {*COMPUTE, Op.OPTIMIZER_STEP}
+    total = sum(each.finish - each.start for each in timeline.records() if each.action.op in kinds)
+    return float(total / timeline.num_ranks)

@@ -1,0 +1,141 @@
+"""plan.lock: what was chosen for a config, as TOML that repeats it, and why.
+
+    version = 1
+    [asked]                     digests of the sections that the choice is of
+    [chosen.parallel]           keys as in a config, and [chosen.parallel.NAME]
+    [chosen.train]              batch_size, microbatches, activation_checkpointing
+    [predicted]                 seconds of a step and of what; bytes on the fullest rank, and how many it may hold
+    [reasons]                   what costs are from, how many candidates there were, how many were refused and why
+    [[runners_up]]              the next best
+
+Only `version`, `asked` and `chosen` are read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from interlace.train.auto.candidates import refusal, with_tables
+from interlace.train.config import ConfigError, dumps_table
+from interlace.train.schema import Config
+
+if TYPE_CHECKING:
+    from interlace.train.auto.decide import Decision
+    from interlace.train.auto.evaluate import Outcome
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+NAME = "plan.lock"
+VERSION = 1
+_RUNNERS_UP = 10
+_TRAIN = (
+    "batch_size", "microbatches", "activation_checkpointing", "freeze", "train", "lora", "optimizer",
+    "offload_optimizer", "precision", "frozen_dtype", "ema", "assign", "balance",
+)  # fmt: skip
+_DATA = ("dataset", "max_tokens", "pack")
+
+
+def text_of(config: Config, decision: Decision, origin: str, data: str) -> str:
+    """The text of the lock for `config`, as it was asked. origin, data: what costs and lengths are from."""
+    best = decision.best
+    table: dict[str, Any] = {
+        "version": VERSION,
+        "asked": digests(config),
+        "chosen": {"train": best.candidate.train(), "parallel": best.candidate.parallel()},
+        "predicted": _numbers(best),
+        "reasons": {
+            "candidates": decision.considered,
+            "simulated": len(decision.outcomes),
+            "costs": origin,
+            "data": data,
+            "notes": list(decision.notes),
+            "refused": dict(decision.refused),
+            "examples": dict(decision.examples),
+        },
+    }
+    others = [each for each in decision.outcomes if each is not best][:_RUNNERS_UP]
+    table["runners_up"] = {
+        str(number): {"layout": str(each.candidate), **_numbers(each)} for number, each in enumerate(others, 1)
+    }
+    head = f"# Chosen by parallel.plan = 'auto': {best.candidate}.\n# interlace train CONFIG --lock FILE repeats it.\n"
+    return head + dumps_table(table)
+
+
+def table_of(text: str) -> dict[str, Any]:
+    """All that a lock says."""
+    return tomllib.loads(text)
+
+
+def section_of(text: str) -> str:
+    """What was chosen, as a config would say it."""
+    chosen = table_of(text)["chosen"]
+    return dumps_table({"train": chosen["train"], "parallel": chosen["parallel"]}).rstrip()
+
+
+def _numbers(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "ranks": outcome.candidate.world,
+        "seconds": outcome.seconds,
+        "compute_seconds": outcome.compute,
+        "communication_seconds": outcome.communication,
+        "bubble_seconds": outcome.bubble,
+        "peak_bytes": outcome.peak,
+        "memory_bytes": int(outcome.limit),
+    }
+
+
+def read(path: Path) -> str:
+    """The text of a lock. Raises ConfigError for a file that cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot read the plan: {reason}") from None
+
+
+def locked(config: Config, text: str, where: str) -> Config:
+    """The config with what the lock `text` chose. Raises ConfigError, naming `where` it is from, for what is no lock,
+    and for one of another config, naming the section that differs."""
+    try:
+        table = tomllib.loads(text)
+        if table["version"] != VERSION:
+            raise ValueError(f"its version is {table['version']}, this program reads {VERSION}")
+        asked, chosen = dict(table["asked"]), table["chosen"]
+        parallel, train = dict(chosen["parallel"]), dict(chosen["train"])
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        why = f"lacks {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{where}: no plan of parallel = 'auto': {why}; remove it to choose anew") from None
+    mine = digests(config)
+    if other := [key for key in mine if asked.get(key) != mine[key]]:
+        raise ConfigError(
+            f"{where} was chosen for another config: its [{'], ['.join(other)}] differs from this one's in what a "
+            "layout depends on. Remove the file (or leave out --lock) to choose anew, or bring the config back"
+        )
+    try:
+        return with_tables(config, parallel, train)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: what it chose is no config: {refusal(error)}; remove it to choose anew") from None
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Section -> a digest of what in it a layout depends on."""
+    train = {key: value for key, value in config.train.model_dump().items() if key in _TRAIN}
+    for key in config.parallel.choose or ():
+        train.pop(key, None)
+    data = {key: value for key, value in config.data.model_dump().items() if key in _DATA}
+    skipped = {"timeout", "max_ranks", "memory"}
+    parallel = config.parallel.model_dump(exclude_unset=True, exclude_none=True, exclude=skipped)
+    parts = {"model": config.model.model_dump(), "train": train, "data": data, "parallel": parallel}
+    return {
+        name: hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        for name, part in parts.items()
+    }

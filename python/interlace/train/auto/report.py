@@ -1,0 +1,119 @@
+"""Why a layout was chosen: in sentences, and as a picture of the runners-up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from interlace.simulate.style import EDGE, GREY, INK, QUIET, canvas, plain
+from interlace.train.auto.candidates import unsharded
+from interlace.train.auto.decide import Decision
+from interlace.train.auto.evaluate import Outcome
+from interlace.train.config import ConfigError
+
+_SHOWN = 10
+_PARTS = {"compute": "#3b6fb6", "communication": "#d9772b", "bubble": "#d5d8de"}
+
+
+def lines(decision: Decision, origin: str, data: str) -> list[str]:
+    """What was chosen, what comes next, and what the choice rests on."""
+    best = decision.best
+    made = [f"{best.candidate}: {_seconds(best)}", *decision.notes]
+    others = [each for each in decision.outcomes if each is not best]
+    if others:
+        near = others[0]
+        # A little faster it may be, with more ranks (see `decide.ALIKE`).
+        made.append(f"next best: {near.candidate}: {_seconds(near)}, {_ratio(near, best)}")
+        by_world = {each.candidate.world: each for each in reversed(others)}
+        for world, each in sorted(by_world.items()):
+            if world != best.candidate.world and each is not near:
+                made.append(f"best with {world} rank{'s' * (world > 1)}: {each.candidate}: {_ratio(each, best)}")
+    refused = ", ".join(f"{count} for {reason}" for reason, count in decision.refused.items())
+    made.append(
+        f"{decision.considered} candidates, {len(decision.outcomes)} simulated with {data}"
+        + (f"; refused: {refused}" if refused else "")
+    )
+    return [*made, origin]
+
+
+def _seconds(outcome: Outcome) -> str:
+    parts = ", ".join(f"{name} {100 * getattr(outcome, name) / outcome.seconds:.0f} %" for name in _PARTS)
+    return (
+        f"{1e3 * outcome.seconds:,.1f} ms a step ({parts}), {outcome.peak / 2**30:,.2f} of "
+        f"{outcome.limit / 2**30:,.2f} GiB on the fullest rank"
+    )
+
+
+def _ratio(outcome: Outcome, best: Outcome) -> str:
+    part = 100 * (outcome.seconds / best.seconds - 1)
+    return f"{abs(part):.1f} % {'slower' if part >= 0 else 'faster'}"
+
+
+def families(decision: Decision) -> list[Outcome]:
+    """The chosen candidate, then the fastest of each other placement with other tp, cp, pp or dp: those that differ in
+    what they shard, in schedule, threads, microbatches or checkpointing alone are one family."""
+    found: dict[Any, Outcome] = {}
+    for each in (decision.best, *decision.outcomes):
+        plain = unsharded(each.candidate)
+        degrees = tuple((name, replace(spec, virtual=1, order="loop")) for name, spec in plain.specs)
+        found.setdefault((plain.placement, degrees, plain.ranks), each)
+    return list(found.values())
+
+
+def draw(decision: Decision, path: Path, title: str) -> None:
+    """A bar of step seconds for each of the best layouts, and its memory beside the limit (PNG or SVG). Of each
+    of `families` the first.
+
+    Raises ConfigError for a file that cannot be written.
+    """
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--picture {path}: name a file that ends in .png or .svg")
+    shown = families(decision)[:_SHOWN]
+    figure = canvas(13.0, 1.3 + 0.42 * len(shown), 110)
+    left, right = figure.subplots(1, 2, width_ratios=[3, 1])
+    _bars(left, shown)
+    _memory(right, shown)
+    figure.suptitle(title, x=0.01, y=0.995, ha="left", va="top", fontsize=11, color=INK)
+    figure.tight_layout(rect=(0, 0, 1, 0.97))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"--picture {path}: cannot write there: {error.strerror}") from None
+
+
+def _bars(axes: Any, shown: list[Outcome]) -> None:
+    base = [0.0] * len(shown)
+    for name, colour in _PARTS.items():
+        width = [1e3 * getattr(each, name) for each in shown]
+        axes.barh(range(len(shown)), width, left=base, color=colour, edgecolor=EDGE, label=name, height=0.72)
+        base = [a + b for a, b in zip(base, width, strict=True)]
+    for place, each in enumerate(shown):
+        axes.text(base[place], place, f" {1e3 * each.seconds:,.1f}", va="center", fontsize=8, color=INK)
+    axes.set_yticks(range(len(shown)), [_label(each, place == 0) for place, each in enumerate(shown)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(base))
+    axes.set_xlabel("ms of a step, simulated", fontsize=8, color=QUIET)
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1.0))
+    plain(axes, 7)
+
+
+def _memory(axes: Any, shown: list[Outcome]) -> None:
+    axes.barh(range(len(shown)), [each.limit / 2**30 for each in shown], color="#eceef1", height=0.72, label="limit")
+    axes.barh(range(len(shown)), [each.peak / 2**30 for each in shown], color=GREY, height=0.72, label="fullest rank")
+    for place, each in enumerate(shown):
+        axes.text(each.peak / 2**30, place, f" {each.peak / 2**30:,.2f}", va="center", fontsize=8, color=INK)
+    axes.set_yticks([])
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB", fontsize=8, color=QUIET)
+    axes.legend(fontsize=8, frameon=False, ncols=1, loc="lower left", bbox_to_anchor=(0, 1.0))
+    plain(axes, 7)
+
+
+def _label(outcome: Outcome, chosen: bool) -> str:
+    text = str(outcome.candidate)
+    if len(text) > 58:
+        cut = text.rfind(", ", 0, 58)
+        text = f"{text[:cut]},\n{text[cut + 2 :]}"
+    return f"{text} (chosen)" if chosen else text

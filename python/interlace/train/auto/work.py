@@ -1,0 +1,142 @@
+"""What candidates are tried with: batches of the config's own data, or alike samples where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.model import IGNORE, Media, Sample
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.plan.step_costs import Size
+from interlace.run.batch import GlobalBatch
+from interlace.run.sizes import size_of
+from interlace.train.config import ConfigError
+from interlace.train.costs import budget_loads
+from interlace.train.schema import Config
+
+BATCHES = 2
+"""Batches of data that a candidate is simulated with."""
+_POOL = 256  # samples that say how uneven the data are
+_LARGEST_NOMINAL = 4096  # samples
+
+
+@dataclass(frozen=True)
+class Work:
+    """batches: what steps are given, samples or rows of them. origin: what they are, in words."""
+
+    batches: tuple[list[Any], ...]
+    origin: str
+
+    def samples(self) -> list[Any]:
+        """Those of the first batch."""
+        return GlobalBatch.of(self.batches[0]).samples
+
+    def totals(self, model: Any) -> dict[str, Size]:
+        """Module -> what of a batch passes through it on average, samples by themselves."""
+        found = {}
+        for name in model.modules_order():
+            each = [size_of(model, name, [s]) for batch in self.batches for s in GlobalBatch.of(batch).samples]
+            found[name] = Size(*(sum(column) / len(self.batches) for column in zip(*each, strict=True)))
+        return found
+
+
+def has_data(config: Config) -> bool:
+    """Whether the files that the config names are there."""
+    data = config.data
+    if data.dataset != "chats":
+        return True
+    from interlace.data import chats_files
+
+    try:
+        chats_files.find([name for each in data.each_source() for name in each.train])
+    except ValueError:
+        return False
+    return True
+
+
+def real_work(config: Config, data: Any, batch_size: int) -> Work:
+    """The first batches that a run of the config would take from the training set `data`. Raises ConfigError."""
+    from interlace.data import Loader, RowLoader
+
+    seed, rows = config.run.seed, config.data.max_tokens if config.data.pack else None
+    try:
+        if rows is None:
+            loader: Any = Loader(data, batch_size, seed=seed, prefetch=0, wanted=lambda _: [])
+        else:
+            loader = RowLoader(data, batch_size, rows, seed=seed, prefetch=0, wanted=lambda _: [])
+    except ValueError as error:
+        raise ConfigError(f"[train] batch_size: {error}") from None
+    try:
+        batches = tuple(next(loader) for _ in range(BATCHES))
+    finally:
+        loader.close()
+    return Work(batches, f"{BATCHES} batches of {data.name}")
+
+
+def pool(config: Config, data: Any) -> list[Any]:
+    """Samples from all over the training set, undecoded."""
+    count = min(_POOL, len(data))
+    return [data.sample(i * len(data) // count, 0) for i in range(count)]
+
+
+def nominal_work(config: Config, model: Any, batch_size: int) -> Work:
+    """A batch of alike samples that fill the config's budgets, for planning without data.
+
+    Raises ConfigError where the budget of the text has no room for an item of each encoder.
+    """
+    one = nominal_samples(config, model)
+    if batch_size > _LARGEST_NOMINAL:
+        raise ConfigError(
+            f"train.batch_size = {batch_size} is more than {_LARGEST_NOMINAL} samples, which is what plan --auto can "
+            "lay out without the data: make the data of the config available"
+        )
+    return Work((one * batch_size,), f"{batch_size} samples that fill the budgets of [data], as its files are not here")
+
+
+def nominal_samples(config: Config, model: Any) -> list[Any]:
+    """One sample that fills the config's budgets, in a list: an item of each encoder and a full row of text."""
+    rows = round(budget_loads(_alone(config), model)[LANGUAGE_MODEL].tokens)
+    media: dict[str, list[Media]] = {}
+    ids: list[int] = []
+    for name, encoder in model.encoders.items():
+        shape = encoder.default_shape
+        if encoder.kind == "audio" and len(shape) == 2:
+            shape = (shape[0], min(shape[1], round(config.data.max_audio_seconds * 100)))
+        count = encoder.tokens(shape, encoder.default.about)
+        media[name] = [Media(shape, count, about=encoder.default.about)]
+        ids += [_placeholder(model, name)] * count
+    if len(ids) >= rows:
+        raise ConfigError(
+            f"data.max_tokens = {rows} has no room for an item of each encoder, which take {len(ids)} tokens: raise it"
+        )
+    labels = torch.full((rows,), IGNORE)
+    labels[len(ids) :] = 0
+    return [Sample(torch.tensor(ids + [0] * (rows - len(ids))), labels, media, "nominal")]
+
+
+def _alone(config: Config) -> Config:
+    """The config whose microbatches are one sample."""
+    train = config.train.model_copy(update={"batch_size": 1, "microbatches": 1})
+    parallel = type(config.parallel)()
+    return config.model_copy(update={"train": train, "parallel": parallel})
+
+
+def _placeholder(model: Any, name: str) -> int:
+    from interlace.model.placeholders import token_ids
+
+    return next(iter(token_ids(model.placeholders[name])))
+
+
+def workloads(samples: Sequence[Any], model: Any, costs: Any) -> list[list[float]]:
+    """Seconds of each sample in each module, forward and backward, on one rank: [samples][modules]."""
+    found = []
+    for sample in samples:
+        row = []
+        for name in model.modules_order():
+            size = size_of(model, name, [sample])
+            row.append(float(costs.of(name, size).per_layer().sum()) if size.rows else 0.0)
+        found.append(row)
+    return found

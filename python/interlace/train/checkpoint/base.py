@@ -1,0 +1,100 @@
+"""The base of a checkpoint: frozen weights that a run has from folders, which its checkpoints do not hold.
+
+What is frozen stays as its folder has it, so that a checkpoint of adapters need not be as large as the model. In the
+place of each such weight the manifest has the folder and a print: the SHA-256 of dtype, shape and values as the files
+hold them. Of embeddings and heads, told by their names, these are all values: training may change rows of a few words
+alone. Of other matrices they are 16 vectors, spread from the first row to the last, so that a base of gigabytes is
+known in seconds. Prints do not depend on where a folder lies nor on how its files are cut. Training changes all rows of
+such a matrix, and so its print; a change of some of them alone is found out only where they are among the 16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from interlace.train.checkpoint.storage import BaseWeight, CheckpointError, Manifest
+
+if TYPE_CHECKING:
+    from interlace.train.pretrained import Source
+
+VECTORS = 16
+ROWS = 4096  # that are read at a time
+WORDS = ("embed", "head", "wte", "vocab")
+"""Parts of names of weights that have a row per word, in any case."""
+
+Stored = Callable[[], Mapping[str, "Source"]]
+"""Where the folders that a config names have the weights of its model, by parameter: read when first asked for."""
+
+
+def prints_of(sources: Mapping[str, Source]) -> dict[str, BaseWeight]:
+    """The folder and the print of each weight. Raises CheckpointError where one cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    opened: dict[Path, Any] = {}
+    found = {}
+    with contextlib.ExitStack() as files:
+        for name, source in sources.items():
+            state = hashlib.sha256()
+            for file, key in source.tensors():
+                try:
+                    if file not in opened:
+                        opened[file] = files.enter_context(safe_open(file, framework="pt"))
+                    values = opened[file].get_slice(key)
+                    state.update(f"{values.get_dtype()} {values.get_shape()} ".encode())
+                    for vector in _places(name, values.get_shape()):
+                        part = values[vector] if vector else opened[file].get_tensor(key)
+                        state.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                except (OSError, SafetensorError) as error:
+                    raise CheckpointError(f"{file}: cannot read {key}: {error}; copy it again") from None
+            found[name] = BaseWeight(folder=str(source.tensors()[0].file.parent), sha256=state.hexdigest())
+    return found
+
+
+def _places(name: str, shape: list[int]) -> list[tuple[slice, ...]]:
+    """What a print is made of: all of a weight with a row per word, a few vectors of others."""
+    if len(shape) < 2 or not any(word in name.lower() for word in WORDS):
+        return _vectors(shape)
+    rest = tuple(slice(0, size) for size in shape[1:])
+    return [(slice(at, min(at + ROWS, shape[0])), *rest) for at in range(0, shape[0], ROWS)]
+
+
+def _vectors(shape: list[int]) -> list[tuple[slice, ...]]:
+    """Places of vectors along the last dimension of a tensor, from its first to its last; of one with one dimension,
+    all of it."""
+    if len(shape) < 2:
+        return [tuple(slice(0, size) for size in shape)]
+    places = [[(size - 1) * i // (VECTORS - 1) for size in shape[:-1]] for i in range(VECTORS)]
+    return [(*(slice(at, at + 1) for at in place), slice(0, shape[-1])) for place in places]
+
+
+def base_of(
+    path: Path, manifest: Manifest, stored: Stored, known: Mapping[str, BaseWeight] | None = None
+) -> dict[str, Source]:
+    """Where the weights lie that the checkpoint at `path` leaves to folders.
+
+    known: prints of what `stored` says, as far as they are made. Raises CheckpointError for other weights than those
+    that the run began with.
+    """
+    if not manifest.base:
+        return {}
+    sources, known = stored(), known or {}
+    if lost := [name for name in manifest.base if name not in sources]:
+        folder = manifest.base[lost[0]].folder
+        raise CheckpointError(
+            f"{path} does not hold {lost[0]}, which is frozen and lies in {folder}: the config must name that folder "
+            "(model.path or model.NAME.path)"
+        )
+    now = {**known, **prints_of({name: sources[name] for name in manifest.base if name not in known})}
+    if other := [name for name, weight in manifest.base.items() if now[name].sha256 != weight.sha256]:
+        before, more = manifest.base[other[0]].folder, f" and {len(other) - 1} more" if len(other) > 1 else ""
+        raise CheckpointError(
+            f"{path} goes with the frozen weights that {before} had, and {now[other[0]].folder} has others: "
+            f"{other[0]}{more}. Name the folder that the run began with (--set model.path=... or model.NAME.path=...)"
+        )
+    return {name: sources[name] for name in manifest.base}

@@ -1,0 +1,37 @@
+"""The states of the global generators of random numbers, as a checkpoint holds them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+
+def rng_state() -> dict[str, Any]:
+    """The global generators of python, numpy and torch, as JSON-able values; that of this rank's GPU where it has one.
+
+    A checkpoint without the latter, written on a CPU, leaves a GPU's as it was seeded, and a CPU passes it over.
+    """
+    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    gpu = {"cuda": torch.cuda.get_rng_state().numpy().tobytes().hex()} if torch.cuda.is_initialized() else {}
+    return gpu | {
+        "python": random.getstate(),
+        "numpy": [kind, numpy.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Puts back what `rng_state` returned (also after a trip through JSON). Raises all sorts of errors for all else."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    if not 0 <= position <= len(keys):  # numpy does not check, and would read beyond them
+        raise ValueError(f"position {position} of {len(keys)}")
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8))

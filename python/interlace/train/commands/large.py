@@ -1,0 +1,165 @@
+"""``interlace simulate`` for hundreds of ranks and more, and for samples of different lengths: all replicas at once.
+
+Everything is arrays and no object is made per action, so 10,240 ranks take seconds. Ranks are drawn in groups
+(`interlace.simulate.overview`), and the trace has some of them in full. ``python -m bench.scale`` measures this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interlace.train.config import ConfigError
+from interlace.train.costs import Load, budget_loads
+from interlace.train.scheduling import step_schedule
+from interlace.train.schema import Config
+
+if TYPE_CHECKING:
+    from interlace.plan.links import Links
+    from interlace.plan.step_costs import Costs
+    from interlace.run import Lengths
+    from interlace.schedule import Schedule
+    from interlace.simulate import Simulated
+
+RANKS = 256  # more are drawn in groups
+FILES = ("timeline.html", "timeline.png", "trace.json")
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """A batch that nobody has loaded. lengths: for `step_table`. rows, pairs: module -> [n], what passes through the
+    layers of each module, and the pairs of a query and a key there."""
+
+    lengths: Lengths
+    rows: Mapping[str, Floats]
+    pairs: Mapping[str, Floats]
+
+
+def drawn_samples(config: Config, model: Any, spread: float) -> Samples:
+    """A batch of the config whose texts and media are lognormally long, with `spread` as sigma; their mean is what
+    the config's budgets say (`budget_loads`). The same for one seed of the run."""
+    from interlace.run import Lengths
+    from interlace.run.sample_sizes import causal_pairs
+
+    count = config.train.batch_size
+    loads = budget_loads(config, model)
+    each = count / config.parallel.replicas("language_model") / config.train.microbatches  # samples of a microbatch
+    rng = np.random.default_rng(config.run.seed)
+    rows, pairs, read = {}, {}, {}
+    for name, load in loads.items():
+        factor = np.exp(spread * rng.standard_normal(count) - spread * spread / 2)
+        rows[name] = load.tokens / each * factor
+        if name == "language_model":
+            rows[name] = np.maximum(np.rint(rows[name]), 1.0)
+            pairs[name] = causal_pairs(rows[name])
+        else:
+            pairs[name] = rows[name] * load.keys
+            downsample = config.model.encoders()[name].downsample
+            least = 1.0 if load.tokens else 0.0
+            read[name] = np.maximum(np.rint(rows[name] / downsample), least).astype(np.int64)
+    tokens = rows["language_model"].astype(np.int64)
+    return Samples(Lengths(tokens, tokens, read), rows, pairs)
+
+
+def play(
+    config: Config, model: Any, layout: Any, samples: Samples, costs: Costs, links: Links, microbatches: int
+) -> tuple[Schedule, Simulated]:
+    """The schedule of the config for a step over `samples`, and when each of its actions starts and finishes."""
+    from interlace.run.assign import assigner_of
+    from interlace.run.batch import table_of
+    from interlace.run.dispatch import dispatcher_of
+    from interlace.run.predict import predict_arrays
+    from interlace.run.sample_sizes import counted_traffic, sizes_of_samples
+
+    assigner = assigner_of(config.train.assign, layout, model, recompute=config.train.recompute)
+    dispatcher = dispatcher_of(config.train.balance, layout, model, recompute=config.train.recompute)
+    table = table_of(
+        layout, samples.lengths, assigner, dispatcher, microbatches=microbatches, chunks=config.chunks() or None
+    )
+    timed = None if assigner is None else assigner.options(table)
+    schedule = step_schedule(config, model, layout, microbatches, table, timed)
+    sizes = sizes_of_samples(table, samples.rows, samples.pairs, samples.lengths.targets)
+    traffic = counted_traffic(model, layout, sequence_parallel=config.parallel.sequence_parallel)
+    found = predict_arrays(schedule, costs, sizes, links, traffic, recompute=config.train.recompute, optimizer=True)
+    return schedule, found
+
+
+def write(schedule: Schedule, found: Simulated, folder: Path, title: str) -> tuple[str, ...]:
+    """Writes page, picture and trace; returns one line for each group of ranks, the busiest first."""
+    from interlace.simulate.groups import RankGroups, Utilisation, spread_over
+    from interlace.simulate.overview import plot_overview, write_overview
+    from interlace.simulate.sampled_trace import write_sampled_trace
+
+    groups = RankGroups.of(schedule.graph.layout)
+    used = Utilisation.of(schedule, found, groups)
+    folder.mkdir(parents=True, exist_ok=True)
+    page, picture, trace = (folder / name for name in FILES)
+    write_overview(schedule, found, groups, used, page, title=title)
+    plot_overview(schedule, found, groups, used, picture, title=title)
+    write_sampled_trace(schedule, found, groups, used, trace)
+    return tuple(
+        f"{groups.names[g]}: {used.mean[g]:.0%} ({used.least[g]:.0%} to {used.most[g]:.0%})"
+        for g in spread_over(used.mean, 3)
+    )
+
+
+def simulate(config: Config, model: Any, layout: Any, costs: Any, microbatches: int, options: Any) -> int:
+    """What `planning.simulate` does, for `layout`, all replicas of the config."""
+    spread = options.spread or 0.0
+    schedule, found = _drawn_step(config, model, layout, costs, microbatches, spread, str(options.config))
+    try:
+        some = write(schedule, found, options.out, f"{config.run.name}, {config.parallel.schedule}, simulated")
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: cannot write there: {error.strerror}") from None
+    print(
+        f"{config.run.name}: {layout.world:,} ranks, {len(schedule.table.chunks):,} chunks, "
+        f"{len(schedule.rows):,} actions, placement {config.parallel.placed}, schedule {config.parallel.schedule}"
+    )
+    print(f"iteration {1e3 * found.makespan:,.1f} ms, bubble {100 * found.bubble:.0f} %")
+    print(f"busy of the busiest, a middling and the least busy group of ranks: {'; '.join(some)}")
+    print(f"{costs.origin}; lengths with sigma {spread:g}")
+    print(f"wrote {', '.join(str(options.out / name) for name in FILES)} (open the last in https://ui.perfetto.dev)")
+    return 0
+
+
+def alike(config: Config, model: Any, layout: Any, costs: Any, microbatches: int, source: str) -> Simulated:
+    """A step of samples alike on `layout`."""
+    return _drawn_step(config, model, layout, costs, microbatches, 0.0, source)[1]
+
+
+def of_any_size(costs: Any, loads: Mapping[str, Load]) -> Costs:
+    """The `planning.Costs` of chunks of any size: as they were measured or counted, else in proportion to rows.
+
+    loads: of a microbatch, which `costs.modules` are of.
+    """
+    from interlace.plan.step_costs import ScaledCosts
+
+    found: Costs | None = costs.step or costs.counted
+    return found or ScaledCosts(costs.modules, {name: load.tokens for name, load in loads.items()})
+
+
+def _drawn_step(
+    config: Config, model: Any, layout: Any, costs: Any, microbatches: int, spread: float, source: str
+) -> tuple[Schedule, Simulated]:
+    """A step of drawn samples. Raises ConfigError for too few samples, and for lanes that the model cannot have."""
+    from interlace.plan.links import Links
+
+    replicas = layout.spec("language_model").dp
+    if config.train.batch_size < microbatches * replicas:
+        raise ConfigError(
+            f"{source}: train.batch_size = {config.train.batch_size} gives less than a sample to each of "
+            f"{microbatches} microbatches of {replicas} replicas: raise it"
+        )
+    known = of_any_size(costs, budget_loads(config, model))
+    samples = drawn_samples(config, model, spread)
+    try:
+        return play(config, model, layout, samples, known, costs.links or Links(), microbatches)
+    except ValueError as error:
+        raise ConfigError(f"{source}: [parallel]: {error}") from None

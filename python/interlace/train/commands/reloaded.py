@@ -1,0 +1,225 @@
+"""``interlace export --check N``: whether what was written answers outside of Interlace as it does inside.
+
+Everything is loaded from the folder by HuggingFace's own classes and computed by their own forward and ``generate``,
+item by item and prompt by prompt, without packing; of Interlace only the projectors' classes are used, which no other
+library has. So this is also how an exported folder of modules is served: encode, project, put the features where the
+placeholders stand, and let ``generate`` go on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interlace.model.collate import JOINED, check_bidirectional
+from interlace.model.projector import PROJECTORS, ItemProjector
+from interlace.train import answers, report
+from interlace.train.config import ConfigError
+from interlace.train.schema import Config
+
+TIE = 1e-4
+"""Logits that are no further apart may change places: sums in another order are other in their last bits."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How many answers were compared, how many of them are equal token by token, and how many of the others only began
+    to differ where two tokens were equally likely."""
+
+    compared: int
+    equal: int
+    ties: int
+
+    @property
+    def good(self) -> bool:
+        return self.equal + self.ties == self.compared
+
+    def words(self, folder: Path) -> str:
+        """One line."""
+        ties = f", {self.ties} up to a tie of two tokens" if self.ties else ""
+        who = f"held-out questions answered by HuggingFace's own classes from {folder}"
+        return f"{self.compared} {who}: {self.equal} equal to Interlace's answers{ties}"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts, Interlace's own answers to them, the token that ends one, how long it may be, and with its prompt."""
+
+    prompts: list[Any]
+    own: list[list[int]]
+    end: int
+    most: int
+    max_length: int | None
+
+
+def ask(model: Any, config: Config, count: int, source: str) -> Asked:
+    """Interlace's answers to `count` held-out samples, kinds in turn."""
+    from interlace.train.feed import datasets
+    from interlace.train.texts import tokenizer_of
+
+    tokenizer = tokenizer_of(config, source=source)
+    _, held_out = datasets(config, model, tokenizer, source=source)
+    samples = [held_out.sample(index, 0) for index in report.spread_by_kind(held_out, count)]
+    prompts = [answers.prompt_of(sample, model.placeholders) for sample in samples]
+    most = config.log.max_new_tokens
+    own = answers.answer(model, prompts, end=tokenizer.EOS, max_new_tokens=most)
+    return Asked(prompts, own, tokenizer.EOS, most, model.max_length)
+
+
+def check(asked: Asked, folder: Path) -> Checked:
+    """Asks the folder the same. Raises ConfigError for what it cannot load."""
+    end, most, equal, ties = asked.end, asked.most, 0, 0
+    try:
+        other = Reloaded(folder)
+        for prompt, mine in zip(asked.prompts, asked.own, strict=True):
+            media = {name: [item.data for item in items] for name, items in prompt.media.items()}
+            room = most if asked.max_length is None else min(most, asked.max_length - len(prompt.input_ids))
+            theirs = other.answer(prompt.input_ids, media, end=end, max_new_tokens=room) if room > 0 else []
+            equal += theirs == mine
+            ties += theirs != mine and other.tied(prompt.input_ids, media, mine, theirs, end)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--check: {error}") from None
+    return Checked(len(asked.prompts), equal, ties)
+
+
+class Reloaded:
+    """An exported folder of modules, without Interlace. Raises ValueError for modules that it does not know how to ask.
+
+    Encoders take pictures [3, H, W], or mel frames [bins, frames] as Whisper does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        facts = json.loads((folder / "interlace.json").read_text(encoding="utf-8"))
+        self.bidirectional = check_bidirectional(facts["bidirectional"])
+        self.modules = {name: _load(folder / name, said["class"]) for name, said in facts["modules"].items()}
+        self.language_model = self.modules.pop("language_model")
+        self.said = facts["modules"]
+        self.placeholders = {n: [i] if isinstance(i, int) else list(i) for n, i in facts["placeholders"].items()}
+        self.weights = load_file(folder / "projector.safetensors")
+        if self.bidirectional and getattr(self.language_model.config, "sliding_window", None):
+            raise ValueError("the language model has sliding windows, which one mask for all layers cannot say")
+
+    @torch.no_grad()
+    def answer(self, ids: Tensor, media: Mapping[str, Sequence[Tensor]], *, end: int, max_new_tokens: int) -> list[int]:
+        """The tokens that ``generate`` writes after `ids` [n], without `end`."""
+        embeds, mask = self._inputs(ids, media)
+
+        def look_both_ways(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            reads = kwargs.get("inputs_embeds")  # the prompt; later calls are given ids
+            return args, kwargs if reads is None else kwargs | {"attention_mask": mask}
+
+        hook = self.language_model.register_forward_pre_hook(look_both_ways, with_kwargs=True)
+        try:
+            made = self.language_model.generate(
+                inputs_embeds=embeds,
+                attention_mask=torch.ones(embeds.shape[:2], dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=end,
+                pad_token_id=end,
+                suppress_tokens=sorted(token for ids in self.placeholders.values() for token in ids) or None,
+            )[0].tolist()
+        finally:
+            hook.remove()
+        return made[:-1] if made and made[-1] == end else made
+
+    @torch.no_grad()
+    def tied(
+        self, ids: Tensor, media: Mapping[str, Sequence[Tensor]], first: list[int], second: list[int], end: int
+    ) -> bool:
+        """Whether the two answers begin to differ at two tokens that are equally likely, up to TIE."""
+        first, second = [*first, end], [*second, end]
+        place = next((i for i, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), None)
+        if place is None:
+            return False
+        embeds, mask = self._inputs(torch.cat([ids, torch.tensor(first[:place], dtype=ids.dtype)]), media)
+        logits = self.language_model(inputs_embeds=embeds, attention_mask=mask).logits[0, -1]
+        return bool((logits[first[place]] - logits[second[place]]).abs() <= TIE * logits.abs().max())
+
+    def _inputs(self, ids: Tensor, media: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
+        """Embeddings [1, n, D] with the media in their places, and what sees what: [1, 1, n, n], added to scores."""
+        embeds = self.language_model.get_input_embeddings()(ids)
+        sees = torch.ones(len(ids), len(ids)).tril().bool()
+        for name, items in media.items():
+            places = torch.isin(ids, torch.tensor(self.placeholders[name])).nonzero().squeeze(1)
+            rows = [self.features(name, item) for item in items]
+            embeds[places] = torch.cat(rows).to(embeds.dtype)
+            if self.bidirectional == JOINED:
+                spans = places.tensor_split(((places.diff() > 1).nonzero().squeeze(1) + 1).tolist())
+            else:
+                spans = places.split([len(each) for each in rows])
+            for span in spans:
+                sees[span[:, None], span] |= bool(self.bidirectional)
+        mask = torch.zeros(sees.shape, dtype=embeds.dtype).masked_fill(~sees, torch.finfo(embeds.dtype).min)
+        return embeds[None], mask[None, None]
+
+    def features(self, name: str, item: Tensor) -> Tensor:
+        """What the language model is given of an item: [tokens, D]."""
+        encoder, said = self.modules[name], self.said[name]
+        made, grid = _clip(encoder, item) if item.dim() == 2 else _picture(encoder, item)
+        joined = said["downsample"]
+        if short := -len(made) % joined:
+            made = torch.cat([made, made.new_zeros(short, made.shape[1])])
+        made = made.reshape(len(made) // joined, -1)
+        if said["projector"] is None:
+            return made
+        width = self.language_model.get_input_embeddings().weight.shape[1]
+        projector = PROJECTORS[said["projector"]](made.shape[1], width, **said["projector_config"])
+        start = f"{name}."
+        projector.load_state_dict({k.removeprefix(start): v for k, v in self.weights.items() if k.startswith(start)})
+        projected: Tensor
+        if isinstance(projector, ItemProjector):
+            projected = projector.eval()(made, [len(made)], [grid])
+        else:
+            projected = projector(made)
+        return projected
+
+
+def _load(folder: Path, path: str) -> Any:
+    """A module by HuggingFace's own class."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a line says how it went
+    module, _, name = path.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    return kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def _picture(encoder: Any, pixels: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Features [patches, D] of a picture [3, H, W], and its rows and columns of patches."""
+    patch = getattr(encoder.config, "patch_size", None)
+    if pixels.dim() != 3 or not isinstance(patch, int):
+        raise ValueError(f"{type(encoder).__name__} takes other inputs than one picture (3, height, width)")
+    grid = pixels.shape[1] // patch, pixels.shape[2] // patch
+    own = getattr(encoder.config, "image_size", None)
+    more = {} if list(pixels.shape[1:]) == [own, own] else {"interpolate_pos_encoding": True}
+    features = encoder(pixel_values=pixels[None], **more).last_hidden_state[0]
+    return features[len(features) - grid[0] * grid[1] :], grid  # class tokens stand first
+
+
+def _clip(encoder: Any, mel: Tensor) -> tuple[Tensor, None]:
+    """Features [n, D] of a clip [bins, frames] alone. HuggingFace's Whisper wants all clips padded to one length, and
+    attends to the padding; with its positions cut to the clip it takes just that."""
+    config, positions = encoder.config, getattr(encoder, "embed_positions", None)
+    if not isinstance(positions, torch.nn.Embedding) or not hasattr(config, "max_source_positions"):
+        raise ValueError(f"{type(encoder).__name__} takes other inputs than mel frames (bins, frames)")
+    whole, weight = config.max_source_positions, positions.weight
+    stride = encoder.conv1.stride[0] * encoder.conv2.stride[0]
+    count = -(-mel.shape[1] // stride)
+    mel = torch.nn.functional.pad(mel, (0, count * stride - mel.shape[1]))
+    try:
+        positions.num_embeddings = config.max_source_positions = count
+        positions.weight = torch.nn.Parameter(weight[:count], requires_grad=False)
+        return encoder(input_features=mel[None]).last_hidden_state[0], None
+    finally:
+        positions.num_embeddings = config.max_source_positions = whole
+        positions.weight = weight

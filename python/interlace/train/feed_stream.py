@@ -1,0 +1,103 @@
+"""The samples of a run whose training data are a stream (``data.reading = "stream"``): the face of `interlace.data`'s
+StreamLoader towards the trainer.
+
+Each reader knows its own place only, so what a checkpoint keeps of it is gathered when it is saved.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from interlace.comm.transports.base import CommError
+from interlace.train.config import ConfigError
+from interlace.train.errors import TrainingError
+from interlace.train.feed import LEFT_OUT, Batch, Feed
+from interlace.train.schema import Config
+
+MOST_TOLD = 10_000  # lines of what a rank has left out
+
+
+class StreamFeed(Feed):
+    """Batches of `stream` for `parallel`, and held-out samples, as `Feed`. Collective: all ranks make it together."""
+
+    def __init__(self, config: Config, stream: Any, held_out: Any, parallel: Any) -> None:
+        from interlace.data import StreamLoader
+        from interlace.run.exchange import MIB
+
+        data, train = config.data, config.train
+        self.train, self.in_rows = stream, False
+        try:
+            self.loader: Any = StreamLoader(
+                stream,
+                parallel,
+                train.batch_size,
+                seed=config.run.seed,
+                readers=data.readers,
+                buffer=data.shuffle_buffer,
+                limit=data.exchange_mb * MIB,
+                microbatches=train.microbatches,
+                chunks=config.chunks(),
+                timeout=config.parallel.timeout,
+            )
+        except ValueError as error:
+            raise ConfigError(f"[data] reading = 'stream': {error}") from None
+        self._hold_out(held_out, train.validation_samples)
+
+    def next(self) -> Batch:
+        """The next batch. Raises TrainingError where the data cannot be read on."""
+        from interlace.data import StreamError
+
+        try:
+            found = next(self.loader)
+        except (StreamError, CommError, ValueError) as error:
+            raise TrainingError(f"the data cannot be read on: {error}") from error
+        return Batch(found.given.samples, found.epoch, found.position, dispatched=found.given, moved=found.moved)
+
+    def state_dict(self, gather: Callable[..., list[Any]] | None = None) -> dict[str, Any]:
+        """The place of every reader, and what the stream and the validation data are made of. gather: asks all ranks
+        (`Peers.together`); None where this one is alone."""
+        mine = self.loader.places
+        everyone = [mine()] if gather is None else gather("gathering where the readers are", mine)
+        return self.loader.state_dict(everyone) | {"held_out": self.held_out_data.fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "places" not in state:
+            raise ConfigError("--resume: the saved run read at random; set data.reading = 'random', or start anew")
+        super().load_state_dict(state)
+
+    @property
+    def blank_items(self) -> int:
+        """Items of held-out samples that this rank could no longer read; of a stream such samples are left out."""
+        return int(self.held_out_data.blank_items)
+
+    @property
+    def worker_restarts(self) -> int:
+        """None: each reader is a thread of its rank."""
+        return 0
+
+    def tell_left_out(self, gather: Callable[..., list[Any]], folder: Path, say: Callable[[str], None] | None) -> None:
+        """What all readers have left out since they began goes into left_out.txt of the run's `folder`, beside what is
+        there. gather: asks all ranks (`Peers.together`). say: of the rank that writes. Collective."""
+        mine = self.train.listing().splitlines(keepends=True)
+        told = gather("gathering what was left out", lambda: [len(mine), mine[:MOST_TOLD]])
+        found = dict.fromkeys(line for _, lines in told for line in lines)
+        if say is None or not found:
+            return
+        more = "" if all(count == len(lines) for count, lines in told) else "more than "
+        place = folder / LEFT_OUT
+        before = place.read_text(encoding="utf-8").splitlines(keepends=True) if place.exists() else []
+        place.write_text("".join(dict.fromkeys([*before, *found])), encoding="utf-8")
+        example = textwrap.shorten(next(iter(found)), 200, placeholder=" ...")
+        count = f"{more}{len(found):,} records left out"
+        say(f"{self.train.name}/train, a stream: {count}, e.g. {example}; list in {place}")
+
+    def baselines(self, vocabulary: int, limit: int = 4096) -> dict[str, float]:
+        """The loss in nats that needs no model; nobody has counted the tokens of a stream."""
+        return {"uniform_token": math.log(vocabulary)}
+
+
+__all__ = ["StreamFeed"]

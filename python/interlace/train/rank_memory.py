@@ -1,0 +1,150 @@
+"""What each rank of a config's layout would hold: `plan.memory` for a schedule and the loads of its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.train.schema import Config
+
+if TYPE_CHECKING:
+    from interlace.layout import Layout
+    from interlace.plan.memory import Activations, Load, RankMemory, StateSize, WeightSize
+    from interlace.plan.step_costs import Size
+    from interlace.schedule import Schedule, StepTable
+    from interlace.schedule.costs import ActivationBytes
+    from interlace.schedule.memory import Peak
+
+
+@dataclass(frozen=True)
+class Held:
+    """memory: by rank. by_layer: the (rank, module) whose weights the step gathers layer by layer."""
+
+    memory: tuple[RankMemory, ...]
+    by_layer: frozenset[tuple[int, str]]
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank, in the step that is planned."""
+        return max(memory.peak_run for memory in self.memory)
+
+
+def activations_of_config(config: Config, model: Any, layout: Layout) -> dict[str, Activations]:
+    """What forwards keep under the config's precision and checkpointing. Raises ValueError as `activations_of` does."""
+    from interlace.run.traced import activations_of
+    from interlace.schedule.generate import KINDS
+    from interlace.train.device import AUTOCAST
+
+    return activations_of(
+        model,
+        layout,
+        checkpointing=config.train.activation_checkpointing,
+        sequence_parallel=config.parallel.sequence_parallel,
+        autocast=AUTOCAST[config.train.precision],
+        items=_items(config, model),
+        split=KINDS[config.parallel.schedule].halves,
+    )
+
+
+def held_by_ranks(
+    config: Config,
+    model: Any,
+    schedule: Schedule,
+    weights: Sequence[WeightSize],
+    activations: Mapping[str, Activations],
+    loads: Mapping[Any, Load],
+    state: Mapping[str, StateSize] | None = None,
+) -> Held:
+    """What every rank of the schedule's layout holds.
+
+    loads: of a chunk by its place in the table, else by its module; by module that of the largest. state: what
+    `optim.state_sizes` says, which is the same for all layouts of a model.
+    """
+    from interlace.plan.memory import activation_bytes, rank_memory
+    from interlace.run.gradients import BUCKET_BYTES
+    from interlace.train.optim import state_sizes
+    from interlace.train.tuning import rates
+
+    layout = schedule.graph.layout
+    sizes = activation_bytes(layout, activations, schedule.table.chunks, loads)
+    later = activation_bytes(layout, activations, schedule.table.chunks, loads, deferred=True)
+    peaks = _peaks(schedule, sizes, later)
+    by_layer = _by_layer(schedule)
+    memory = rank_memory(
+        layout,
+        weights,
+        activations,
+        loads,
+        [(found.in_flight, found.bytes) for found in peaks],
+        bucket_bytes=BUCKET_BYTES,
+        offload_optimizer=config.train.offload_optimizer,
+        state=state_sizes(config, model, rates(config, model)) if state is None else state,
+        by_layer=by_layer,
+    )
+    return Held(memory, by_layer)
+
+
+def loads_of(table: StepTable, sizes: Sequence[Size]) -> dict[Any, Load]:
+    """What passes through each chunk of a table, by its place, and through the largest of each module, by its name."""
+    from interlace.plan.memory import Load
+
+    features = [0.0] * len(table.chunks)
+    for edge in table.edges:
+        for _, _, reader, _, count in edge.pieces.tolist():
+            features[reader] += count
+    found: dict[Any, Load] = {}
+    for place, (chunk, size) in enumerate(zip(table.chunks, sizes, strict=True)):
+        reads = features[place] if chunk.module == LANGUAGE_MODEL else 0.0
+        own = Load(size.rows, size.targets, reads)
+        largest = found.get(chunk.module, Load(0))
+        found[place] = own
+        found[chunk.module] = Load(
+            max(own.rows, largest.rows), max(own.targets, largest.targets), max(own.features, largest.features)
+        )
+    return found
+
+
+def _peaks(schedule: Schedule, sizes: ActivationBytes, later: ActivationBytes) -> list[Peak]:
+    """What forwards keep on each rank at most; of ranks that compute the same, as those of a lane do, found once."""
+    from interlace.schedule.actions import CODES, COMPUTE, OP, action_of
+    from interlace.schedule.memory import peak
+
+    modules = schedule.graph.modules
+    known: dict[bytes, Peak] = {}
+    computes = np.isin(schedule.rows[:, OP], [CODES[op] for op in COMPUTE])
+    found = []
+    for first, stop in pairwise(schedule.first.tolist()):
+        rows = schedule.rows[first:stop][computes[first:stop]]
+        key = rows.tobytes()
+        if key not in known:
+            known[key] = peak([action_of(row, modules) for row in rows.tolist()], sizes, later)
+        found.append(known[key])
+    return found
+
+
+def _by_layer(schedule: Schedule) -> frozenset[tuple[int, str]]:
+    """The (rank, module) whose weights a schedule gathers layer by layer, in all of the rank's stages."""
+    from interlace.schedule import Op
+    from interlace.schedule.actions import CODES, MODULE, OP
+
+    def gathered(op: Op) -> set[tuple[int, int]]:
+        at = np.flatnonzero(schedule.rows[:, OP] == CODES[op])
+        ranks = np.searchsorted(schedule.first, at, side="right") - 1
+        return set(zip(ranks.tolist(), schedule.rows[at, MODULE].tolist(), strict=True))
+
+    layered = gathered(Op.UNSHARD_LAYERS) - gathered(Op.UNSHARD)
+    return frozenset((rank, schedule.graph.modules[module]) for rank, module in layered)
+
+
+def _items(config: Config, model: Any) -> dict[str, tuple[int, ...]]:
+    """Of each encoder that hears, the shape of a clip that fills its budget: it is padded to the encoder's length."""
+    from interlace.model.audio import AudioInputs
+
+    longest = round(config.data.max_audio_seconds * 100)  # frames of 10 ms
+    clips = {name: each.default_shape for name, each in model.encoders.items() if isinstance(each.feed, AudioInputs)}
+    return {name: (shape[0], min(shape[1], longest)) for name, shape in clips.items()}

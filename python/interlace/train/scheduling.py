@@ -1,0 +1,132 @@
+"""What the chunks of a config's step cost and keep, and what the generator of its schedule is told of it: the limit of
+memory and, for "auto", the counted costs of its stages.
+
+``interlace plan``, ``interlace simulate`` and the run ask here, so that all three have the same lists for the same
+table. A run's table follows from the lengths of its samples, spread as `train.assign` says; a plan without lengths has
+one of samples alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from interlace.train.costs import budget_loads, flop_costs
+from interlace.train.rank_memory import activations_of_config
+from interlace.train.schema import Config
+
+if TYPE_CHECKING:
+    from interlace.schedule import Options
+
+
+def schedule_options(config: Config, model: Any, layout: Any, microbatches: int) -> Options:
+    """For steps of `microbatches` of each replica of the language model, whose samples fill their budgets."""
+    from interlace.run import stage_durations
+
+    parallel = config.parallel
+    options: Options = {}
+    if parallel.schedule == "auto":
+        counted = chunk_costs(config, layout, flop_costs(config, model), microbatches)
+        options["durations"] = stage_durations(model, layout, counted, recompute=config.train.recompute)
+    if parallel.activation_memory is not None:
+        options["memory_limit"] = parallel.activation_memory * 2**30
+        options["activation_bytes"] = kept_bytes(config, model, layout, microbatches)
+    return options
+
+
+def step_schedule(
+    config: Config, model: Any, layout: Any, microbatches: int, table: Any = None, timed: Any = None
+) -> Any:
+    """The schedule of the step of `table`; by default of one of alike samples, which `train.assign` does not change.
+
+    timed: what the generator is told of the table besides, in place of what it is told of any.
+    """
+    from interlace.run import stage_graph
+    from interlace.run.lanes import with_lanes
+    from interlace.run.table import nominal_table
+    from interlace.schedule import GENERATORS, StepTable
+
+    graph, _ = with_lanes(stage_graph(model, layout), model, sequence_parallel=config.parallel.sequence_parallel)
+    chunks, replicas = chunk_counts(config, layout, microbatches), layout.data_parallel
+    rounds = chunks.pop("language_model")
+    if table is not None:
+        pass
+    elif all(replicas[name] == replicas["language_model"] and count == rounds for name, count in chunks.items()):
+        presence = [frozenset(layout.modules)] * rounds
+        table = StepTable.aligned(graph.links, presence, replicas=replicas["language_model"])
+    else:
+        table = nominal_table(graph.layout, rounds, chunks)
+    options = schedule_options(config, model, layout, microbatches) | (timed or {})
+    return GENERATORS[config.parallel.schedule](graph, table, **options)
+
+
+def chunk_sizes(config: Config, layout: Any, microbatches: int) -> dict[str, float]:
+    """Samples of a chunk of each module, in microbatches of the language model."""
+    chunks, replicas = chunk_counts(config, layout, microbatches), layout.data_parallel
+    samples = chunks["language_model"] * replicas["language_model"]
+    return {name: samples / (count * replicas[name]) for name, count in chunks.items()}
+
+
+def chunk_costs(config: Config, layout: Any, costs: Mapping[str, Any], microbatches: int) -> dict[str, Any]:
+    """The costs of a chunk of each module, which the ranks of a lane share."""
+    sizes = chunk_sizes(config, layout, microbatches)
+    return {name: scaled(cost, sizes[name] / layout.spec(name).lane_size) for name, cost in costs.items()}
+
+
+def chunk_counts(config: Config, layout: Any, microbatches: int) -> dict[str, int]:
+    """Chunks per replica and step of each module of `layout`.
+
+    A layout with other replicas than the config's (a chain for modules of unequal dp) cuts a step into as many in all.
+    """
+
+    def spread(name: str, count: int) -> int:
+        return count if config.uniform() else max(1, count * config.parallel.replicas(name) // layout.spec(name).dp)
+
+    rounds, own = spread("language_model", microbatches), config.chunks()
+    default = 1 if layout.placement == "shared" else rounds
+    encoders = config.model.encoders()
+    return {name: spread(name, own[name]) if name in own else default for name in encoders} | {"language_model": rounds}
+
+
+def scaled(cost: Any, factor: float) -> Any:
+    """The costs of a chunk of `factor` times as many samples."""
+    from interlace.plan import LayerTimes, ModuleCosts
+
+    given = (cost.times.forward, cost.times.input_grad, cost.times.weight_grad, cost.times.weight_only)
+    times = LayerTimes(*(np.asarray(values, dtype=np.float64) * factor for values in given))
+    return ModuleCosts(layer=cost.layer, times=times, trainable=cost.trainable)
+
+
+def kept_bytes(config: Config, model: Any, layout: Any, microbatches: int) -> dict[tuple[str, int], float]:
+    """(module, stage) -> bytes that a chunk that fills its budgets keeps on each rank of the stage's lane.
+
+    Where a backward may be split, the larger of what is kept before and after its first half: generators know one.
+    """
+    from interlace.plan.memory import activation_bytes
+    from interlace.schedule import Chunk
+
+    activations = activations_of_config(config, model, layout)
+    loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, microbatches))
+    chunks = [Chunk(name, 0, 0, np.zeros(0, np.int32)) for name in layout.modules]
+    kept = activation_bytes(layout, activations, chunks, loads)
+    later = activation_bytes(layout, activations, chunks, loads, deferred=True)
+    return {(module, stage): max(size, later[module, stage, i]) for (module, stage, i), size in kept.items()}
+
+
+def chunk_loads(
+    config: Config, model: Any, activations: Mapping[str, Any], sizes: Mapping[str, float]
+) -> dict[str, Any]:
+    """What passes through a chunk of each module; all text counts as targets."""
+    from interlace.plan.memory import Load
+
+    tokens = {name: load.tokens for name, load in budget_loads(config, model).items()}
+    language = activations["language_model"]
+    features = sum(tokens[name] * activations[name].edges[-1] for name in tokens if name != "language_model")
+    features = features / language.feature if language.feature else 0.0
+    rows = tokens["language_model"]
+    found = {name: Load(tokens[name] * sizes[name]) for name in tokens}
+    size = sizes["language_model"]
+    found["language_model"] = Load(rows * size, max(rows - features, 0.0) * size, features * size)
+    return found

@@ -1,0 +1,101 @@
+"""What other processes are handed of large and of mixed chats, and what they tell of it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from interlace.data import Loader, MixedDataset, Part, RowLoader
+from interlace.data.chats import ChatDataset
+from interlace.data.chats_files import ChatFileError
+from interlace.data.chats_records import Rules
+from interlace.data.chats_store import COLUMNS, ChatStore, prepare
+from interlace.data.decoded import PREFIX, Place
+from interlace.data.workers import WorkerPool
+from tests import forkserver
+from tests.data.test_chats_faults import chats, image, said, talk, user
+from tests.data.test_workers import numbers
+
+
+def _columns(folder: Path, count: int) -> ChatStore:
+    """A store of so many samples of 1 to 7 tokens, without their tokens."""
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "starts": np.concatenate([[0], np.cumsum(draw.integers(1, 8, count))]),
+        "lines": np.arange(count + 1) * 100,
+        "hashes": draw.integers(0, 2**32, count),
+        "cut": np.arange(0, count, 1000),
+    }
+    for name, kind in COLUMNS.items():
+        arrays[name].astype(kind).tofile(folder / f"{name}.bin")
+        arrays[name] = np.memmap(folder / f"{name}.bin", kind, "r")
+    (folder / "store.json").write_text(json.dumps({"fingerprint": "as it was"}))
+    return ChatStore(folder, Rules(), **arrays, left_out=[], fingerprint="as it was")
+
+
+def test_a_million_samples_are_handed_over_as_paths(tmp_path: Path) -> None:
+    store, made = _columns(tmp_path / "store", 1_000_000), chats()
+    every, half = np.arange(len(store)), np.flatnonzero(store.hashes < 2**31)
+    mixed = MixedDataset(
+        [Part(name, ChatDataset(store, made, at, "train")) for name, at in (("a", every), ("b", half))]
+    )
+    for loader in (Loader(mixed, 64), RowLoader(mixed, 4, 64)):
+        loader.order(0)
+        sent = pickle.dumps(loader)
+        assert len(sent) < len(store)  # a byte of each; a column has 4 or 8
+        copy = pickle.loads(sent)
+        for ours, theirs in zip(mixed.parts, copy.dataset.parts, strict=True):
+            assert np.array_equal(ours.data.picks, theirs.data.picks)
+            assert all(isinstance(getattr(theirs.data.store, name), np.memmap) for name in COLUMNS)
+            assert np.array_equal(ours.data.token_lengths, theirs.data.token_lengths)
+        assert copy.indices(1, 5) == loader.indices(1, 5)
+
+
+@pytest.mark.parametrize("how", ["anew", "gone"])
+def test_chats_that_were_prepared_anew_are_not_taken_for_those(tmp_path: Path, how: str) -> None:
+    store = _columns(tmp_path / "store", 10)
+    sent = pickle.dumps(store)
+    if how == "anew":
+        (tmp_path / "store" / "store.json").write_text(json.dumps({"fingerprint": "another"}))
+    else:
+        (tmp_path / "store").rename(tmp_path / "elsewhere")
+    with pytest.raises(ChatFileError, match="other chats were prepared" if how == "anew" else "no longer there"):
+        pickle.loads(sent)
+
+
+def test_what_workers_lose_of_a_mixture_is_counted_and_blank(tmp_path: Path) -> None:
+    forkserver.context()
+    stores = {}
+    for name, count in (("a", 6), ("b", 4)):
+        for number in range(count):
+            Image.new("RGB", (24, 16), (number * 30, 0, 90)).save(tmp_path / f"{name}{number}.png")
+        lines = [talk(user(image(f"{name}{number}.png")), said("red")) for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        stores[name] = prepare([tmp_path / f"{name}.jsonl"], chats(), Rules(), tmp_path / "cache")
+    threaded, handed = (
+        MixedDataset([Part(n, ChatDataset(s, chats(), np.arange(len(s)), "train")) for n, s in stores.items()])
+        for _ in range(2)
+    )
+    for name in ("a3", "b1"):
+        (tmp_path / f"{name}.png").write_bytes(b"gone")
+    with Loader(threaded, 5, seed=1, prefetch=0) as loader:
+        distinct = len(set(loader.order(0).tolist()))  # of equal shares the smaller source has samples twice
+        expected = [numbers(loader._load(next(loader))) for _ in range(2)]
+    assert (threaded.read_items, threaded.blank_items) == (10, 2)
+
+    where = Place(tmp_path / f"{PREFIX}m", 1 << 24)
+    with Loader(handed, 5, seed=1, prefetch=1, producers=lambda loader: WorkerPool(loader, 1, where=where)) as loader:
+        assert [numbers(next(loader)) for _ in range(2)] == expected
+        read, blank = handed.read_items, handed.blank_items
+        for _ in range(2):  # what could be read lies among the decoded ones; what is blank does not
+            next(loader)
+        assert blank >= 2 and distinct <= read <= handed.read_items < read + 8
+    assert {Path(where).name for where in handed.failures} == {"a.jsonl:4", "b.jsonl:2"}
+    assert "failed after it was verified" in handed.report()

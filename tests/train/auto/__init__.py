@@ -1,0 +1,1 @@
+"""parallel.plan = "auto"."""

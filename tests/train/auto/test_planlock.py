@@ -1,0 +1,193 @@
+"""plan.lock: one lock, one config; and the forms in which a config leaves its layout open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interlace.cli import main
+from interlace.train.auto import agree, planlock, report
+from interlace.train.auto.decide import Decision, decide
+from interlace.train.auto.settle import settle, worlds_up_to
+from interlace.train.config import Config, ConfigError, dumps, loads
+from tests.test_cli import TINY
+from tests.train.auto import oracle
+from tests.train.test_config import _load
+
+
+def asked(layers: tuple[int, int] = (2, 2), batch: int = 8, **parallel: Any) -> Config:
+    return oracle.config_of(layers, batch=batch, schedule="1f1b", **parallel)
+
+
+@cache
+def decided() -> tuple[Config, Decision, str]:
+    config = asked()
+    model = oracle.model_of(config)
+    machine = oracle.machine_of(config, model, latency=1e-6, bandwidth=1e10)
+    decision = decide(config, model, oracle.work_of(model), machine, [2])
+    return config, decision, planlock.text_of(config, decision, machine.origin, "random samples")
+
+
+def test_a_lock_says_again_what_was_chosen() -> None:
+    from interlace.train.build import build_layout
+
+    config, decision, text = decided()
+    one, two = planlock.locked(config, text, "plan.lock"), planlock.locked(config, text, "plan.lock")
+    assert one == two and not one.parallel.auto and one.world_size() == 2
+    best = decision.best.candidate
+    assert (one.parallel.placed, one.parallel.schedule) == (best.placement, best.schedule)
+    assert one.train.microbatches == best.microbatches
+    model = oracle.model_of(config)
+    assert build_layout(one, model) == build_layout(two, model)
+    assert loads(dumps(one)) == one  # what the run folder's config.toml has
+    table = planlock.table_of(text)
+    assert table["predicted"]["seconds"] == decision.best.seconds
+    assert table["reasons"]["candidates"] == decision.considered and table["runners_up"]["1"]["seconds"] > 0
+
+
+def test_locks_of_other_configs_and_broken_ones_are_refused() -> None:
+    config, _, text = decided()
+    with pytest.raises(ConfigError, match=r"plan.lock was chosen for another config: its \[model\] differs"):
+        planlock.locked(asked((3, 2)), text, "plan.lock")
+    with pytest.raises(ConfigError, match=r"its \[parallel\] differs"):
+        planlock.locked(asked(placement="shared"), text, "plan.lock")
+    with pytest.raises(ConfigError, match=r"its \[train\] differs"):
+        planlock.locked(asked(batch=16), text, "plan.lock")
+    for broken in ("", "version = 1", "version = 9\n" + text.split("\n", 3)[3], text[: len(text) // 6] + "="):
+        with pytest.raises(ConfigError, match=r"plan.lock: no plan of parallel = 'auto'"):
+            planlock.locked(config, broken, "plan.lock")
+    other = text.replace('placement = "', 'placement = "x')
+    with pytest.raises(ConfigError, match="what it chose is no config"):
+        planlock.locked(config, other, "plan.lock")
+
+
+def test_what_else_a_choice_depends_on_is_part_of_the_lock() -> None:
+    config, decision, _ = decided()
+    best = replace(decision.best, candidate=replace(decision.best.candidate, threads=3))
+    text = planlock.text_of(config, replace(decision, best=best), "", "")
+    assert planlock.locked(config, text, "plan.lock").parallel.threads == 3
+    with pytest.raises(ConfigError, match=r"its \[parallel\] differs"):
+        planlock.locked(asked(threads=1), text, "plan.lock")
+    other = config.model_copy(update={"train": config.train.model_copy(update={"assign": "entrain"})})
+    with pytest.raises(ConfigError, match=r"its \[train\] differs"):
+        planlock.locked(other, text, "plan.lock")
+
+
+def test_a_rank_of_torchrun_takes_the_lock_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from interlace.train import rank
+
+    path, given = tmp_path / "tiny.toml", dict[str, Any]()
+    path.write_text(TINY.format(folder=tmp_path))
+    monkeypatch.setattr(rank, "run", lambda config, **keys: given.update(keys) or 0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("INTERLACE_RUN_FOLDER", raising=False)
+    assert main(["train", str(path), "--set", "parallel=auto", "--lock", str(tmp_path / "plan.lock")]) == 0
+    assert given["plan"] == tmp_path / "plan.lock"
+
+
+class _Alone:
+    """Stands for a start-up of which this is a rank; notes what is told to the others."""
+
+    world = 2
+
+    def __init__(self, rank: int, heard: Any = None) -> None:
+        self.rank, self.heard, self.told = rank, heard, None
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        self.told = value
+        return [value if self.heard is None else self.heard]
+
+
+def test_all_ranks_hear_of_a_lock_that_cannot_be_read_and_of_a_choice_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _, text = decided()
+    first = _Alone(0)
+    with pytest.raises(ConfigError, match="gone: cannot read the plan"):
+        agree.agree(config, first, source="x", lock=tmp_path / "gone", resume=None)
+    for said in (first.told, ["no TOML at all [", "plan.lock", ""]):
+        with pytest.raises(ConfigError, match=r"gone: cannot read|plan.lock: no plan"):
+            agree.agree(config, _Alone(1, said), source="x", lock=None, resume=None)
+    settled, _ = agree.agree(config, _Alone(1, [text, "plan.lock", ""]), source="x", lock=None, resume=None)
+    assert settled.world_size() == 2
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(agree, "_plan", fails)
+    with pytest.raises(RuntimeError):
+        agree.agree(config, first, source="x", lock=None, resume=None)
+    assert first.told is not None and "RuntimeError: out of memory" in first.told[2]
+
+
+def test_a_run_folder_gets_the_lock_and_goes_on_with_it(tmp_path: Path) -> None:
+    config, _, text = decided()
+    (tmp_path / "given").write_text(text)
+    said: list[str] = []
+    run = tmp_path / "run"
+    run.mkdir()
+    one = settle(config, source="tiny.toml", folder=run, lock=tmp_path / "given", say=said.append)
+    assert (run / "plan.lock").read_text() == text and "2 ranks" in said[0]
+    assert settle(config, source="tiny.toml", folder=run, lock=None, say=said.append) == one
+    with pytest.raises(ConfigError, match="gone: cannot read the plan"):
+        settle(config, source="tiny.toml", folder=run, lock=tmp_path / "gone", say=said.append)
+
+
+def test_why_in_words_and_as_a_picture(tmp_path: Path) -> None:
+    _, decision, _ = decided()
+    lines = report.lines(decision, "origin", "data")
+    assert "ms a step (compute" in lines[0] and any(line.startswith("next best: ") for line in lines)
+    assert f"{decision.considered} candidates" in lines[-2]
+    report.draw(decision, tmp_path / "plan.svg", "title")
+    text = (tmp_path / "plan.svg").read_text()
+    assert text.startswith("<?xml") and len(text) > 10_000
+    with pytest.raises(ConfigError, match="name a file that ends in"):
+        report.draw(decision, tmp_path / "plan.txt", "title")
+
+
+@pytest.mark.parametrize("form", ["parallel=auto", "parallel={plan='auto'}", "parallel.plan=auto"])
+def test_forms(form: str) -> None:
+    config = _load(form)
+    assert config.parallel.auto and config.parallel.choose == ["microbatches", "activation_checkpointing"]
+    assert loads(dumps(config)) == config
+    given = _load(form, "train.microbatches=2", "train.activation_checkpointing=none", "parallel.language_model.tp=2")
+    assert given.parallel.choose == [] and given.parallel.language_model.model_fields_set == {"tp"}
+    assert loads(dumps(given)).parallel.model_dump(exclude_unset=True) == given.parallel.model_dump(exclude_unset=True)
+
+
+def test_a_batch_may_be_left_open_only_where_it_is_chosen() -> None:
+    train: dict[str, Any] = {"steps": 3, "microbatches": 2}
+    config = _load("parallel=auto", train=dict(train))
+    assert config.parallel.choose == ["batch_size", "activation_checkpointing"]
+    with pytest.raises(ConfigError, match="batch_size"):
+        _load(train=dict(train))
+    with pytest.raises(ConfigError, match="max_ranks is for plan = 'auto'"):
+        _load("parallel.max_ranks=2")
+    with pytest.raises(ConfigError, match=r"parallel.plan should be 'auto'"):
+        _load("parallel.plan=aut")
+
+
+def test_numbers_of_ranks() -> None:
+    assert worlds_up_to(1) == [1] and worlds_up_to(6) == [1, 2, 3, 4, 6] and worlds_up_to(16) == [1, 2, 3, 4, 8, 16]
+
+
+def test_planning_for_gpus_that_are_not_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, lock = tmp_path / "tiny.toml", tmp_path / "plan.lock"
+    path.write_text(TINY.format(folder=tmp_path))
+    gpus = ["plan", str(path), "--auto", "--tflops", "1"]
+    assert main([*gpus, "--gpus", "1", "--memory", "1", "--out", str(lock)]) == 0
+    said = capfd.readouterr().out
+    assert "[parallel]" in said and "counted FLOPs at 1 TFLOP/s" in said
+    config = loads(path.read_text(), ["parallel=auto"])
+    assert planlock.locked(config, lock.read_text(), "plan.lock").world_size() == 1
+    assert main([*gpus, "--gpus", "1", "--memory", "0.0001"]) == 2
+    assert "lacks" in (error := capfd.readouterr().err) and "--memory" in error
+    assert main([*gpus, "--gpus", "2"]) == 2 and "needs --gpus N" in capfd.readouterr().err
+    assert main(["plan", str(path), "--gpus", "2"]) == 2 and "add --auto" in capfd.readouterr().err
+    assert main(["simulate", str(path), "--set", "parallel=auto"]) == 2
+    assert "says no layout yet" in capfd.readouterr().err

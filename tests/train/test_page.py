@@ -1,0 +1,142 @@
+"""report.html: self-contained, whole for long, resumed, stopped and odd runs, and true to metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interlace.data import Media, Sample
+from interlace.train import page_curves
+from interlace.train.metrics import HELD_OUT, LOSS
+from interlace.train.page import Page
+from interlace.train.page_facts import Facts, ModuleFacts
+from interlace.train.report import Accuracy, Answer
+from tests.train.one_process import toy_config
+
+FACTS = Facts(
+    [
+        ModuleFacts("vision", "SiglipVisionModel", 2, 1000, 0),
+        ModuleFacts("vision.projector", "MLPProjector", None, 100, 100),
+        ModuleFacts("language_model", "LlamaForCausalLM", 4, 3000, 1500),
+    ],
+    [{"vision": "layers 0-1"}, {"language_model": "layers 0-3, replica 0 of 2"}],
+    3,
+    {"Python": "3.11.7"},
+)
+VOID = {"meta", "img", "br", "line", "circle", "rect", "polyline"}
+
+
+class Checker(HTMLParser):
+    """Every element that must be closed is; nothing is fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href"):
+                assert value is not None and value.startswith("data:"), (tag, value)
+        if tag not in VOID | {"td", "tr", "th"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def written(folder: Path, lines: list[dict[str, Any]], status: str = "Finished", **given: Any) -> str:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    rows = {"steps": 3, "train_loss": 0.5, "digit_accuracy": 0.25}
+    page = Page(folder, toy_config("run.name=a-name"), FACTS).write(status, rows, **given)
+    text = page.read_text()
+    checker = Checker()
+    checker.feed(text)
+    assert checker.open == []
+    assert "http:" not in text and "https:" not in text
+    return text
+
+
+def test_the_page_has_all_that_a_stranger_asks(tmp_path: Path) -> None:
+    lines = [{"step": step, LOSS: 2.0 / step, "lr": 0.1, "busy(%)/vision": 40.0, "own": 1.0} for step in range(1, 4)]
+    lines[2][HELD_OUT] = 0.75
+    picture = Media((3, 8, 8), 4, torch.zeros(3, 8, 8))
+    sample = Sample(torch.arange(5), torch.arange(1, 6), {"vision": [picture]}, "the <name>")
+    text = written(
+        tmp_path,
+        lines,
+        answers=[Answer(sample, "one & two", "one & two"), Answer(sample, "three", "<b>")],
+        pixels={"vision": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))},
+        counted=[Accuracy("digit", 60, 0.5, 0.25, 0.125), Accuracy("a<b", 2, 1.0, 1.0, None)],
+    )
+    assert "<td>digit<td>60<td>50.0 %<td>25.0 %<td>12.5 %" in text and "<td>a&lt;b<td>2<td>100.0 %" in text
+    assert "one &amp; two" in text and "&lt;b&gt;" in text and "the &lt;name&gt;" in text
+    assert text.count("<img src") == 2 and (tmp_path / "samples.png").stat().st_size > 1000
+    for words in (
+        "held out",
+        "own",
+        "SiglipVisionModel",
+        "replica 0 of 2",
+        "and 1 ranks more",
+        "50 % trained",
+        "25.0 %",
+    ):
+        assert words in text, words
+    assert "[train]" in text and "Python" in text and "0.500 nats per token" in text
+
+
+@pytest.mark.parametrize(
+    "lines", [[], [{"step": 1, LOSS: math.nan}], [{"step": 7, LOSS: 1.0}]], ids=["no", "nan", "one"]
+)
+def test_runs_with_next_to_nothing_have_a_page(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+    text = written(tmp_path, lines, "Stopped by SIGTERM after step 1")
+    assert "Stopped by SIGTERM" in text
+    assert ("no finite number was logged" in text) == any(math.isnan(line[LOSS]) for line in lines)
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_peaks(tmp_path: Path) -> None:
+    lines = [{"step": step, LOSS: 1.0} for step in range(1, 5_001)]
+    lines[3_123][LOSS], lines[4_000][LOSS], lines[4_499][LOSS] = 9.0, -3.0, math.nan
+    text = written(tmp_path, lines)
+    assert len(text) < 100_000 and "no finite number at step 4500" in text
+    drawn = [point for line in re.findall(r'points="([^"]*)"', text) for point in line.split()]
+    heights = [float(point.split(",")[1]) for point in drawn]
+    assert len(drawn) <= page_curves.MOST_POINTS and min(heights) < 50 and max(heights) > heights[0] + 30
+
+
+@given(
+    st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan), st.just(math.inf)), max_size=60),
+    st.integers(2, 50).map(lambda half: 2 * half),
+)
+def test_thinning_keeps_order_and_peaks(values: list[float], most: int) -> None:
+    points = list(enumerate(values))
+    kept = page_curves.thin(points, most)
+    assert len(kept) <= most and [step for step, _ in kept] == sorted({step for step, _ in kept})
+    assert set(map(str, kept)) <= set(map(str, points))
+    finite = [value for value in values if math.isfinite(value)]
+    ours = [value for _, value in kept if math.isfinite(value)]
+    if finite:
+        assert (min(ours), max(ours)) == (min(finite), max(finite))
+    page_curves.svg(page_curves.Chart("t", "", [page_curves.Curve("a", "red", points)]))
+
+
+def test_the_status_says_how_a_run_ended(tmp_path: Path) -> None:
+    page = Page(tmp_path, toy_config(), FACTS)
+    assert page.status({"step": 12, "finished": True, "signal": 0}) == "Finished after 12 steps"
+    assert "early_stop after step 7 of 12" in page.status({"step": 7, "finished": True, "signal": 0})
+    stopped = page.status({"step": 7, "finished": False, "signal": 15})
+    assert "SIGTERM after step 7 of 12" in stopped and f"--resume {tmp_path}" in stopped

@@ -1,0 +1,165 @@
+"""`data.reading = "stream"` through the command line: two processes train on JSON lines that nobody has counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interlace.train.config import ConfigError, load
+from tests.data.chat_families import pictures, trained
+from tests.data.test_chats_faults import TEMPLATE
+from tests.train.test_own_data import CONFIG
+
+SAME = ("loss_metrics/global_avg_loss", "grad_norm", "data/moved(MiB)", "loss_metrics/held_out_loss")
+
+
+def records(folder: Path, first: int, last: int) -> list[str]:
+    """Chats with no, one or two pictures."""
+    lines = []
+    for number in range(first, last):
+        turns = [("human", f"<image>\nWhat is number {number}?"), ("gpt", f"It is a red cat, {number}.")]
+        record: dict[str, Any] = {"conversations": [{"from": r, "value": v} for r, v in turns * (1 + number % 2)]}
+        record["images"] = [
+            f"pictures/{path.name}" for path in sorted((folder / "pictures").iterdir())[: 1 + number % 2]
+        ]
+        if number % 5 == 4:
+            turn = [{"role": "user", "content": f"count {number}"}, {"role": "assistant", "content": "one two"}]
+            record = {"messages": turn}
+        lines.append(json.dumps(record))
+    return lines
+
+
+@pytest.fixture
+def streamed(tmp_path: Path) -> Path:
+    """A config of two files of 20 and 13 chats, of which one is broken and one names a picture that is not there."""
+    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    pictures(tmp_path / "pictures", 4)
+    lines = records(tmp_path, 0, 20)
+    lines[3], lines[6] = "{", lines[6].replace("pictures/", "gone/")
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text("\n".join(records(tmp_path, 20, 33)))
+    (tmp_path / "validation.jsonl").write_text("\n".join(records(tmp_path, 40, 46)))
+    text = CONFIG.format(folder=tmp_path)
+    for old, new in {
+        f'train = ["{tmp_path}/train.jsonl"]': f'train = ["{tmp_path}/a.jsonl", "{tmp_path}/b.jsonl"]',
+        'dataset = "chats"': 'dataset = "chats"\nreading = "stream"\nshuffle_buffer = 5',
+        "steps = 2": "steps = 12",
+        "ranks = 1": 'placement = "shared"\ndp = 2\ntimeout = 60.0\nthreads = 1',
+        "samples = 3": "samples = 0",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "own.toml").write_text(text)
+    return tmp_path
+
+
+def train(*arguments: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-m", "interlace", "train", *arguments], capture_output=True, text=True, timeout=240
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout + found.stderr
+
+
+def curves(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in SAME if key in line} for line in lines]
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_a_stream_and_go_on_bit_for_bit(streamed: Path) -> None:
+    config = str(streamed / "own.toml")
+    told = train(config)
+    whole = (streamed / "runs" / "own" / "latest").resolve()
+    found = curves(whole)
+    assert len(found) == 12
+    assert sum(line["data/moved(MiB)"] > 0 for line in found) > 6  # of four samples a step may need none elsewhere
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["tflops"] > 0 for line in lines)
+    # Each was read by one of the two ranks; in three epochs by both, perhaps.
+    listing = (whole / "left_out.txt").read_text().splitlines()
+    assert len(listing) == 2 and "a.jsonl" in listing[0] and "a.jsonl" in listing[1]
+    assert "chats/train, a stream: 2 records left out, e.g. " in told
+    train(config, "--set=train.steps=7", "--set=train.schedule_steps=12")
+    part = (streamed / "runs" / "own" / "latest").resolve()
+    assert part != whole
+    train("--resume", str(part), "--set=train.steps=12")
+    assert (part / "left_out.txt").read_text().splitlines() == listing
+    again = curves(part)
+    for step in (0, 5, 6, 7, 8, 9, 10, 11):  # the third epoch has begun by then
+        assert again[step].items() >= {k: v for k, v in found[step].items() if k != SAME[3]}.items(), step
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("data.validation=[]", "needs validation"),
+        ("data.pack=true", "pack needs the lengths"),
+        ("train.steps=none train.epochs=2", "how long a stream is nobody knows"),
+        ("data.reading=random", "shuffle_buffer is a key of reading 'stream'"),
+        ("data.reading=tape", "reading"),
+        ("data.exchange_mb=0", "exchange_mb"),
+        ("data.readers=0", "readers"),
+        ("data.workers=2", "workers is for data that are read at random: .* its readers decode it"),
+        ("data.workers=ray", "workers is for data that are read at random"),
+        ("data.limit=5", "limit is for data that are read at random: a stream takes one source whole"),
+        ("data.prefetch=4", "prefetch is of data that are read at random: a stream works one batch ahead"),
+        ("data.cache_gb=2.0", "cache_gb is of data that are read at random"),
+        ("sources", "sources is for data that are read at random: a stream takes one source whole"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(streamed: Path, change: str, says: str) -> None:
+    if "epochs" in change:
+        text = (streamed / "own.toml").read_text().replace("steps = 12", "epochs = 2")
+        (streamed / "own.toml").write_text(text)
+        overrides = []
+    elif change == "sources":
+        text = (streamed / "own.toml").read_text()
+        kept = [line for line in text.splitlines() if not line.startswith(("train = [", "validation = ["))]
+        source = f'[[data.sources]]\nname = "a"\ntrain = ["{streamed}/a.jsonl"]\n'
+        (streamed / "own.toml").write_text("\n".join([*kept, source]))
+        overrides = []
+    else:
+        overrides = [change]
+    with pytest.raises(ConfigError, match=says):
+        load(str(streamed / "own.toml"), overrides)
+
+
+@pytest.mark.parametrize("workers", ["auto", "0"])
+def test_a_stream_starts_no_workers(streamed: Path, monkeypatch: pytest.MonkeyPatch, workers: str) -> None:
+    """Also by itself, on a machine whose cores would do for some."""
+    from interlace.data import workers as pool
+    from interlace.train.preparing import producers_of
+
+    monkeypatch.setattr(pool, "sensible", lambda ranks: 4)
+    config = load(str(streamed / "own.toml"), [f"data.workers={workers}"])
+    assert producers_of(config, streamed, 2) is None
+    text = (streamed / "own.toml").read_text().replace('reading = "stream"\nshuffle_buffer = 5', 'reading = "random"')
+    (streamed / "own.toml").write_text(text)
+    config = load(str(streamed / "own.toml"), [f"data.workers={workers}"])
+    assert (producers_of(config, streamed, 2) is None) == (workers == "0")
+
+
+def test_the_shards_of_lines_have_every_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the pieces, blank lines and endings: by reading the file whole."""
+    from interlace.data import chats_files
+
+    for number, text in enumerate(
+        (b"\xef\xbb\xbf{1}\n\n{22}\r\n{333}", b"{1}\n" * 9, b"", b"\n\n", b"{" + b"a" * 50 + b"}\n{2}\n")
+    ):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(text)
+        whole = [(raw.line, raw.offset) for raw in chats_files.records(path, tmp_path)]
+        for size in (1, 3, 5, 100):
+            monkeypatch.setattr(chats_files, "PIECE", size)
+            pieces = chats_files.pieces(path)
+            found = [raw for piece in pieces for raw, _ in chats_files.numbered(piece, tmp_path) if raw is not None]
+            found = [(raw.line, raw.offset) for raw in found]
+            assert found == whole, (number, size)
