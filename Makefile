@@ -9,8 +9,8 @@
 # make bench      every benchmark under pytest-benchmark; each also runs alone: python -m bench.NAME
 # make clean      remove the environment and everything that was built
 #
-# Stamps make a second call start at once: .venv's `deps` is renewed when pyproject.toml changes, `core` and that of
-# build/asan when setup.py or a file of csrc/ does.
+# Stamps make a second call start at once: .venv's `deps` is renewed when pyproject.toml or constraints.txt changes,
+# `core` and that of build/asan when setup.py or a file of csrc/ does.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -92,7 +92,7 @@ setup: $(CORE)
 # Torch goes first and alone, so that the version is the pinned one and no later requirement picks another; the build
 # needs no isolation (whose private environment would be one more download). A bare Debian lacks python3-venv or the
 # headers: root gets them, anybody else is told.
-$(DEPS): pyproject.toml
+$(DEPS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
 	    echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1), Interlace needs Python 3.10 to 3.13: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, os, sysconfig; assert os.path.exists(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null \
@@ -107,7 +107,7 @@ $(DEPS): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -qq "$(TORCH)"
 	$(PIP) install -qq "setuptools>=77" "pybind11>=3" "clang-format==23.1.5"
-	$(PIP) install -qq --no-build-isolation --editable ".[data,lora,dev]"
+	$(PIP) install -qq --no-build-isolation --constraint constraints.txt --editable ".[data,lora,dev]"
 	touch $@
 
 # Nothing to compile right after the installation above: the extension is then newer than its sources.

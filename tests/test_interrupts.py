@@ -95,10 +95,15 @@ def test_calls_in_other_threads_go_on_while_the_main_thread_handles_the_signal()
     weights = np.random.default_rng(0).random(60)
     found = []
     thread = threading.Thread(target=lambda: found.append(balance.assign_exact(weights, 7, nodes=10**7)))
-    with pytest.raises(KeyboardInterrupt):
-        thread.start()
-        signal.raise_signal(signal.SIGINT)
-        while thread.is_alive():
-            time.sleep(0.01)
-    thread.join()
+    # A shell that starts the tests in the background has them ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            thread.start()
+            signal.raise_signal(signal.SIGINT)
+            while thread.is_alive():
+                time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        thread.join()
     assert (found[0].bins == balance.assign_exact(weights, 7, nodes=10**7).bins).all()

@@ -42,7 +42,7 @@ def distributions(tmp_path_factory) -> tuple[set[str], Path]:
     for name in ("python", "kernels", "csrc", "configs"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=junk)
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "LICENSE", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "constraints.txt", "LICENSE", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tree)
     (tree / "kernels" / "probe.py").write_text("reached = 'through the symlink'\n")
@@ -84,7 +84,7 @@ def test_wheel_metadata(distributions):
         scripts = wheel.read("interlace-0.1.0.dist-info/entry_points.txt").decode()
     assert metadata["Name"] == "interlace" and metadata["Version"] == "0.1.0"
     assert metadata["License-Expression"] == "Apache-2.0"
-    extras = {"cuda12", "cuda13", "data", "dev", "docs", "lora", "peers", "video"}
+    extras = {"cuda12", "cuda13", "data", "dev", "docs", "lora", "peers", "ray", "video"}
     assert set(metadata.get_all("Provides-Extra")) == extras
     assert "interlace = interlace.cli:main" in scripts
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from interlace.comm.transports.shm import born
 from interlace.data import Loader, Media, RowLoader, Sample
 from interlace.data.decoded import PREFIX, Place
 from interlace.data.media import DecodeError
@@ -271,14 +272,14 @@ def _train_and_hang(folder: Path) -> None:
 def test_workers_end_with_their_trainer(tmp_path):
     process = forkserver.context().Process(target=_train_and_hang, args=(tmp_path,))
     process.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
         assert process.is_alive() and time.monotonic() < deadline
         time.sleep(0.01)
     process.kill()
     process.join()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    while any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text() for pid in pids):
+    while any(born(pid) is not None for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     while list(tmp_path.glob(f"{PREFIX}*")):  # the last of them takes the folder along

@@ -145,7 +145,8 @@ class Reading:
         accepted = inspect.signature(self.module.forward).parameters
         if postprocess is None and "logits_to_keep" in accepted:
             options["logits_to_keep"] = wanted  # the vocabulary is large, and a row of prompts long
-        cache = {} if self.cache is None else {"past_key_values": self.cache}
+        cache_name = "cache" if "cache" in accepted else "past_key_values"  # transformers before 5.24
+        cache = {} if self.cache is None else {cache_name: self.cache}
         if "use_cache" in accepted:
             cache["use_cache"] = self.cache is not None
         with use_plan(plan, backend=self.settings.backend):
