@@ -204,6 +204,19 @@ def test_ranks_stop_when_the_launcher_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_the_log_of_rank_0_is_whole_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(pipe, log) -> None:
+        time.sleep(0.5)  # a busy machine
+        copy(pipe, log)
+
+    copy = launcher._tee
+    monkeypatch.setattr(launcher, "_tee", late)
+    assert _run("print('done', file=sys.stderr)", tmp_path)[0] == 0
+    assert (tmp_path / "logs" / "rank-0.log").read_text() == "done\n"
+    code, said, _ = _run("sys.exit('why it ends')", tmp_path, count=1)
+    assert code == 1 and "why it ends" in said
+
+
 def test_run_folders_and_what_resume_means(tmp_path: Path) -> None:
     config = from_table(
         {

@@ -35,6 +35,7 @@ SOURCE = "INTERLACE_CONFIG"  # what the user calls the config, for a rank's mess
 STOPPED = {128 + number: number for number in (signal.SIGTERM, signal.SIGINT)}  # exit codes of a rank that has saved
 USER_ERROR = 2  # exit code of "the user's input is wrong"
 POLL_SECONDS = 0.05
+COPY_SECONDS = 10.0  # for the rest of rank 0's stderr, which a process of its own may hold open for longer
 PATIENCE_SECONDS = 600.0  # so long after the first signal a repeated SIGTERM takes the last save for stuck
 
 
@@ -121,7 +122,8 @@ class RankProcesses:
             )
             self.processes.append(process)
             if process.stderr is not None:
-                threading.Thread(target=_tee, args=(process.stderr, log), daemon=True).start()
+                self.copying = threading.Thread(target=_tee, args=(process.stderr, log), daemon=True)
+                self.copying.start()
             else:
                 log.close()
 
@@ -140,6 +142,7 @@ class RankProcesses:
             if any(code not in (None, 0, *STOPPED) for code in codes):
                 return self._failure()
             if None not in codes:
+                self.copying.join(COPY_SECONDS)
                 return None
             time.sleep(POLL_SECONDS)
 
@@ -159,7 +162,7 @@ class RankProcesses:
         killed = {rank for rank, process in enumerate(self.processes) if process.poll() is None}
         self._send(signal.SIGKILL)
         codes = [process.wait() for process in self.processes]
-        time.sleep(POLL_SECONDS)  # the thread that copies rank 0's stderr
+        self.copying.join(COPY_SECONDS)
         reports = {rank: self._report(rank) for rank in range(len(codes))}
         dead = [rank for rank, code in enumerate(codes) if code not in (0, *STOPPED) and rank not in killed]
 
