@@ -24,6 +24,10 @@ from interlace.run.table import Lengths, step_table
 from interlace.schedule import StepTable
 
 
+Microbatches = int | Sequence[int] | None
+"""Of each replica of the language model, or a number for each (see `step_table`)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Dispatched:
     """A global batch of streams, as the ranks of this process have it.
@@ -50,7 +54,7 @@ class GlobalBatch:
     samples: list[Any]
     groups: list[list[int]] | None
     """The places of the samples of each chunk of the language model; None: they are spread by their tokens."""
-    microbatches: int | None
+    microbatches: Microbatches
     chunks: Mapping[str, int] | None
     place: tuple[int, int, int]
     dispatched: Dispatched | None = None
@@ -60,11 +64,13 @@ class GlobalBatch:
     def of(
         cls,
         samples: Sequence[Any] | Dispatched,
-        microbatches: int | None = None,
+        microbatches: Microbatches = None,
         chunks: Mapping[str, int] | None = None,
         place: tuple[int, int, int] = (0, 0, 0),
     ) -> GlobalBatch:
         """That of samples, lists of samples, or streams. Raises ValueError for an empty batch, and for a mixture."""
+        if isinstance(microbatches, Sequence):
+            microbatches = tuple(microbatches)
         if isinstance(samples, Dispatched):
             return cls(samples.samples, None, microbatches, chunks, place, samples)
         if not samples:
@@ -74,7 +80,7 @@ class GlobalBatch:
             return cls(list(samples), None, microbatches, chunks, place)
         if not all(lists):
             raise ValueError("samples mixes samples and lists: pass a list of samples, or a list of microbatches")
-        if microbatches is not None and microbatches != len(samples):
+        if isinstance(microbatches, int) and microbatches != len(samples):
             raise ValueError(f"microbatches is {microbatches} but {len(samples)} of them are given: leave it out")
         flat: list[Any] = []
         groups = []
@@ -139,13 +145,16 @@ def table_of(
     dispatcher: Dispatcher | None,
     *,
     given: NDArray[np.int64] | None = None,
-    microbatches: int | None = None,
+    microbatches: Microbatches = None,
     **options: Any,
 ) -> StepTable:
-    """The table of a step: replicas by `dispatcher`, microbatches inside of them by `assigner`.
+    """The table of a step: replicas by `dispatcher`, microbatches inside of them by `assigner`; where each replica has a
+    number of microbatches of its own, these decide.
 
     given: int64 [n], the replicas of the language model, where these are fixed. options: as of `step_table`.
     """
+    if isinstance(microbatches, Sequence):
+        dispatcher = None
     replicas = None if dispatcher is None else dispatcher(lengths, given).replica
     assignment = None
     if assigner is not None:

@@ -27,7 +27,7 @@ from interlace.parallel.region import Region
 from interlace.run import comparison
 from interlace.run.ahead import TablesAhead
 from interlace.run.assign import Method, assigner_of
-from interlace.run.batch import Dispatched, GlobalBatch, collator, read_media
+from interlace.run.batch import Dispatched, GlobalBatch, Microbatches, collator, read_media
 from interlace.run.deals import deals_of
 from interlace.run.device import autocast as autocast_to
 from interlace.run.device import clock, current, device_of, drawing, seconds
@@ -174,7 +174,7 @@ class ParallelModel:
     def table(
         self,
         samples: Sequence[Any],
-        microbatches: int | None = None,
+        microbatches: Microbatches = None,
         chunks: Mapping[str, int] | None = None,
         place: tuple[int, int, int] = (0, 0, 0),
     ) -> StepTable:
@@ -203,13 +203,13 @@ class ParallelModel:
             return {self.ranks[0]: self.channel.connect_all()}
 
     def needs(
-        self, samples: Sequence[Any], microbatches: int | None = None, chunks: Mapping[str, int] | None = None
+        self, samples: Sequence[Any], microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
     ) -> Needs:
         """Which rank of all computes with what of `samples`, which may be outlines, in a step with these arguments."""
         return needs_of(self.layout, self.table(samples, microbatches, chunks), samples)
 
     def wanted(
-        self, samples: Sequence[Any], microbatches: int | None = None, chunks: Mapping[str, int] | None = None
+        self, samples: Sequence[Any], microbatches: Microbatches = None, chunks: Mapping[str, int] | None = None
     ) -> list[Media]:
         """The media of `samples` that this process reads in a step with these arguments.
 
@@ -224,7 +224,7 @@ class ParallelModel:
     def step(
         self,
         samples: Sequence[Any] | Dispatched,
-        microbatches: int | None = None,
+        microbatches: Microbatches = None,
         *,
         chunks: Mapping[str, int] | None = None,
         place: tuple[int, int, int] = (0, 0, 0),
@@ -235,8 +235,9 @@ class ParallelModel:
 
         samples: the same list on every rank, or a list of lists to fix the chunks of the language model (empty ones
             left out, the i-th goes to replica i modulo their number). Otherwise they are spread by their tokens over
-            `microbatches` of each replica (default: twice the stages of its pipeline, at most one per sample). Or the
-            batch of a stream (`interlace.data.StreamLoader`), whose samples are where they are needed.
+            `microbatches` of each replica (default: twice the stages of its pipeline, at most one per sample), or as
+            many as this says for each (`interlace.plan.split_batch`). Or the batch of a stream
+            (`interlace.data.StreamLoader`), whose samples are where they are needed.
         chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
             position, step) of the batch, for the table. note: asked at the end, and told to all ranks (see StepResult).
         loss_scale: gradients, and the norm of them, are those of the loss times this, the same on every rank.
@@ -249,7 +250,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(
-        self, samples: Sequence[Any], microbatches: int | None = None, *, chunks: Mapping[str, int] | None = None
+        self, samples: Sequence[Any], microbatches: Microbatches = None, *, chunks: Mapping[str, int] | None = None
     ) -> StepResult:
         """Mean loss of a batch over the same pipeline, without gradients; 0 with ``tokens`` 0 if it has no target."""
         return self._run(lambda: GlobalBatch.of(samples, microbatches, chunks), lambda: 0.0, None)

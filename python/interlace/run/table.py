@@ -95,7 +95,7 @@ def step_table(
     layout: Layout,
     lengths: Lengths,
     *,
-    microbatches: int | None = None,
+    microbatches: int | Sequence[int] | None = None,
     groups: Sequence[Sequence[int]] | None = None,
     chunks: Mapping[str, int] | None = None,
     place: tuple[int, int, int] = (0, 0, 0),
@@ -105,8 +105,9 @@ def step_table(
     """The table of one step.
 
     microbatches: chunks of each replica of the language model (the layout's last module), at most one per sample;
-        default: twice the stages of its pipeline. groups: instead, the samples of its chunks; the i-th goes to replica
-        i modulo their number. chunks: encoder -> chunks of each of its replicas (default: as many as the language model
+        default: twice the stages of its pipeline. Replicas of unequal speed may have a number each. groups: instead,
+        the samples of its chunks; the i-th goes to replica i modulo their number, or where `microbatches` has a number
+        for each of them to the next in turn that has not got its number yet. chunks: encoder -> chunks of each of its replicas (default: as many as the language model
         has, 1 under "shared"). place: see StepTable. assignment: in place of `microbatches` and `groups`, what is in
         which microbatch. One with deferred samples says what the encoders' chunks are, too. replicas: module ->
         int64 [n], the replica of each sample (of an encoder: of each that has items). Of the language model it is read
@@ -120,12 +121,19 @@ def step_table(
     unknown = [name for name in given if name not in encoders]
     if unknown:
         raise ValueError(f"chunks names {unknown[0]!r}: the encoders are {', '.join(encoders) or 'none'}")
-    for name, count in [("microbatches", microbatches), *((f"chunks[{n!r}]", c) for n, c in given.items())]:
-        if count is not None and count < 1:
+    dp = layout.spec(language_model).dp
+    homes = None if microbatches is None or isinstance(microbatches, int) else _turns(microbatches, dp)
+    counts = [microbatches] if isinstance(microbatches, int) else list(microbatches or ())
+    for name, count in [*(("microbatches", c) for c in counts), *((f"chunks[{n!r}]", c) for n, c in given.items())]:
+        if count < 1:
             raise ValueError(f"{name} is {count}: it must be at least 1")
     if len(lengths) == 0:
         raise ValueError("a step needs at least one sample")
-    dp = layout.spec(language_model).dp
+    if homes is not None and (assignment is not None or replicas is not None):
+        raise ValueError(
+            "replicas with a number of microbatches each share samples by these: leave out assignment and replicas "
+            "(assign = 'tokens', balance = 'none')"
+        )
     late = np.zeros(len(lengths), bool)
     if assignment is not None:
         late = np.asarray(assignment.llm_slot != assignment.encoder_slot)
@@ -136,9 +144,12 @@ def step_table(
                 "samples are deferred from one chunk of an encoder to the next, which leaves no choice of how many "
                 "there are: leave out chunks, and placement 'shared'"
             )
+    elif homes is not None:
+        bin_of = homes[_places(lengths, len(homes), groups)]
+        bins = int(bin_of.max()) + 1
     elif groups is None and replicas is not None and language_model in replicas:
         home = replicas[language_model]
-        wanted = microbatches or 2 * layout.spec(language_model).pp
+        wanted = counts[0] if counts else 2 * layout.spec(language_model).pp
         bin_of = home.astype(np.int64)
         for replica, mine in enumerate(_members(home, dp) if wanted > 1 else []):
             count = min(len(mine), wanted)
@@ -147,14 +158,12 @@ def step_table(
                 bin_of[mine] = slot.astype(np.int64) * dp + replica
         bins = int(bin_of.max()) + 1
     elif groups is None:
-        wanted = microbatches or 2 * layout.spec(language_model).pp
+        wanted = counts[0] if counts else 2 * layout.spec(language_model).pp
         bins = min(len(lengths), dp * wanted)
         bin_of = balance.assign(lengths.tokens, bins, capacity=-(-len(lengths) // bins))
     else:
         bins = len(groups)
-        bin_of = np.full(len(lengths), -1, np.int32)
-        for b, members in enumerate(groups):
-            bin_of[list(members)] = b
+        bin_of = _places(lengths, bins, groups)
     members_of = _members(bin_of, bins)
     slots = -(-bins // dp)  # bin b is of replica b % dp, which takes those that are not empty in order
     encoded = members_of
@@ -196,6 +205,26 @@ def step_table(
     read = np.any([rows > 0 for rows in lengths.rows.values()], axis=0) if encoders else np.zeros(len(lengths), bool)
     deferred = np.flatnonzero(late & read).astype(np.int32)
     return StepTable(tuple(made), tuple(edges), targets, place, work, deferred)
+
+
+def _places(lengths: Lengths, count: int, groups: Sequence[Sequence[int]] | None) -> Ints:
+    """int64 [n]: which of `count` microbatches has each sample: its group, or so that their tokens are even."""
+    if groups is None:
+        bins = min(len(lengths), count)
+        return balance.assign(lengths.tokens, bins, capacity=-(-len(lengths) // bins)).astype(np.int64)
+    if len(groups) != count:
+        raise ValueError(f"{len(groups)} groups of samples cannot be {count} microbatches")
+    found = np.full(len(lengths), -1, np.int64)
+    for place, members in enumerate(groups):
+        found[list(members)] = place
+    return found
+
+
+def _turns(counts: Sequence[int], dp: int) -> Ints:
+    """int64 [sum(counts)]: the bins of chunks of replicas that have so many each, in turn: of slot 0 first."""
+    if len(counts) != dp:
+        raise ValueError(f"microbatches has {len(counts)} numbers for {dp} replicas: give one for each, or one for all")
+    return np.array([slot * dp + r for slot in range(max(counts)) for r in range(dp) if slot < counts[r]], np.int64)
 
 
 def _members(bin_of: NDArray[np.integer], bins: int) -> list[NDArray[np.int64]]:
