@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from interlace.model.naming import LANGUAGE_MODEL
@@ -40,7 +39,6 @@ from interlace.train.errors import TrainingError
 from interlace.train.feed import Feed
 from interlace.train.flops import Meter, peak_here
 from interlace.train.forecast import Forecast
-from interlace.train.launch.launcher import StopSignals
 from interlace.train.launch.lock import RunLock
 from interlace.train.launch.peers import Peers
 from interlace.train.metrics import (
@@ -61,57 +59,13 @@ from interlace.train.metrics import (
 )
 from interlace.train.optim import Optimizer, lr_factor, schedule_length
 from interlace.train.profiling import Profiler
+from interlace.train.progress import Progress, StopRequest, check_goes_on
 from interlace.train.schema import Config
 from interlace.train.screen import Screen, TimeLeft
 from interlace.train.trackers import Trackers
 from interlace.train.watching import Averages, LossScale, Verdict
 
 READY = 1 << 10  # more than any signal's number
-
-
-class StopRequest:
-    """Remembers SIGTERM and SIGINT, so that the loop can finish its step, save and leave.
-
-    What ends it at once is decided as in the launcher, by `StopSignals`.
-    """
-
-    def __init__(self) -> None:
-        self.signals = StopSignals()
-        self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    @property
-    def number(self) -> int:
-        """The first signal that came; 0: none yet."""
-        return self.signals.number
-
-    def restore(self) -> None:
-        """Puts back the handlers from before."""
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: Any) -> None:
-        if self.signals.insists(number):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            signal.raise_signal(number)
-
-
-class Progress(BaseModel):
-    """What a checkpoint says of a run beside tensors. It may come from anybody, so its types are checked."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    step: int
-    optimizer: str
-    momentum: float
-    """Of sgd and muon; 0: sgd's is not kept."""
-    verdict: Verdict
-    loss_scale: LossScale | None
-    schedule_steps: int
-    """Steps over which the learning rate was planned."""
-    feed: dict[str, Any]
-    window: LogWindow
-    totals: dict[str, int | float]
-    last: dict[str, int | float]
 
 
 class Trainer:
@@ -122,6 +76,11 @@ class Trainer:
     asked after each step: the signal that wants the run to end, 0 for none. `trackers` are told on rank 0, and of the
     run's end by who made them. `forecast` predicts steps, on rank 0 (``log.predict``). `stored` says where weights lie
     that the run began with (`build.stored_weights`): checkpoints leave out those of them that are frozen.
+
+    Of an elastic run: `commit` is asked when a step's gradients and their norm are known on all ranks, and raises where
+    the step is not to be applied; no collective follows before its update. `leaves` says whether training is to stop
+    after it, for another generation to go on. `shares` says how many of so many microbatches each replica takes.
+    `peers`: by default made here.
     """
 
     def __init__(
@@ -138,13 +97,18 @@ class Trainer:
         forecast: Forecast | None = None,
         quiet: bool = False,
         stored: Stored = dict,
+        commit: Callable[[int], None] = lambda step: None,
+        leaves: Callable[[], bool] = lambda: False,
+        shares: Callable[[int], Sequence[int]] | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.config, self.model, self.parallel, self.feed, self.folder = config, model, parallel, feed, folder
         from interlace.train.tuning import rates  # with the library of models, which the model has loaded by now
 
         self.stop_requested, self.lock = stop, lock
+        self.commit, self.leaves, self.shares = commit, leaves, shares
         identity = identity_of(model, architecture(config))
-        self.peers = Peers(config.parallel.timeout, allowance=seconds_to_write(identity))
+        self.peers = peers or Peers(config.parallel.timeout, allowance=seconds_to_write(identity))
         self.rank = self.peers.rank
         self.quiet = quiet or self.rank != 0
         canonical = canonical_names(model)
@@ -169,6 +133,12 @@ class Trainer:
         self.forecast, self._took = forecast, 0.0
         self._cut = {"microbatches": config.train.microbatches, "chunks": config.chunks()}
         self.step = 0
+        self.applied = 0  # the last step whose update was made: `step`, or the one before while that runs
+        self.place = (0, 0)  # of the batch of the step that runs
+        self.owed: dict[str, float] | None = None
+        """What the last step measured, as long as nothing else is done after it: its line is not written, the held-out
+        loss not measured. An elastic run does that in its next generation where one ends here."""
+        self.due = False  # whether a checkpoint of the last step is
         self.window = LogWindow()
         self._decoded = 0  # items, at the last line
         self.totals = {"seconds": 0.0, "samples": 0, "tokens": 0, "waited": 0.0, "validating": 0.0, "saving": 0.0}
@@ -188,28 +158,33 @@ class Trainer:
         path = self.checkpoints.newest(at)
         if path is None:
             raise ConfigError(f"no checkpoint in {self.checkpoints.folder} is whole; start the run without --resume")
-        table = self.checkpoints.load(path, *self._state())
+        table = self.checkpoints.load(path, *self.state())
         try:
             progress = Progress.model_validate(table)
             if set(progress.totals) != set(self.totals):
                 raise CheckpointError(f"{path}: its progress is not that of this version of the trainer")
         except ValidationError as error:
             raise CheckpointError(f"{path}: its progress is damaged: {error.errors()[0]['msg']}") from None
-        self._check_goes_on(progress, path)
-        self.step = self.saved_step = progress.step
-        self.verdict = progress.verdict
-        if self.loss_scale is not None and progress.loss_scale is not None:
-            self.loss_scale = progress.loss_scale
+        check_goes_on(progress, self.config.train, path)
+        self.go_on(progress)
+        self.saved_step = progress.step
         if self.averages is not None:  # those of weights that were frozen, or not averaged, until now
             kept = read_manifest(path).tensors
             self.averages.begin_here([name for name in self.averages.held if f"optimizer.{AVERAGE}.{name}" not in kept])
-        self.feed.load_state_dict(progress.feed)
-        self.window = progress.window
-        self.totals, self.last = progress.totals, progress.last
         self.last.pop(BLANK, None)  # of the job before; each counts its own
         self.checkpoints.set_aside_after(self.step)
         self._forget_best_if_gone()
         return path
+
+    def go_on(self, progress: Progress) -> None:
+        """Goes on from there. Weights, averages and the optimizer's state are filled in by the caller."""
+        self.step = self.applied = progress.step
+        self.verdict = progress.verdict
+        if self.loss_scale is not None and progress.loss_scale is not None:
+            self.loss_scale = progress.loss_scale
+        self.feed.load_state_dict(progress.feed)
+        self.window, self.totals, self.last = progress.window, progress.totals, progress.last
+        self.owed, self.due = progress.owed, progress.due
 
     def _forget_best_if_gone(self) -> None:
         """The best validation counts only with its checkpoint, which is not there when ``checkpoint.best`` is new, or
@@ -218,103 +193,45 @@ class Trainer:
         if not self.peers.on_first(f"looking for {best.name}", best.is_dir):
             self.verdict.best, self.verdict.step = None, -1
 
-    def _check_goes_on(self, progress: Progress, path: Path) -> None:
-        """Raises ConfigError when steps lie behind the run already, or would make its learning rate jump.
-
-        What the config says of the rate itself (lr, schedule, warm-up, decay, minimum) is taken as it says now.
-        """
-        train, reached = self.config.train, progress.step
-        if reached > train.last_step:
-            raise ConfigError(
-                f"--resume: {path} is of step {reached}, but train.steps = {train.steps}; raise it, or go on from "
-                f"an earlier checkpoint by naming it (they lie in {path.parent})"
-            )
-        if progress.optimizer != train.optimizer:
-            raise ConfigError(
-                f"--resume: {path} has the state of optimizer = {progress.optimizer!r}, which "
-                f"{train.optimizer!r} cannot go on from: keep it, or begin a new run"
-            )
-        if train.optimizer == "sgd" and train.momentum and not progress.momentum:
-            raise ConfigError(
-                f"--resume: {path} is of sgd without momentum, which train.momentum = {train.momentum:g} would begin "
-                "from zeros: keep train.momentum=0, or begin a new run"
-            )
-        planned, now = progress.schedule_steps, schedule_length(train)
-        before = lr_factor(reached + 1, train.model_copy(update={"schedule_steps": planned}))
-        after = lr_factor(reached + 1, train)
-        if train.schedule_steps is None and reached < train.last_step and before != after:
-            raise ConfigError(
-                f"--resume: the learning rate was planned over {planned} steps; over train.steps = {now} it would jump "
-                f"from {train.lr * before:.3g} to {train.lr * after:.3g} at step {reached + 1}. Say which is meant: "
-                f"--set train.schedule_steps={planned} keeps the plan (and its last rate beyond it), "
-                f"--set train.schedule_steps={now} makes a new one"
-            )
-
     def run(self) -> dict[str, Any]:
         """Trains to the last step (or until asked to stop); returns what the summary needs."""
-        train, log, every = self.config.train, self.config.log, self.config.checkpoint.every
-        metrics = Metrics(self.folder, start=self.step, trackers=self.trackers) if self.rank == 0 else None
+        train, every = self.config.train, self.config.checkpoint.every
+        start = self.step if self.owed is None else self.step - 1  # whose line may have been written, or not
+        self.metrics = Metrics(self.folder, start=start, trackers=self.trackers) if self.rank == 0 else None
         last = train.last_step
-        left = TimeLeft(last, {"validation": train.validate_every, "checkpoint": every})
+        self.left = TimeLeft(last, {"validation": train.validate_every, "checkpoint": every})
         epoch_steps = self.feed.loader.batches_per_epoch or 0  # of a stream nobody knows
-        screen = Screen(last, self.step, name=self.config.run.name, epoch_steps=epoch_steps, enabled=not self.quiet)
+        self.screen = Screen(
+            last, self.step, name=self.config.run.name, epoch_steps=epoch_steps, enabled=not self.quiet
+        )
         self.stopped = 0
         peaks = self.peers.exchange("adding up what the devices could compute", peak_here(self.config))
         if self.rank == 0:
             self.meter = Meter(self.model, peaks, recompute=train.recompute)
             if self.meter.why:
-                screen.say(f"interlace: no tflops and mfu: {self.meter.why}")
+                self.screen.say(f"interlace: no tflops and mfu: {self.meter.why}")
         try:
-            while self.step < last and not self.stopped and not self.verdict.ends(train.early_stop):
+            self._after_step()  # of a step that the generation before has made
+            while not self._is_over() and not self.stopped and not self.leaves():
                 if self.lock is not None and self.lock.trouble:
                     raise TrainingError(self.lock.trouble)
                 self.step += 1
                 began = time.perf_counter()
                 with self.profiler.step(self.step):
-                    values = self._train_step()
-                every_so_often = bool(train.validate_every) and self.step % train.validate_every == 0
-                measures = self.step == last or every_so_often
-                # Where validations may end the run, its last line has all there is to say.
-                if self._logs(self.step) or (measures and train.early_stop is not None):
-                    values |= self._measurements()
-                    self.window = LogWindow()
-                else:
-                    values = {}
-                left.step(time.perf_counter() - began)
-                if self.step == log.trace_step:
-                    self._trace()  # before a validation, whose pass over the model would be the last
-                best = False
-                if measures:
-                    with Clock() as validating:
-                        values |= self.validate()
-                    values["time_metrics/validation(s)"] = validating.seconds
-                    self.totals["validating"] += validating.seconds
-                    left.beside("validation", validating.seconds)
-                    best = self.verdict.add(self.step, values[HELD_OUT], train.early_stop)
-                if values:
-                    self.last |= values
-                    if metrics is not None:
-                        metrics.write(self.step, values)
-                    screen.show(self.step, values, left.after(self.step))
-                else:
-                    screen.advance(self.step, left.after(self.step))
-                due = (every and self.step % every == 0) or (best and self.config.checkpoint.best is not None)
-                if self.stopped or self.step == last or due or self.verdict.ends(train.early_stop):
-                    with Clock() as saving:
-                        self.save()
-                    self.window.checkpoint_seconds += saving.seconds
-                    self.totals["saving"] += saving.seconds
-                    left.beside("checkpoint", saving.seconds)
-            self.checkpoints.finish()
+                    self._train_step()
+                self.left.step(time.perf_counter() - began)
+                if not self.leaves():
+                    self._after_step()
+            if not self.leaves():
+                self.checkpoints.finish()
         finally:
             self.profiler.close()
-            screen.close()
-            if metrics is not None:
-                metrics.close()
-        finished = self.step == last or self.verdict.ends(train.early_stop)
+            self.screen.close()
+            if self.metrics is not None:
+                self.metrics.close()
         return {
             "step": self.step,
-            "finished": finished,
+            "finished": self._is_over() and not self.leaves(),
             "signal": self.stopped,
             "verdict": self.verdict,
             **self.totals,
@@ -322,28 +239,82 @@ class Trainer:
             "forecast": {} if self.forecast is None else self.forecast.rows(),
         }
 
+    def _is_over(self) -> bool:
+        return self.step == self.config.train.last_step or self.verdict.ends(self.config.train.early_stop)
+
+    def _after_step(self) -> None:
+        """What is due after a step that counts: its line, a validation, a checkpoint."""
+        every = self.config.checkpoint.every
+        if self.owed is not None:
+            best = self._measure(self.owed)
+            self.owed = None
+            self.due = bool(self.stopped or self._is_over() or (every and self.step % every == 0))
+            self.due |= best and self.config.checkpoint.best is not None
+        if self.due:
+            with Clock() as saving:
+                self.save()
+            self.due = False
+            self.window.checkpoint_seconds += saving.seconds
+            self.totals["saving"] += saving.seconds
+            self.left.beside("checkpoint", saving.seconds)
+
+    def _measure(self, values: dict[str, float]) -> bool:
+        """Writes what a step has measured, with what is measured besides; returns whether it has the best held-out loss
+        so far."""
+        train = self.config.train
+        every_so_often = bool(train.validate_every) and self.step % train.validate_every == 0
+        measures = self.step == train.last_step or every_so_often
+        # Where validations may end the run, its last line has all there is to say.
+        if self._logs(self.step) or (measures and train.early_stop is not None):
+            values = values | self._measurements()
+            self.window = LogWindow()
+        else:
+            values = {}
+        if self.step == self.config.log.trace_step and self._samples:
+            self._trace()  # before a validation, whose pass over the model would be the last
+        best = False
+        if measures:
+            with Clock() as validating:
+                values |= self.validate()
+            values["time_metrics/validation(s)"] = validating.seconds
+            self.totals["validating"] += validating.seconds
+            self.left.beside("validation", validating.seconds)
+            best = self.verdict.add(self.step, values[HELD_OUT], train.early_stop)
+        if values:
+            self.last |= values
+            if self.metrics is not None:
+                self.metrics.write(self.step, values)
+            self.screen.show(self.step, values, self.left.after(self.step))
+        else:
+            self.screen.advance(self.step, self.left.after(self.step))
+        return best
+
     def _logs(self, step: int) -> bool:
         """Whether a line is due after `step`, whatever is measured there."""
         return step % self.config.log.every == 0 or step == self.config.train.last_step
 
-    def _train_step(self) -> dict[str, float]:
-        """One optimizer step. Raises TrainingError when the loss or the gradient is not a number."""
+    def _train_step(self) -> None:
+        """One optimizer step; what it measures is owed then. Raises TrainingError when the loss or the gradient is not
+        a number, and what `commit` raises."""
         began = time.perf_counter()
         data = Clock()
         with data:
             batch = self.feed.next()
-        place = (batch.epoch, batch.position, self.step)
+        self.place = batch.epoch, batch.position
         # With the loss all ranks learn which of them were asked to stop, and so they stop after the same step.
         # Likewise whether all have come to the end of what they write of a checkpoint.
-        cut = self._cut if batch.rows is None else self._cut | {"microbatches": None}  # the rows are microbatches
+        cut = self._cut | {"microbatches": self.microbatches(batch.given)}
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        result = self.parallel.step(batch.given, **cut, place=place, note=self._note, loss_scale=scale)
+        result = self.parallel.step(
+            batch.given, **cut, place=(*self.place, self.step), note=self._note, loss_scale=scale
+        )
         notes = [int(note) for note in result.notes]
         self.stopped = next((note % READY for note in notes if note % READY), 0)
         if all(note >= READY for note in notes):
             self.checkpoints.advance()
         norm = self.parallel.clip_grad_norm_(self.config.train.clip_norm * scale) / scale
         finite = math.isfinite(result.loss) and math.isfinite(norm)
+        self.commit(self.step)
         values = {"lr": self._update(result.loss, norm, finite)}
         if self._logs(self.step):  # else the next step waits for the optimizer's work, on its own clock
             devices.finish()
@@ -371,7 +342,15 @@ class Trainer:
         self.totals["samples"] += len(batch.samples)
         self.totals["tokens"] += batch.tokens
         self._samples, self._took = list(batch.samples), seconds - data.seconds
-        return values
+        self.applied, self.owed = self.step, values
+
+    def microbatches(self, given: Any) -> Any:
+        """How many microbatches a step over `given` has: of each replica, or by `shares` for each; packed rows are
+        microbatches themselves."""
+        rows = isinstance(given, list) and bool(given) and isinstance(given[0], list)
+        if self.shares is None:
+            return None if rows else self.config.train.microbatches
+        return tuple(self.shares(len(given) if rows else 0))
 
     def _update(self, loss: float, norm: float, finite: bool) -> float:
         """Train the weights with the gradients of this step; returns ``train.lr``'s rate of it.
@@ -408,15 +387,16 @@ class Trainer:
         self._decoded = feed.decoded_items
         told = of_this_rank(self.window, feed.blank_items, self._decoded - before, feed.worker_restarts)
         everyone = self.peers.exchange_all(f"measuring step {self.step}", told)
-        timeline = self._timeline()
-        values = self.window.metrics() | of_ranks(self.window, everyone) | pipeline_metrics(timeline)
-        values |= dispatch_metrics(self.parallel, timeline.table, self._samples)
+        values = self.window.metrics() | of_ranks(self.window, everyone)
         self.totals["waited"] += values.get("time_metrics/data_loading(s)", 0.0)  # of the slowest rank each time
-        values |= {} if self.meter is None else self.meter.metrics()
-        if self._padded:
-            values["data/padding(%)"] = padding(timeline.table, list(map(len, self._samples)))
-        if self.forecast is not None:
-            values |= self.forecast.add(self._samples, timeline, self._took)
+        if self._samples:  # else the step was of a generation before, whose pipelines are gone
+            timeline = self._timeline()
+            values |= pipeline_metrics(timeline) | dispatch_metrics(self.parallel, timeline.table, self._samples)
+            values |= {} if self.meter is None else self.meter.metrics()
+            if self._padded:
+                values["data/padding(%)"] = padding(timeline.table, list(map(len, self._samples)))
+            if self.forecast is not None:
+                values |= self.forecast.add(self._samples, timeline, self._took)
         if self.loss_scale is not None:
             values |= {"fp16/loss_scale": self.loss_scale.scale, "fp16/skipped_steps": self.loss_scale.skipped}
         return values
@@ -448,24 +428,33 @@ class Trainer:
         """Begins a checkpoint of this step, unless there is one; `run` does not end before it stands. Collective."""
         if self.saved_step == self.step:
             return
-        progress = Progress(
-            step=self.step,
+        progress = self.progress(self.peers.together).model_copy(update={"owed": None, "due": False})
+        write = self.checkpoints.begin if self.config.checkpoint.asynchronous else self.checkpoints.save
+        best = -1 if self.config.checkpoint.best is None else self.verdict.step
+        write(self.step, *self.state(), progress.model_dump(), best=best)
+        self.saved_step = self.step
+
+    def progress(self, gather: Callable[..., list[Any]] | None = None) -> Progress:
+        """Where the run is after the last step whose update was made. gather: as in `Feed.state_dict`."""
+        feed = self.feed.state_dict(gather)
+        if self.applied < self.step:  # the batch of a step that was given up comes again
+            feed |= {"epoch": self.place[0], "position": self.place[1]}
+        return Progress(
+            step=self.applied,
             optimizer=self.config.train.optimizer,
             momentum=self.config.train.momentum,
             verdict=self.verdict,
             loss_scale=self.loss_scale,
             schedule_steps=schedule_length(self.config.train),
-            feed=self.feed.state_dict(self.peers.together),
+            feed=feed,
             window=self.window,
             totals=self.totals,
             last=self.last,
+            owed=self.owed,
+            due=self.due or self.checkpoints.writing,
         )
-        write = self.checkpoints.begin if self.config.checkpoint.asynchronous else self.checkpoints.save
-        best = -1 if self.config.checkpoint.best is None else self.verdict.step
-        write(self.step, *self._state(), progress.model_dump(), best=best)
-        self.saved_step = self.step
 
-    def _state(self) -> tuple[dict[str, Tensor | Piece], dict[str, Tensor | Piece]]:
+    def state(self) -> tuple[dict[str, Tensor | Piece], dict[str, Tensor | Piece]]:
         """What this rank holds of the weights, and of the optimizer's state and averages, in place."""
         state, regions = self.optimizer.state(), self.optimizer.regions(self.regions)
         if self.averages is not None:

@@ -1,0 +1,100 @@
+"""Which rank runs what in a generation: one chain of layers per pipeline, each cut for as many ranks as it has.
+
+Pure functions over sizes, so that every rank finds the same Layout alone, and all of them the microbatches that each
+pipeline gets (dissertation 2.4.1.2, 2.4.2.2 and 2.5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from interlace import plan
+from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
+from interlace.plan.module_costs import ModuleCosts, layer_costs
+from interlace.resilience.generation import Generation
+
+PER_STAGE = 4  # microbatches for each stage that templates are cut for: the paper's
+
+
+class Templates:
+    """The pipeline templates of one model: its chain of layers (encoders in order, then the language model), cut for
+    any number of ranks.
+
+    model: a MultimodalModel, which may be on meta. costs: of one microbatch; any unit. recompute: layers with a
+    backward take another forward.
+    """
+
+    def __init__(self, model: Any, costs: Mapping[str, ModuleCosts], *, recompute: bool = False) -> None:
+        per_layer = layer_costs(costs, model.modules_order(), recompute=recompute)
+        self.layers = {name: len(each) for name, each in per_layer.items()}
+        self._chain = np.concatenate(list(per_layer.values()))
+        self.template = cache(self._template)
+
+    @cached_property
+    def most_ranks(self) -> int:
+        """Of a pipeline: a layer for each."""
+        return len(self._chain)
+
+    def _template(self, ranks: int) -> plan.PipelineTemplate:
+        """The fastest pipeline of `ranks` ranks (`plan.pipeline_template`). Raises ValueError for more than layers."""
+        if ranks > self.most_ranks:
+            raise ValueError(
+                f"a pipeline of {ranks} ranks needs a layer for each, and the model has {self.most_ranks}: use fewer "
+                "ranks per node, or more nodes per fault to survive"
+            )
+        return plan.pipeline_template(self._chain[:, None], ranks, 1, widths=[1], microbatches_per_stage=PER_STAGE)
+
+    def time(self, ranks: int) -> float:
+        """Of a pipeline of `ranks` ranks for one microbatch, over a whole iteration (the paper's T_i)."""
+        return self.template(ranks).iteration_time / (PER_STAGE * ranks)
+
+    def shares(self, sizes: Sequence[int], microbatches: int) -> tuple[int, ...]:
+        """How many of `microbatches` each pipeline of `sizes` ranks takes: the slowest is as fast as can be, and each
+        has at least one (of fewer than there are pipelines: one each all the same)."""
+        return tuple(plan.split_batch([self.time(n) for n in sizes], max(microbatches, len(sizes))).tolist())
+
+    def layout(self, sizes: Sequence[int]) -> Layout:
+        """Pipelines of `sizes` ranks, numbered one after the other; all modules have a replica in each."""
+        bounds = [self.template(size).boundaries for size in sizes]
+        firsts = [0, *accumulate(sizes)]
+        modules: dict[str, tuple[ParallelSpec, tuple[Pipeline, ...]]] = {}
+        offset = 0
+        for name, layers in self.layers.items():
+            pipelines = []
+            for replica, (first, cuts) in enumerate(zip(firsts, bounds, strict=False)):
+                starts = np.clip(cuts - offset, 0, layers).tolist()
+                homes = [place for place in range(len(starts) - 1) if starts[place] < starts[place + 1]]
+                stages = (
+                    Stage(name, index, starts[place], starts[place + 1], Lane((first + place,)))
+                    for index, place in enumerate(homes)
+                )
+                pipelines.append(Pipeline(name, replica, tuple(stages)))
+            deepest = max(len(pipeline.stages) for pipeline in pipelines)
+            modules[name] = ParallelSpec(pp=deepest, dp=len(sizes)), tuple(pipelines)
+            offset += layers
+        return Layout(modules, sum(sizes), "chain")
+
+
+def sizes_of(generation: Generation) -> list[int]:
+    """Ranks of each of its pipelines."""
+    return [sum(generation.nodes[node].ranks for node in pipeline) for pipeline in generation.pipelines]
+
+
+def held_by(layout: Layout, rank: int, layers: Mapping[str, tuple[str, int]], first: Mapping[str, str]) -> list[str]:
+    """The parameters that `rank` holds, by their first names, in the order of the model.
+
+    layers: name of a parameter -> (module, the layer that it travels with), under every name that it has
+    (`interlace.run.graph.parameter_layers`). first: every name of a parameter -> its first one.
+    """
+    mine = [(stage.module, range(stage.start, stage.stop)) for stage in layout.of_rank(rank)]
+    found = {
+        first[name]: None
+        for name, (module, layer) in layers.items()
+        if any(module == of and layer in span for of, span in mine)
+    }
+    return [name for name in first if name in found]
