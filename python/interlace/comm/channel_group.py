@@ -66,7 +66,8 @@ class GroupChannel:
     """Channel of this process's rank in the default process group; see `interlace.comm.channel.Channel`.
 
     Made by all ranks, in the same order. ``modules`` fixes the numbering of module names in headers and must be equal
-    on all ranks; ``timeout`` (seconds) bounds every wait; ``device`` is where the tensors lie.
+    on all ranks; ``timeout`` (seconds) bounds every wait; ``device`` is where the tensors lie; `coordinated` as in
+    `RollCall`.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class GroupChannel:
         device: torch.device | str = "cpu",
         *,
         recorder: FlightRecorder | None = None,
+        coordinated: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise CommError("torch.distributed is not initialised: call init_process_group before parallelize")
@@ -90,7 +92,7 @@ class GroupChannel:
         assert world is not None
         self.collectives = 0
         self.recorder = recorder or FlightRecorder(self.rank, world=self.world)
-        self._roll = RollCall(world, "pipeline")
+        self._roll = RollCall(world, "pipeline", coordinated=coordinated)
         self._apart = self.device.type in EDGES  # tensors travel apart from what is read on the host
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if self._apart else None
         self._star = Star(self._host, _HOST, self._roll)

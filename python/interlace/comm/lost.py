@@ -74,8 +74,9 @@ class RollCall:
     up, and who asks follows these words from rank to rank to the one that says nothing.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self.rank, self.world = group.rank(), group.size()
+    def __init__(self, group: dist.ProcessGroup, name: str, *, coordinated: bool = False) -> None:
+        """coordinated: who is lost finds somebody outside of the ranks, who need not wait for each other's words."""
+        self.rank, self.world, self._coordinated = group.rank(), group.size(), coordinated
         self._store = private_store(group, f"roll call of the {name}")[1]
         self._said: Word | None = None
         self._silent = 0  # how many of the lost ranks said nothing
@@ -87,6 +88,8 @@ class RollCall:
         Rank 0, which may hold the store, stays when it has lost another, until the rest have given up too: they ask
         there who is lost, and would take rank 0 for it. At most for as long as they may wait, notice, and ask.
         """
+        if self._coordinated:
+            return
         self._say(Word(reason))
         grace = 2 * min(timeout, _LONGEST) + _grace(timeout)
         # Not as many as it waited for: in a collective it waited for all, of which most live and will ask.
@@ -119,6 +122,8 @@ class RollCall:
         """The same, for a `reason` that is known."""
         self.gave_up(reason, ranks)
         self.traced = True
+        if self._coordinated:
+            return f"lost {named(list(ranks))} ({reason})", list(ranks)
         mine = Word(reason, tuple(rank for rank in ranks if rank != self.rank))
         said: dict[int, Word] = {}
         grace, begin = _grace(timeout), time.monotonic()
@@ -161,7 +166,7 @@ class RollCall:
         return f"lost {named(culprits)} ({of.reason})", culprits
 
     def _say(self, word: Word) -> None:
-        if self._said is None:
+        if self._said is None and not self._coordinated:
             self._said = word
             raw = encode(_WHAT, [word.reason[:500], " ".join(map(str, word.waited))])
             bounded(lambda: self._store.set(_key(self.rank), raw), 1.0)

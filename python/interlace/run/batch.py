@@ -148,8 +148,8 @@ def table_of(
     microbatches: Microbatches = None,
     **options: Any,
 ) -> StepTable:
-    """The table of a step: replicas by `dispatcher`, microbatches inside of them by `assigner`; where each replica has a
-    number of microbatches of its own, these decide.
+    """The table of a step: replicas by `dispatcher`, microbatches inside of them by `assigner`; where each replica has
+    a number of microbatches of its own, these decide.
 
     given: int64 [n], the replicas of the language model, where these are fixed. options: as of `step_table`.
     """

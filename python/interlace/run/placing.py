@@ -42,6 +42,7 @@ def parallelize(
     autocast: torch.dtype | None = None,
     timeout: float = 300.0,
     crash_folder: Path | str | None = None,
+    coordinated: bool = False,
 ) -> ParallelModel:
     """Place ``mllm`` as ``layout`` says. What is frozen is fixed here: freeze before.
 
@@ -59,6 +60,8 @@ def parallelize(
         autocast: run forwards under autocast to this dtype, e.g. torch.bfloat16. timeout: seconds that bound every wait
         for a peer.
     crash_folder: where a process whose step fails leaves what its rank did last, for `interlace doctor --crash`.
+        coordinated: somebody outside of the ranks finds out who is lost (elastic runs), so a step that fails says at
+        once for whom it waited, and does not ask further.
 
     device: where weights on the meta device get memory, by default where the others lie. Only what this process holds
         gets any, and no values yet (NaN): fill `named_parameters` and the stages' buffers next.
@@ -118,7 +121,7 @@ def parallelize(
                 "the specs"
             )
         ranks = [dist.get_rank()]
-        channel = GroupChannel(mllm.modules_order(), timeout, place)
+        channel = GroupChannel(mllm.modules_order(), timeout, place, coordinated=coordinated)
     else:
         raise ValueError(f"unknown transport {transport!r}: use 'local' or 'distributed'")
     return ParallelModel(

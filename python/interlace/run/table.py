@@ -107,8 +107,9 @@ def step_table(
     microbatches: chunks of each replica of the language model (the layout's last module), at most one per sample;
         default: twice the stages of its pipeline. Replicas of unequal speed may have a number each. groups: instead,
         the samples of its chunks; the i-th goes to replica i modulo their number, or where `microbatches` has a number
-        for each of them to the next in turn that has not got its number yet. chunks: encoder -> chunks of each of its replicas (default: as many as the language model
-        has, 1 under "shared"). place: see StepTable. assignment: in place of `microbatches` and `groups`, what is in
+        for each of them to the next in turn that has not got its number yet. chunks: encoder -> chunks of each of its
+        replicas (default: as many as the language model has, 1 under "shared"). place: see StepTable. assignment: in
+        place of `microbatches` and `groups`, what is in
         which microbatch. One with deferred samples says what the encoders' chunks are, too. replicas: module ->
         int64 [n], the replica of each sample (of an encoder: of each that has items). Of the language model it is read
         where neither `groups` nor `assignment` says it.

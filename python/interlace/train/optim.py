@@ -101,6 +101,10 @@ class Optimizer:
         """
         return {f"{key}.{name}": tensor for name in self.parameters for key, tensor in self._state_of(name).items()}
 
+    def adopt(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Goes on with the state of parameter `name` that another optimizer kept, the tensors themselves."""
+        self.made[self.kinds[name]].state[self.parameters[name]] = dict(state)
+
     def regions(self, regions: Mapping[str, Region]) -> dict[str, Region]:
         """Of those of `state` that are pieces, as their parameters are by `regions`: where they lie in the whole."""
         return {

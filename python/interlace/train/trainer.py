@@ -138,6 +138,7 @@ class Trainer:
         self.owed: dict[str, float] | None = None
         """What the last step measured, as long as nothing else is done after it: its line is not written, the held-out
         loss not measured. An elastic run does that in its next generation where one ends here."""
+        self.beside: dict[str, float] = {}  # what whoever runs this has for the next line
         self.due = False  # whether a checkpoint of the last step is
         self.window = LogWindow()
         self._decoded = 0  # items, at the last line
@@ -281,6 +282,8 @@ class Trainer:
             self.left.beside("validation", validating.seconds)
             best = self.verdict.add(self.step, values[HELD_OUT], train.early_stop)
         if values:
+            values |= self.beside
+            self.beside = {}
             self.last |= values
             if self.metrics is not None:
                 self.metrics.write(self.step, values)

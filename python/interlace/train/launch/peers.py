@@ -28,10 +28,10 @@ class Peers:
     """All ranks of the run as this one sees them (only itself without a process group).
 
     `timeout` is how many seconds one rank may be behind another, `allowance` how many more where a checkpoint is
-    written or read. Making one is collective, and so is every method: all ranks call the same in the same order.
+    written or read; `coordinated` as in `RollCall`. Making one is collective, and so is every method: all ranks call the same in the same order.
     """
 
-    def __init__(self, timeout: float, allowance: float = 0.0) -> None:
+    def __init__(self, timeout: float, allowance: float = 0.0, *, coordinated: bool = False) -> None:
         self.timeout, self.allowance = timeout, allowance
         distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if distributed else 0
@@ -41,7 +41,7 @@ class Peers:
             with self.waiting("meeting the others"):
                 dist.barrier()
                 group = dist.new_group(timeout=timedelta(seconds=timeout + allowance), backend="gloo")
-                self._star = Star(group, torch.device("cpu"), RollCall(group, "run"))
+                self._star = Star(group, torch.device("cpu"), RollCall(group, "run", coordinated=coordinated))
 
     def exchange(self, what: str, value: float, *, patient: bool = False) -> list[float]:
         """Every rank's `value`, by rank. `what` names the occasion, `patient` grants the allowance as well."""

@@ -1,0 +1,476 @@
+"""One rank of an elastic run: it outlives other nodes, and takes what it needs in the next generation from them.
+
+    generation -> process groups -> layout -> layers that are missing -> training, until a node is lost, joins or leaves
+
+The coordinator says who is in a generation (`interlace.resilience`), and every rank finds the same layout alone. A step
+counts when all ranks have voted for it; one that does not is tabled anew in the next generation with the same samples.
+What a rank holds of the model stays in its memory from one generation to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import platform
+import signal
+import time
+from copy import deepcopy
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from interlace.resilience.errors import ResilienceError
+from interlace.resilience.generation import Generation
+from interlace.resilience.layouts import Templates, held_by, sizes_of
+from interlace.resilience.member import Member
+from interlace.resilience.takeover import assign, copy
+from interlace.train import device as devices
+from interlace.train import elastic_state as states
+from interlace.train import rank as whole_run
+from interlace.train import runfolder
+from interlace.train.build import architecture, build, initialize, stored_weights
+from interlace.train.checkpoint.checkpoints import Checkpoints, seconds_to_write
+from interlace.train.checkpoint.identity import canonical_names, identity_of
+from interlace.train.checkpoint.pieces import pieces_of
+from interlace.train.config import ConfigError, dumps
+from interlace.train.costs import flop_costs
+from interlace.train.elastic_log import Clocks, Recoveries, Recovery
+from interlace.train.elastic_meeting import Meeting, Over
+from interlace.train.elastic_state import Held, Note
+from interlace.train.feed import Feed, datasets
+from interlace.train.launch import launcher, lock
+from interlace.train.optim import state_sizes
+from interlace.train.page import Page
+from interlace.train.page_facts import facts_of
+from interlace.train.preparing import producers_of
+from interlace.train.progress import Progress
+from interlace.train.schema import Config
+from interlace.train.texts import tokenizer_of
+from interlace.train.trackers import Trackers, made
+from interlace.train.trainer import Trainer
+from interlace.train.tuning import rates
+
+SCHEDULES = ("1f1b", "gpipe", "zb_h1", "zb_h2")
+
+
+def check(config: Config, *, source: str) -> None:
+    """Raises ConfigError for what an elastic run cannot do, by name."""
+    parallel, train = config.parallel, config.train
+    lanes = [
+        f"parallel.{name}.{key}"
+        for name in config.modules()
+        for key, value in parallel.module(name).model_dump(exclude_defaults=True, exclude_none=True).items()
+        if key != "chunks" and value is not None
+    ]
+    refused = {
+        "parallel.plan = 'auto'": bool(parallel.auto),
+        f"parallel.placement = {parallel.placement!r}": parallel.placement is not None,
+        "parallel.ranks": parallel.ranks is not None,
+        "parallel.dp": parallel.dp is not None,
+        ", ".join(lanes): bool(lanes),
+        f"parallel.schedule = {parallel.schedule!r}": parallel.schedule not in SCHEDULES,
+        f"train.assign = {train.assign!r}": train.assign != "tokens",
+        "train.balance = 'per_module'": train.balance == "per_module",
+        "train.offload_optimizer": train.offload_optimizer,
+        "data.reading = 'stream'": config.data.reading == "stream",
+        "parallel.activation_memory": parallel.activation_memory is not None,
+    }
+    if found := [what for what, is_set in refused.items() if is_set]:
+        raise ConfigError(
+            f"{source}: --elastic cuts each replica into one chain of layers over the nodes that there are, with tp = "
+            f"cp = 1 and whole state in each replica, so it cannot keep {'; '.join(found)}: leave that out"
+        )
+
+
+def run(config: Config, *, source: str, resume: str | None = None) -> int:
+    """Trains as the rank that a supervisor started; returns the exit code.
+
+    0: all steps are trained, the node has left, or too few nodes were left and what they held is saved. Raises
+    ConfigError for what the user can mend; ResilienceError when the run cannot go on.
+    """
+    check(config, source=source)
+    for number in (signal.SIGINT, signal.SIGTERM):  # its supervisor has them, and decides
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.ExitStack() as cleanup:
+        each = Rank(config, source, resume, cleanup)
+        closing = each.train()
+    if closing is not None:
+        whole_run.close(closing[0], *closing[1:], source)  # type: ignore[misc]
+    return 0
+
+
+class Rank:
+    """What stays as long as the process lives."""
+
+    def __init__(self, config: Config, source: str, resume: str | None, cleanup: contextlib.ExitStack) -> None:
+        self.config, self.source, self.resume, self.cleanup = config, source, resume, cleanup
+        self.member = Member.from_environment(config.parallel.timeout)
+        self.member.progress.idle("reading data and building the model", launcher.STARTUP_SECONDS)
+        kind = devices.choose(config.run.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), source=source)
+        if kind != "cpu":
+            raise ConfigError(
+                f"{source}: --elastic has not been tried on GPUs: set run.device = 'cpu', or train without it"
+            )
+        self.device = devices.take(kind, self.member.local_rank, deterministic=config.run.deterministic)
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(config.parallel.threads or launcher.default_threads(local_world))
+        torch.manual_seed(config.run.seed)
+        self.tokenizer = tokenizer_of(config, source=source)
+        self.model = build(config, self.tokenizer, source=source)  # on meta; each generation has a copy
+        self.templates = Templates(self.model, flop_costs(config, self.model), recompute=config.train.recompute)
+        self.data = datasets(config, self.model, self.tokenizer, source=source)
+        self.stored = cache(partial(stored_weights, config, self.model, source=source))
+        self.first = canonical_names(self.model)
+        self.order = [name for name, _ in self.model.named_parameters()]
+        self.sizes = states.sizes_of(self.model, state_sizes(config, self.model, rates(config, self.model)))
+        self.note = Note(
+            platform.node(),
+            _digest(dumps(config)),
+            _digest(f"{self.data[0].fingerprint()} {self.data[1].fingerprint()}"),
+        )
+        self.folder: Path | None = None
+        self.nonce = ""
+        self.lock: lock.RunLock | None = None
+        self.held: Held | None = None
+        self.feed: Feed | None = None
+        self.parallel: Any = None  # of the newest generation, which the thread that reads ahead asks
+        self.shares: tuple[int, ...] = ()
+        self.clocks = Clocks()
+
+    @cached_property
+    def layers(self) -> dict[str, tuple[str, int]]:
+        from interlace.run.graph import parameter_layers
+
+        return parameter_layers(self.model)
+
+    def train(self) -> tuple[Any, ...] | None:
+        """Trains from generation to generation; what the closing report needs, on the rank that writes it."""
+        from interlace.train.elastic_plan import propose
+
+        self.member.propose(propose(self.config, self.model, self.templates, source=self.source))
+        gc.collect()
+        gc.freeze()  # what is there now stays: models of generations that are over are then found in no time
+        number = 0
+        while True:
+            generation = self.member.next_generation(number, self.config.parallel.timeout)
+            number = generation.number
+            self.clocks.formed = time.time()
+            try:
+                with Meeting(self.member, generation, self.config.parallel.timeout) as meeting:
+                    ended, closing = self._in_generation(meeting)
+                if ended:
+                    return closing
+            except Over as over:
+                self.clocks.gave_up()
+                launcher.note(f"interlace: generation {number} is over: {over}")
+            gc.collect()
+
+    # -- one generation --------------------------------------------------------------------------------------
+
+    def _in_generation(self, meeting: Meeting) -> tuple[bool, tuple[Any, ...] | None]:
+        """(whether the run is over for this rank, what the closing report needs)."""
+        generation = meeting.generation
+        self.member.progress.idle("forming a generation", self.config.parallel.timeout)
+        notes = self._tell(meeting)
+        if meeting.rank >= meeting.world:
+            self._give(meeting, notes)
+            return self.member.released(generation, self.config.parallel.timeout), None
+        meeting.join(seconds_to_write(self.identity))
+        self._find_folder(meeting, notes)
+        if generation.kind == "save":
+            self._save(meeting, notes)
+            return True, None
+        layout = self.templates.layout(sizes_of(generation))
+        model = deepcopy(self.model)
+        mine = held_by(layout, meeting.rank, self.layers, self.first)
+        leader = leader_of(notes)
+        before = self.held.tensors if self.held is not None and leader >= 0 and self._is_current(notes) else {}
+        states.give(model, {name: before[name][states.WEIGHT] for name in mine if name in before})
+        self.parallel = self._parallelize(model, layout, meeting)
+        self._make_feed(meeting)
+        trainer = self._trainer(model, meeting)
+        recovery = Recovery.of(generation, meeting.rank, sum(self.shares))
+        if leader < 0:
+            self._begin(meeting, trainer)
+        else:
+            self._take_over(meeting, notes, layout, trainer, before, recovery)
+        meeting.peers.barrier("having all layers")
+        # Only now may go what this rank held before and needs no more: everybody has what it was to get from it.
+        self.held = Held.of(trainer)
+        self.member.copied(generation)
+        self.clocks.began(recovery)
+        return self._train(meeting, trainer, model, layout)
+
+    def _tell(self, meeting: Meeting) -> dict[int, Note]:
+        """Tells the others of the generation what this rank has, and hears what they have."""
+        note, held = self.note, self.held
+        folder = "" if self.folder is None else str(self.folder)
+        note = Note(note.host, note.config, note.data, folder=folder, nonce=self.nonce, halted=self.clocks.halted())
+        if held is not None:
+            note = Note(
+                **{**vars(note), "step": held.step, "held": states.bits_of(held.tensors, self.order)}
+            )
+            meeting.tell("progress", held.progress.model_dump_json())
+        meeting.tell("note", note.to_json())
+        notes = {
+            rank: Note.from_json(meeting.hear("note", rank), rank) for rank in range(meeting.generation.sources)
+        }
+        leader = notes[max(leader_of(notes), 0)]
+        for what in ("config", "data"):
+            if getattr(leader, what) != getattr(self.note, what):
+                raise ConfigError(
+                    f"{self.source}: this node has another {what} than the run has on {leader.host}: start all nodes "
+                    "with one config, and share or copy the data"
+                )
+        return notes
+
+    def _is_current(self, notes: dict[int, Note]) -> bool:
+        return self.held is not None and self.held.step == notes[leader_of(notes)].step
+
+    def _give(self, meeting: Meeting, notes: dict[int, Note]) -> None:
+        """Of a rank whose node leaves: sends what others need of it."""
+        takeover = self._takeover(meeting, notes)
+        if takeover.transfers:
+            held = {} if self.held is None else self.held.tensors
+            copy(takeover, meeting.rank, meeting.copying(), held, {}, done=self.member.progress.tick)
+
+    def _takeover(self, meeting: Meeting, notes: dict[int, Note]) -> Any:
+        layout = self.templates.layout(sizes_of(meeting.generation))
+        step = notes[leader_of(notes)].step
+        return assign(
+            {rank: held_by(layout, rank, self.layers, self.first) for rank in range(meeting.world)},
+            {rank: set(note.names(self.order)) if note.step == step else () for rank, note in notes.items()},
+            self.sizes,
+            {rank: note.host for rank, note in notes.items()},
+        )
+
+    def _take_over(
+        self, meeting: Meeting, notes: dict[int, Note], layout: Any, trainer: Trainer, before: Any, recovery: Recovery
+    ) -> None:
+        """Fills a trainer with what this rank holds, and with what others do; it stands where the leader stood."""
+        initialize(self.parallel, seed=self.config.run.seed, weights=False)  # buffers
+        takeover = self._takeover(meeting, notes)
+        if takeover.orphans:
+            self._go_back(meeting, trainer, takeover.orphans)
+            return
+        states.adopt(trainer, before)
+        with self.clocks.copying():
+            if takeover.transfers:
+                into = states.tensors_of(trainer)
+                group = meeting.copying()
+                recovery.received = copy(
+                    takeover, meeting.rank, group, before, into, done=self.member.progress.tick
+                )
+        recovery.bytes, recovery.transfers = takeover.bytes(self.sizes), len(takeover.transfers)
+        leader = leader_of(notes)
+        try:
+            progress = Progress.model_validate_json(meeting.hear("progress", leader))
+        except ValidationError as error:
+            raise ResilienceError(f"rank {leader} says what is no progress: {error.errors()[0]['msg']}") from None
+        trainer.go_on(progress)
+        recovery.halted = notes[leader].halted
+        recovery.step = progress.step + 1
+
+    def _begin(self, meeting: Meeting, trainer: Trainer) -> None:
+        """Nobody has anything: random or stored weights, or the run's newest checkpoint."""
+        goes_on = meeting.peers.on_first("looking for a checkpoint", lambda: self._has_checkpoint())
+        weights = None if goes_on else self.stored()
+        initialize(self.parallel, seed=self.config.run.seed, stored=weights, weights=not goes_on)
+        if goes_on:
+            path = trainer.resume(runfolder.resolve(self.config, self.resume)[1] if self.resume else None)
+            if meeting.rank == 0:
+                launcher.say(f"interlace: going on from {path}")
+
+    def _has_checkpoint(self) -> bool:
+        assert self.folder is not None
+        return runfolder.has_checkpoint(self.folder)
+
+    def _go_back(self, meeting: Meeting, trainer: Trainer, orphans: tuple[str, ...]) -> None:
+        """Some layers are lost with all of their holders: everybody goes on from the last checkpoint."""
+        some = ", ".join(orphans[:3]) + (f" and {len(orphans) - 3} more" if len(orphans) > 3 else "")
+        if not meeting.peers.on_first("looking for a checkpoint", lambda: self._has_checkpoint()):
+            raise ResilienceError(
+                f"no node that is left has {some}, and there is no checkpoint yet: start the run anew, with more "
+                "resilience.faults or a smaller checkpoint.every"
+            )
+        self.held = None  # the weights that this rank has are overwritten now, step by step
+        path = trainer.resume()
+        if meeting.rank == 0:
+            launcher.say_error(f"interlace: no node that is left has {some}: going back to {path}")
+
+    # -- what a generation is made of ------------------------------------------------------------------------
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self.model, architecture(self.config))
+
+    def _find_folder(self, meeting: Meeting, notes: dict[int, Note]) -> None:
+        """The run folder, which the first generation makes, and on rank 0 its lock."""
+        known = next(((note.folder, note.nonce) for _, note in sorted(notes.items()) if note.folder), None)
+        if known is None:
+            # Rank 0 makes it, and all learn it in one round: one that is left then knows it, or none does.
+            found, _, held = whole_run.agree_on_folder(self.config, self.resume, meeting)  # type: ignore[arg-type]
+            self.lock = held
+            self.nonce = meeting.gather("locking the run folder", "" if held is None else held.nonce)[0]
+            self.folder = found
+            runfolder.check_shared(found, meeting)
+            if meeting.rank == 0 and self.resume is None:
+                runfolder.write_config(found, self.config)
+                runfolder.point_latest(found)
+        else:
+            self.folder, self.nonce = Path(known[0]), known[1]
+        if meeting.rank == 0 and self.lock is None:
+            self.lock = lock.join(self.folder, self.nonce)
+        if meeting.rank == 0 and self.lock is not None:
+            self.cleanup.callback(self.lock.release)
+
+    def _parallelize(self, model: Any, layout: Any, meeting: Meeting) -> Any:
+        from interlace.run import parallelize
+
+        config = self.config
+        try:
+            return parallelize(
+                model,
+                layout,
+                schedule=config.parallel.schedule,
+                transport="distributed" if meeting.world > 1 else "local",
+                device=self.device,
+                checkpointing=config.train.activation_checkpointing,
+                autocast=devices.AUTOCAST[config.train.precision],
+                timeout=config.parallel.timeout,
+                coordinated=True,
+            )
+        except ValueError as error:
+            raise ConfigError(f"{self.source}: --elastic: {error}") from None
+
+    def _make_feed(self, meeting: Meeting) -> None:
+        sizes = sizes_of(meeting.generation)
+        train = self.config.train
+        total = train.microbatches * (meeting.generation.faults + 1)
+        self.shares_of = lambda rows: self.templates.shares(sizes, rows or total)
+        self.shares = self.shares_of(0)
+        if self.feed is not None:
+            return
+        assert self.folder is not None
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.feed = Feed(
+            *self.data,
+            batch_size=train.batch_size,
+            seed=self.config.run.seed,
+            validation_samples=train.validation_samples,
+            wanted=self._wanted,
+            row_tokens=self.config.data.max_tokens if self.config.data.pack else None,
+            producers=producers_of(self.config, self.folder, local_world, source=self.source),
+            prefetch=self.config.data.prefetch,
+        )
+        self.cleanup.callback(self.feed.close)
+        self.config = whole_run.with_steps(self.config, self.feed.loader.batches, source=self.source)
+
+    def _wanted(self, batch: list[Any]) -> Any:
+        """The media of a batch that this rank reads in the newest generation."""
+        rows = len(batch) if self.config.data.pack else 0
+        return self.parallel.wanted(batch, microbatches=self.shares_of(rows), chunks=self.config.chunks())
+
+    def _trainer(self, model: Any, meeting: Meeting) -> Trainer:
+        assert self.feed is not None and self.folder is not None
+        self._leaves = False
+        tracked = made(self.config, source=self.source) if meeting.rank == 0 else {}
+        trainer = Trainer(
+            self.config,
+            model,
+            self.parallel,
+            self.feed,
+            self.folder,
+            lock=self.lock if meeting.rank == 0 else None,
+            trackers=Trackers(self.config, self.folder, tracked),
+            stored=self.stored,
+            commit=lambda step: self._commit(meeting, trainer, step),
+            leaves=lambda: self._leaves,
+            shares=self.shares_of,
+            peers=meeting.peers,
+        )
+        meeting.all_made()
+        return trainer
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    def _commit(self, meeting: Meeting, trainer: Trainer, step: int) -> None:
+        """The vote on a step. Raises Over when it does not count."""
+        answer = self.member.vote(meeting.generation, step)
+        if answer == "abort":
+            raise Over(f"step {step} does not count: not all ranks have its gradients")
+        self._leaves = answer == "regroup"
+        recovery = self.clocks.counted()
+        if recovery is not None:
+            trainer.beside |= recovery.metrics()
+            if meeting.rank == 0 and self.folder is not None:
+                Recoveries(self.folder).add(recovery, self.config)
+
+    def _train(
+        self, meeting: Meeting, trainer: Trainer, model: Any, layout: Any
+    ) -> tuple[bool, tuple[Any, ...] | None]:
+        self.member.progress.computing()
+        assert self.feed is not None and self.folder is not None
+        try:
+            outcome = trainer.run()
+        finally:
+            # Where the step was dropped, so are its gradients; where it counts, this is what it has made of the state.
+            self.parallel.zero_grad()
+            self.held = Held.of(trainer)
+            trainer.trackers.close("stopped" if self._leaves else "failed")
+        if self._leaves:
+            return False, None
+        self.feed.close()
+        if meeting.rank != 0:
+            return True, None
+        trackers = Trackers(self.config, self.folder, {})
+        page = Page(self.folder, self.config, facts_of(model, layout))
+        return True, (self.config, page, trackers, outcome, model, self.tokenizer, self.feed)
+
+    def _save(self, meeting: Meeting, notes: dict[int, Note]) -> None:
+        """Too few nodes are left to train on: saves what they hold, if that is the whole model."""
+        assert self.folder is not None
+        meeting.all_made()
+        leader = leader_of(notes)
+        current = self.held if leader >= 0 and self._is_current(notes) else None
+        there = {name for note in notes.values() if note.step == notes[max(leader, 0)].step for name in note.names(self.order)}
+        missing = [name for name in self.order if name not in there]
+        few = "too few nodes are left to train on"
+        if missing or leader < 0:
+            if meeting.rank == 0:
+                last = "the last checkpoint is what there is" if self._has_checkpoint() else "there is no checkpoint"
+                launcher.say_error(f"interlace: {few}, and {len(missing)} of the weights are gone with others: {last}")
+            return
+        progress = Progress.model_validate_json(meeting.hear("progress", leader))
+        checkpoints = Checkpoints(
+            runfolder.checkpoints_of(self.folder),
+            keep=self.config.checkpoint.keep,
+            identity=self.identity,
+            peers=meeting.peers,
+            check=self.lock.check if meeting.rank == 0 and self.lock is not None else lambda: None,
+            stored=self.stored,
+            frozen={name for name, parameter in self.model.named_parameters() if not parameter.requires_grad},
+        )
+        tensors = {} if current is None else current.tensors
+        weights = {name: each[states.WEIGHT] for name, each in tensors.items()}
+        state = {f"{key}.{name}": t for name, each in tensors.items() for key, t in each.items() if key != states.WEIGHT}
+        table = progress.model_copy(update={"owed": None, "due": False}).model_dump()
+        path = checkpoints.save(progress.step, pieces_of(weights, {}), pieces_of(state, {}), table)
+        if meeting.rank == 0:
+            launcher.say(f"interlace: {few}: what they hold is saved as {path}; resume when there are more nodes")
+
+
+def leader_of(notes: dict[int, Note]) -> int:
+    """The rank whose word counts for where the run stands: the first one that has come furthest; -1: nobody has
+    anything."""
+    furthest = max(note.step for note in notes.values())
+    return -1 if furthest < 0 else min(rank for rank, note in notes.items() if note.step == furthest)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

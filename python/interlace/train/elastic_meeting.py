@@ -1,0 +1,127 @@
+"""How the ranks of one generation come together, and how none of them waits for one that is gone.
+
+A thread of each rank asks the coordinator's store whether the generation is over. When it is, the connections of its
+process groups are cut, and whatever the rank waits for fails at once: also where the peer's machine is gone without
+having closed a connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from interlace.comm.connections import Connections
+from interlace.comm.transports.base import CommError
+from interlace.resilience.errors import ResilienceError
+from interlace.resilience.generation import Generation
+from interlace.resilience.member import Member
+from interlace.train.launch.peers import Peers
+
+LOOK = 0.1  # seconds between two looks whether the generation is over
+
+
+class Over(Exception):
+    """The generation has ended, or a peer of it is lost: another one follows."""
+
+
+class Meeting:
+    """One generation as a rank of it sees it, while it lasts: `with Meeting(...) as meeting`.
+
+    rank: this one's number; those of leaving nodes are from `world` on. store: for notes. peers: the ranks that train,
+    once `join` has been called.
+
+    What fails inside because a peer is lost, or the generation is over, is raised as Over; then and at the end all
+    connections of the generation are cut and its process groups gone.
+    """
+
+    peers: Peers
+
+    def __init__(self, member: Member, generation: Generation, timeout: float) -> None:
+        self.member, self.generation, self.timeout = member, generation, timeout
+        self.rank, self.world = member.rank(generation), generation.world
+        self._connections = Connections()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="generation", daemon=True)
+
+    def __enter__(self) -> Meeting:
+        self.store = self.member.store(self.generation).clone()  # its own connection, so that cutting it ends waits
+        self.store.set_timeout(timedelta(seconds=self.timeout))
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._ended.set()
+        self._connections.cut()
+        self._thread.join(self.timeout)
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        if isinstance(error, Exception) and not isinstance(error, Over) and self._is_of_a_loss(error):
+            if not self.member.over(self.generation):
+                self.member.gave_up(self.generation, _line(error))
+            raise Over(_line(error)) from error
+
+    def join(self, allowance: float) -> None:
+        """Makes the process groups of the ranks that train. allowance: as of `Peers`."""
+        if self.world > 1:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("group", self.store),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=timedelta(seconds=self.timeout),
+            )
+        self.peers = Peers(self.timeout, allowance=allowance, coordinated=True)
+
+    def all_made(self) -> None:
+        """All process groups have been made: connections that come later are none of theirs."""
+        self._connections.note()
+
+    def copying(self) -> Any:
+        """A process group of all ranks that layers can be copied from, leaving ones included."""
+        store = dist.PrefixStore("copying", self.store)
+        return dist.ProcessGroupGloo(store, self.rank, self.generation.sources, timedelta(seconds=self.timeout))
+
+    def tell(self, what: str, text: str) -> None:
+        """Says something to the others of the generation."""
+        self.store.set(f"{what}/{self.rank}", text)
+
+    def hear(self, what: str, rank: int) -> bytes:
+        """What `rank` says about it, as soon as it does."""
+        raw: bytes = self.store.get(f"{what}/{rank}")
+        return raw
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Every training rank's `value`, by rank, of what JSON can hold."""
+        return self.peers.together(what, lambda: value)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK):
+            try:
+                over = self.member.over(self.generation)
+            except ResilienceError:  # the coordinator is gone: whoever asks it next says so
+                over = True
+            if over:
+                self._connections.cut()
+                return
+
+    def _is_of_a_loss(self, error: BaseException) -> bool:
+        """Whether an error comes of a peer that is lost, not of what this rank did itself."""
+        with contextlib.suppress(ResilienceError):
+            if self.member.over(self.generation):
+                return True
+        found: BaseException | None = error
+        while found is not None:
+            if isinstance(found, CommError | dist.DistError) or "gloo" in str(found):
+                return True
+            found = found.__cause__ or found.__context__
+        return False
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
