@@ -23,7 +23,6 @@ from interlace.run.dispatch import Dispatcher
 from interlace.run.table import Lengths, step_table
 from interlace.schedule import StepTable
 
-
 Microbatches = int | Sequence[int] | None
 """Of each replica of the language model, or a number for each (see `step_table`)."""
 

@@ -25,7 +25,6 @@ import torch
 from pydantic import ValidationError
 
 from interlace.resilience.errors import ResilienceError
-from interlace.resilience.generation import Generation
 from interlace.resilience.layouts import Templates, held_by, sizes_of
 from interlace.resilience.member import Member
 from interlace.resilience.takeover import assign, copy
@@ -39,8 +38,10 @@ from interlace.train.checkpoint.identity import canonical_names, identity_of
 from interlace.train.checkpoint.pieces import pieces_of
 from interlace.train.config import ConfigError, dumps
 from interlace.train.costs import flop_costs
+from interlace.train.elastic_config import check
 from interlace.train.elastic_log import Clocks, Recoveries, Recovery
 from interlace.train.elastic_meeting import Meeting, Over
+from interlace.train.elastic_plan import microbatches, propose
 from interlace.train.elastic_state import Held, Note
 from interlace.train.feed import Feed, datasets
 from interlace.train.launch import launcher, lock
@@ -55,36 +56,8 @@ from interlace.train.trackers import Trackers, made
 from interlace.train.trainer import Trainer
 from interlace.train.tuning import rates
 
-SCHEDULES = ("1f1b", "gpipe", "zb_h1", "zb_h2")
-
-
-def check(config: Config, *, source: str) -> None:
-    """Raises ConfigError for what an elastic run cannot do, by name."""
-    parallel, train = config.parallel, config.train
-    lanes = [
-        f"parallel.{name}.{key}"
-        for name in config.modules()
-        for key, value in parallel.module(name).model_dump(exclude_defaults=True, exclude_none=True).items()
-        if key != "chunks" and value is not None
-    ]
-    refused = {
-        "parallel.plan = 'auto'": bool(parallel.auto),
-        f"parallel.placement = {parallel.placement!r}": parallel.placement is not None,
-        "parallel.ranks": parallel.ranks is not None,
-        "parallel.dp": parallel.dp is not None,
-        ", ".join(lanes): bool(lanes),
-        f"parallel.schedule = {parallel.schedule!r}": parallel.schedule not in SCHEDULES,
-        f"train.assign = {train.assign!r}": train.assign != "tokens",
-        "train.balance = 'per_module'": train.balance == "per_module",
-        "train.offload_optimizer": train.offload_optimizer,
-        "data.reading = 'stream'": config.data.reading == "stream",
-        "parallel.activation_memory": parallel.activation_memory is not None,
-    }
-    if found := [what for what, is_set in refused.items() if is_set]:
-        raise ConfigError(
-            f"{source}: --elastic cuts each replica into one chain of layers over the nodes that there are, with tp = "
-            f"cp = 1 and whole state in each replica, so it cannot keep {'; '.join(found)}: leave that out"
-        )
+LONGEST_START = 1800.0
+"""Seconds that a rank may take before it is ready to train."""
 
 
 def run(config: Config, *, source: str, resume: str | None = None) -> int:
@@ -110,7 +83,7 @@ class Rank:
     def __init__(self, config: Config, source: str, resume: str | None, cleanup: contextlib.ExitStack) -> None:
         self.config, self.source, self.resume, self.cleanup = config, source, resume, cleanup
         self.member = Member.from_environment(config.parallel.timeout)
-        self.member.progress.idle("reading data and building the model", launcher.STARTUP_SECONDS)
+        self.member.progress.idle("reading data and building the model", LONGEST_START)
         kind = devices.choose(config.run.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), source=source)
         if kind != "cpu":
             raise ConfigError(
@@ -150,8 +123,6 @@ class Rank:
 
     def train(self) -> tuple[Any, ...] | None:
         """Trains from generation to generation; what the closing report needs, on the rank that writes it."""
-        from interlace.train.elastic_plan import propose
-
         self.member.propose(propose(self.config, self.model, self.templates, source=self.source))
         gc.collect()
         gc.freeze()  # what is there now stays: models of generations that are over are then found in no time
@@ -212,14 +183,10 @@ class Rank:
         folder = "" if self.folder is None else str(self.folder)
         note = Note(note.host, note.config, note.data, folder=folder, nonce=self.nonce, halted=self.clocks.halted())
         if held is not None:
-            note = Note(
-                **{**vars(note), "step": held.step, "held": states.bits_of(held.tensors, self.order)}
-            )
+            note = Note(**{**vars(note), "step": held.step, "held": states.bits_of(held.tensors, self.order)})
             meeting.tell("progress", held.progress.model_dump_json())
         meeting.tell("note", note.to_json())
-        notes = {
-            rank: Note.from_json(meeting.hear("note", rank), rank) for rank in range(meeting.generation.sources)
-        }
+        notes = {rank: Note.from_json(meeting.hear("note", rank), rank) for rank in range(meeting.generation.sources)}
         leader = notes[max(leader_of(notes), 0)]
         for what in ("config", "data"):
             if getattr(leader, what) != getattr(self.note, what):
@@ -263,9 +230,7 @@ class Rank:
             if takeover.transfers:
                 into = states.tensors_of(trainer)
                 group = meeting.copying()
-                recovery.received = copy(
-                    takeover, meeting.rank, group, before, into, done=self.member.progress.tick
-                )
+                recovery.received = copy(takeover, meeting.rank, group, before, into, done=self.member.progress.tick)
         recovery.bytes, recovery.transfers = takeover.bytes(self.sizes), len(takeover.transfers)
         leader = leader_of(notes)
         try:
@@ -351,7 +316,7 @@ class Rank:
     def _make_feed(self, meeting: Meeting) -> None:
         sizes = sizes_of(meeting.generation)
         train = self.config.train
-        total = train.microbatches * (meeting.generation.faults + 1)
+        total = microbatches(self.config)
         self.shares_of = lambda rows: self.templates.shares(sizes, rows or total)
         self.shares = self.shares_of(0)
         if self.feed is not None:
@@ -438,7 +403,12 @@ class Rank:
         meeting.all_made()
         leader = leader_of(notes)
         current = self.held if leader >= 0 and self._is_current(notes) else None
-        there = {name for note in notes.values() if note.step == notes[max(leader, 0)].step for name in note.names(self.order)}
+        there = {
+            name
+            for note in notes.values()
+            if note.step == notes[max(leader, 0)].step
+            for name in note.names(self.order)
+        }
         missing = [name for name in self.order if name not in there]
         few = "too few nodes are left to train on"
         if missing or leader < 0:
@@ -458,7 +428,9 @@ class Rank:
         )
         tensors = {} if current is None else current.tensors
         weights = {name: each[states.WEIGHT] for name, each in tensors.items()}
-        state = {f"{key}.{name}": t for name, each in tensors.items() for key, t in each.items() if key != states.WEIGHT}
+        state = {
+            f"{key}.{name}": t for name, each in tensors.items() for key, t in each.items() if key != states.WEIGHT
+        }
         table = progress.model_copy(update={"owed": None, "due": False}).model_dump()
         path = checkpoints.save(progress.step, pieces_of(weights, {}), pieces_of(state, {}), table)
         if meeting.rank == 0:

@@ -46,6 +46,18 @@ def check(config: Config, *, source: str) -> None:
                     f"{source}: parallel.{name}.{key} = {getattr(spec, key)}, but with --elastic pipelines are cut by "
                     "the nodes that there are, a range of layers to a rank: leave it out"
                 )
+    # What spreads samples or orders actions by one replica, of which all are taken to be alike.
+    for key, value, known in (
+        ("parallel.schedule", parallel.schedule, ("1f1b", "gpipe", "zb_h1", "zb_h2")),
+        ("train.assign", config.train.assign, ("tokens",)),
+        ("train.balance", config.train.balance, ("llm", "none")),
+        ("parallel.activation_memory", parallel.activation_memory, (None,)),
+    ):
+        if value not in known:
+            raise ConfigError(
+                f"{source}: {key} = {value!r} goes by pipelines that are all alike, which those of --elastic are not: "
+                f"{f'use {known[0]!r}' if known[0] else 'leave it out'}"
+            )
     if config.data.reading == "stream":
         raise ConfigError(
             f"{source}: data.reading = 'stream' cannot go back to the samples of a step that was lost: use another "

@@ -124,4 +124,3 @@ class Meeting:
 
 def _line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-

@@ -64,7 +64,7 @@ def give(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def adopt(trainer: Trainer, held: Tensors) -> None:
-    """Has a trainer go on with optimizer state and averages that it finds in `held`; `give` has given it the weights."""
+    """Has a trainer go on with the optimizer state and averages in `held`; the weights it has from `give`."""
     for name in trainer.optimizer.parameters:
         if name in held:
             state = {key: tensor for key, tensor in held[name].items() if key not in (WEIGHT, AVERAGE)}
@@ -120,7 +120,9 @@ class Note:
             found = cls(**table | {"halted": tuple(map(float, table["halted"]))})
             int(found.held, 16)
         except (ValueError, TypeError, KeyError) as error:
-            raise ResilienceError(f"rank {rank} says what is no note ({error}): do all nodes run one version?") from None
+            raise ResilienceError(
+                f"rank {rank} says what is no note ({error}): do all nodes run one version?"
+            ) from None
         return found
 
 

@@ -72,7 +72,7 @@ class Page:
             path,
             f'<!doctype html>\n<html lang="en"><meta charset="utf-8">'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{html.escape(self.config.run.name)}</title>\n<style>{_STYLE}</style>\n{body}\n</html>\n",
+            f"<title>{html.escape(self.config.run.name)}</title>\n<style>{STYLE}</style>\n{body}\n</html>\n",
         )
         return path
 
@@ -190,7 +190,7 @@ def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
     return f"<h2>{html.escape(title)}</h2><table>{body}</table>" if body else ""
 
 
-_STYLE = """
+STYLE = """
  body { font: 15px/1.5 system-ui, sans-serif; color: #1f2430; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; }
  h1 { margin-bottom: 0; } h2 { margin: 2.2rem 0 .6rem; font-size: 1.15rem; }
  .status { margin: .2rem 0 .6rem; font-size: 1.1rem; }

@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from interlace.resilience.environment import NODE
 from interlace.train import runfolder, trackers
 from interlace.train.config import ConfigError, dumps, load, loads
 from interlace.train.launch import launcher, lock
@@ -15,7 +16,14 @@ from interlace.train.schema import Config
 
 
 def train(options: argparse.Namespace) -> int:
-    """``interlace train``: a rank when torchrun's variables are set, else the launcher of the config's ranks."""
+    """``interlace train``: a rank when torchrun's variables are set, or those of an elastic run's supervisor, else the
+    launcher of the config's ranks."""
+    if NODE in os.environ and launcher.CONFIG in os.environ:
+        from interlace.train.elastic import run as run_elastic
+
+        source = os.environ[launcher.SOURCE]
+        config = loads(os.environ[launcher.CONFIG], source=source)
+        return run_elastic(config, source=source, resume=options.resume)
     if launcher.under_launcher():
         return _as_rank(options)
     path = _config_path(options)

@@ -28,7 +28,8 @@ class Peers:
     """All ranks of the run as this one sees them (only itself without a process group).
 
     `timeout` is how many seconds one rank may be behind another, `allowance` how many more where a checkpoint is
-    written or read; `coordinated` as in `RollCall`. Making one is collective, and so is every method: all ranks call the same in the same order.
+    written or read; `coordinated` as in `RollCall`. Making one is collective, and so is every method: all ranks call
+    the same in the same order.
     """
 
     def __init__(self, timeout: float, allowance: float = 0.0, *, coordinated: bool = False) -> None:

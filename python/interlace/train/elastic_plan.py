@@ -1,0 +1,81 @@
+"""What ranks propose to the coordinator: which pipelines can be made of how many nodes, and how fast each is."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from interlace.resilience import roster
+from interlace.resilience.layouts import Templates
+from interlace.train.auto.machine import memory_of
+from interlace.train.config import ConfigError
+from interlace.train.rank_memory import activations_of_config, held_by_ranks
+from interlace.train.scheduling import chunk_loads, chunk_sizes, step_schedule
+from interlace.train.schema import Config
+
+
+def microbatches(config: Config) -> int:
+    """Of a whole step, whatever pipelines there are: train.microbatches for each where faults + 1 of them run. So a
+    microbatch has as many samples in every generation, and takes as much memory."""
+    return config.train.microbatches * (config.resilience.faults + 1)
+
+
+def propose(config: Config, model: Any, templates: Templates, *, source: str) -> str:
+    """As `Member.propose` takes it. Raises ConfigError where a template cannot be made."""
+    own = config.resilience
+    least = own.min_nodes or min_nodes(config, model, templates, source=source)
+    most = templates.most_ranks // own.ranks_per_node
+    if most < least:
+        raise ConfigError(
+            f"{source}: a pipeline of {least} nodes of {own.ranks_per_node} ranks needs a layer for each rank, and the "
+            f"model has {templates.most_ranks}: lower resilience.ranks_per_node or min_nodes"
+        )
+    _check_tied(config, model, templates, [least, most], source)
+    # As many as the first nodes could need; of more that come later, further pipelines are made.
+    sizes = range(least, max(least, min(most, own.nodes - own.faults * least)) + 1)
+    times = tuple(templates.time(size * own.ranks_per_node) for size in sizes)
+    return roster.Templates(least, times, microbatches(config)).to_json()
+
+
+def min_nodes(config: Config, model: Any, templates: Templates, *, source: str) -> int:
+    """Fewest nodes of a pipeline whose ranks hold the model, its optimizer state and a step's activations, of
+    microbatches as they are when faults + 1 pipelines run. Raises ConfigError where no number does."""
+    from interlace.run.traced import weights_of
+
+    per_node, limit = config.resilience.ranks_per_node, 0.0
+    for nodes in count(1):
+        ranks = nodes * per_node
+        if ranks > templates.most_ranks:
+            break
+        limit = memory_of(config, "cpu", per_node)
+        layout = templates.layout([ranks])
+        try:
+            weights = weights_of(model, layout, sequence_parallel=False)
+            activations = activations_of_config(config, model, layout)
+            loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, microbatches(config)))
+            schedule = step_schedule(config, model, layout, config.train.microbatches)
+            if held_by_ranks(config, model, schedule, weights, activations, loads).peak <= limit:
+                return nodes
+        except ValueError as error:
+            raise ConfigError(
+                f"{source}: what a pipeline of {nodes} nodes would hold is not known ({error}): give "
+                "resilience.min_nodes"
+            ) from None
+    raise ConfigError(
+        f"{source}: no pipeline of up to {templates.most_ranks} ranks holds the model in {limit / 2**30:.1f} GiB each: "
+        "raise parallel.memory, or lower train.batch_size"
+    )
+
+
+def _check_tied(config: Config, model: Any, templates: Templates, sizes: list[int], source: str) -> None:
+    """Raises ConfigError for a tied weight that some templates have on one rank and others on two."""
+    from interlace.run import stage_graph
+
+    ranks = sorted({size * config.resilience.ranks_per_node for size in range(sizes[0], sizes[1] + 1)})
+    try:
+        stage_graph(model, templates.layout(ranks))
+    except ValueError as error:
+        raise ConfigError(
+            f"{source}: pipelines of different numbers of nodes cannot share this model: {error} (with --elastic: "
+            "tie_word_embeddings = false in the module's config)"
+        ) from None
