@@ -10,10 +10,11 @@ from looking itself.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -140,3 +141,14 @@ class ProgressReader:
 
     def close(self) -> None:
         self._map.close()
+
+
+@contextlib.contextmanager
+def allowing(what: str, seconds: float) -> Iterator[None]:
+    """Says on this process's page, if it has one, that what the block does may take so many seconds."""
+    page = mine()
+    if page is not None:
+        page.idle(what, seconds)
+    yield
+    if page is not None:
+        page.computing()

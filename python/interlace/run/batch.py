@@ -153,7 +153,12 @@ def table_of(
     given: int64 [n], the replicas of the language model, where these are fixed. options: as of `step_table`.
     """
     if isinstance(microbatches, Sequence):
-        dispatcher = None
+        if assigner is not None:
+            raise ValueError(
+                f"assign = {assigner.method!r} takes all replicas to be alike, but microbatches has a number for each: "
+                "give one number, or use assign = 'tokens'"
+            )
+        return step_table(layout, lengths, microbatches=microbatches, **options)
     replicas = None if dispatcher is None else dispatcher(lengths, given).replica
     assignment = None
     if assigner is not None:

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.layouts import Templates, held_by, sizes_of
 from interlace.resilience.member import Member
+from interlace.resilience.progress import allowing
 from interlace.resilience.takeover import assign, copy
 from interlace.train import device as devices
 from interlace.train import elastic_state as states
@@ -56,6 +57,8 @@ from interlace.train.trackers import Trackers, made
 from interlace.train.trainer import Trainer
 from interlace.train.tuning import rates
 
+Closing = tuple[Config, Page, Trackers, dict[str, Any], Any, Any, Feed]
+"""What `rank.close` needs, but for its last argument."""
 LONGEST_START = 1800.0
 """Seconds that a rank may take before it is ready to train."""
 
@@ -73,7 +76,8 @@ def run(config: Config, *, source: str, resume: str | None = None) -> int:
         each = Rank(config, source, resume, cleanup)
         closing = each.train()
     if closing is not None:
-        whole_run.close(closing[0], *closing[1:], source)  # type: ignore[misc]
+        with allowing("the closing report", LONGEST_START):
+            whole_run.close(*closing, source)
     return 0
 
 
@@ -121,7 +125,7 @@ class Rank:
 
         return parameter_layers(self.model)
 
-    def train(self) -> tuple[Any, ...] | None:
+    def train(self) -> Closing | None:
         """Trains from generation to generation; what the closing report needs, on the rank that writes it."""
         self.member.propose(propose(self.config, self.model, self.templates, source=self.source))
         gc.collect()
@@ -143,7 +147,7 @@ class Rank:
 
     # -- one generation --------------------------------------------------------------------------------------
 
-    def _in_generation(self, meeting: Meeting) -> tuple[bool, tuple[Any, ...] | None]:
+    def _in_generation(self, meeting: Meeting) -> tuple[bool, Closing | None]:
         """(whether the run is over for this rank, what the closing report needs)."""
         generation = meeting.generation
         self.member.progress.idle("forming a generation", self.config.parallel.timeout)
@@ -162,14 +166,16 @@ class Rank:
         leader = leader_of(notes)
         before = self.held.tensors if self.held is not None and leader >= 0 and self._is_current(notes) else {}
         states.give(model, {name: before[name][states.WEIGHT] for name in mine if name in before})
-        self.parallel = self._parallelize(model, layout, meeting)
-        self._make_feed(meeting)
-        trainer = self._trainer(model, meeting)
+        with allowing("making its pipelines", LONGEST_START):
+            self.parallel = self._parallelize(model, layout, meeting)
+            self._make_feed(meeting)
+            trainer = self._trainer(model, meeting)
         recovery = Recovery.of(generation, meeting.rank, sum(self.shares))
-        if leader < 0:
-            self._begin(meeting, trainer)
-        else:
-            self._take_over(meeting, notes, layout, trainer, before, recovery)
+        with allowing("filling its layers", LONGEST_START):
+            if leader < 0:
+                self._begin(meeting, trainer)
+            else:
+                self._take_over(meeting, notes, layout, trainer, before, recovery)
         meeting.peers.barrier("having all layers")
         # Only now may go what this rank held before and needs no more: everybody has what it was to get from it.
         self.held = Held.of(trainer)
@@ -376,9 +382,7 @@ class Rank:
             if meeting.rank == 0 and self.folder is not None:
                 Recoveries(self.folder).add(recovery, self.config)
 
-    def _train(
-        self, meeting: Meeting, trainer: Trainer, model: Any, layout: Any
-    ) -> tuple[bool, tuple[Any, ...] | None]:
+    def _train(self, meeting: Meeting, trainer: Trainer, model: Any, layout: Any) -> tuple[bool, Closing | None]:
         self.member.progress.computing()
         assert self.feed is not None and self.folder is not None
         try:

@@ -48,7 +48,8 @@ class Meeting:
         self._thread = threading.Thread(target=self._watch, name="generation", daemon=True)
 
     def __enter__(self) -> Meeting:
-        self.store = self.member.store(self.generation).clone()  # its own connection, so that cutting it ends waits
+        store: dist.Store = self.member.store(self.generation).clone()  # type: ignore[attr-defined]
+        self.store = store  # its own connection, so that cutting it ends waits
         self.store.set_timeout(timedelta(seconds=self.timeout))
         self._thread.start()
         return self

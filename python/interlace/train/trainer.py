@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.rows import ROWS
+from interlace.resilience.progress import allowing
 from interlace.train import device as devices
 from interlace.train import runfolder
 from interlace.train.build import architecture
@@ -224,7 +225,8 @@ class Trainer:
                 if not self.leaves():
                     self._after_step()
             if not self.leaves():
-                self.checkpoints.finish()
+                with allowing("finishing a checkpoint", self.peers.timeout + self.peers.allowance):
+                    self.checkpoints.finish()
         finally:
             self.profiler.close()
             self.screen.close()
@@ -252,7 +254,7 @@ class Trainer:
             self.due = bool(self.stopped or self._is_over() or (every and self.step % every == 0))
             self.due |= best and self.config.checkpoint.best is not None
         if self.due:
-            with Clock() as saving:
+            with Clock() as saving, allowing("saving", self.peers.timeout + self.peers.allowance):
                 self.save()
             self.due = False
             self.window.checkpoint_seconds += saving.seconds
@@ -301,7 +303,7 @@ class Trainer:
         a number, and what `commit` raises."""
         began = time.perf_counter()
         data = Clock()
-        with data:
+        with data, allowing("waiting for data", self.config.parallel.timeout):
             batch = self.feed.next()
         self.place = batch.epoch, batch.position
         # With the loss all ranks learn which of them were asked to stop, and so they stop after the same step.
