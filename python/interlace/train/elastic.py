@@ -139,6 +139,8 @@ class Rank:
                 with Meeting(self.member, generation, self.config.parallel.timeout) as meeting:
                     ended, closing = self._in_generation(meeting)
                 if ended:
+                    if self.lock is not None:
+                        self.lock.release()
                     return closing
             except Over as over:
                 self.clocks.gave_up()
@@ -152,6 +154,9 @@ class Rank:
         generation = meeting.generation
         self.member.progress.idle("forming a generation", self.config.parallel.timeout)
         notes = self._tell(meeting)
+        if meeting.rank != 0 and self.lock is not None:  # the lock is rank 0's, and another is that now
+            self.lock.leave()
+            self.lock = None
         if meeting.rank >= meeting.world:
             self._give(meeting, notes)
             return self.member.released(generation, self.config.parallel.timeout), None
@@ -252,6 +257,8 @@ class Rank:
         goes_on = meeting.peers.on_first("looking for a checkpoint", lambda: self._has_checkpoint())
         weights = None if goes_on else self.stored()
         initialize(self.parallel, seed=self.config.run.seed, stored=weights, weights=not goes_on)
+        if trainer.averages is not None:  # made of weights that had no values yet
+            trainer.averages.begin_here(list(trainer.averages.held))
         if goes_on:
             path = trainer.resume(runfolder.resolve(self.config, self.resume)[1] if self.resume else None)
             if meeting.rank == 0:
@@ -297,8 +304,6 @@ class Rank:
             self.folder, self.nonce = Path(known[0]), known[1]
         if meeting.rank == 0 and self.lock is None:
             self.lock = lock.join(self.folder, self.nonce)
-        if meeting.rank == 0 and self.lock is not None:
-            self.cleanup.callback(self.lock.release)
 
     def _parallelize(self, model: Any, layout: Any, meeting: Meeting) -> Any:
         from interlace.run import parallelize

@@ -61,11 +61,8 @@ class RunLock:
 
     def release(self) -> None:
         """Gives the run folder back, if no other process of the job still lives. Safe to call twice."""
-        if self.over.is_set():
+        if not self.leave():
             return
-        self.over.set()
-        self.thread.join()
-        os.close(self.handle)
         claim = self.path.with_name(f"{NAME}.{self.nonce}.claim")
         with contextlib.suppress(OSError):  # what is left of the file is seen to be of dead processes
             os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # who takes over has it, and is left alone
@@ -76,6 +73,15 @@ class RunLock:
                     self.path.unlink()
             finally:
                 claim.unlink(missing_ok=True)
+
+    def leave(self) -> bool:
+        """Ends this process's part in it: another process of the job has joined, or will. Whether it had one still."""
+        if self.over.is_set():
+            return False
+        self.over.set()
+        self.thread.join()
+        os.close(self.handle)
+        return True
 
     def __enter__(self) -> RunLock:
         return self

@@ -1,0 +1,307 @@
+"""A cluster of processes on this machine for elastic runs: a coordinator, nodes with their ranks, and faults on demand.
+
+Nodes are forked from the fork server of the tests, and ranks from their node's supervisor, so that neither imports
+torch anew. All that differs from `interlace train --elastic` is how processes start.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.forkserver import context
+
+MODEL = {
+    "vision": {
+        "architecture": "SiglipVisionModel",
+        "projector": "mlp",
+        "config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 4,
+        },
+    },
+    "language_model": {
+        "architecture": "LlamaForCausalLM",
+        "config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+        },
+    },
+}
+TABLE: dict[str, Any] = {
+    "run": {"name": "elastic", "device": "cpu"},
+    "model": MODEL,
+    "data": {"dataset": "digits", "prefetch": 1},
+    "train": {
+        "steps": 12, "batch_size": 12, "microbatches": 3, "warmup_steps": 2, "lr": 3e-3, "ema": 0.9,
+        "validate_every": 5, "validation_samples": 8,
+    },
+    "parallel": {"timeout": 60.0, "threads": 1},
+    "checkpoint": {"every": 0},
+    "log": {"every": 1, "trackers": [], "trace_step": 0, "samples": 0, "accuracy_samples": 0, "predict": False},
+    "resilience": {"nodes": 2, "faults": 1, "min_nodes": 1, "heartbeat": 20.0, "notice": 60.0},
+}  # fmt: skip
+
+
+def table(folder: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of a tiny config whose runs lie in `folder`. changes: section -> keys."""
+    made = copy.deepcopy(TABLE)
+    made["run"]["folder"] = str(folder)
+    for section, keys in changes.items():
+        made[section] |= keys
+    return made
+
+
+class Cluster:
+    """`with Cluster(folder, table) as cluster`: a coordinator; nodes are started by name.
+
+    Everything lies in `folder`: journal.jsonl of the coordinator, NAME.pids, NAME.log, the run's own folder, and for
+    each rank process PID.steps, the steps that counted there with the samples that were trained on.
+    """
+
+    def __init__(self, folder: Path, table: Mapping[str, Any], *, pace: float = 0.0) -> None:
+        """pace: seconds that every step takes longer, so that faults come while there are steps to come."""
+        self.folder, self.table, self.pace = folder, table, pace
+        self.nodes: dict[str, Any] = {}
+        self.journal = folder / "journal.jsonl"
+
+    def __enter__(self) -> Cluster:
+        ports = self.folder / "ports"
+        self._coordinator = context().Process(target=_coordinate, args=(str(self.folder),))
+        self._coordinator.start()
+        self.wait_for(ports.exists, "the coordinator")
+        self.address = f"127.0.0.1:{ports.read_text()}"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in (*self.nodes.values(), self._coordinator):
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    def start(self, *names: str) -> None:
+        """Nodes come."""
+        for name in names:
+            process = context().Process(target=_node, args=(name, str(self.folder), self.address, dict(self.table), self.pace))
+            process.start()
+            self.nodes[name] = process
+
+    def ranks(self, name: str) -> list[int]:
+        """The process ids of a node's ranks."""
+        path = self.folder / f"{name}.pids"
+        return list(map(int, path.read_text().split())) if path.exists() else []
+
+    def kill(self, name: str) -> None:
+        """A node dies: its supervisor, and its ranks with it."""
+        self.nodes[name].kill()
+
+    def stop(self, name: str) -> None:
+        """The first rank of a node hangs."""
+        os.kill(self.ranks(name)[0], signal.SIGSTOP)
+
+    def preempt(self, name: str) -> None:
+        """A node is told that it will be gone."""
+        os.kill(self.nodes[name].pid, signal.SIGTERM)
+
+    def events(self, what: str | None = None) -> list[dict[str, Any]]:
+        """The coordinator's journal."""
+        found = []
+        for line in self.journal.read_text().splitlines() if self.journal.exists() else ():
+            event = json.loads(line)
+            if what is None or event["what"] == what:
+                found.append(event)
+        return found
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps that counted, as every rank process that saw it wrote them."""
+        return [
+            json.loads(line) for path in self.folder.glob("*.steps") for line in path.read_text().splitlines() if line
+        ]
+
+    def reached(self, step: int, generation: int = 0) -> Callable[[], bool]:
+        """Whether a step has counted, in that generation or a later one."""
+        return lambda: any(each["step"] >= step and each["generation"] >= generation for each in self.steps())
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} did not come\n{self.told()}")
+            time.sleep(0.01)
+
+    def end(self, seconds: float = 240.0) -> dict[str, int | None]:
+        """Waits for all nodes; their exit codes."""
+        for name, process in self.nodes.items():
+            process.join(seconds)
+            if process.is_alive():
+                raise TimeoutError(f"node {name} does not end\n{self.told()}")
+        return {name: process.exitcode for name, process in self.nodes.items()}
+
+    def told(self) -> str:
+        """What everybody said, for a failing test."""
+        texts = [self.journal.read_text()[-3000:]] if self.journal.exists() else []
+        return "\n".join([*texts, *(f"{p.name}:\n{p.read_text()[-2000:]}" for p in self.folder.glob("*.log"))])
+
+    def run_folder(self) -> Path:
+        """The run's own folder."""
+        found = {path.parent for path in self.folder.glob("runs/elastic/*/metrics.jsonl")}
+        (path,) = (path for path in found if not path.is_symlink())
+        return path
+
+
+def _coordinate(folder: str) -> None:
+    from interlace.resilience.coordinator import Coordinator
+
+    with Coordinator("127.0.0.1", 0, journal=Path(folder) / "journal.jsonl") as serving:
+        draft = Path(folder) / "ports.draft"
+        draft.write_text(str(serving.port))
+        draft.rename(Path(folder) / "ports")
+        serving.run()
+
+
+def _node(name: str, folder: str, address: str, made: dict[str, Any], pace: float) -> None:
+    import interlace.train.elastic  # noqa: F401 (here, so that ranks have it)
+    from interlace.resilience.supervisor import Supervisor
+    from interlace.train.config import from_table
+    from interlace.train.elastic_config import settings_of
+
+    made["resilience"]["coordinator"] = address
+    config = from_table(made)
+
+    class Forking(Supervisor):
+        """Its ranks are forked."""
+
+        def _start(self, pages: list[Path], store: str) -> None:
+            place = Path(folder)
+            for rank, page in enumerate(pages):
+                environment = {
+                    "INTERLACE_COORDINATOR": store, "INTERLACE_NODE": self.id, "INTERLACE_PROGRESS": str(page),
+                    "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(pages)),
+                }  # fmt: skip
+                log = place / f"{name}.log"
+                self.processes.append(_Forked(partial(_rank, config, environment, log, place, pace)))
+            (place / f"{name}.pids").write_text(" ".join(str(process.pid) for process in self.processes))
+
+    supervisor = Forking(
+        address, [], settings_of(config), host=name, logs=Path(folder), notice=config.resilience.notice
+    )
+    sys.exit(supervisor.run())
+
+
+def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, pace: float) -> int:
+    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    os.environ.update(environment)
+    from interlace.train import elastic
+
+    real = elastic.Rank._commit
+    steps = (folder / f"{os.getpid()}.steps").open("w")
+
+    def commit(self: Any, meeting: Any, trainer: Any, step: int) -> None:
+        real(self, meeting, trainer, step)
+        samples = self.feed.loader.indices(*trainer.place)
+        line = {"step": step, "generation": meeting.generation.number, "samples": samples, "pid": os.getpid()}
+        steps.write(json.dumps(line) + "\n")
+        steps.flush()
+        time.sleep(pace)
+
+    elastic.Rank._commit = commit  # type: ignore[method-assign]
+    return elastic.run(config, source="test")
+
+
+class _Forked:
+    """What a supervisor asks of a `subprocess.Popen`, of a fork of this process."""
+
+    def __init__(self, work: Callable[[], int]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                _die_with_parent()
+                code = work()
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> loss, of a run folder with a line for every step."""
+    from interlace.train.metrics import LOSS, read_metrics
+
+    lines = read_metrics(folder)
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+    return {int(line["step"]): line[LOSS] for line in lines}
+
+
+def uninterrupted(made: Mapping[str, Any], folder: Path) -> tuple[dict[int, float], dict[int, Sequence[int]]]:
+    """The losses and the samples of the same run in one process."""
+    from interlace.layout import Layout
+    from interlace.run import parallelize
+    from interlace.train.build import build, initialize
+    from interlace.train.config import from_table
+    from interlace.train.feed import Feed, datasets
+    from interlace.train.texts import tokenizer_of
+    from interlace.train.trainer import Trainer
+
+    config = from_table(copy.deepcopy(dict(made)))
+    tokenizer = tokenizer_of(config, source="test")
+    model = build(config, tokenizer)
+    parallel = parallelize(model, Layout.balanced(model, 1), transport="local", device="cpu")
+    initialize(parallel, seed=config.run.seed)
+    feed = Feed(
+        *datasets(config, model, tokenizer), batch_size=config.train.batch_size, seed=config.run.seed,
+        validation_samples=config.train.validation_samples,
+    )  # fmt: skip
+    folder.mkdir(parents=True)
+    trainer = Trainer(config, model, parallel, feed, folder, quiet=True)
+    samples: dict[int, Sequence[int]] = {}
+
+    def note(step: int) -> None:
+        samples[step] = feed.loader.indices(*trainer.place)
+
+    trainer.commit = note
+    trainer.run()
+    feed.close()
+    return losses(folder), samples
