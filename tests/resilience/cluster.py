@@ -99,7 +99,9 @@ class Cluster:
     def start(self, *names: str) -> None:
         """Nodes come."""
         for name in names:
-            process = context().Process(target=_node, args=(name, str(self.folder), self.address, dict(self.table), self.pace))
+            process = context().Process(
+                target=_node, args=(name, str(self.folder), self.address, dict(self.table), self.pace)
+            )
             process.start()
             self.nodes[name] = process
 

@@ -45,6 +45,7 @@ from interlace.train.elastic_meeting import Meeting, Over
 from interlace.train.elastic_plan import microbatches, propose
 from interlace.train.elastic_state import Held, Note
 from interlace.train.feed import Feed, datasets
+from interlace.train.flops import Meter
 from interlace.train.launch import launcher, lock
 from interlace.train.optim import state_sizes
 from interlace.train.page import Page
@@ -118,6 +119,8 @@ class Rank:
         self.parallel: Any = None  # of the newest generation, which the thread that reads ahead asks
         self.shares: tuple[int, ...] = ()
         self.clocks = Clocks()
+        # Any rank may be rank 0 one day, and then counts FLOPs: what takes long is done before anybody waits for it.
+        self.meter = Meter(self.model, [0.0], recompute=config.train.recompute)
 
     @cached_property
     def layers(self) -> dict[str, tuple[str, int]]:
@@ -369,6 +372,7 @@ class Rank:
             leaves=lambda: self._leaves,
             shares=self.shares_of,
             peers=meeting.peers,
+            meter=self.meter if meeting.rank == 0 else None,
         )
         meeting.all_made()
         return trainer

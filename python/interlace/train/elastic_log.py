@@ -6,7 +6,7 @@ It is split by the clock of the rank whose state the others went on from, and th
     replay      of the step that did not count: what of it had been computed, as far as a step takes so long
     detection   from there until the coordinator noticed: nothing where a connection was closed, the heartbeat in a hang
     vote        from the notice until the rank had given the step up
-    regroup     until the ranks had met anew, with process groups and pipelines
+    regroup     until the ranks had met anew, with process groups and pipelines, and what their first step took longer
     copy        of layers, moments and averages that were missing
 """
 
@@ -72,10 +72,11 @@ class Recovery:
         worked = noticed - counted
         replay = min(worked, step)
         left = min(max(gave_up, noticed), began) if aborted else noticed
+        slower = max(now - began - step, 0.0)  # a generation's first step makes what later ones find made
         self.split = {
             "detection": worked - replay,
             "vote": left - noticed,
-            "regroup": max(began - left - copying, 0.0),
+            "regroup": max(began - left - copying, 0.0) + slower,
             "copy": copying,
             "replay": replay,
         }

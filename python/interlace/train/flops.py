@@ -63,7 +63,6 @@ class Meter:
         from interlace.model import MultimodalModel
         from interlace.run.flops import StepFlops, Uncountable
 
-        self.devices, self.peak = len(peaks), sum(peaks) if all(peaks) else 0.0
         self.why = ""
         self._count: StepFlops | None = None
         try:
@@ -72,6 +71,11 @@ class Meter:
             self._count = StepFlops(model, recompute=recompute)
         except Uncountable as error:
             self.why = str(error)
+        self.measure(peaks)
+
+    def measure(self, peaks: Sequence[float]) -> None:
+        """From here on steps run on devices with these peaks."""
+        self.devices, self.peak = len(peaks), sum(peaks) if all(peaks) else 0.0
         self._empty()
 
     def _empty(self) -> None:

@@ -81,7 +81,7 @@ class Trainer:
     Of an elastic run: `commit` is asked when a step's gradients and their norm are known on all ranks, and raises where
     the step is not to be applied; no collective follows before its update. `leaves` says whether training is to stop
     after it, for another generation to go on. `shares` says how many of so many microbatches each replica takes.
-    `peers`: by default made here.
+    `peers`: by default made here. `meter`: what counts FLOPs, by default made when training begins, which takes seconds.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Trainer:
         leaves: Callable[[], bool] = lambda: False,
         shares: Callable[[int], Sequence[int]] | None = None,
         peers: Peers | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self.config, self.model, self.parallel, self.feed, self.folder = config, model, parallel, feed, folder
         from interlace.train.tuning import rates  # with the library of models, which the model has loaded by now
@@ -146,7 +147,7 @@ class Trainer:
         self.totals = {"seconds": 0.0, "samples": 0, "tokens": 0, "waited": 0.0, "validating": 0.0, "saving": 0.0}
         self.trackers = trackers or Trackers(config, folder, {})
         self.profiler = Profiler(config.log.profile, folder, self.rank)
-        self.meter: Meter | None = None  # of rank 0
+        self.meter = meter  # of rank 0
         self.last: dict[str, float] = {}
         self.saved_step = -1
         self.stopped = 0  # the signal that ends the run
@@ -209,9 +210,11 @@ class Trainer:
         self.stopped = 0
         peaks = self.peers.exchange("adding up what the devices could compute", peak_here(self.config))
         if self.rank == 0:
-            self.meter = Meter(self.model, peaks, recompute=train.recompute)
-            if self.meter.why:
-                self.screen.say(f"interlace: no tflops and mfu: {self.meter.why}")
+            if self.meter is None:
+                self.meter = Meter(self.model, peaks, recompute=train.recompute)
+                if self.meter.why:
+                    self.screen.say(f"interlace: no tflops and mfu: {self.meter.why}")
+            self.meter.measure(peaks)
         try:
             self._after_step()  # of a step that the generation before has made
             while not self._is_over() and not self.stopped and not self.leaves():
