@@ -135,7 +135,8 @@ class Rank:
         gc.freeze()  # what is there now stays: models of generations that are over are then found in no time
         number = 0
         while True:
-            generation = self.member.next_generation(number, self.config.parallel.timeout)
+            patience = self.config.parallel.timeout if number else LONGEST_START
+            generation = self.member.next_generation(number, patience)
             number = generation.number
             self.clocks.formed = time.time()
             try:
@@ -178,14 +179,16 @@ class Rank:
             self.parallel = self._parallelize(model, layout, meeting)
             self._make_feed(meeting)
             trainer = self._trainer(model, meeting)
-        recovery = Recovery.of(generation, meeting.rank, sum(self.shares))
+        recovery = Recovery.of(generation, sum(self.shares))
         with allowing("filling its layers", LONGEST_START):
             if leader < 0:
                 self._begin(meeting, trainer)
             else:
                 self._take_over(meeting, notes, layout, trainer, before, recovery)
+        # Only after the barrier may go what this rank held before and needs no more: everybody then has what it was to
+        # get from it. Who is not told so any more has both.
+        self.held = Held(trainer.progress(), {**before, **states.tensors_of(trainer)})
         meeting.peers.barrier("having all layers")
-        # Only now may go what this rank held before and needs no more: everybody has what it was to get from it.
         self.held = Held.of(trainer)
         self.member.copied(generation)
         self.clocks.began(recovery)
@@ -296,8 +299,9 @@ class Rank:
         if known is None:
             # Rank 0 makes it, and all learn it in one round: one that is left then knows it, or none does.
             found, _, held = whole_run.agree_on_folder(self.config, self.resume, meeting)  # type: ignore[arg-type]
-            self.lock = held
-            self.nonce = meeting.gather("locking the run folder", "" if held is None else held.nonce)[0]
+            if held is not None:
+                self.lock, self.nonce, self.folder = held, held.nonce, found
+            self.nonce = meeting.gather("locking the run folder", self.nonce)[0]
             self.folder = found
             runfolder.check_shared(found, meeting)
             if meeting.rank == 0 and self.resume is None:
@@ -394,21 +398,22 @@ class Rank:
     def _train(self, meeting: Meeting, trainer: Trainer, model: Any, layout: Any) -> tuple[bool, Closing | None]:
         self.member.progress.computing()
         assert self.feed is not None and self.folder is not None
+        outcome: dict[str, Any] = {}
         try:
             outcome = trainer.run()
         finally:
             # Where the step was dropped, so are its gradients; where it counts, this is what it has made of the state.
             self.parallel.zero_grad()
             self.held = Held.of(trainer)
-            trainer.trackers.close("stopped" if self._leaves else "failed")
-        if self._leaves:
+            if not outcome.get("finished"):
+                trainer.trackers.close("stopped")
+        if not outcome["finished"]:
             return False, None
         self.feed.close()
         if meeting.rank != 0:
             return True, None
-        trackers = Trackers(self.config, self.folder, {})
         page = Page(self.folder, self.config, facts_of(model, layout))
-        return True, (self.config, page, trackers, outcome, model, self.tokenizer, self.feed)
+        return True, (self.config, page, trainer.trackers, outcome, model, self.tokenizer, self.feed)
 
     def _save(self, meeting: Meeting, notes: dict[int, Note]) -> None:
         """Too few nodes are left to train on: saves what they hold, if that is the whole model."""

@@ -51,7 +51,7 @@ class Recovery:
     split: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, generation: Generation, rank: int, microbatches: int) -> Recovery:
+    def of(cls, generation: Generation, microbatches: int) -> Recovery:
         return cls(
             generation.number,
             generation.kind,

@@ -77,10 +77,17 @@ class Cluster:
     """
 
     def __init__(self, folder: Path, table: Mapping[str, Any], *, pace: float = 0.0) -> None:
-        """pace: seconds that every step takes longer, so that faults come while there are steps to come."""
-        self.folder, self.table, self.pace = folder, table, pace
+        """pace: see `slow`."""
+        self.folder, self.table = folder, table
         self.nodes: dict[str, Any] = {}
         self.journal = folder / "journal.jsonl"
+        self.slow(pace)
+
+    def slow(self, pace: float) -> None:
+        """Every step takes so many seconds longer from here on, so that there are steps left when faults come."""
+        draft = self.folder / "pace.draft"
+        draft.write_text(str(pace))
+        draft.rename(self.folder / "pace")
 
     def __enter__(self) -> Cluster:
         ports = self.folder / "ports"
@@ -99,9 +106,7 @@ class Cluster:
     def start(self, *names: str) -> None:
         """Nodes come."""
         for name in names:
-            process = context().Process(
-                target=_node, args=(name, str(self.folder), self.address, dict(self.table), self.pace)
-            )
+            process = context().Process(target=_node, args=(name, str(self.folder), self.address, dict(self.table)))
             process.start()
             self.nodes[name] = process
 
@@ -178,7 +183,7 @@ def _coordinate(folder: str) -> None:
         serving.run()
 
 
-def _node(name: str, folder: str, address: str, made: dict[str, Any], pace: float) -> None:
+def _node(name: str, folder: str, address: str, made: dict[str, Any]) -> None:
     import interlace.train.elastic  # noqa: F401 (here, so that ranks have it)
     from interlace.resilience.supervisor import Supervisor
     from interlace.train.config import from_table
@@ -198,7 +203,7 @@ def _node(name: str, folder: str, address: str, made: dict[str, Any], pace: floa
                     "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(pages)),
                 }  # fmt: skip
                 log = place / f"{name}.log"
-                self.processes.append(_Forked(partial(_rank, config, environment, log, place, pace)))
+                self.processes.append(_Forked(partial(_rank, config, environment, log, place)))
             (place / f"{name}.pids").write_text(" ".join(str(process.pid) for process in self.processes))
 
     supervisor = Forking(
@@ -207,7 +212,7 @@ def _node(name: str, folder: str, address: str, made: dict[str, Any], pace: floa
     sys.exit(supervisor.run())
 
 
-def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, pace: float) -> int:
+def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path) -> int:
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
@@ -223,7 +228,7 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
         line = {"step": step, "generation": meeting.generation.number, "samples": samples, "pid": os.getpid()}
         steps.write(json.dumps(line) + "\n")
         steps.flush()
-        time.sleep(pace)
+        time.sleep(float((folder / "pace").read_text()))
 
     elastic.Rank._commit = commit  # type: ignore[method-assign]
     return elastic.run(config, source="test")

@@ -1,0 +1,190 @@
+"""Faults at random moments of an elastic run, and what must hold after all of them: `python -m tests.resilience.sweep`.
+
+An episode is one run. Its faults come one after the other, each at a random moment of a random step, and a new node for
+every node that is gone: kills (the supervisor and with it its ranks; every fourth one hits the node of rank 0), hangs
+(SIGSTOP) and preemptions (SIGTERM). The run trains on until all have come, and then to its end.
+
+The table that is committed (sweep.json) is of `python -m tests.resilience.sweep`; tests play short episodes of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.resilience.elastic_cluster import Cluster, losses, table, uninterrupted
+
+TABLE = Path(__file__).parent / "sweep.json"
+KINDS = {"kill": "death", "stop": "hang", "preempt": "leave"}  # what is done -> what the coordinator calls it
+
+
+def play(folder: Path, faults: Sequence[str], *, seed: int, nodes: int, min_nodes: int, steps: int) -> dict[str, Any]:
+    """One episode; checks all that can be checked of it, and returns its figures. Raises AssertionError."""
+    chance = random.Random(seed)
+    made = table(
+        folder / "runs",
+        train={"steps": steps, "microbatches": 4, "batch_size": 16},
+        resilience={"nodes": nodes, "min_nodes": min_nodes, "heartbeat": 4.0},
+    )
+    began = time.monotonic()
+    with Cluster(folder, made, pace=0.3) as cluster:
+        living = [f"n{i}" for i in range(nodes)]
+        cluster.start(*living)
+        cluster.wait_for(cluster.reached(2), "the first steps", 400)
+        wants = 2
+        for number, fault in enumerate(faults):
+            victim = chance.choice(living)
+            if fault == "kill" and number % 4 == 0:  # the node of rank 0
+                first = cluster.events("generation")[-1]["pipelines"][0][0].rpartition("-")[0]
+                victim = first if first in living else victim
+            time.sleep(chance.uniform(0.0, 1.0))
+            generation = cluster.events("generation")[-1]["number"]
+            {"kill": cluster.kill, "stop": cluster.stop, "preempt": cluster.preempt}[fault](victim)
+            living.remove(victim)
+            fresh = f"m{number}"
+            cluster.start(fresh)
+            living.append(fresh)
+            cluster.wait_for(
+                lambda g=generation, n=fresh: any(  # type: ignore[misc]
+                    event["number"] > g and any(node.startswith(f"{n}-") for p in event["pipelines"] for node in p)
+                    for event in cluster.events("generation")
+                ),
+                f"generation with {fresh} after {fault} of {victim}",
+                240,
+            )
+            joined = cluster.events("generation")[-1]["number"]
+            wants = max(each["step"] for each in cluster.steps()) + 1
+            cluster.wait_for(cluster.reached(wants, joined), f"step {wants} after {fault} of {victim}", 240)
+        cluster.slow(0.0)
+        codes = cluster.end(600)
+        alive = {name: codes[name] for name in living}
+        assert set(alive.values()) == {0}, (alive, cluster.told())
+    return check(cluster, made, living) | {
+        "faults": {fault: faults.count(fault) for fault in dict.fromkeys(faults)}, "seed": seed, "nodes": nodes,
+        "seconds": round(time.monotonic() - began, 1),
+    }  # fmt: skip
+
+
+def check(cluster: Cluster, made: dict[str, Any], living: Sequence[str]) -> dict[str, Any]:
+    """What holds of a run that has ended well; its figures."""
+    folder = cluster.run_folder()
+    expected, samples = uninterrupted(made, cluster.folder / "alone")
+    found, steps = losses(folder), cluster.steps()
+    assert found.keys() == expected.keys()
+    worst = max(abs(found[step] - expected[step]) for step in expected)
+    assert worst < 1e-5, worst
+    # Every step counted once, on all who saw it with the samples of an unbroken run.
+    assert {each["step"] for each in steps} == set(expected)
+    assert all(each["samples"] == list(samples[each["step"]]) for each in steps)
+    for pid in {each["pid"] for each in steps}:
+        mine = [each["step"] for each in steps if each["pid"] == pid]
+        assert mine == list(range(mine[0], mine[-1] + 1))
+    # Who lives at the end is the process that it was when its node came.
+    last = {each["pid"] for each in steps if each["step"] == max(expected)}
+    assert last == {pid for name in living for pid in cluster.ranks(name)}, (last, living)
+    changes = cluster.events("generation")
+    check_pipelines(changes, cluster.events("ready"), made)
+    lines = [json.loads(line) for line in (folder / "recovery.jsonl").read_text().splitlines()]
+    check_bytes(lines, made)
+    lost: dict[str, list[float]] = {}
+    for line in lines[1:]:
+        lost.setdefault(line["cause"][0][0] if line["cause"] else "", []).append(line["lost"])
+    pipelines = [len(change["pipelines"]) for change in changes]
+    return {
+        "steps": len(expected), "generations": len(changes), "worst_loss_difference": worst,
+        "most_pipelines": max(pipelines), "fewest_pipelines": min(pipelines),
+        "depths": sorted({len(p) for change in changes for p in change["pipelines"]}),
+        "copied_mib": round(sum(line["bytes"] for line in lines) / 2**20, 2),
+        "lost_seconds": {
+            kind: {"count": len(each), "median": round(statistics.median(each), 2), "most": round(max(each), 2)}
+            for kind, each in lost.items()
+        },
+        "false_alarms": len(cluster.events("false alarm")),
+    }  # fmt: skip
+
+
+def check_pipelines(changes: Sequence[dict[str, Any]], ready: Sequence[dict[str, Any]], made: dict[str, Any]) -> None:
+    """After every change pipelines are what `plan.reconfigure` and then `plan.admit` make of those before."""
+    from interlace import plan
+
+    own, count = made["resilience"], made["train"]["microbatches"] * (made["resilience"]["faults"] + 1)
+    most = own["nodes"] - own["faults"] * own["min_nodes"]
+    sizes = list(range(own["min_nodes"], most + 1))
+    order = [event["node"] for event in ready]
+    for before, after in zip(changes, changes[1:], strict=False):
+        kinds = [cause.split(" ") for cause in after["cause"]]
+        gone = {node for kind, *rest in kinds for node in rest if kind != "join"}
+        inside = {node for pipeline in before["pipelines"] for node in pipeline}
+        came = [node for node in order if node not in inside and any(node in p for p in after["pipelines"])]
+        left = plan.reconfigure(before["pipelines"], gone, sizes, faults=own["faults"])
+        expected = [list(each.nodes) for each in plan.admit([e.nodes for e in left], came, sizes, most=count)]
+        assert after["pipelines"] == expected, (before, after, expected)
+
+
+def check_bytes(lines: Sequence[dict[str, Any]], made: dict[str, Any]) -> None:
+    """What was copied at a change is what nodes hold after it and did not hold before, and no more."""
+    from interlace.resilience.layouts import Templates, held_by
+    from interlace.run.graph import parameter_layers
+    from interlace.train.build import build
+    from interlace.train.checkpoint.identity import canonical_names
+    from interlace.train.config import from_table
+    from interlace.train.costs import flop_costs
+    from interlace.train.texts import tokenizer_of
+
+    config = from_table(dict(made))
+    model = build(config, tokenizer_of(config, source="test"))
+    templates = Templates(model, flop_costs(config, model))
+    layers, first = parameter_layers(model), canonical_names(model)
+    # fp32: a weight, two moments, an average and the number of its steps.
+    size = {name: p.numel() * 16 + 4 for name, p in model.named_parameters()}
+
+    def held(line: dict[str, Any]) -> dict[str, set[str]]:
+        order = [node for pipeline in line["pipelines"] for node in pipeline]
+        layout = templates.layout([len(pipeline) for pipeline in line["pipelines"]])
+        return {node: set(held_by(layout, rank, layers, first)) for rank, node in enumerate(order)}
+
+    for before, after in zip(lines, lines[1:], strict=False):
+        if after["generation"] == before["generation"] + 1:  # else one between them has come to nothing
+            had = held(before)
+            missing = [name for node, names in held(after).items() for name in names - had.get(node, set())]
+            assert after["bytes"] == sum(size[name] for name in missing), (before, after)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--hangs", type=int, default=10)
+    parser.add_argument("--preemptions", type=int, default=10)
+    parser.add_argument("--episodes", type=int, default=4)
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--min-nodes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    faults = ["kill"] * options.kills + ["stop"] * options.hangs + ["preempt"] * options.preemptions
+    random.Random(options.seed).shuffle(faults)
+    rows = []
+    for episode in range(options.episodes):
+        folder = Path(tempfile.mkdtemp(prefix="sweep-"))
+        own = faults[episode :: options.episodes]
+        rows.append(
+            play(
+                folder, own, seed=options.seed + episode, nodes=options.nodes, min_nodes=options.min_nodes,
+                steps=options.steps,
+            )
+        )  # fmt: skip
+        print(json.dumps(rows[-1]), flush=True)
+        TABLE.write_text(json.dumps({"command": vars(options), "episodes": rows}, indent=1) + "\n")
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Elastic runs of tiny models over gloo: what they come to is what one process comes to that nothing happens to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.resilience.elastic_cluster import Cluster, table
+from tests.resilience.sweep import check, play
+
+
+def test_a_run_outlives_a_node_and_takes_another_in(tmp_path: Path) -> None:
+    """Two nodes, with a death and a join; nobody waits for the dead one's words."""
+    made = table(tmp_path / "runs", train={"steps": 90}, resilience={"nodes": 3})
+    with Cluster(tmp_path, made, pace=0.3) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.wait_for(cluster.reached(2), "step 2")
+        cluster.kill("a")
+        cluster.start("d")
+        cluster.wait_for(lambda: len(cluster.events("generation")) > 2, "the generation that has d")
+        cluster.slow(0.0)
+        codes = cluster.end()
+        assert [codes[name] for name in "bcd"] == [0, 0, 0], cluster.told()
+    found = check(cluster, made, ["b", "c", "d"])
+    assert found["generations"] >= 3 and found["false_alarms"] == 0
+    page = (cluster.run_folder() / "recovery.html").read_text()
+    assert "death" in page and "regroup" in page
+
+
+@pytest.mark.slow
+def test_faults_of_all_kinds_at_random_moments(tmp_path: Path) -> None:
+    """An episode of the sweep on four nodes: pipelines of different depth, rank 0's node among those that die."""
+    found = play(tmp_path, ["kill", "preempt", "stop"], seed=3, nodes=4, min_nodes=1, steps=150)
+    assert found["generations"] >= 4
