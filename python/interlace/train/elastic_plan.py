@@ -63,7 +63,7 @@ def min_nodes(config: Config, model: Any, templates: Templates, *, source: str) 
             ) from None
     raise ConfigError(
         f"{source}: no pipeline of up to {templates.most_ranks} ranks holds the model in {limit / 2**30:.1f} GiB each: "
-        "raise parallel.memory, or lower train.batch_size"
+        "take machines with more memory, or lower train.batch_size"
     )
 
 

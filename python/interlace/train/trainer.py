@@ -81,7 +81,7 @@ class Trainer:
     Of an elastic run: `commit` is asked when a step's gradients and their norm are known on all ranks, and raises where
     the step is not to be applied; no collective follows before its update. `leaves` says whether training is to stop
     after it, for another generation to go on. `shares` says how many of so many microbatches each replica takes.
-    `peers`: by default made here. `meter`: what counts FLOPs, by default made when training begins, which takes seconds.
+    `peers`: by default made here. `meter` counts FLOPs; by default it is made when training begins, in seconds.
     """
 
     def __init__(

@@ -1,0 +1,175 @@
+"""Parts of an elastic rank by themselves: what it tells, how state is handed on, what time lost is made of."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interlace.resilience.errors import ResilienceError
+from interlace.resilience.generation import Event, Generation, Node
+from interlace.resilience.layouts import Templates
+from interlace.resilience.roster import Templates as Proposed
+from interlace.train.build import build
+from interlace.train.config import ConfigError, from_table
+from interlace.train.costs import flop_costs
+from interlace.train.elastic import leader_of
+from interlace.train.elastic_config import check
+from interlace.train.elastic_log import PARTS, Recovery
+from interlace.train.elastic_plan import propose
+from interlace.train.elastic_state import Note, bits_of, give
+from interlace.train.page_recovery import write_page
+from interlace.train.texts import tokenizer_of
+from tests.resilience.elastic_cluster import TABLE
+from tests.tiny import tiny_mllm
+
+GENERATION = Generation(
+    2,
+    (("a",), ("b", "c")),
+    {name: Node(name, 1, "host") for name in "abc"},
+    cause=(Event("death", "d<", 103.0, "x&y"),),
+)
+
+
+@given(st.sets(st.integers(0, 70)))
+def test_a_note_says_which_parameters_are_held(places: set[int]) -> None:
+    order = [f"p{i}" for i in range(71)]
+    names = {f"p{i}" for i in places}
+    note = Note("host", "c", "d", 7, bits_of(names, order), "folder", "nonce", (1.0, 2.0, 3.0))
+    again = Note.from_json(note.to_json().encode(), 3)
+    assert again == note and set(again.names(order)) == names
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b'{"host": 3}', b'{"host":"h","config":"c","data":"d","held":"x!"}'])
+def test_what_is_no_note_is_refused_with_its_rank(raw: bytes) -> None:
+    with pytest.raises(ResilienceError, match="rank 5"):
+        Note.from_json(raw, 5)
+
+
+def test_the_first_of_those_that_came_furthest_leads() -> None:
+    def note(step: int) -> Note:
+        return Note("h", "c", "d", step)
+
+    assert leader_of({0: note(-1), 1: note(-1)}) == -1
+    assert leader_of({0: note(-1), 1: note(4), 2: note(5), 3: note(5)}) == 2
+
+
+def test_weights_are_handed_on_without_a_copy_under_all_their_names() -> None:
+    model = tiny_mllm(tied=True)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.device("meta"):
+        empty = tiny_mllm(tied=True)
+    kept = [name for name in values if "layers.0" in name or "embed_tokens" in name]
+    give(empty, {name: values[name] for name in kept})
+    now = dict(empty.named_parameters(remove_duplicate=False))
+    for name, parameter in now.items():
+        assert parameter.is_meta == (name not in kept and not name.endswith("lm_head.weight"))
+    assert all(now[name].data_ptr() == values[name].data_ptr() for name in kept)
+    tied = [name for name in now if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
+    assert len(tied) == 2 and now[tied[0]] is now[tied[1]]
+
+
+TIMES = st.floats(0.001, 50.0)
+
+
+@given(step=TIMES, worked=TIMES, vote=TIMES, meet=TIMES, copying=st.floats(0.0, 0.001), first=TIMES)
+def test_the_time_lost_is_what_lies_between_two_steps_less_one(step, worked, vote, meet, copying, first) -> None:
+    counted = 1000.0
+    noticed = counted + worked
+    gave_up = noticed + vote
+    began = gave_up + meet
+    now = began + step + first  # the first step takes longer by `first`
+    generation = Generation(2, GENERATION.pipelines, GENERATION.nodes, cause=(Event("hang", "d", noticed),))
+    recovery = Recovery.of(generation, 6)
+    recovery.halted = (counted, step, gave_up)
+    recovery.close(now, formed=gave_up + meet / 2, began=began, copying=copying)
+    assert recovery.lost == pytest.approx(now - counted - step)
+    assert recovery.split["replay"] == pytest.approx(min(worked, step))
+    assert recovery.split["detection"] == pytest.approx(max(worked - step, 0.0), abs=1e-6)
+    assert recovery.split["vote"] == pytest.approx(vote)
+    assert all(recovery.split[part] >= 0 for part in PARTS)
+
+
+def test_a_join_loses_no_step_and_a_start_nothing() -> None:
+    start = Recovery.of(GENERATION, 6)
+    start.close(5.0, 1.0, 2.0, 0.0)
+    assert start.metrics() == {} and start.lost == 0.0
+    join = Recovery.of(GENERATION, 6)
+    join.halted = (100.0, 1.0, 50.0)  # it gave nothing up since
+    join.close(103.0, formed=100.5, began=102.0, copying=0.5)
+    assert join.split == {"detection": 0.0, "vote": 0.0, "regroup": 1.5, "copy": 0.5, "replay": 0.0}
+
+
+def test_the_page_has_a_bar_for_each_part_and_escapes_what_nodes_say(tmp_path: Path) -> None:
+    recovery = Recovery.of(GENERATION, 6)
+    recovery.halted, recovery.step, recovery.bytes, recovery.transfers = (100.0, 1.0, 103.2), 12, 3 << 20, 2
+    recovery.close(106.0, formed=103.5, began=104.5, copying=0.25)
+    line = json.loads(json.dumps(vars(recovery)))
+    text = write_page(tmp_path, "my <run>", [line]).read_text()
+    assert text.count("<rect") == len(PARTS)
+    assert "my &lt;run&gt;" in text and "death d&lt; x&amp;y" in text and "3.00 MiB in 2 transfers" in text
+    assert write_page(tmp_path, "empty", []).read_text().count("<rect") == 0
+
+
+def config_of(**changes: dict[str, Any]) -> Any:
+    made = copy.deepcopy(TABLE)
+    for section, keys in changes.items():
+        made[section] |= keys
+    return from_table(made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": {"assign": "stratified"}}, "train.assign"),
+        ({"train": {"balance": "per_module"}}, "train.balance"),
+        ({"parallel": {"schedule": "auto"}}, "parallel.schedule"),
+        ({"parallel": {"placement": "colocated"}}, "parallel.placement"),
+    ],
+)
+def test_what_goes_by_pipelines_that_are_alike_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(config_of(**changes), source="test")
+
+
+def test_ranks_propose_templates_of_their_model() -> None:
+    config = config_of(resilience={"nodes": 5, "min_nodes": 2})
+    model = build(config, tokenizer_of(config, source="test"))
+    templates = Templates(model, flop_costs(config, model))
+    found = Proposed.from_json(propose(config, model, templates, source="test"))
+    assert found.sizes == [2, 3] and found.microbatches == 2 * config.train.microbatches
+    assert found.times == tuple(templates.time(size) for size in (2, 3)) and found.times[1] < found.times[0]
+    with pytest.raises(ConfigError, match="ranks_per_node"):
+        propose(config_of(resilience={"nodes": 40, "min_nodes": 20}), model, templates, source="test")
+
+
+def test_weights_that_some_pipelines_would_tie_across_ranks_are_refused() -> None:
+    made = copy.deepcopy(TABLE)
+    made["model"]["language_model"]["config"]["tie_word_embeddings"] = True
+    made["resilience"] |= {"nodes": 4, "min_nodes": 1}
+    config = from_table(made)
+    model = build(config, tokenizer_of(config, source="test"))
+    with pytest.raises(ConfigError, match="tie_word_embeddings = false"):
+        propose(config, model, Templates(model, flop_costs(config, model)), source="test")
+
+
+def test_a_model_that_one_rank_has_no_memory_for_needs_more_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(resilience={"nodes": 8, "min_nodes": None})
+    model = build(config, tokenizer_of(config, source="test"))
+    templates = Templates(model, flop_costs(config, model))
+
+    def least(memory: float) -> int:
+        monkeypatch.setattr("interlace.train.elastic_plan.memory_of", lambda *_: memory)
+        return Proposed.from_json(propose(config, model, templates, source="test")).min_nodes
+
+    assert least(1e12) == 1
+    state = sum(parameter.numel() * 20 for parameter in model.parameters())  # weight, gradient, moments, average
+    assert least(0.9 * state) > 1
+    with pytest.raises(ConfigError, match="no pipeline of up to"):
+        least(1000.0)
