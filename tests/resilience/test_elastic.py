@@ -10,8 +10,20 @@ from tests.resilience.elastic_cluster import Cluster, table
 from tests.resilience.sweep import check, play
 
 
+def test_a_run_outlives_a_node(tmp_path: Path) -> None:
+    made = table(tmp_path / "runs", train={"steps": 8, "validate_every": 0}, resilience={"nodes": 3})
+    with Cluster(tmp_path, made, pace=0.3) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.wait_for(cluster.reached(2), "step 2")
+        cluster.kill("a")
+        codes = cluster.end()
+        assert (codes["b"], codes["c"]) == (0, 0), cluster.told()
+    found = check(cluster, made, ["b", "c"])
+    assert found["generations"] == 2 and found["false_alarms"] == 0
+
+
+@pytest.mark.slow
 def test_a_run_outlives_a_node_and_takes_another_in(tmp_path: Path) -> None:
-    """Two nodes, with a death and a join; nobody waits for the dead one's words."""
     made = table(tmp_path / "runs", train={"steps": 90}, resilience={"nodes": 3})
     with Cluster(tmp_path, made, pace=0.3) as cluster:
         cluster.start("a", "b", "c")

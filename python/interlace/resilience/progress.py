@@ -1,8 +1,8 @@
 """The progress page: what a rank's own thread does just now, in a small shared file that its supervisor watches.
 
 Written by the thread that trains, at every action and around every wait: a thread beside it would live on in a process
-that hangs. A write is a few stores into shared memory (0.5 us), no system call and no lock; readers take it again
-when it changes under them.
+that hangs. A write is a few stores into shared memory (about a microsecond), no system call and no lock; readers take
+it again when it changes under them.
 
 No time is written: whoever watches notes on its own clock when the counter last moved, and knows how long it was kept
 from looking itself.
@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import struct
+<<<<<<< HEAD
 from collections.abc import Iterator, Sequence
+=======
+import threading
+from collections.abc import Sequence
+>>>>>>> members
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -59,7 +63,7 @@ class ProgressPage:
         self._seconds = memoryview(self._map).cast("d")
         self._ranks = memoryview(self._map).cast("q")
         self._counter = self._words[_COUNTER]
-        self._words[_THREAD] = os.gettid() if hasattr(os, "gettid") else os.getpid()
+        self._words[_THREAD] = threading.get_native_id()
 
     def tick(self) -> None:
         """Something was done."""
@@ -68,7 +72,9 @@ class ProgressPage:
 
     def computing(self) -> None:
         """From here on this rank waits for nobody."""
-        self._set(2)
+        # Two stores, each whole: a reader that comes between them sees a rank that moves.
+        self._words[_STATE] = 2
+        self.tick()
 
     def waiting(self, ranks: Sequence[int]) -> None:
         """From here on this rank waits for others, by their numbers in the generation."""
@@ -103,20 +109,6 @@ class ProgressPage:
         self._counter += 1
         words[_COUNTER] = self._counter
         words[_SEQUENCE] += 1
-
-
-_mine: ProgressPage | None = None
-
-
-def use(page: ProgressPage | None) -> None:
-    """Makes a page the one of this process, whose one rank writes it wherever it works or waits; None: none."""
-    global _mine
-    _mine = page
-
-
-def mine() -> ProgressPage | None:
-    """The page of this process; None outside of an elastic run."""
-    return _mine
 
 
 class ProgressReader:
