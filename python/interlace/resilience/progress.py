@@ -13,12 +13,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import struct
-<<<<<<< HEAD
-from collections.abc import Iterator, Sequence
-=======
 import threading
-from collections.abc import Sequence
->>>>>>> members
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -138,7 +134,9 @@ class ProgressReader:
 @contextlib.contextmanager
 def allowing(what: str, seconds: float) -> Iterator[None]:
     """Says on this process's page, if it has one, that what the block does may take so many seconds."""
-    page = mine()
+    from interlace.comm.recorder import page_in_use  # here: supervisors, which read pages, start without torch
+
+    page = page_in_use()
     if page is not None:
         page.idle(what, seconds)
     yield
