@@ -164,6 +164,14 @@ def test_torchruns_processes_make_replicas_where_the_config_leaves_them_open() -
         replicas(8)
 
 
+def test_all_ranks_know_the_same_nodes_however_many_ranks_each_has() -> None:
+    """A rank of a node of two and one of a node of one must agree: a step begins with that."""
+    assert rank.ranks_per_node(toy_config(), [2, 2, 2, 2]) == 2
+    assert rank.ranks_per_node(toy_config(), [2, 2, 1]) is None
+    assert rank.ranks_per_node(toy_config(), [3, 3, 3]) is None
+    assert rank.ranks_per_node(toy_config("parallel.ranks_per_node=1"), [2, 2, 1]) == 1
+
+
 def test_what_depends_on_replicas_waits_for_torchruns_processes(tmp_path: Path) -> None:
     """With 4 of them; alone the same configs are of one replica, and are refused."""
     path = tmp_path / "toy.toml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def _train(
     if chosen and rank == 0:
         runfolder.write_whole(folder / planlock.NAME, chosen)
     runfolder.check_shared(folder, startup)
-    startup.gather("building the model", None)
+    nodes = startup.gather("building the model", local_world)
     try:
         own = "try out how the model can be cut and make memory for its part of it"
         with startup.bounded("making the process groups of the pipeline", own):
@@ -143,7 +143,7 @@ def _train(
                 context_order=config.parallel.context_order,
                 assign=config.train.assign,
                 balance=config.train.balance,
-                ranks_per_node=ranks_per_node(config, local_world, world),
+                ranks_per_node=ranks_per_node(config, nodes),
                 autocast=devices.AUTOCAST[config.train.precision],
                 timeout=config.parallel.timeout,
                 crash_folder=folder / "crash",
@@ -256,11 +256,15 @@ def feed_of(
     )
 
 
-def ranks_per_node(config: Config, local_world: int, world: int) -> int | None:
-    """Ranks of a node, for `parallelize`; None where all are on one."""
+def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
+    """Ranks of a node, for `parallelize`; None where all are on one, and where nodes have unequally many.
+
+    nodes: of each rank, how many torchrun has started on its node.
+    """
     links = config.parallel.links
-    said = config.parallel.ranks_per_node or (links.ranks_per_host if links is not None else None) or local_world
-    return said if said < world else None
+    alike = nodes[0] if len(set(nodes)) == 1 else len(nodes)
+    said = config.parallel.ranks_per_node or (links.ranks_per_host if links is not None else None) or alike
+    return said if said < len(nodes) else None
 
 
 def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "config") -> Config:
