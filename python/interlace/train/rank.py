@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from interlace.train.auto import planlock
 from interlace.train.build import build, build_layout, initialize, materialize, stored_weights
 from interlace.train.chosen import choose, fill
 from interlace.train.config import ConfigError
-from interlace.train.costs import stated_links
+from interlace.train.costs import ranks_per_node, stated_links
 from interlace.train.feed import Feed, datasets, indexed, kinds, pixels, report_left_out
 from interlace.train.feed_stream import StreamFeed
 from interlace.train.launch import launcher, lock
@@ -254,17 +254,6 @@ def feed_of(
         prefetch=config.data.prefetch,
         pinned=pinned,
     )
-
-
-def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
-    """Ranks of a node, for `parallelize`; None where all are on one, and where nodes have unequally many.
-
-    nodes: of each rank, how many torchrun has started on its node.
-    """
-    links = config.parallel.links
-    alike = nodes[0] if len(set(nodes)) == 1 else len(nodes)
-    said = config.parallel.ranks_per_node or (links.ranks_per_host if links is not None else None) or alike
-    return said if said < len(nodes) else None
 
 
 def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "config") -> Config:

@@ -20,8 +20,8 @@ def show(config: Config, path: Path, source: str) -> list[str]:
     from interlace.run.table import Lengths
     from interlace.simulate import plot_loads
     from interlace.train.build import build, build_layout
+    from interlace.train.costs import ranks_per_node
     from interlace.train.feed import Feed, datasets
-    from interlace.train.rank import ranks_per_node
     from interlace.train.texts import tokenizer_of
 
     if path.suffix.lower() not in (".png", ".svg"):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace.train.config import ConfigError
-from interlace.train.costs import Load, budget_loads
+from interlace.train.costs import Load, budget_loads, ranks_per_node
 from interlace.train.scheduling import step_schedule
 from interlace.train.schema import Config
 
@@ -79,7 +79,10 @@ def play(
     from interlace.run.sample_sizes import counted_traffic, sizes_of_samples
 
     assigner = assigner_of(config.train.assign, layout, model, recompute=config.train.recompute)
-    dispatcher = dispatcher_of(config.train.balance, layout, model, recompute=config.train.recompute)
+    node = ranks_per_node(config, [layout.world] * layout.world)
+    dispatcher = dispatcher_of(
+        config.train.balance, layout, model, recompute=config.train.recompute, ranks_per_node=node
+    )
     table = table_of(
         layout, samples.lengths, assigner, dispatcher, microbatches=microbatches, chunks=config.chunks() or None
     )
