@@ -100,7 +100,11 @@ def plan(options: argparse.Namespace) -> int:
     for name, candidate in candidates.items():
         try:
             if candidate.world > large.RANKS:
-                timeline: Any = large.alike(config, model, candidate, costs, microbatches, str(options.config))
+                alike = all(candidate.spec(name).tp == found.layout.spec(name).tp for name in candidate.modules)
+                timeline: Any = large.alike(
+                    config, model, candidate, costs, microbatches, str(options.config),
+                    weights=found.weights if alike else None,
+                )  # fmt: skip
             else:
                 timeline = _simulated(config, model, candidate, costs, microbatches)
         except ValueError as error:  # over parallel.activation_memory
