@@ -122,10 +122,15 @@ class Job:
         return self._makespans[key]
 
     def chosen(self, nodes: int) -> tuple[int, ...]:
-        """Nodes of each pipeline that uses all `nodes` best. Raises ValueError where they cannot all be used."""
+        """Nodes of each of the pipelines that use `nodes` best: all of them, unless layers or microbatches are too few.
+        nodes: at least `fewest`."""
         if nodes not in self._chosen:
             times = [self._per_microbatch(size) for size in self.sizes]
-            found = instantiate(self.sizes, times, nodes, faults=self.faults, microbatches=self.microbatches)
+            least, most = self.sizes[0], self.sizes[-1]  # consecutive: k pipelines have k * least to k * most nodes
+            used = max(
+                min(nodes, k * most) for k in range(self.faults + 1, self.microbatches + 1) if k * least <= nodes
+            )
+            found = instantiate(self.sizes, times, used, faults=self.faults, microbatches=self.microbatches)
             self._chosen[nodes] = tuple(int(n) for n in np.repeat(self.sizes, found.counts))
         return self._chosen[nodes]
 

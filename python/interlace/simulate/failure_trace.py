@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -105,6 +105,18 @@ def _seconds(text: str, name: str, where: str) -> float:
     if not 0.0 <= value < math.inf:
         raise TraceError(f"{where}: {name} {text!r}: a number of seconds, 0 or more")
     return value
+
+
+def at_once(changes: Iterable[Change]) -> Iterator[list[Change]]:
+    """The changes of each time together. What a node does after its first change of a time comes apart, after that."""
+    found: list[Change] = []
+    for change in changes:
+        if found and (change.time != found[0].time or any(change.node == other.node for other in found)):
+            yield found
+            found = []
+        found.append(change)
+    if found:
+        yield found
 
 
 def trace_lines(changes: Iterable[Change]) -> list[str]:

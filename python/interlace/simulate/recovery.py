@@ -3,14 +3,13 @@
 `Oobleck` runs on with unequal pipelines (dissertation 2.5), `Checkpoints` begins anew from the last checkpoint as
 Varuna does, `Redundant` computes every stage twice as Bamboo does. Between two changes of the cluster a system
 completes whole iterations; what it loses at a change is what its kind of recovery loses. Every second is booked once.
-
-A recovery that the next change interrupts counts as if its copies had arrived; the next one then begins.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from interlace.plan.reconfiguration import reconfigure
 from interlace.simulate.elastic_job import Job
-from interlace.simulate.failure_trace import Change
+from interlace.simulate.failure_trace import Change, at_once
 
 Floats = NDArray[np.float64]
 Pipelines = list[list[Hashable]]
@@ -153,7 +152,7 @@ class System(Protocol):
         """Some nodes are gone and others have come."""
 
 
-class _Alive:
+class _Alive(ABC):
     """What systems that keep their state in the nodes' memory share: a checkpoint is written every `every` iterations
     while training goes on, and read only where a layer is lost."""
 
@@ -162,16 +161,21 @@ class _Alive:
         self.alive = list(nodes)
         self.pipelines: Pipelines = []
         self.had: dict[Hashable, set[int]] = {}  # layers that nodes that live have in memory
+        self._coming: dict[Hashable, set[int]] = {}  # those that they have when the recovery is over
         self._recovery, self._since, self._redo = 0.0, 0, 0
 
+    @abstractmethod
     def pace(self) -> Pace:
-        raise TypeError("each system says how it runs")
+        """How the pipelines that there are run."""
 
     def run(self, seconds: float, notice: float = 0.0) -> tuple[Spent, float]:
         pace = self.pace() if self.pipelines else None
+        if pace and seconds >= self._recovery:  # else the next change finds what there was before
+            self.had = self._coming
         spent, done = book(seconds, pace, self.job.batch, recovery=self._recovery, redo=self._redo)
         again = min(self._redo, done)
         self._redo -= again
+        self._recovery = max(self._recovery - seconds, 0.0)
         self._since = (self._since + done) % self.rates.every
         return spent, again * pace.iteration if pace else 0.0
 
@@ -179,6 +183,8 @@ class _Alive:
         """Nodes get the layers of their new places. lost: whether they begin from the checkpoint in any case."""
         needs = self._needs(after)
         lost = lost or len(set().union(*self.had.values())) < self.job.layers
+        if lost:
+            self.had = {}
         if after and lost:
             self._recovery = self.rates.start + self.job.loaded / self.rates.load
             self._redo, self._since = self._redo + self._since, 0
@@ -187,8 +193,7 @@ class _Alive:
             self._recovery = self.rates.regroup + float(max(lacks, default=0.0)) / self.rates.network
         else:  # survivors keep what they have, and wait
             self._recovery = 0.0
-        if after:
-            self.had = needs
+        self._coming = needs
         self.pipelines = after
 
     def _needs(self, pipelines: Pipelines) -> dict[Hashable, set[int]]:
@@ -206,29 +211,32 @@ class _Alive:
 class Oobleck(_Alive):
     """Runs on with what is left: the iteration in progress is lost, layers that a node lacks are copied.
 
-    Failures are repaired by `plan.reconfigure`; where nodes come, all pipelines are chosen anew. With less than
-    (faults + 1) * least_nodes nodes it waits, and with a layer that no node has left it begins from the checkpoint.
+    Failures are repaired by `plan.reconfigure`; where nodes come, or were idle (of a model with few layers), all
+    pipelines are chosen anew. With less than (faults + 1) * least_nodes nodes it waits, and with a layer that no node
+    has left it begins from the checkpoint.
     """
 
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
         super().__init__(job, rates, nodes)
         self.pipelines = self._anew(nodes)
-        self.had = self._needs(self.pipelines)
+        self.had = self._coming = self._needs(self.pipelines)
 
     def pace(self) -> Pace:
         return Pace(self.rates.unit * self.job.iteration([len(nodes) for nodes in self.pipelines]))
 
     def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
+        idle = len(self.alive) > sum(map(len, self.pipelines))
         order = [node for nodes in self.pipelines for node in nodes if node not in gone]
         order += [node for node in self.alive if node not in gone and node not in set(order)] + list(came)
         self._live(gone, came)
         if len(order) < self.job.fewest:
             self._settle([])
-        elif came or not self.pipelines:
+        elif came or idle:
             self._settle(self._anew(order))
         else:
             repaired = reconfigure(self.pipelines, gone, self.job.sizes, faults=self.job.faults)
-            self._settle([list(each.nodes) for each in repaired])
+            fits = all(len(each.nodes) <= self.job.sizes[-1] for each in repaired)  # merged ones may lack layers
+            self._settle([list(each.nodes) for each in repaired] if fits else self._anew(order))
 
     def _anew(self, nodes: Sequence[Hashable]) -> Pipelines:
         return _dealt(nodes, self.job.chosen(len(nodes))) if len(nodes) >= self.job.fewest else []
@@ -241,7 +249,7 @@ class Redundant(_Alive):
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
         super().__init__(job, rates, nodes)
         self.pipelines = self._anew()
-        self.had = self._needs(self.pipelines)
+        self.had = self._coming = self._needs(self.pipelines)
 
     def pace(self) -> Pace:
         grid = self.job.grid(len(self.alive), redundant=True)
@@ -283,6 +291,7 @@ class Checkpoints:
             pace = Pace(self.rates.unit * self.job.grid(len(self.alive)).seconds, self.rates.every, save)
         in_time = notice > 0 and save <= notice
         spent, _ = book(seconds, pace, self.job.batch, recovery=self._recovery, saves_at_end=in_time)
+        self._recovery = max(self._recovery - seconds, 0.0)
         return spent, 0.0
 
     def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
@@ -305,7 +314,7 @@ def _dealt(nodes: Sequence[Hashable], counts: Sequence[int]) -> Pipelines:
 
 
 def replay(system: System, changes: Iterable[Change], until: float) -> list[Stretch]:
-    """What a system does from second 0 to `until`, change by change; changes of one time are one."""
+    """What a system does from second 0 to `until`, change by change; see `failure_trace.at_once`."""
     found: list[Stretch] = []
 
     def go_on(stop: float, notice: float) -> None:
@@ -314,10 +323,10 @@ def replay(system: System, changes: Iterable[Change], until: float) -> list[Stre
             nodes = tuple(map(tuple, system.pipelines))
             found.append(Stretch(start, stop, nodes, *system.run(stop - start, notice)))
 
-    for time, together in itertools.groupby(changes, key=lambda change: change.time):
+    for at in at_once(changes):
+        time = at[0].time
         if time >= until:
             break
-        at = list(together)
         gone = [change for change in at if change.event == "fail"]
         go_on(time, min((change.warning for change in gone), default=math.inf))
         system.change({change.node for change in gone}, [change.node for change in at if change.event == "join"])

@@ -34,6 +34,8 @@ def make_trace(options: argparse.Namespace) -> int:
     from interlace.simulate.failure_trace import SPOT, spot_trace, trace_lines
 
     every, warning = SPOT[options.make_trace]
+    if options.config is not None or options.trace is not None:
+        raise ConfigError("--make-trace prints a trace and simulates nothing: leave out the config and --trace")
     try:
         changes = spot_trace(options.nodes or 30, every, options.hours or 12.0, options.seed, warning=warning)
     except ValueError as error:
@@ -67,7 +69,7 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
     from interlace.simulate.recovery_picture import plot_recovery
 
     changes = read(options)
-    rates = rates_of(config, costs, options)
+    rates = rates_of(costs, options)
     nodes = options.nodes or max(config.world_size() // options.ranks_per_node, 1)
     try:
         start = nodes_at_start(changes, nodes)
@@ -114,7 +116,7 @@ def read(options: argparse.Namespace) -> list[Change]:
     return changes
 
 
-def rates_of(config: Config, costs: Any, options: argparse.Namespace) -> Rates:
+def rates_of(costs: Any, options: argparse.Namespace) -> Rates:
     """What the network and the storage do: flags, else links that are known, else round figures."""
     from interlace.simulate.recovery import Rates
 

@@ -234,12 +234,12 @@ def simulate(options: argparse.Namespace) -> int:
 
     Of hundreds of ranks, and of samples of different lengths: see `large`. Of nodes that fail: see `failures`.
     """
+    if options.make_trace is not None or options.trace is not None:
+        failures.check(options)
     if options.make_trace is not None:
         return failures.make_trace(options)
     if options.config is None:
         raise ConfigError("simulate needs a config: name a TOML file (--make-trace alone needs none)")
-    if options.trace is not None:
-        failures.check(options)
     config, model, costs = _load(options)
     if options.trace is not None:
         return failures.simulate(config, model, costs, options)
