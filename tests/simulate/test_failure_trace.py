@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.simulate.failure_trace import (
@@ -32,6 +32,7 @@ def traces(draw: st.DrawFn) -> list[Change]:
     return found
 
 
+@settings(max_examples=40)
 @given(traces())
 def test_what_is_written_is_read_again(changes):
     assert read_trace(trace_lines(changes), "x.csv") == changes
@@ -66,6 +67,7 @@ def test_errors_name_the_line(lines, said):
     assert said in str(error.value)
 
 
+@settings(max_examples=40)
 @given(traces(), st.integers(0, 8))
 def test_who_is_there_at_the_start(changes, nodes):
     first: dict[str, str] = {}

@@ -86,7 +86,7 @@ def there_at(changes: list[Change], start: list[str], time: float) -> set[str]:
     return alive
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     changes=traces(),
     faults=st.integers(0, 1),

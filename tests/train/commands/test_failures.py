@@ -64,6 +64,7 @@ def test_bytes_are_those_of_the_model(tiny: Path, capfd: pytest.CaptureFixture[s
         assert found["checkpoint"] == found["model"]  # what is frozen lies in no folder here
 
 
+@pytest.mark.slow
 def test_twice_as_fast_ranks_do_twice_as_much(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     quiet = ("--nodes", "4", "--start", "0", "--regroup", "0", "--network", "1e5", "--disk", "1e5")
     (tiny.parent / "one.csv").write_text("time,node,event\n1,0,fail\n")
