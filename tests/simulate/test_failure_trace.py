@@ -32,7 +32,7 @@ def traces(draw: st.DrawFn) -> list[Change]:
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(traces())
 def test_what_is_written_is_read_again(changes):
     assert read_trace(trace_lines(changes), "x.csv") == changes
@@ -67,7 +67,7 @@ def test_errors_name_the_line(lines, said):
     assert said in str(error.value)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(traces(), st.integers(0, 8))
 def test_who_is_there_at_the_start(changes, nodes):
     first: dict[str, str] = {}

@@ -86,7 +86,7 @@ def there_at(changes: list[Change], start: list[str], time: float) -> set[str]:
     return alive
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     changes=traces(),
     faults=st.integers(0, 1),
@@ -127,7 +127,7 @@ def test_as_many_nodes_are_used_as_layers_and_microbatches_allow(layers, microba
         assert sum(own.chosen(nodes)) == max(feasible)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(changes=traces(), least=st.integers(1, 2))
 def test_repairs_are_the_planners_and_use_all_nodes(changes, least):
     own, start = job(layers=12, nodes=6, least_nodes=least, microbatches=16), nodes_at_start(changes, 6)
