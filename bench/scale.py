@@ -4,7 +4,8 @@ Each size runs in a process of its own, from its imports on: the model of config
 device (SigLIP, Whisper, a 70B Llama), a layout, lengths of samples drawn from distributions (`bench.lengths`), the step
 table, the schedule and its proof, costs from counted FLOPs and the config's links (gradient sums in three parts, inside
 hosts and between them), the simulation of every action of every rank, page, picture and trace. Nothing is sampled but
-what the trace has in full. Seconds are wall-clock, memory is the process's peak (RSS).
+what the trace has in full. Seconds are wall-clock, memory is the process's peak (RSS). `interlace plan` of the same
+config, which lists the memory of every rank, is timed beside it (`plan`), with the seconds of its processor.
 
     python -m bench.scale [--gpus 8 64 512 ...] [--out bench/results/scale.json] [--pictures docs/images]
     python -m bench.scale --without-seconds     # on a machine that is busy: what is simulated, and memory
@@ -155,6 +156,17 @@ def one_size(gpus: int, folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def planned(gpus: int) -> dict[str, float]:
+    """What `interlace plan` takes for the same config, from its imports on."""
+    settings = [word for each in overrides(gpus) for word in ("--set", each)]
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    words = ["plan", str(CONFIG), "--tflops", str(TFLOPS), *settings]
+    subprocess.run([sys.executable, "-m", "interlace", *words], check=True, stdout=subprocess.DEVNULL)
+    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "processor_seconds": spent}
+
+
 def plot_costs(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Seconds, where they were measured, and memory against GPUs."""
     from interlace.simulate.style import INK, QUIET, canvas, plain
@@ -206,7 +218,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 f"{gpus:7,} GPUs: {row['actions']:10,} actions, simulated step {row['makespan_seconds']:6.2f} s, "
                 f"bubble {row['bubble']:.1%}; took {row['seconds']:6.1f} s and {row['peak_gibibytes']:.2f} GiB"
             )
-            if options.without_seconds:
+            if not options.without_seconds:
+                row["plan"] = planned(gpus)
+                took = "interlace plan {seconds:.1f} s, {processor_seconds:.1f} s of its processor"
+                print(took.format(**row["plan"]))
+            else:
                 row = {name: value for name, value in row.items() if name not in ("seconds", "parts_seconds")}
             rows.append(row)
             if options.pictures is not None and gpus == 10240:

@@ -2,10 +2,12 @@
 
 Two predictions of each step are compared with what it takes:
 
-- `error`: from the step's own actions. Steps take turns: from every other step the costs of its actions are read off,
-  the steps in between are what the prediction is compared with. Costs are medians over the profiled steps, of
+- `error`: from the step's own actions. Steps take turns: every other one is profiled, the steps in between are what the
+  prediction is compared with. Each profiled step is simulated with the costs of its own actions, and the prediction is
+  the median of these simulations: what is slower than usual differs from step to step, and a step that waits for the
+  slower of two ranks takes longer than the slower of two medians. Costs are of
 
-    FORWARD, BACKWARD   each (op, module, stage, chunk); of copies, that run one twice, the median of both
+    FORWARD, BACKWARD   each (op, module, stage, chunk); of copies, that run one twice, the mean of both
     SEND                posting it
     RECV                from when both sides are there (the receiver has come, the sender has posted) to its end
     REDUCE_GRAD         alone: a sum of the same bytes over the same ranks while nothing else runs
@@ -268,7 +270,7 @@ class Case:
     def __init__(self, parallel: ParallelModel, predictor: Predictor) -> None:
         self.parallel, self.predictor = parallel, predictor
         self.lanes = [lane.ranks[0] for lane in parallel.layout.lanes()]
-        self.costs: dict[Cost, list[float]] = defaultdict(list)
+        self.costs: list[dict[Cost, float]] = []  # of each step that was profiled
         self.seconds: dict[bool, list[float]] = {True: [], False: []}  # of steps that were profiled, and that were not
         self.listed: list[float] = []  # of the lists alone, in steps that were not profiled
         self.around: list[float] = []  # of all but the lists, in steps that were profiled
@@ -288,21 +290,22 @@ class Case:
             self.listed.append(timeline.makespan)
             return
         self.around.append(self.seconds[profiled][-1] - timeline.makespan)
-        for key, found in costs_of(timeline, self.lanes).items():
-            self.costs[key] += found
+        found = costs_of(timeline, self.lanes)
+        self.costs.append({key: statistics.mean(seconds) for key, seconds in found.items()})
 
     def report(self, samples: list[Sample], microbatches: int, repeats: int) -> dict[str, Any]:
         table = self.parallel.table(samples, microbatches)
         schedule = replace(self.parallel.schedule(table), table=table)
-        costs = {key: statistics.median(found) for key, found in self.costs.items()}
         sums = sums_alone(self.parallel, repeats)
-        seconds = seconds_of(schedule, self.lanes, costs, sums)
-        lists = simulate_arrays(schedule, seconds).makespan
+        simulated = [
+            simulate_arrays(schedule, seconds_of(schedule, self.lanes, costs, sums)).makespan for costs in self.costs
+        ]
+        lists = statistics.median(simulated)
         around = statistics.median(self.around)
         predicted = lists + around
         fitted = self.predictor.predict(schedule, samples, optimizer=False).makespan + around
         measured = statistics.median(self.seconds[False])
-        compute = [c for key, c in costs.items() if key[0] in COMPUTE]
+        compute = [seconds for costs in self.costs for key, seconds in costs.items() if key[0] in COMPUTE]
         return {
             "layout": self.parallel.layout.describe().splitlines(),
             "actions": len(schedule.rows),

@@ -7,18 +7,20 @@ to the columns of one failure in six hours, so that the other columns are predic
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from bench.papers import oobleck_cluster as cluster
 from bench.papers.frame import MARGIN, Claim, Row, Rows, Table, ahead, behind
-from bench.papers.oobleck_cluster import Constants, Event, Model, Spent
+from bench.papers.oobleck_cluster import Constants, Event, Model
+from interlace.simulate.failure_trace import SPOT as SPOT_RATES
+from interlace.simulate.recovery import Spent
 
 SECONDS = {"6h": 21600.0, "1h": 3600.0, "10m": 600.0}
 SYSTEMS = ("Bamboo", "Varuna", "Oobleck")
 RUNS, TRACES = 100, 20  # sequences of failures at random; traces of 12 hours
-SPOT = {"EC2": (7.7 * 60, 120.0), "GCP": (10.3 * 60, 30.0)}  # 2.7.3; the clouds' own seconds of warning
+SPOT = {name.upper(): rates for name, rates in SPOT_RATES.items()}
 
 MODELS = {  # table 2.1 and the caption of table 2.3
     model.name: model
@@ -94,11 +96,11 @@ def fit(model: Model, runs: int) -> Constants:
     for _ in range(6):
         own = _constants(model, layer)
         layer *= (
-            _total(cluster.oobleck(model, own, each, seed) for seed, each in enumerate(events)).throughput / oobleck
+            Spent.sum(cluster.oobleck(model, own, each, seed) for seed, each in enumerate(events)).throughput / oobleck
         )
     own = _constants(model, layer, 1.0 if bamboo else 0.0)
     if bamboo:
-        found = _total(cluster.bamboo(model, own, each) for each in events).throughput
+        found = Spent.sum(cluster.bamboo(model, own, each) for each in events).throughput
         own = _constants(model, layer, bamboo / found)
     return own
 
@@ -106,15 +108,6 @@ def fit(model: Model, runs: int) -> Constants:
 def _constants(model: Model, layer: float, bamboo: float = 0.0) -> Constants:
     rate = model.saved_bytes / (SAVE_START + model.saved_bytes / SAVE)
     return Constants(layer, rate, LOAD, START, bamboo, BAMBOO_LOSS)
-
-
-def _total(runs: Iterable[Spent]) -> Spent:
-    """All seconds and all samples of several runs."""
-    total = Spent()
-    for run in runs:
-        for name in ("effective", "fallback", "saving", "restarting", "samples"):
-            setattr(total, name, getattr(total, name) + getattr(run, name))
-    return total
 
 
 def spent(model: Model, runs: int, system: str, traces: list[list[Event]]) -> Spent:
@@ -126,7 +119,7 @@ def spent(model: Model, runs: int, system: str, traces: list[list[Event]]) -> Sp
         "Varuna (no ckpt)": lambda seed, events: cluster.varuna(model, own, events, saving=False),
         "Oobleck": lambda seed, events: cluster.oobleck(model, own, events, seed),
     }
-    return _total(play[system](seed, events) for seed, events in enumerate(traces))
+    return Spent.sum(play[system](seed, events) for seed, events in enumerate(traces))
 
 
 def _failures(frequency: str, runs: int) -> list[list[Event]]:
@@ -292,7 +285,7 @@ def breakdown(model: Model, runs: int, system: str, found: Spent) -> Iterator[tu
     """(kind, share of the seconds): redundant work is of Bamboo, and taken from what it computes."""
     redundant = 0.0
     if system == "Bamboo":
-        speed = model.batch / (fit(model, runs).layer * cluster.grid(model, cluster.NODES)[0])
+        speed = model.batch / (fit(model, runs).layer * cluster.job(model).grid(cluster.NODES).seconds)
         redundant = 1 - min(1.0, fit(model, runs).bamboo * model.batch / speed)
     yield "effective", found.effective * (1 - redundant) / found.total
     yield "redundant work", found.effective * redundant / found.total

@@ -317,7 +317,7 @@ CheckResult check_lists(const StepGraph &graph, const std::vector<ActionRow> &ro
     std::vector<char> by_layer;
     if (!result.fault) result.fault = check_ways(lists, by_layer);
     if (result.fault) return result;
-    const Meetings meetings(graph, by_layer);
+    const Meetings meetings(graph.stages.node_lane, graph.stages.lane_ranks, graph.stages.shard_members, by_layer);
     result.fault = check_meetings(lists, meetings);
     if (!result.fault) result.fault = check_reduction_order(lists, meetings);
     if (!result.fault) result.fault = Runner(lists, meetings).run();

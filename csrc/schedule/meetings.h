@@ -13,8 +13,9 @@ namespace interlace {
 // them, so a meeting is of nodes that hang together. Each of its ranks is in one of its nodes: see
 // StageArrays::shard_by_layer.
 struct Meetings {
-    // by_layer: of each shard.
-    Meetings(const StepGraph &graph, const std::vector<char> &by_layer);
+    // node_lane, lane_ranks, shard_members: as in StageArrays. by_layer: of each shard.
+    Meetings(const std::vector<int32_t> &node_lane, const Ragged &lane_ranks, const Ragged &shard_members,
+             const std::vector<char> &by_layer);
 
     std::vector<int32_t> of_node;  // its meeting; -1: it computes with its own lane alone
     Ragged nodes, ranks;

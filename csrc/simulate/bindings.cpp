@@ -4,6 +4,7 @@
 
 #include "common/arrays.h"
 #include "common/interruptible.h"
+#include "schedule/meetings.h"
 #include "simulate/events.h"
 #include "simulate/own_lanes.h"
 
@@ -74,6 +75,7 @@ py::dict simulate(const py::array &rows, const py::array &first, const py::array
                   const py::array &node_pipeline, const py::array &node_stage, const py::array &node_lane,
                   const py::array &pipeline_module, const py::array &lane_first, const py::array &lane_rank,
                   const py::array &reduction_first, const py::array &reduction_rank, const py::array &reduction_tied,
+                  const py::array &shard_by_layer, const py::array &shard_member_first, const py::array &shard_member,
                   const py::array &seconds, const py::array &transfer, const py::array &memory,
                   const py::array &scratch) {
     const std::vector<ActionRow> rows_ = read_rows(rows);
@@ -102,7 +104,14 @@ py::dict simulate(const py::array &rows, const py::array &first, const py::array
     const int64_t reductions = static_cast<int64_t>(reduction_first_.size()) - 1;
     const std::vector<int32_t> reduction_tied_ = read_small(reduction_tied, "reduction_tied", reductions, 0, 1);
     std::vector<int64_t> reduction_row(reduction_rank_.size(), -1);
-    std::vector<int32_t> lane(n, -1);
+    Ragged shard_members;
+    shard_members.items = read_small(shard_member, "shard_member", 0, nodes - 1);
+    shard_members.first =
+        small(read_starts(shard_member_first, "shard_member_first", static_cast<int64_t>(shard_members.items.size())));
+    const int64_t shards = shard_members.size();
+    const std::vector<int32_t> may_layer = read_small(shard_by_layer, "shard_by_layer", shards, 0, 1);
+    std::vector<char> by_layer(shards, 0);
+    std::vector<int32_t> lane(n, -1), row_node(n, -1), meeting, meeting_size;
 
     ActionLists lists;
     lists.ranks = ranks;
@@ -125,8 +134,16 @@ py::dict simulate(const py::array &rows, const py::array &first, const py::array
             const ActionRow &row = lists.row(i);
             if (row.op < ActionOp::FORWARD || row.op >= ActionOp::COUNT)
                 refuse(i, rank, "has op " + std::to_string(static_cast<int32_t>(row.op)) + ", which is none");
-            const std::string wrong = own_lanes.find(i, rank, lane[i]);
+            const std::string wrong = own_lanes.find(i, rank, row_node[i]);
             if (!wrong.empty()) refuse(i, rank, wrong);
+            if (row_node[i] >= 0) lane[i] = places.node_lane[row_node[i]];
+            if (row.op == ActionOp::UNSHARD_LAYERS) {
+                if (row.other < 0 || row.other >= shards || !may_layer[row.other])
+                    refuse(i, rank,
+                           "gathers shard " + std::to_string(row.other) +
+                               " layer by layer, which is none that can be gathered so");
+                by_layer[row.other] = 1;
+            }
             if (lists.op(i) != ActionOp::REDUCE_GRAD) continue;
             if (row.other < 0 || row.other >= reductions)
                 refuse(i, rank, "names reduction " + std::to_string(row.other) + ", which is none");
@@ -139,6 +156,16 @@ py::dict simulate(const py::array &rows, const py::array &first, const py::array
             if (place >= 0) refuse(i, rank, "joins " + name + " a second time");
             place = i;
         }
+    }
+    const Meetings meetings(places.node_lane, Ragged{lane_first_, lane_rank_}, shard_members, by_layer);
+    if (meetings.ranks.size() > 0) {
+        meeting.assign(n, -1);
+        for (int64_t i = 0; i < n; ++i)
+            if (is_compute(lists.op(i))) meeting[i] = meetings.of_node[row_node[i]];
+        for (int64_t i = 0; i < meetings.ranks.size(); ++i) meeting_size.push_back(meetings.ranks.count(i));
+        lists.meeting = meeting.data();
+        lists.meetings = meetings.ranks.size();
+        lists.meeting_size = meeting_size.data();
     }
     const auto seconds_ = read_numbers(seconds, "seconds", n, false);
     const auto transfer_ = read_numbers(transfer, "transfer", n, false);
@@ -174,6 +201,9 @@ py::dict simulate(const py::array &rows, const py::array &first, const py::array
     result["start"] = start;
     result["finish"] = finish;
     result["lane"] = to_numpy(lane);
+    result["meeting"] = to_numpy(meeting);
+    result["meeting_first"] = to_numpy(meetings.ranks.first);
+    result["meeting_rank"] = to_numpy(meetings.ranks.items);
     result["rank_busy"] = to_numpy(rank_busy);
     result["peak_memory"] = to_numpy(peak);
     return result;
@@ -185,8 +215,8 @@ void bind_simulate(py::module_ &module) {
     module.def("simulate", &simulate, py::arg("rows"), py::arg("first"), py::arg("chunk_pipeline"),
                py::arg("node_pipeline"), py::arg("node_stage"), py::arg("node_lane"), py::arg("pipeline_module"),
                py::arg("lane_first"), py::arg("lane_rank"), py::arg("reduction_first"), py::arg("reduction_rank"),
-               py::arg("reduction_tied"), py::arg("seconds"), py::arg("transfer"), py::arg("memory"),
-               py::arg("scratch"));
+               py::arg("reduction_tied"), py::arg("shard_by_layer"), py::arg("shard_member_first"),
+               py::arg("shard_member"), py::arg("seconds"), py::arg("transfer"), py::arg("memory"), py::arg("scratch"));
 }
 
 }  // namespace interlace

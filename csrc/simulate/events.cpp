@@ -9,8 +9,8 @@
 namespace interlace {
 
 EventSimulator::EventSimulator(const ActionLists &lists)
-    : lists_(lists), channel_(lists.size, -1), member_(lists.size, -1), met_(lists.lanes), link_(lists.reductions),
-      clocks_(lists.ranks), reached_(lists.ranks) {
+    : lists_(lists), channel_(lists.size, -1), member_(lists.size, -1), met_(lists.lanes + lists.meetings),
+      leading_(lists.lanes, -1), link_(lists.reductions), clocks_(lists.ranks), reached_(lists.ranks) {
     std::unordered_map<uint64_t, int32_t> numbers;
     int64_t senders = 0, receivers = 0;
     for (int64_t rank = 0; rank < lists.ranks; ++rank) {
@@ -97,20 +97,32 @@ void EventSimulator::send(int64_t row, const double *seconds, const double *tran
     }
 }
 
+// Whether those who have met do one thing: the ranks of a lane the same action, all of a meeting the same op. Else they
+// wait for ever.
+bool EventSimulator::alike(const std::vector<int32_t> &ranks) {
+    bool same = true;
+    for (const int32_t rank : ranks) {
+        const int64_t row = reached_[rank];
+        int64_t &leading = leading_[lists_.lane[row]];
+        if (leading < 0) leading = row;
+        const ActionRow &own = lists_.row(row), &its = lists_.row(leading);
+        same = same && own.op == lists_.op(reached_[ranks.front()]) && own.op == its.op && own.module == its.module &&
+               own.stage == its.stage && own.chunk == its.chunk;
+    }
+    for (const int32_t rank : ranks) leading_[lists_.lane[reached_[rank]]] = -1;
+    return same;
+}
+
 bool EventSimulator::meet(int64_t row, int32_t rank, const double *seconds, double *start, double *finish,
                           double &clock) {
-    const int32_t lane = lists_.lane[row];
-    std::vector<int32_t> &ranks = met_[lane];
+    const int64_t group = lists_.group(row);
+    std::vector<int32_t> &ranks = met_[group];
     ranks.push_back(rank);
     clocks_[rank] = clock;
     reached_[rank] = row;
-    if (static_cast<int32_t>(ranks.size()) < lists_.lane_size(lane)) return false;
+    if (static_cast<int32_t>(ranks.size()) < lists_.group_size(group) || !alike(ranks)) return false;
     double longest = 0.0;
     for (const int32_t other : ranks) {
-        // Ranks that meet for different actions wait for ever.
-        const ActionRow &own = lists_.row(row), &its = lists_.row(reached_[other]);
-        if (own.op != its.op || own.module != its.module || own.stage != its.stage || own.chunk != its.chunk)
-            return false;
         clock = std::max(clock, clocks_[other]);
         longest = std::max(longest, seconds[reached_[other]]);
     }
@@ -199,7 +211,7 @@ bool EventSimulator::run(const double *seconds, const double *transfer, double *
                 if (!receive(i, seconds, clock)) break;
             } else if (op == ActionOp::SEND) {
                 send(i, seconds, transfer, clock);
-            } else if (is_compute(op) && lists_.lane_size(lists_.lane[i]) > 1) {
+            } else if (is_compute(op) && lists_.group_size(lists_.group(i)) > 1) {
                 if (!meet(i, rank, seconds, start, finish, clock)) break;
             } else if (op != ActionOp::REDUCE_GRAD && op != ActionOp::DISPATCH) {
                 clock += seconds[i];

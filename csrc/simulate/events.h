@@ -24,10 +24,20 @@ struct ActionLists {
     const int32_t *reduction_rank = nullptr;
     const int64_t *reduction_row = nullptr;   // beside reduction_rank: where it stands in that rank's list; -1: nowhere
     const int32_t *reduction_tied = nullptr;  // per reduction: whether it sums a tied weight
+    const int32_t *meeting =
+        nullptr;           // per row: the meeting (schedule/meetings.h) in which the rank computes; -1: none
+    int64_t meetings = 0;  // 0: of no row
+    const int32_t *meeting_size = nullptr;  // per meeting: its ranks
 
     const ActionRow &row(int64_t i) const { return rows[i]; }
     ActionOp op(int64_t i) const { return rows[i].op; }
     int32_t lane_size(int32_t lane) const { return lane_first[lane + 1] - lane_first[lane]; }
+
+    // With whom the rank of a compute row computes: the number of its lane, or behind those of all lanes its meeting.
+    int64_t group(int64_t i) const { return meetings > 0 && meeting[i] >= 0 ? lanes + meeting[i] : lane[i]; }
+    int32_t group_size(int64_t group) const {
+        return group < lanes ? lane_size(static_cast<int32_t>(group)) : meeting_size[group - lanes];
+    }
 
     // Which member of the lane a rank is; -1: none.
     int32_t place(int32_t lane, int64_t rank) const {
@@ -39,6 +49,7 @@ struct ActionLists {
 
 // Plays fixed lists on clocks, as simulate/reference.py does, with the same arithmetic in the same order:
 // - a compute action starts when all ranks of its lane have reached it, and takes the longest of their seconds;
+// - where weights are gathered layer by layer, when all ranks of its meeting have reached theirs, likewise;
 // - a SEND leaves its rank at once, and travels behind what this rank sent before it from that lane to the same lane;
 // - a RECV takes the oldest message of its lane from the lane it names, and waits until all ranks there have sent it;
 // - a REDUCE_GRAD leaves its rank at once. It ends its seconds after all its ranks have reached it, earlier ones of the
@@ -74,6 +85,7 @@ class EventSimulator {
     bool receive(int64_t row, const double *seconds, double &clock);
     void send(int64_t row, const double *seconds, const double *transfer, double &clock);
     bool meet(int64_t row, int32_t rank, const double *seconds, double *start, double *finish, double &clock);
+    bool alike(const std::vector<int32_t> &ranks);
     bool reduce(const double *seconds, const double *start, double *finish);
     bool dispatch(const double *seconds, const double *start, double *finish);
 
@@ -87,7 +99,8 @@ class EventSimulator {
     std::vector<double> free_;               // per sender: when its link has delivered all it was given
     std::vector<double> arrivals_;           // per message: of the last part that was sent so far
     std::vector<int32_t> parts_;             // per message: ranks that have sent their part
-    std::vector<std::vector<int32_t>> met_;  // per lane: ranks that wait there for the others
+    std::vector<std::vector<int32_t>> met_;  // per lane, then per meeting: ranks that wait there for the others
+    std::vector<int64_t> leading_;           // per lane, while ranks are compared: the row of the first of them, or -1
     std::vector<int32_t> ordered_;           // reductions, those of the same ranks in the order of the lists, tied last
     std::vector<int32_t> link_;              // per reduction: a number for its set of ranks
     int32_t links_ = 0;

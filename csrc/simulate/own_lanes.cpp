@@ -27,8 +27,8 @@ OwnLanes::OwnLanes(const ActionLists &lists, const StagePlaces &places) : lists_
     stage_node_.push_back(static_cast<int32_t>(nodes));
 }
 
-std::string OwnLanes::find(int64_t i, int64_t rank, int32_t &lane) {
-    lane = -1;
+std::string OwnLanes::find(int64_t i, int64_t rank, int32_t &node) {
+    node = -1;
     const ActionRow &row = lists_.row(i);
     const ActionOp op = lists_.op(i);
     const bool message = op == ActionOp::SEND || op == ActionOp::RECV;
@@ -56,9 +56,9 @@ std::string OwnLanes::find(int64_t i, int64_t rank, int32_t &lane) {
         }
     }
     const int64_t at = static_cast<int64_t>(pipeline_stage_[pipeline]) + stage;
-    for (int32_t node = stage_node_[at]; node < stage_node_[at + 1]; ++node)
-        if (lists_.place(places_.node_lane[node], rank) >= 0) {
-            lane = places_.node_lane[node];
+    for (int32_t each = stage_node_[at]; each < stage_node_[at + 1]; ++each)
+        if (lists_.place(places_.node_lane[each], rank) >= 0) {
+            node = each;
             return "";
         }
     return "is for lane " + std::to_string(places_.node_lane[stage_node_[at]]) + ", of which this rank is no member";

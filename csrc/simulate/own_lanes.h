@@ -13,15 +13,15 @@ struct StagePlaces {
     std::vector<int32_t> chunk_pipeline, node_pipeline, node_stage, node_lane, pipeline_module;
 };
 
-// As a member of which lane each rank of `lists` runs each of its actions; -1 for what is neither compute nor message.
+// At which node each rank of `lists` runs each of its actions; -1 for what is neither compute nor message.
 // A consumer's side of a message is the next stage of the same chunk, or the first stage of the chunk that reads it.
 class OwnLanes {
   public:
     // Throws std::invalid_argument where nodes do not stand in the order of pipelines and stages.
     OwnLanes(const ActionLists &lists, const StagePlaces &places);
 
-    // Empty if row i of `rank` names what exists and the rank is there; else what is wrong. Sets `lane`.
-    std::string find(int64_t i, int64_t rank, int32_t &lane);
+    // Empty if row i of `rank` names what exists and the rank is there; else what is wrong. Sets `node`.
+    std::string find(int64_t i, int64_t rank, int32_t &node);
 
   private:
     const ActionLists &lists_;

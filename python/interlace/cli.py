@@ -293,7 +293,15 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--memory", type=float, metavar="GB", help="with --auto: memory of each GPU in 10^9 bytes")
     plan.add_argument("--out", type=Path, metavar="FILE", help="with --auto: write the plan.lock there")
 
-    simulate = commands.add_parser("simulate", parents=[config], help="play the config's schedule: picture and trace")
+    simulate = commands.add_parser(
+        "simulate",
+        parents=[common],
+        help="play the config's schedule: picture and trace; or what failures cost",
+        description="Play one step of the config's schedule, and draw it; or, with --trace, hours of training on nodes "
+        "that fail and come (docs/simulated-failures.md).",
+    )
+    simulate.add_argument("config", type=Path, nargs="?", help="TOML file; not for --make-trace")
+    _add_set(simulate)
     simulate.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
     simulate.add_argument(
         "--spread",
@@ -301,8 +309,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIGMA",
         help="play all replicas, with samples of lognormal lengths of this sigma (0: alike), as arrays",
     )
-    simulate.add_argument("--out", type=Path, default=Path("."), help="folder for timeline.png and trace.json")
+    simulate.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures and trace.json")
     _add_costs(simulate)
+    _add_failures(simulate)
     return top
 
 
@@ -336,6 +345,24 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tflops", type=float, help="speed of a rank when FLOPs are counted (default: of a matrix product here)"
     )
+
+
+def _add_failures(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("failures of nodes", "without --trace or --make-trace none of these counts")
+    group.add_argument("--trace", type=Path, metavar="CSV", help="columns time, node, event (fail or join), warning")
+    group.add_argument("--make-trace", choices=["ec2", "gcp"], help="print a trace with a cloud's published rate")
+    group.add_argument("--hours", type=float, help="how long (default: the trace's full hours; --make-trace: 12)")
+    group.add_argument("--nodes", type=int, help="nodes at the start (default: the config's; --make-trace: 30)")
+    group.add_argument("--seed", type=int, default=0, help="of --make-trace (default: 0)")
+    group.add_argument("--ranks-per-node", type=int, default=1, help="GPUs of a node (default: 1)")
+    group.add_argument("--faults", type=int, default=1, help="failures at a time to survive (default: 1)")
+    group.add_argument("--min-nodes", type=int, default=1, help="fewest that hold the model (default: 1)")
+    group.add_argument("--network", type=float, metavar="GB/S", help="into a node (default: the links', else 25)")
+    group.add_argument("--disk", type=float, metavar="GB/S", help="of checkpoints, all nodes together (default: 1)")
+    group.add_argument("--start", type=float, default=10.0, help="seconds to start all anew (default: 10)")
+    group.add_argument("--regroup", type=float, default=1.0, help="seconds to notice and regroup (default: 1)")
+    group.add_argument("--save-every", type=int, default=10, help="iterations between checkpoints (default: 10)")
+    group.add_argument("--json", action="store_true", help="print all figures as JSON, and nothing else")
 
 
 def _command(options: argparse.Namespace) -> int:

@@ -31,26 +31,25 @@ def test_printed_tables_agree_with_each_other():
 
 def test_a_pipeline_takes_as_long_as_counted_by_hand():
     # Equal stages of 2 layers on 4 nodes under 1F1B: (microbatches + stages - 1) times forward and backward.
-    assert cluster.pipeline_seconds(8, 4, 16) == pytest.approx((16 + 3) * 2)
-    assert cluster.pipeline_seconds(8, 1, 5) == pytest.approx(5 * 8)
+    assert cluster.job(TOY).pipeline_seconds(4, 16) == pytest.approx((16 + 3) * 2)
+    assert cluster.job(TOY).pipeline_seconds(1, 5) == pytest.approx(5 * 8)
 
 
 def test_all_nodes_are_used_and_a_grid_leaves_some_idle():
     for nodes in range(15, 31):
-        assert sum(cluster.chosen(TOY, nodes)) == nodes
+        assert sum(cluster.job(TOY).chosen(nodes)) == nodes
     model = replace(failures.MODELS["GPT-3 6.7b"], batch=96)
     assert model.least_nodes == 3
-    idle = [nodes - cluster.grid(model, nodes)[1] for nodes in range(15, 31)]
+    job = cluster.job(model)
+    idle = [nodes - job.grid(nodes).nodes for nodes in range(15, 31)]
     assert min(idle) == 0 and max(idle) > 0
-    brute = min(
-        (cluster.pipeline_seconds(model.layers, p, -(-model.microbatches // (23 // p))), 23 // p * p)
-        for p in range(3, 24)
+    assert job.grid(23).seconds == min(
+        job.pipeline_seconds(p, -(-model.microbatches // (23 // p))) for p in range(3, 24)
     )
-    assert cluster.grid(model, 23)[0] == brute[0]
 
 
 def test_what_is_lost_at_an_event_is_what_the_system_loses():
-    iteration = cluster.grid(TOY, 30)[0]
+    iteration = cluster.job(TOY).grid(30).seconds
     save, restart = 12.0, 3.0 + 6.0
     # 25 iterations fit before the event with two saves of 10 each; the five after them are lost.
     events = [Event(25 * iteration + 2 * save, 29), Event(restart + 10 * iteration + save, 28)]
@@ -62,7 +61,7 @@ def test_what_is_lost_at_an_event_is_what_the_system_loses():
     assert warned.samples == (20 + int((5 * iteration - save) // iteration)) * TOY.batch
     assert cluster.varuna(TOY, OWN, [Event(25 * iteration + 2 * save, 29, grace=save - 1)]).samples == 20 * TOY.batch
 
-    oobleck = cluster.oobleck(TOY, OWN, [Event(2.5 * cluster.oobleck_iteration(TOY, cluster.chosen(TOY, 30)), 29)], 0)
+    oobleck = cluster.oobleck(TOY, OWN, [Event(2.5 * cluster.job(TOY).iteration(cluster.job(TOY).chosen(30)), 29)], 0)
     assert oobleck.samples == 2 * TOY.batch and oobleck.effective / oobleck.total == pytest.approx(0.8)
     bamboo = cluster.bamboo(TOY, OWN, [Event(100.0, 29), Event(100.0, 28)])
     assert bamboo.restarting == 10.0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from interlace.data import Loader, Media, Sample, unigram_nats
+from interlace.data import Loader, Media, Sample, ahead, unigram_nats
 
 
 class Numbers(Dataset[Sample]):
@@ -220,3 +220,31 @@ def test_unigram_baseline_against_counting_by_hand():
         unigram_nats([], heldout)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         unigram_nats([[9]], [[1]], vocab_size=4)
+
+
+def test_a_thread_that_hangs_is_an_error_and_not_a_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(ahead, "LONGEST", 0.05)
+    monkeypatch.setattr(ahead, "CLOSING", 0.05)
+    gone = threading.Event()
+
+    class Hanging(Numbers):
+        def sample(self, index: int, epoch: int) -> Sample:
+            assert gone.wait(60)
+            return super().sample(index, epoch)
+
+    loader = Loader(Hanging(4), 2, prefetch=1)
+    with pytest.raises(TimeoutError, match="the thread that reads the data ahead hangs; is the storage still there"):
+        next(loader)
+    gone.set()
+    loader.close()
+
+
+def test_orders_that_are_gone_through_elsewhere_do_not_change():
+    """The thread that reads ahead asks for the next epoch while the step asks for this one."""
+    loader = Loader(Numbers(6), 2, prefetch=0)
+    loader.order(0)
+    before = loader._orders
+    loader.order(1)
+    assert set(before) == {0} and set(loader._orders) == {0, 1}
+    loader.order(2)
+    assert set(loader._orders) == {1, 2}

@@ -145,6 +145,14 @@ def test_too_few_samples_for_so_many_sources_are_refused() -> None:
         _mixed([4, 5], [1, 1]).sample(9)
 
 
+def test_samples_for_validation_may_be_few() -> None:
+    """Nobody draws shares of them."""
+    few = MixedDataset(_mixed([300, 3, 1, 2], [1.0] * 4).parts[1:], mixes=False)
+    assert len(few) == 6 and [few.sample(i) for i in range(6)] == [(1, 0), (1, 1), (1, 2), (2, 0), (3, 0), (3, 1)]
+    with pytest.raises(ValueError, match="3 sources have 6 samples in all"):
+        MixedDataset(few.parts)
+
+
 def test_limits_are_the_same_samples_each_time_and_nested(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text("\n".join(talk(user(f"question {n}"), said(f"answer {n}")) for n in range(200)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections import Counter
@@ -18,6 +19,8 @@ from interlace.data import Loader
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, Sample
 from interlace.run import parallel_model, parallelize
+from interlace.run.ahead import TablesAhead
+from interlace.run.batch import GlobalBatch
 from interlace.run.dispatch import BALANCES, Dispatcher, Phase
 from interlace.run.table import Lengths, step_table
 from tests.run.test_parity import assert_same_gradient, oracle
@@ -297,6 +300,24 @@ def test_a_table_that_was_planned_is_not_made_again(monkeypatch: pytest.MonkeyPa
     timeline.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["dur"] for event in events if event.get("cat") == "planning"] == [pytest.approx(1e3)]
+
+
+def test_tables_are_kept_for_as_many_batches_as_are_read_ahead() -> None:
+    """data.prefetch may be any number; of batches that nobody has any more none is kept."""
+    mllm = tiny_mllm(layers=1)
+    layout = layout_of(mllm, "parallel", (1, 1, 1))
+    tables = TablesAhead()
+    batches = [GlobalBatch.of(batch_of(mllm, "uneven"), 2) for _ in range(20)]
+    made = [tables.plan(batch, lambda batch=batch: batch.table(layout)) for batch in batches]  # type: ignore[misc]
+    found = [tables.take(batch) for batch in batches]
+    assert [table and table.digest for table in found] == [table.digest for table in made]
+    for batch in batches:
+        tables.plan(batch, lambda: made[0])
+    batches, kept = batches[:1], batches[0]
+    del batch
+    gc.collect()
+    tables.plan(kept, lambda: made[0])
+    assert len(tables._tables) == 1
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from interlace.layout import Layout, ParallelSpec
-from interlace.model import MultimodalModel
-from interlace.run import parallelize
+from interlace.model import IGNORE, MultimodalModel
+from interlace.plan.memory import Load
+from interlace.run import parallelize, traced
+from interlace.run.traced import activations_of
 from tests.attention.hf_models import FIVE
 from tests.model import zoo
 from tests.run.test_parity import oracle
@@ -53,6 +56,38 @@ def test_experts_equal_one_process(family: str, sequence_parallel: bool, shard: 
     kept = {name for sharded in parallel._ranks[0].sharded.values() for name in sharded.weights}
     experts = {name for name, _ in mllm.named_parameters() if ".experts." in name}
     assert experts and (experts & kept == (experts if shard == "full" else set()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_experts_keep_in_fp32_is_found_on_shapes_alone(family: str) -> None:
+    """As autograd keeps it in a real forward of all samples, within what small things round."""
+    mllm = model(family).train()
+    generator = torch.Generator().manual_seed(0)
+    samples = [zoo.sample(mllm, generator, n) for n in (40, 24)]
+    stage = mllm.slice(LLM, 0, len(mllm.layer_list(LLM)), copy=True)
+    weights = {each.untyped_storage().data_ptr() for each in (*stage.parameters(), *stage.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        loss = stage(mllm.collate_module(LLM, samples) | {"features": {}})
+    assert loss.requires_grad
+    real = sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+    found = activations_of(model(family).to("meta").train(), Layout.from_specs(mllm, {LLM: ParallelSpec()}))[LLM]
+    load = Load(sum(map(len, samples)), sum(int((sample.labels != IGNORE).sum()) for sample in samples))
+    assert found.of_stage(0, 2, load) == pytest.approx(real, rel=0.05)
+    with FakeTensorMode():  # what stands in for PyTorch's own rule, which knows bfloat16 alone
+        like = torch.empty(10, 24, dtype=torch.bfloat16), torch.empty(4, 24, 16, dtype=torch.bfloat16)
+        offs = torch.empty(4, dtype=torch.int32)
+        expected = torch._grouped_mm(*like, offs=offs), torch._grouped_mm(like[0].t(), like[0], offs=offs)
+    with traced._Shapes():
+        like = torch.empty(10, 24, dtype=torch.float16), torch.empty(4, 24, 16, dtype=torch.float16)
+        offs = torch.empty(4, dtype=torch.int32)
+        made = torch._grouped_mm(*like, offs=offs), torch._grouped_mm(like[0].t(), like[0], offs=offs)
+    assert [(each.shape, each.stride()) for each in made] == [(each.shape, each.stride()) for each in expected]
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "full"])

@@ -345,6 +345,36 @@ def test_weights_gathered_layer_by_layer_cost_what_they_wait_for() -> None:
         assert spans[Op.BACKWARD] == pytest.approx((forward, forward + backward))
 
 
+def test_replicas_that_gather_layer_by_layer_wait_for_the_one_whose_inputs_come_last() -> None:
+    """Two replicas of one size; the encoder's chunk for the second is made behind that for the first."""
+    vision = Pipeline("vision", 0, (Stage("vision", 0, 0, 1, Lane((0,))),))
+    stages = tuple(Pipeline(LLM, r, (Stage(LLM, 0, 0, 1, Lane((1 + r,))),)) for r in (0, 1))
+    links, trainable = (("vision", LLM),), {"vision": (False,), LLM: (True,)}
+    pieces = np.array([[0, 0, 2, 0, 3], [1, 0, 3, 0, 3]], np.int32)
+    table = StepTable(
+        chunks(("vision", 0, 0), ("vision", 0, 1), (LLM, 0, 0), (LLM, 1, 0)), (Edge("vision", LLM, "embeds", pieces),)
+    )
+    traffic = Traffic({"vision": [0, 0], LLM: [0, 0]}, 8.0, [weight("a", LLM, (0,), 250)])
+    costs, sizes = PerRow({"vision": 1, LLM: 1}), [Size(3, 0), Size(5, 0), Size(1, 0), Size(1, 0)]
+
+    def begin(shard: Any) -> list[float]:
+        """When each replica begins its forward."""
+        layout = Layout({"vision": (ParallelSpec(), (vision,)), LLM: (ParallelSpec(dp=2, shard=shard), stages)}, 3)
+        schedule = one_f_one_b(StageGraph(layout, links, trainable), table)
+        check(schedule)
+        found = predict(schedule, costs, sizes, LINKS, traffic, optimizer=False)
+        return [
+            start
+            for rank in (1, 2)
+            for action, start in zip(found.actions[rank], found.start[rank], strict=True)
+            if action.op is Op.FORWARD
+        ]
+
+    first, second = begin("none")
+    assert second >= first + 5
+    assert begin("full") == pytest.approx([second, second])
+
+
 def test_what_a_rank_does_beside_its_lists_is_in_the_step() -> None:
     """Reading slows the first actions of the rank that reads, and what follows them; the trainer's work comes last."""
     specs = {"vision": ParallelSpec(), LLM: ParallelSpec()}

@@ -163,6 +163,7 @@ def good() -> dict[str, np.ndarray]:
     arrays = schedule.graph.arrays
     names = ("node_pipeline", "node_stage", "node_lane", "pipeline_module", "lane_first", "lane_rank")
     names += ("reduction_first", "reduction_rank", "reduction_tied")
+    names += ("shard_by_layer", "shard_member_first", "shard_member")
     return {
         "rows": schedule.rows,
         "first": schedule.first,

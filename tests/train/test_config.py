@@ -200,6 +200,24 @@ def test_colocated_encoders_need_equal_stages_and_ranks_follow_the_placement() -
         _load("parallel.vision.pp=2", "parallel.placement=replicated", model=model)
 
 
+def test_compiled_layers_are_not_for_schedules_that_split_backwards() -> None:
+    """Their weights' gradients come with the first half; a plan that is open chooses among what the config takes."""
+    v = "language_model={virtual=2, order='v'}"
+    splitting = {"zb_h1": "dp=1", "zb_h2": "dp=1", "auto": "dp=1", "zb_v": v}
+    for name, more in splitting.items():
+        overrides = f"parallel={{placement='parallel', schedule='{name}', {more}}}"
+        assert _load(overrides).parallel.schedule == name
+        message = (
+            rf"schedule = '{name}' puts the gradients of weights off .*, which layers that are compiled .* cannot do"
+        )
+        with pytest.raises(
+            ConfigError, match=message + ".*: set parallel.schedule to 'gpipe' or '1f1b' or 'interleaved'"
+        ):
+            _load("train.compile=true", overrides)
+    assert _load("train.compile=true").train.compile
+    assert _load("train.compile=true", "parallel={plan='auto'}").parallel.auto
+
+
 def test_modules_have_replicas_of_their_own() -> None:
     model = BASE["model"] | {"audio": {"architecture": "WhisperEncoder"}}
     unequal = _load(

@@ -15,6 +15,7 @@ import pytest
 
 from interlace.train import rank, report
 from interlace.train.config import ConfigError, dumps, from_table, load
+from interlace.train.costs import ranks_per_node
 from interlace.train.launch import launcher
 from interlace.train.metrics import HELD_OUT, LOSS, free_memory
 from interlace.train.page import Page
@@ -162,6 +163,14 @@ def test_torchruns_processes_make_replicas_where_the_config_leaves_them_open() -
         ConfigError, match=r"toy.toml: 8 ranks make 8 replicas \(parallel.dp\): .*batch_size = 6 is too"
     ):
         replicas(8)
+
+
+def test_all_ranks_know_the_same_nodes_however_many_ranks_each_has() -> None:
+    """A rank of a node of two and one of a node of one must agree: a step begins with that."""
+    assert ranks_per_node(toy_config(), [2, 2, 2, 2]) == 2
+    assert ranks_per_node(toy_config(), [2, 2, 1]) is None
+    assert ranks_per_node(toy_config(), [3, 3, 3]) is None
+    assert ranks_per_node(toy_config("parallel.ranks_per_node=1"), [2, 2, 1]) == 1
 
 
 def test_what_depends_on_replicas_waits_for_torchruns_processes(tmp_path: Path) -> None:

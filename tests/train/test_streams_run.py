@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from interlace.cli import main
 from interlace.train.config import ConfigError, load
 from tests.data.chat_families import pictures, trained
 from tests.data.test_chats_faults import TEMPLATE
@@ -95,6 +96,27 @@ def test_two_processes_train_on_a_stream_and_go_on_bit_for_bit(streamed: Path) -
     again = curves(part)
     for step in (0, 5, 6, 7, 8, 9, 10, 11):  # the third epoch has begun by then
         assert again[step].items() >= {k: v for k, v in found[step].items() if k != SAME[3]}.items(), step
+
+
+def test_loads_of_a_stream_cannot_be_drawn(streamed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(streamed / "own.toml"), "--data", str(streamed / "loads.png")]) == 2
+    assert "lengths of the run's first step, which of a stream nobody knows" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_layout_is_chosen_for_a_stream_with_few_validation_samples(streamed: Path) -> None:
+    """What a batch has nobody knows before the run: validation samples stand for it, however few."""
+    text = (streamed / "own.toml").read_text()
+    for old, new in {
+        'placement = "shared"\ndp = 2\n': 'plan = "auto"\nmax_ranks = 1\n',
+        "steps = 12": "steps = 2",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    (streamed / "auto.toml").write_text(text)
+    told = train(str(streamed / "auto.toml"), "--set=train.batch_size=8")  # there are 6
+    assert "simulated with 2 batches of the validation samples of chats" in told
+    assert len(curves((streamed / "runs" / "own" / "latest").resolve())) == 2
 
 
 @pytest.mark.parametrize(

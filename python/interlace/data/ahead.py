@@ -7,6 +7,9 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
+LONGEST = 600.0  # seconds of waiting for what one batch is made of, after which it is an error
+CLOSING = 10.0  # seconds that the thread gets to end; one that hangs in a read ends with the process
+
 
 class AheadThread(ABC):
     """Runs `_run`, which puts batches, or the exception that ends it, into a queue of at most `depth`."""
@@ -30,13 +33,19 @@ class AheadThread(ABC):
                 continue
 
     def get(self) -> list[Any]:
-        """The next batch. Raises what was raised on the way."""
-        item = self._queue.get()
+        """The next batch. Raises what was raised on the way, and TimeoutError where nothing comes for long."""
+        try:
+            item = self._queue.get(timeout=2 * LONGEST)  # a producer's own error, which says more, comes first
+        except queue.Empty:
+            raise TimeoutError(
+                f"waited {2 * LONGEST:g} s for the next batch: the thread that reads the data ahead hangs; is the "
+                "storage still there? Go on from the last checkpoint with --resume"
+            ) from None
         if isinstance(item, BaseException):
             raise item
         return item
 
     def close(self) -> None:
-        """Stops the thread, and waits for it."""
+        """Stops the thread, and waits for it, but not for one that hangs."""
         self._stopping.set()
-        self._thread.join()
+        self._thread.join(CLOSING)

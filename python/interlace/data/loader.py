@@ -79,9 +79,10 @@ class Loader:
                 drawn = self.dataset.order(self.seed, epoch)
             else:
                 drawn = np.random.default_rng([self.seed, 4, epoch]).permutation(size)
-            # The thread that reads ahead is in the next epoch while this one is still asked for.
-            self._orders = {kept: order for kept, order in self._orders.items() if abs(kept - epoch) < 2}
-            self._orders[epoch] = drawn
+            # The thread that reads ahead is in the next epoch while this one is still asked for. Both come here: what
+            # one of them goes through the other must not change.
+            kept = {other: order for other, order in self._orders.items() if abs(other - epoch) < 2}
+            self._orders = {**kept, epoch: drawn}
         return drawn
 
     def indices(self, epoch: int, position: int) -> list[int]:

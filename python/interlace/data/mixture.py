@@ -52,14 +52,15 @@ def share_of(weights: Sequence[float], means: Sequence[Fraction] | None = None) 
 class MixedDataset(Dataset[Sample]):
     """The samples of several sources, one source after the other; `order` mixes them by their weights.
 
-    Raises ValueError for sources that are too many for their samples.
+    mixes: False for samples of which nobody draws shares, such as those for validation; they may be few.
+    Raises ValueError for sources that are too many to be mixed for their samples.
     """
 
     name = "chats"
     varies = ChatDataset.varies
     loads_together = ChatDataset.loads_together
 
-    def __init__(self, parts: Sequence[Part], by: By = "samples") -> None:
+    def __init__(self, parts: Sequence[Part], by: By = "samples", *, mixes: bool = True) -> None:
         if not parts:
             raise ValueError("there is no source")
         self.parts, self.by = list(parts), by
@@ -68,7 +69,7 @@ class MixedDataset(Dataset[Sample]):
         means = [Fraction(int(part.data.token_lengths.sum()), len(part.data)) for part in parts]
         self.shares = share_of([part.weight for part in parts], means if by == "tokens" else None)
         self._most = max(range(len(parts)), key=lambda place: self.shares[place])
-        if self.draws * self.shares[self._most] < len(parts):
+        if mixes and self.draws * self.shares[self._most] < len(parts):
             raise ValueError(f"{len(parts)} sources have {self.draws} samples in all, too few to be mixed: join some")
 
     # --- the mixture ----------------------------------------------------------------------------------------

@@ -19,12 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from interlace.data.ahead import AheadThread
+from interlace.data.ahead import LONGEST, AheadThread
 from interlace.data.producing import Bare, Loaded, Made, Task, whole
 from interlace.model.sample import Media
 
 SAY_EVERY = 5.0  # seconds of waiting after which it is said what for
-LONGEST = 600.0  # seconds of waiting after which it is an error
 log = logging.getLogger("interlace.data")
 
 

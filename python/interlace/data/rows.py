@@ -93,9 +93,8 @@ class RowLoader(Loader):
                 counts.append(each)
                 start += len(dealt)
             planned = _Plan(np.concatenate(samples), np.cumsum(np.concatenate(counts)))
-            # The thread that reads ahead is in the next epoch while this one is still asked for.
-            self._planned = {kept: plan for kept, plan in self._planned.items() if abs(kept - epoch) < 2}
-            self._planned[epoch] = planned
+            kept = {other: plan for other, plan in self._planned.items() if abs(other - epoch) < 2}
+            self._planned = {**kept, epoch: planned}  # as in `Loader.order`
         return planned
 
     def _deal(self, picks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

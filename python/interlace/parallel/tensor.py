@@ -150,9 +150,13 @@ def check_plan(module: nn.Module, plan: Mapping[str, str] | None, world: int) ->
     """
     ranks = Ranks.at(0, world)
     styles, shared = _checked(module, plan, ranks)
+    seen: set[tuple[str, str]] = set()  # how the layers cut so far look: those of other blocks look the same
     for path, style in styles.items():
         if style in CUT:
-            _part(_shapes(module.get_submodule(path)), path, style, ranks, False, "auto", False, shared, {})
+            whole = module.get_submodule(path)
+            if (style, repr(whole)) not in seen:
+                seen.add((style, repr(whole)))
+                _part(_shapes(whole), path, style, ranks, False, "auto", False, shared, {})
 
 
 def used_in_part(module: nn.Module, plan: Mapping[str, str], *, sequence_parallel: bool) -> set[str]:

@@ -221,10 +221,14 @@ def activation_bytes(
     but what is kept in its place from BACKWARD_INPUT to BACKWARD_WEIGHT.
     """
     found, kept = {}, Activations.deferred_of_stage if deferred else Activations.of_stage
+    known: dict[Any, float] = {}  # of replicas that have the same layers and loads
     for place, chunk in enumerate(chunks):
         load = _share(layout.spec(chunk.module), loads.get(place, loads.get(chunk.module, Load(0))))
         for stage in layout.pipelines(chunk.module)[chunk.replica].stages:
-            found[chunk.module, stage.index, place] = kept(activations[chunk.module], stage.start, stage.stop, load)
+            key = chunk.module, stage.start, stage.stop, load
+            if key not in known:
+                known[key] = kept(activations[chunk.module], stage.start, stage.stop, load)
+            found[chunk.module, stage.index, place] = known[key]
     return found
 
 

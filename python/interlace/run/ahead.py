@@ -17,7 +17,7 @@ from typing import Any
 from interlace.run.batch import GlobalBatch
 from interlace.schedule import StepTable
 
-_KEPT = 8  # batches that were planned and not yet run; more than any loader reads ahead
+_KEPT = 1040  # batches that were planned and not yet run: more than any loader reads ahead (data.prefetch)
 _SPANS = 64
 
 
@@ -35,6 +35,8 @@ class TablesAhead:
         table = make()
         samples = [weakref.ref(sample) for sample in batch.samples]
         with self._lock:
+            for key in [key for key, (of, _) in self._tables.items() if of[0]() is None]:  # nobody can run it any more
+                del self._tables[key]
             self._tables[_key(batch)] = samples, table
             while len(self._tables) > _KEPT:
                 self._tables.pop(next(iter(self._tables)))

@@ -10,8 +10,8 @@ as on CPUs it does, whose cores ranks fill. What is not: waiting for data that c
 
 Layer by layer the gather of a layer travels while the one before computes, and the sum of one while the next goes
 backward, as `interlace.run.layers` does it: what of this is longer than the computing counts. The replicas of such a
-stage run in lock step, so all take as long as the slowest of them for the chunk of the same number. That they also wait
-for one whose inputs come later is left out.
+stage run in lock step, which the simulation plays: they wait for the one whose inputs come last, and all take as long
+as the slowest of them.
 """
 
 from __future__ import annotations
@@ -406,8 +406,8 @@ class _Step:
         return {key: list(shards.values()) for key, shards in found.items()}
 
     def _gather_layers(self, found: Floats, module: str, index: int, shard: Shard) -> None:
-        """Put into the durations of the chunks of a stage what its layers wait for: as long on each of the replicas
-        that share the weights, which gather them together."""
+        """Put into the durations of the chunks of a stage what its layers wait for, on each of the replicas that share
+        the weights. (That these meet, and the slowest counts, is the simulator's.)"""
         held = self._shared(shard)
         gathers = [self.links.all_gather(size, shard.ranks) for size in (held.beside, *held.layers)]
         scatters = [
@@ -415,29 +415,25 @@ class _Step:
         ]
         spec, owners = self.layout.spec(module), set(shard.owners)
         replicas = {p.replica for p in self.layout.pipelines(module) if owners & set(p.stages[index].lane.ranks)}
-        together: dict[int, list[int]] = {}
-        for place, chunk in enumerate(self.table.chunks):
-            if chunk.module == module and chunk.replica in replicas:
-                together.setdefault(chunk.index, []).append(place)
         before = _trained_before(self.graph)[module]
         trained = [layer for layer, flag in enumerate(self.graph.trainable[module]) if flag]
         first = shard.start if before else min(trained, default=shard.stop)  # as `interlace.run.ranks` has it
         lowest = min(max(first, shard.start), shard.stop) - shard.start + 1
-        for places in together.values():
-            waits = dict.fromkeys(_COMPUTE, 0.0)
-            for place in places:
-                link = self.links.slowest(self._pipeline(place).stages[index].lane.ranks)
-                cost = self.costs.of(module, self.sizes[place], spec.tp, spec.cp, link)
-                layers = _Layers.of(cost, before, self.recompute).between(shard.start, shard.stop)
-                there, back = self.costs.beside(module, self.sizes[place], spec.tp, spec.cp, link)
-                ahead = there + layered_forward(layers.forward, gathers)
-                whole = back + layered_backward(layers.backward, gathers, scatters, lowest)
-                halves = back + layered_backward(layers.backward - layers.weight, gathers, scatters, lowest)
-                later = float(found[CODES[Op.BACKWARD_WEIGHT], index, place])
-                for op, seconds in zip(_COMPUTE, (ahead, whole, halves, later), strict=True):
-                    waits[op] = max(waits[op], seconds)
-            for op, seconds in waits.items():
-                found[CODES[op], index, places] = seconds
+        for place, chunk in enumerate(self.table.chunks):
+            if chunk.module != module or chunk.replica not in replicas:
+                continue
+            link = self.links.slowest(self._pipeline(place).stages[index].lane.ranks)
+            cost = self.costs.of(module, self.sizes[place], spec.tp, spec.cp, link)
+            layers = _Layers.of(cost, before, self.recompute).between(shard.start, shard.stop)
+            there, back = self.costs.beside(module, self.sizes[place], spec.tp, spec.cp, link)
+            halves = layered_backward(layers.backward - layers.weight, gathers, scatters, lowest)
+            times = {
+                Op.FORWARD: there + layered_forward(layers.forward, gathers),
+                Op.BACKWARD: back + layered_backward(layers.backward, gathers, scatters, lowest),
+                Op.BACKWARD_INPUT: back + halves,
+            }
+            for op, seconds in times.items():
+                found[CODES[op], index, place] = seconds
 
     # -- messages ----------------------------------------------------------------------------------------------
 

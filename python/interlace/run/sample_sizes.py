@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from interlace.layout import Layout
 from interlace.model.naming import LANGUAGE_MODEL
+from interlace.plan.memory import WeightSize
 from interlace.plan.step_costs import Size
 from interlace.run.predict import Traffic
 from interlace.run.traced import weights_of
@@ -46,14 +47,25 @@ def causal_pairs(tokens: Numbers) -> NDArray[np.float64]:
     return np.asarray(tokens, np.float64) * (np.asarray(tokens, np.float64) + 1) / 2
 
 
-def counted_traffic(mllm: Any, layout: Layout, *, itemsize: int = 2, sequence_parallel: bool = True) -> Traffic:
+def counted_traffic(
+    mllm: Any,
+    layout: Layout,
+    *,
+    itemsize: int = 2,
+    sequence_parallel: bool = True,
+    weights: Sequence[WeightSize] | None = None,
+) -> Traffic:
     """What travels, by the widths of the modules: where running a large model on shapes (`Traffic.of`) takes long.
 
-    itemsize: bytes of an element of a hidden state. Raises ValueError for a module that its tp cannot cut.
+    itemsize: bytes of an element of a hidden state. weights: what `weights_of` gives, where that is known.
+
+    Raises ValueError for a module that its tp cannot cut.
     """
+    if weights is None:
+        weights = weights_of(mllm, layout, sequence_parallel=sequence_parallel)
     each = row_bytes_of(mllm, itemsize=itemsize)
     row_bytes = {name: [each[name]] * (len(mllm.layer_list(name)) + 1) for name in each}
-    return Traffic(row_bytes, each[LANGUAGE_MODEL], weights_of(mllm, layout, sequence_parallel=sequence_parallel))
+    return Traffic(row_bytes, each[LANGUAGE_MODEL], weights)
 
 
 def row_bytes_of(mllm: Any, *, itemsize: int = 2) -> dict[str, float]:

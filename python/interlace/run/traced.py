@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
 
 from interlace.comm.transports.silent import SilentTransport
 from interlace.layout import Layout
@@ -155,8 +156,10 @@ def _encoder(
     encoder = mllm.encoders[name]
     item = Media(shown.shape, encoder.tokens(*shown), torch.zeros(shown.shape), about=shown.about)
 
+    shaped = _shaped(mllm, name, alike, lane)
+
     def run(count: int, mode: Checkpointing, halves: bool = False) -> _Run:
-        return _run(mllm, name, alike, lambda _: encoder.collate([item] * count), lane, mode, autocast, halves)
+        return shaped(mode, halves).run(lambda _: encoder.collate([item] * count), autocast)
 
     runs = [run(count, checkpointing) for count in _ITEMS]
     kept, edges = _fitted(runs)
@@ -179,20 +182,21 @@ def _language(
     split: bool,
 ) -> Activations:
     """What the language model keeps. features: of each encoder, as it gives them."""
-    settings = mllm.language_settings
+    settings, shaped = mllm.language_settings, _shaped(mllm, name, alike, lane)
 
     def run(each: tuple[int, int], mode: Checkpointing, halves: bool = False) -> _Run:
         inputs = partial(blank_inputs, mllm, features, *each)
-        found = _run(mllm, name, alike, inputs, lane, mode, autocast, halves)
+        found = shaped(mode, halves).run(inputs, autocast)
         return found._replace(targets=each[0] * each[1])
 
     runs = [run(each, checkpointing) for each in _SAMPLES]
     kept, edges = _fitted(runs)
     inner: tuple[float, ...] = ()
     if checkpointing != "none":
-        inner = _recomputed(kept, _fitted([run(each, "none") for each in _SAMPLES])[0], edges)
+        # The first two have as many targets, so that what they differ in is a row's.
+        inner = _recomputed(kept, _fitted([run(each, "none") for each in _SAMPLES[:2]])[0], edges)
     deferred = _fitted([run(each, "none", True) for each in _SAMPLES])[0] if split else ()
-    whole = _stage(mllm, name, lane, "none").module
+    whole = shaped(checkpointing, False).module
     head = head_of(whole.language_model) if settings.ends_with_head and settings.postprocess is None else None
     feature = max((float(given.shape[1] * given.element_size()) for given in features.values()), default=0.0)
     words = 0 if head is None else head.weight.shape[0]
@@ -268,41 +272,46 @@ def _stage(mllm: Any, name: str, lane: _Lane, checkpointing: Checkpointing) -> _
     return _Stage(stage, how.in_part, how.rows)
 
 
-def _run(
-    mllm: Any,
-    name: str,
-    alike: Alike,
-    inputs: Callable[[FakeTensorMode], dict[str, Any]],
-    lane: _Lane,
-    checkpointing: Checkpointing,
-    autocast: torch.dtype | None,
-    halves: bool,
-) -> _Run:
-    """halves: storages are those that its backward leaves for BACKWARD_WEIGHT, and not those of its forward."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    stage, _, rows_cut = _stage(mllm, name, lane, checkpointing)
-    weights = give_shapes(stage, mode)
-    notes = _Notes(weights, rows_cut, lane.dealt)
-    layers = [stage.get_submodule(layer.name) for layer in mllm.layers(name)]
-    for index, layer in enumerate(layers):
-        layer.register_forward_pre_hook(partial(notes.enter, index))
-        layer.register_forward_hook(partial(notes.entered, index), with_kwargs=True)
-    layers[-1].register_forward_hook(notes.leave)
-    alike.leave_out(layers)
-    given = inputs(mode)
-    context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-    if halves:
-        linears = LinearLayers(stage, ())  # of a tied head, too: it is put off where the embedding is on another rank
-        with notes, context, linears.forward():
-            made = stage(given)
-        storages = alike.filled(_put_off(mllm, stage, linears, made, layers, lane.dealt))
-    else:
-        with _swept(), torch.autograd.graph.saved_tensors_hooks(notes.save, lambda saved: saved), notes, context:
-            made = stage(given)
-        storages = notes.alive(made, alike)
-    edges = [*notes.edges.values(), made.numel() * made.element_size()]
-    backward = [*list(notes.wanted.values())[1:], made.requires_grad]
-    return _Run(storages, edges, backward, notes.rows, 0, made)
+class _Shaped:
+    """A module on fake tensors, to be run on inputs of several lengths. halves: what is found is what its backward
+    leaves for BACKWARD_WEIGHT, and not what its forward does."""
+
+    def __init__(
+        self, mllm: Any, name: str, alike: Alike, lane: _Lane, checkpointing: Checkpointing, halves: bool
+    ) -> None:
+        self._mllm, self._alike, self._lane, self._halves = mllm, alike, lane, halves
+        self._mode = _Shapes(allow_non_fake_inputs=True)
+        self.module, _, self._rows_cut = _stage(mllm, name, lane, checkpointing)
+        self._weights = give_shapes(self.module, self._mode)
+        self._layers = [self.module.get_submodule(layer.name) for layer in mllm.layers(name)]
+        alike.leave_out(self._layers)
+
+    def run(self, inputs: Callable[[FakeTensorMode], dict[str, Any]], autocast: torch.dtype | None) -> _Run:
+        notes = _Notes(self._weights, self._rows_cut, self._lane.dealt)
+        given = inputs(self._mode)
+        context = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+        with notes.watching(self._layers):
+            if self._halves:
+                # Of a tied head, too: it is put off where the embedding is on another rank.
+                linears = LinearLayers(self.module, ())
+                with notes, context, linears.forward():
+                    made = self.module(given)
+                storages = self._alike.filled(
+                    _put_off(self._mllm, self.module, linears, made, self._layers, self._lane.dealt)
+                )
+            else:
+                with _swept(), torch.autograd.graph.saved_tensors_hooks(notes.save, lambda saved: saved):
+                    with notes, context:
+                        made = self.module(given)
+                storages = notes.alive(made, self._alike)
+        edges = [*notes.edges.values(), made.numel() * made.element_size()]
+        backward = [*list(notes.wanted.values())[1:], made.requires_grad]
+        return _Run(storages, edges, backward, notes.rows, 0, made)
+
+
+def _shaped(mllm: Any, name: str, alike: Alike, lane: _Lane) -> Callable[[Checkpointing, bool], _Shaped]:
+    """A module as it is checkpointed, and for halves of backwards or not; made once each."""
+    return cache(partial(_Shaped, mllm, name, alike, lane))
 
 
 def _put_off(
@@ -323,6 +332,28 @@ def _put_off(
         made_of = Storage(storage.nbytes(), outside, of[id(weight)])
         found.setdefault(storage._cdata, made_of).layers.add(of[id(weight)])
     return list(found.values())
+
+
+class _Shapes(FakeTensorMode):
+    """Fake tensors on which experts run in any dtype: PyTorch's rule for the shape of a grouped product is of bfloat16
+    alone, though its kernels for CPUs multiply float32 and float16 too."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return self._grouped(*args[:2], *args[2:3], **(kwargs or {}))
+        return super().dispatch(func, types, args, kwargs)
+
+    def _grouped(self, left: Tensor, right: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+        """A tensor as the product of groups makes it, whose rows begin at multiples of 16 bytes."""
+        outer: tuple[int, ...] = ()
+        if left.dim() == right.dim():  # a product for each group, in place of one of all rows
+            outer = (left if left.dim() == 3 else offs).shape[:1]  # type: ignore[union-attr]
+        rows, columns = left.shape[-2], right.shape[-1]
+        each = 16 // left.element_size()
+        padded = -(-columns // each) * each
+        strides = [rows * padded] * len(outer) + [padded, 1]
+        with self:
+            return torch.empty_strided((*outer, rows, columns), strides, dtype=left.dtype, device=left.device)
 
 
 class _Notes(TorchDispatchMode):
@@ -355,6 +386,20 @@ class _Notes(TorchDispatchMode):
                 made = StorageWeakRef(storage), storage.nbytes(), self._layer, self._before
                 self._made.setdefault(storage._cdata, made)
         return result
+
+    @contextmanager
+    def watching(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, it is told what enters which of `layers`."""
+        hooks: list[RemovableHandle] = []
+        for index, layer in enumerate(layers):
+            hooks.append(layer.register_forward_pre_hook(partial(self.enter, index)))
+            hooks.append(layer.register_forward_hook(partial(self.entered, index), with_kwargs=True))
+        hooks.append(layers[-1].register_forward_hook(self.leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def enter(self, layer: int, *_: Any) -> None:
         self._layer, self._inside = layer, True

@@ -7,6 +7,7 @@
 - `trace`: the timeline as a Chrome/Perfetto trace; `picture`: as a PNG
 - `groups`, `overview`, `sampled_trace`: a step of thousands of ranks, group by group: page, picture, bounded trace
 - `loads`, `templates`: who computes what, as PNGs: `plot_loads`, `plot_deferral`, `plot_templates`
+- `elastic_job`, `failure_trace`, `recovery`, `recovery_picture`: what nodes that fail and come cost
 - `layouts`: which rank has what, and what it holds: `plot_layout`
 
     timeline = simulate(schedule, {Op.FORWARD: 1.0, Op.BACKWARD: 2.0})

@@ -68,8 +68,8 @@ def simulate_arrays(
 
     Args:
         seconds: [n], what each action takes; of a SEND or RECV what the rank itself spends on it beside waiting, of a
-            REDUCE_GRAD the reduction (where its ranks differ, as where those of a lane do, the longest counts). Finite
-            and not negative.
+            REDUCE_GRAD the reduction (where its ranks differ, as where those of a lane or of a meeting do, the longest
+            counts). Finite and not negative.
         transfer: seconds that messages travel, one number or [n] (read at SENDs).
         memory: [n], bytes by which each action changes what its rank holds. scratch: [n], bytes held only while it
             runs. `memory_and_scratch` makes both; without them nothing is held.
@@ -94,6 +94,9 @@ def simulate_arrays(
         arrays.reduction_first,
         arrays.reduction_rank,
         arrays.reduction_tied,
+        arrays.shard_by_layer,
+        arrays.shard_member_first,
+        arrays.shard_member,
         np.asarray(seconds),
         np.broadcast_to(np.asarray(transfer), n) if np.ndim(transfer) == 0 else np.asarray(transfer),
         np.zeros(n) if memory is None else np.asarray(memory),
@@ -149,7 +152,12 @@ def _deadlock(schedule: Schedule, found: Mapping[str, Any]) -> ScheduleError:
     lines = []
     for rank, action in stuck.items():
         others = lanes[action.peer if action.op is Op.RECV else found["lane"][at[rank]]].ranks
-        if action.op is not Op.RECV:
+        meeting = found["meeting"][at[rank]] if len(found["meeting"]) else -1
+        if meeting >= 0:  # ranks of other lanes too, each at an action of its own
+            there = found["meeting_rank"][slice(*found["meeting_first"][meeting : meeting + 2])].tolist()
+            others = tuple(r for r in there if r not in stuck or found["meeting"][at[r]] != meeting)
+            others = others or tuple(r for r in there if r != rank)  # all are there, for different actions
+        elif action.op is not Op.RECV:
             others = tuple(other for other in others if other != rank and stuck.get(other) != action)
         lines.append(waiting(rank, others))
     where: tuple[int, Action] | None = next(iter(stuck.items()), None)

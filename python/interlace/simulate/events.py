@@ -8,8 +8,10 @@ the rank free at once, too: it goes on beside the computing, and ends when its r
 have passed. It follows earlier reductions of the same ranks (they share links); that of a tied weight follows all
 others of its ranks. A DISPATCH leaves the rank free at once as well, and ends its seconds after all ranks have reached
 theirs, on links of its own. An UNSHARD takes its seconds before anything else, as if nothing computed beside the
-gather; a RESHARD takes none, nor does an UNSHARD_LAYERS: what ranks that gather layer by layer wait for is part of the
-durations of the stage's compute actions (`interlace.run.predict` puts it there). The step ends when everything has.
+gather; a RESHARD takes none, nor does an UNSHARD_LAYERS: from it on the ranks that share the stage's weights gather
+them inside of what they compute. So they meet there as the ranks of a lane do, each with a chunk of its own: a replica
+whose inputs come later holds up the others, and all take as long as the slowest (what their gathers take beyond the
+computing is part of the durations, where `interlace.run.predict` puts it). The step ends when everything has.
 
 The rows are played in C++ (`arrays`); `reference` is the same in Python, kept as its oracle. Cost: about a microsecond
 per action, nearly all of it for making objects that people can read; 0.06 by `simulate_arrays`.

@@ -33,6 +33,7 @@ def simulate_in_python(
     cost = duration_of(durations)
     _non_negative("overhead", overhead)
     own_lane = _lane_finder(schedule)
+    met = _meeting_finder(schedule, own_lane)
 
     at = [0] * len(lists)
     clocks = [0.0] * len(lists)
@@ -64,12 +65,17 @@ def simulate_in_python(
                 elif action.op is Op.UNSHARD:
                     end = begin + _non_negative("unshard", unshard(action) if callable(unshard) else unshard)
                 elif action.op in COMPUTE:
-                    together = own_lane(rank, action).ranks
+                    where, together = met(rank, action)
+                    doing = {r: lists[r][at[r]] for r in together if at[r] < len(lists[r])}
                     if len(together) > 1:
-                        if any(at[r] == len(lists[r]) or lists[r][at[r]] != action for r in together):
+                        if len(doing) < len(together) or any(a.op is not action.op for a in doing.values()):
+                            break
+                        if any(met(r, a)[0] != where for r, a in doing.items()):
+                            break
+                        if any(doing[r] != a for other, a in doing.items() for r in own_lane(other, a).ranks):
                             break
                         begin = max(clocks[r] for r in together)
-                    end = begin + cost(action.op, action.module, action.stage, action.chunk)
+                    end = begin + max(cost(a.op, a.module, a.stage, a.chunk) for a in doing.values())
                     for other in together:
                         if other != rank:
                             starts[other][at[other]], finishes[other][at[other]] = begin, end
@@ -103,6 +109,33 @@ def _lane_finder(schedule: Schedule) -> Callable[[int, Action], Lane]:
         if key not in cache:
             cache[key] = layout.pipelines(chunk.module)[chunk.replica].stages[stage].lane_of(rank)
         return cache[key]
+
+    return find
+
+
+def _meeting_finder(
+    schedule: Schedule, own_lane: Callable[[int, Action], Lane]
+) -> Callable[[int, Action], tuple[object, tuple[int, ...]]]:
+    """(rank, compute action) -> where it computes, and with which ranks: on its lane, or with all lanes with which that
+    hangs together by weights that are gathered layer by layer."""
+    layout, graph, chunks = schedule.graph.layout, schedule.graph, schedule.table.chunks
+    layered = {a.other for actions in schedule.actions for a in actions if a.op is Op.UNSHARD_LAYERS}
+    meetings: dict[tuple[str, int], list[set[int]]] = {}  # of the stages of a module that begin with a layer
+    for shard in (graph.shards[number] for number in sorted(layered)):
+        lanes = [s.lanes for p in layout.pipelines(shard.module) for s in p.stages if s.start == shard.start]
+        ranks = {r for found in lanes for lane in found if set(lane.ranks) & set(shard.owners) for r in lane.ranks}
+        before = meetings.setdefault((shard.module, shard.start), [])
+        apart = [other for other in before if ranks.isdisjoint(other)]
+        meetings[shard.module, shard.start] = [*apart, ranks.union(*(o for o in before if o not in apart))]
+
+    def find(rank: int, action: Action) -> tuple[object, tuple[int, ...]]:
+        chunk = chunks[action.chunk]
+        start = layout.pipelines(chunk.module)[chunk.replica].stages[action.stage].start
+        for ranks in meetings.get((chunk.module, start), ()):
+            if rank in ranks:
+                return (chunk.module, start), tuple(sorted(ranks))
+        lane = own_lane(rank, action)
+        return lane, lane.ranks
 
     return find
 

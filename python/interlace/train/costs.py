@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,17 @@ def stated_links(config: Config) -> Links | None:
     host = link(found.host)
     network = host if found.network is None else link(found.network)
     return Links(host=host, network=network, ranks_per_host=found.ranks_per_host)
+
+
+def ranks_per_node(config: Config, nodes: Sequence[int]) -> int | None:
+    """Ranks of a node, for dispatchers; None where all are on one, and where nodes have unequally many.
+
+    nodes: of each rank, how many torchrun has started on its node; of a plan, whose ranks nobody has started, all.
+    """
+    links = config.parallel.links
+    alike = nodes[0] if len(set(nodes)) == 1 else len(nodes)
+    said = config.parallel.ranks_per_node or (links.ranks_per_host if links is not None else None) or alike
+    return said if said < len(nodes) else None
 
 
 def _kinds(config: Config, model: Any) -> Iterator[tuple[float, dict[str, list[float]]]]:

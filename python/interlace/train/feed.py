@@ -266,7 +266,7 @@ def _chats(config: Config, model: Any, tokenizer: Any, source: str, say: Callabl
         if len(train) == 1:
             return train[0].data, held_out[0].data
         name = "[[data.sources]]"
-        return MixedDataset(train, data.mix_by), MixedDataset(held_out)
+        return MixedDataset(train, data.mix_by), MixedDataset(held_out, mixes=False)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"{source}: {name}: {error}") from None
     except OSError as error:  # data files that cannot be read are ChatFileErrors

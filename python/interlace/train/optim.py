@@ -127,13 +127,16 @@ class Optimizer:
 
 def state_sizes(config: Config, model: nn.Module, rates: Mapping[str, Rates]) -> dict[str, StateSize]:
     """Of each trained parameter what its optimizer keeps, and what ``train.ema`` does, by its first name."""
-    found = {}
+    found, known = {}, dict[Any, StateSize]()
     for name, parameter in model.named_parameters():
         if name in rates:
-            first = _first_state(rates[name].optimizer, parameter, config.train)
-            alike = sum(key != "step" and tensor.shape == parameter.shape for key, tensor in first.items())
-            rest = sum(t.nbytes for key, t in first.items() if key == "step" or t.shape != parameter.shape)
-            found[name] = StateSize(alike + (config.train.ema is not None), rest)
+            kind = rates[name].optimizer, parameter.shape, parameter.dtype
+            if kind not in known:
+                first = _first_state(kind[0], parameter, config.train)
+                alike = sum(key != "step" and tensor.shape == parameter.shape for key, tensor in first.items())
+                rest = sum(t.nbytes for key, t in first.items() if key == "step" or t.shape != parameter.shape)
+                known[kind] = StateSize(alike + (config.train.ema is not None), rest)
+            found[name] = known[kind]
     return found
 
 

@@ -20,7 +20,7 @@ from interlace.train.auto import planlock
 from interlace.train.build import build, build_layout, initialize, materialize, stored_weights
 from interlace.train.chosen import choose, fill
 from interlace.train.config import ConfigError
-from interlace.train.costs import stated_links
+from interlace.train.costs import ranks_per_node, stated_links
 from interlace.train.feed import Feed, datasets, indexed, kinds, pixels, report_left_out
 from interlace.train.feed_stream import StreamFeed
 from interlace.train.launch import launcher, lock
@@ -127,7 +127,7 @@ def _train(
     if chosen and rank == 0:
         runfolder.write_whole(folder / planlock.NAME, chosen)
     runfolder.check_shared(folder, startup)
-    startup.gather("building the model", None)
+    nodes = startup.gather("building the model", local_world)
     try:
         own = "try out how the model can be cut and make memory for its part of it"
         with startup.bounded("making the process groups of the pipeline", own):
@@ -143,7 +143,7 @@ def _train(
                 context_order=config.parallel.context_order,
                 assign=config.train.assign,
                 balance=config.train.balance,
-                ranks_per_node=ranks_per_node(config, local_world, world),
+                ranks_per_node=ranks_per_node(config, nodes),
                 autocast=devices.AUTOCAST[config.train.precision],
                 timeout=config.parallel.timeout,
                 crash_folder=folder / "crash",
@@ -254,13 +254,6 @@ def feed_of(
         prefetch=config.data.prefetch,
         pinned=pinned,
     )
-
-
-def ranks_per_node(config: Config, local_world: int, world: int) -> int | None:
-    """Ranks of a node, for `parallelize`; None where all are on one."""
-    links = config.parallel.links
-    said = config.parallel.ranks_per_node or (links.ranks_per_host if links is not None else None) or local_world
-    return said if said < world else None
 
 
 def with_steps(config: Config, batches: Callable[[int], int], *, source: str = "config") -> Config:

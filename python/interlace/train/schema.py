@@ -242,6 +242,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _compiled_layers_go_back_at_once(self) -> Config:
+        from interlace.schedule.generate import KINDS
+
+        schedule = self.parallel.schedule
+        if self.train.compile and KINDS[schedule].halves:
+            whole = " or ".join(repr(name) for name, kind in KINDS.items() if not kind.halves)
+            raise ValueError(
+                f"parallel.schedule = {schedule!r} puts the gradients of weights off to the second half of a backward, "
+                "which layers that are compiled (train.compile) cannot do, so that their second halves would be "
+                f"empty: set parallel.schedule to {whole}, or train.compile to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _streams_have_no_length(self) -> Config:
         if self.data.reading == "stream" and self.train.epochs is not None:
             raise ValueError(

@@ -129,7 +129,8 @@ class Train(Section):
     ema_evaluate: bool = True
     """Measure the held-out loss with the averaged weights, where they are kept, and answer with and export them."""
     compile: bool = False
-    """Compile the repeated layers (torch.compile). The first steps take minutes; a CPU needs a C++ compiler."""
+    """Compile the repeated layers (torch.compile). The first steps take minutes; a CPU needs a C++ compiler. Not with a
+    ``parallel.schedule`` that splits backwards (zb_h1, zb_h2, zb_v, auto)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """What backward computes again instead of keeping it. none: nothing; full: each layer, of which its input is kept;
     selective: only what is cheap, as the results of matrix products and of attention are kept, too."""

@@ -74,6 +74,21 @@ def test_drawn_samples_are_assigned_as_the_run_does(method: Method) -> None:
     assert schedule.rows.tolist() == GENERATORS[config.parallel.schedule](schedule.graph, table, **timed).rows.tolist()
 
 
+def test_a_plan_knows_the_nodes_of_the_run() -> None:
+    """Which replica of an encoder takes which batch depends on them: as in the run, or another step is simulated."""
+    settings = ["train.balance=per_module", *(f"parallel.{name}.dp=2" for name in ENCODERS)]
+    config = load(CONFIG, [*SMALL, *settings, "parallel.ranks_per_node=2"])
+    model = build(config, vocabulary_of(config, source="x"), source="x")
+    layout, samples = build_layout(config, model, source="x"), large.drawn_samples(config, model, 0.8)
+    loads = budget_loads(config, model)
+    costs = ScaledCosts(flop_costs(config, model), {name: each.tokens for name, each in loads.items()})
+    schedule, _ = large.play(config, model, layout, samples, costs, Links(), 4)
+    dispatcher = dispatcher_of("per_module", layout, model, recompute=config.train.recompute, ranks_per_node=2)
+    assert dispatcher is not None
+    replicas = dispatcher(samples.lengths).replica
+    assert schedule.table.digest == step_table(layout, samples.lengths, microbatches=4, replicas=replicas).digest
+
+
 def test_a_small_cluster_is_drawn_in_groups(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", str(CONFIG), *WORDS, "--tflops", "0.001", "--spread", "0.5", "--out", str(tmp_path)]
     assert main(words) == 0

@@ -28,6 +28,7 @@ from interlace.train.auto.machine import Machine
 from interlace.train.auto.work import Work
 from interlace.train.build import build_layout
 from interlace.train.config import ConfigError
+from interlace.train.costs import ranks_per_node
 from interlace.train.optim import state_sizes
 from interlace.train.rank_memory import activations_of_config, held_by_ranks, loads_of
 from interlace.train.scheduling import schedule_options
@@ -82,7 +83,10 @@ class Evaluator:
                 stage_graph(self.model, layout), self.model, sequence_parallel=config.parallel.sequence_parallel
             )
             assigner = assigner_of(config.train.assign, layout, self.model, recompute=config.train.recompute)
-            dispatcher = dispatcher_of(config.train.balance, layout, self.model, recompute=config.train.recompute)
+            node = ranks_per_node(config, [layout.world] * layout.world)
+            dispatcher = dispatcher_of(
+                config.train.balance, layout, self.model, recompute=config.train.recompute, ranks_per_node=node
+            )
         except (ValueError, ConfigError) as error:
             raise Refused("the model cannot be cut so", _said(error)) from None
         seconds, free, compute, peak, limit = 0.0, 0.0, 0.0, 0, self.machine.memory(candidate.world)

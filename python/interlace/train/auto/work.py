@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from interlace.model import IGNORE, Media, Sample
@@ -58,9 +59,15 @@ def has_data(config: Config) -> bool:
 
 
 def real_work(config: Config, data: Any, batch_size: int) -> Work:
-    """The first batches that a run of the config would take from the training set `data`. Raises ConfigError."""
+    """The first batches that a run of the config would take from the training set `data`; of a stream, whose samples
+    nobody has seen, batches of its validation samples, again and again where these are few. Raises ConfigError."""
     from interlace.data import Loader, RowLoader
 
+    if config.data.reading == "stream":
+        order = np.random.default_rng([config.run.seed, 4]).permutation(len(data)).tolist()
+        drawn = [data.sample(order[i % len(order)], 0) for i in range(BATCHES * batch_size)]
+        batches = tuple(drawn[first : first + batch_size] for first in range(0, len(drawn), batch_size))
+        return Work(batches, f"{BATCHES} batches of the validation samples of {data.name}, which are read as a stream")
     seed, rows = config.run.seed, config.data.max_tokens if config.data.pack else None
     try:
         if rows is None:

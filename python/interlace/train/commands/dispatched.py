@@ -20,18 +20,23 @@ def show(config: Config, path: Path, source: str) -> list[str]:
     from interlace.run.table import Lengths
     from interlace.simulate import plot_loads
     from interlace.train.build import build, build_layout
+    from interlace.train.costs import ranks_per_node
     from interlace.train.feed import Feed, datasets
-    from interlace.train.rank import ranks_per_node
     from interlace.train.texts import tokenizer_of
 
     if path.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"--data {path}: name a file that ends in .png or .svg")
+    if config.data.reading == "stream":
+        raise ConfigError(
+            f"{source}: --data reads the lengths of the run's first step, which of a stream nobody knows before it: "
+            "name a config that reads at random"
+        )
     tokenizer = tokenizer_of(config, source=source)
     model = build(config, tokenizer, source=source)
     layout = build_layout(config, model, source=source)
     recompute, world = config.train.recompute, layout.world
     dispatcher = dispatcher_of(
-        config.train.balance, layout, model, recompute=recompute, ranks_per_node=ranks_per_node(config, world, world)
+        config.train.balance, layout, model, recompute=recompute, ranks_per_node=ranks_per_node(config, [world] * world)
     )
     if dispatcher is None:
         raise ConfigError(f"{source}: --data compares replicas, but every module has one: set parallel.dp")

@@ -6,7 +6,7 @@ Everything is arrays and no object is made per action, so 10,240 ranks take seco
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace.train.config import ConfigError
-from interlace.train.costs import Load, budget_loads
+from interlace.train.costs import Load, budget_loads, ranks_per_node
 from interlace.train.scheduling import step_schedule
 from interlace.train.schema import Config
 
 if TYPE_CHECKING:
     from interlace.plan.links import Links
+    from interlace.plan.memory import WeightSize
     from interlace.plan.step_costs import Costs
     from interlace.run import Lengths
     from interlace.schedule import Schedule
@@ -69,9 +70,19 @@ def drawn_samples(config: Config, model: Any, spread: float) -> Samples:
 
 
 def play(
-    config: Config, model: Any, layout: Any, samples: Samples, costs: Costs, links: Links, microbatches: int
+    config: Config,
+    model: Any,
+    layout: Any,
+    samples: Samples,
+    costs: Costs,
+    links: Links,
+    microbatches: int,
+    weights: Sequence[WeightSize] | None = None,
 ) -> tuple[Schedule, Simulated]:
-    """The schedule of the config for a step over `samples`, and when each of its actions starts and finishes."""
+    """The schedule of the config for a step over `samples`, and when each of its actions starts and finishes.
+
+    weights: what `interlace.run.traced.weights_of` gives, where that is known.
+    """
     from interlace.run.assign import assigner_of
     from interlace.run.batch import table_of
     from interlace.run.dispatch import dispatcher_of
@@ -79,14 +90,18 @@ def play(
     from interlace.run.sample_sizes import counted_traffic, sizes_of_samples
 
     assigner = assigner_of(config.train.assign, layout, model, recompute=config.train.recompute)
-    dispatcher = dispatcher_of(config.train.balance, layout, model, recompute=config.train.recompute)
+    node = ranks_per_node(config, [layout.world] * layout.world)
+    dispatcher = dispatcher_of(
+        config.train.balance, layout, model, recompute=config.train.recompute, ranks_per_node=node
+    )
     table = table_of(
         layout, samples.lengths, assigner, dispatcher, microbatches=microbatches, chunks=config.chunks() or None
     )
     timed = None if assigner is None else assigner.options(table)
     schedule = step_schedule(config, model, layout, microbatches, table, timed)
     sizes = sizes_of_samples(table, samples.rows, samples.pairs, samples.lengths.targets)
-    traffic = counted_traffic(model, layout, sequence_parallel=config.parallel.sequence_parallel)
+    rows_cut = config.parallel.sequence_parallel
+    traffic = counted_traffic(model, layout, sequence_parallel=rows_cut, weights=weights)
     found = predict_arrays(schedule, costs, sizes, links, traffic, recompute=config.train.recompute, optimizer=True)
     return schedule, found
 
@@ -129,9 +144,17 @@ def simulate(config: Config, model: Any, layout: Any, costs: Any, microbatches: 
     return 0
 
 
-def alike(config: Config, model: Any, layout: Any, costs: Any, microbatches: int, source: str) -> Simulated:
-    """A step of samples alike on `layout`."""
-    return _drawn_step(config, model, layout, costs, microbatches, 0.0, source)[1]
+def alike(
+    config: Config,
+    model: Any,
+    layout: Any,
+    costs: Any,
+    microbatches: int,
+    source: str,
+    weights: Sequence[WeightSize] | None = None,
+) -> Simulated:
+    """A step of samples alike on `layout`. weights: as in `play`."""
+    return _drawn_step(config, model, layout, costs, microbatches, 0.0, source, weights)[1]
 
 
 def of_any_size(costs: Any, loads: Mapping[str, Load]) -> Costs:
@@ -146,7 +169,14 @@ def of_any_size(costs: Any, loads: Mapping[str, Load]) -> Costs:
 
 
 def _drawn_step(
-    config: Config, model: Any, layout: Any, costs: Any, microbatches: int, spread: float, source: str
+    config: Config,
+    model: Any,
+    layout: Any,
+    costs: Any,
+    microbatches: int,
+    spread: float,
+    source: str,
+    weights: Sequence[WeightSize] | None = None,
 ) -> tuple[Schedule, Simulated]:
     """A step of drawn samples. Raises ConfigError for too few samples, and for lanes that the model cannot have."""
     from interlace.plan.links import Links
@@ -160,6 +190,6 @@ def _drawn_step(
     known = of_any_size(costs, budget_loads(config, model))
     samples = drawn_samples(config, model, spread)
     try:
-        return play(config, model, layout, samples, known, costs.links or Links(), microbatches)
+        return play(config, model, layout, samples, known, costs.links or Links(), microbatches, weights)
     except ValueError as error:
         raise ConfigError(f"{source}: [parallel]: {error}") from None

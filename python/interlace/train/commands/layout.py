@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from interlace.train.schema import Config
 
 if TYPE_CHECKING:
     from interlace.layout import Layout
-    from interlace.plan.memory import RankMemory
+    from interlace.plan.memory import RankMemory, WeightSize
     from interlace.train.commands.planning import Costs
 
 VERSION = 1  # of the keys of the JSON
@@ -60,6 +61,7 @@ class LayoutFacts:
     shown: int
     origin: str
     by_layer: frozenset[tuple[int, str]] = frozenset()
+    weights: tuple[WeightSize, ...] = ()
 
     def to_json(self) -> str:
         """Sorted keys, no NaN: see docs/what-ranks-hold.md."""
@@ -151,6 +153,12 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
         raise ConfigError(f"{source}: [parallel]: {error}") from None
     scaled = chunk_costs(config, layout, costs.modules, microbatches)
     durations = stage_durations(model, layout, scaled, recompute=config.train.recompute)
+
+    @cache
+    def parameters(module: str, start: int, stop: int) -> int:
+        mine = (w for w in weights if w.module == module and any(start <= layer < stop for layer in w.layers))
+        return sum(weight.count(0) for weight in mine)
+
     stages = tuple(
         StageFacts(
             module=stage.module,
@@ -159,11 +167,7 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
             start=stage.start,
             stop=stage.stop,
             lanes=tuple(lane.ranks for lane in stage.lanes),
-            parameters=sum(
-                weight.count(0)
-                for weight in weights
-                if weight.module == stage.module and any(stage.start <= layer < stage.stop for layer in weight.layers)
-            ),
+            parameters=parameters(stage.module, stage.start, stage.stop),
             seconds=sum(durations[op, stage.module, stage.index] for op in (Op.FORWARD, Op.BACKWARD)),
         )
         for pipeline in layout.pipelines()
@@ -172,7 +176,7 @@ def of_config(config: Config, model: Any, costs: Costs, microbatches: int, sourc
     shown = layout.world // config.parallel.replicas("language_model") if config.uniform() else layout.world
     return LayoutFacts(
         config.run.name, layout.placement, config.parallel.schedule, microbatches, layout, stages, held.memory,
-        shown, costs.origin, held.by_layer,
+        shown, costs.origin, held.by_layer, tuple(weights),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from interlace.train.commands import large
+from interlace.train.commands import failures, large
 from interlace.train.config import ConfigError, load, unsettled
 from interlace.train.costs import Load, budget_loads, flop_costs, stated_links
 from interlace.train.scheduling import chunk_costs, chunk_counts, chunk_sizes, scaled, step_schedule
@@ -100,7 +100,11 @@ def plan(options: argparse.Namespace) -> int:
     for name, candidate in candidates.items():
         try:
             if candidate.world > large.RANKS:
-                timeline: Any = large.alike(config, model, candidate, costs, microbatches, str(options.config))
+                alike = all(candidate.spec(name).tp == found.layout.spec(name).tp for name in candidate.modules)
+                timeline: Any = large.alike(
+                    config, model, candidate, costs, microbatches, str(options.config),
+                    weights=found.weights if alike else None,
+                )  # fmt: skip
             else:
                 timeline = _simulated(config, model, candidate, costs, microbatches)
         except ValueError as error:  # over parallel.activation_memory
@@ -232,9 +236,17 @@ def _comparison(model: Any, candidates: Mapping[str, Any], timelines: Mapping[st
 def simulate(options: argparse.Namespace) -> int:
     """Plays the config's schedule against the costs; writes timeline.png and trace.json.
 
-    Of hundreds of ranks, and of samples of different lengths: see `large`.
+    Of hundreds of ranks, and of samples of different lengths: see `large`. Of nodes that fail: see `failures`.
     """
+    if options.make_trace is not None or options.trace is not None:
+        failures.check(options)
+    if options.make_trace is not None:
+        return failures.make_trace(options)
+    if options.config is None:
+        raise ConfigError("simulate needs a config: name a TOML file (--make-trace alone needs none)")
     config, model, costs = _load(options)
+    if options.trace is not None:
+        return failures.simulate(config, model, costs, options)
     microbatches = options.microbatches or config.train.microbatches
     varied = options.spread is not None
     own = _own(config, model, str(options.config), whole=costs.links is not None or varied)

@@ -1,0 +1,171 @@
+"""How fast a training is on the nodes that are left: unequal pipelines, a grid of equal ones, one that computes twice.
+
+Pipelines are cut by `plan.pipeline_template`, chosen by `plan.instantiate`, given microbatches by `plan.split_batch`
+and played as 1F1B by the event simulator. Each rank is a stage. What ranks tell each other, and the optimizer, are
+taken to take no time beside the layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from interlace.plan.oobleck import PipelineTemplate, instantiate, node_counts, pipeline_template, split_batch
+from interlace.schedule import Op, StageGraph, StepTable, one_f_one_b
+from interlace.schedule.actions import OP, OPS
+from interlace.simulate.arrays import simulate_arrays
+
+Floats = NDArray[np.float64]
+_PER_STAGE = 4  # microbatches that `pipeline_template` times a template with
+
+
+class Grid(NamedTuple):
+    """Equally deep pipelines. seconds: of an iteration, in the unit of the costs; redundant: the share of it that is
+    there because stages are computed twice."""
+
+    seconds: float
+    pipelines: int
+    depth: int
+    redundant: float = 0.0
+
+    @property
+    def nodes(self) -> int:
+        return self.pipelines * self.depth
+
+
+class Job:
+    """What is trained, with the pipelines that it may have. What was computed once is kept.
+
+    forward, backward: float64 [layers], of a microbatch on one rank, in any unit. batch: samples of an iteration.
+    copied: float64 [layers], bytes that a node that lacks a layer is sent. saved, loaded: bytes of a checkpoint, and
+    what is read when all begins anew. sizes: nodes per pipeline template.
+    """
+
+    def __init__(
+        self,
+        forward: ArrayLike,
+        backward: ArrayLike,
+        *,
+        batch: int,
+        microbatches: int,
+        nodes: int,
+        ranks_per_node: int = 1,
+        faults: int = 1,
+        least_nodes: int = 1,
+        copied: ArrayLike,
+        saved: float,
+        loaded: float,
+    ) -> None:
+        """nodes: at the start. faults: failures at a time to survive; so faults + 1 pipelines of at least `least_nodes`
+        nodes, whose memory holds the model, are there at any time.
+
+        Raises ValueError for too few nodes, and for less layers or microbatches than the pipelines need.
+        """
+        self.forward, self.backward = np.asarray(forward, np.float64), np.asarray(backward, np.float64)
+        self.copied = np.asarray(copied, np.float64)
+        self.batch, self.microbatches = batch, microbatches
+        self.faults, self.least_nodes, self.ranks_per_node = faults, least_nodes, ranks_per_node
+        self.saved, self.loaded = saved, loaded
+        self.layers = len(self.forward)
+        if len(self.backward) != self.layers or len(self.copied) != self.layers:
+            raise ValueError("forward, backward and copied are of different numbers of layers")
+        if least_nodes * ranks_per_node > self.layers:
+            raise ValueError(
+                f"{least_nodes} nodes of {ranks_per_node} ranks are more stages than the model's {self.layers} layers"
+            )
+        if microbatches <= faults:
+            raise ValueError(f"{microbatches} microbatches are less than one for each of {faults + 1} pipelines")
+        counts = node_counts(nodes, faults, least_nodes)
+        self.sizes = [int(n) for n in counts if n * ranks_per_node <= self.layers]
+        self._templates: dict[int, PipelineTemplate] = {}
+        self._makespans: dict[tuple[int, int, bool], float] = {}
+        self._chosen: dict[int, tuple[int, ...]] = {}
+        self._grids: dict[tuple[int, bool], Grid] = {}
+
+    @property
+    def fewest(self) -> int:
+        """Nodes below which less than faults + 1 pipelines are left."""
+        return (self.faults + 1) * self.least_nodes
+
+    def template(self, nodes: int) -> PipelineTemplate:
+        """The fastest pipeline of so many nodes."""
+        if nodes not in self._templates:
+            costs = (self.forward + self.backward)[:, None]
+            self._templates[nodes] = pipeline_template(costs, nodes, self.ranks_per_node, widths=[1])
+        return self._templates[nodes]
+
+    def held(self, nodes: int) -> list[range]:
+        """The layers that each node of a pipeline of so many nodes has."""
+        cuts = self.template(nodes).boundaries[:: self.ranks_per_node].tolist()
+        return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
+
+    def pipeline_seconds(self, nodes: int, microbatches: int, *, redundant: bool = False) -> float:
+        """Makespan of 1F1B. redundant: each stage does the forward of the next one, too, the last one that of the first
+        (dissertation 2.2.2), all of it beside its own and none in bubbles."""
+        key = nodes, microbatches, redundant
+        if key not in self._makespans:
+            start = self.template(nodes).boundaries[:-1]
+            forward, backward = np.add.reduceat(self.forward, start), np.add.reduceat(self.backward, start)
+            if redundant and len(start) > 1:
+                forward = forward + np.roll(forward, -1)
+            graph = StageGraph.build({"m": list(range(len(start)))})
+            table = StepTable.aligned((), [graph.modules] * microbatches)
+            schedule = one_f_one_b(graph, table, reduce_grad=False)
+            rank = np.repeat(np.arange(len(start)), np.diff(schedule.first))
+            none = np.zeros(len(start))
+            seconds = np.array([{Op.FORWARD: forward, Op.BACKWARD: backward}.get(op, none) for op in OPS])
+            self._makespans[key] = simulate_arrays(schedule, seconds[schedule.rows[:, OP], rank]).makespan
+        return self._makespans[key]
+
+    def chosen(self, nodes: int) -> tuple[int, ...]:
+        """Nodes of each of the pipelines that use `nodes` best: all of them, unless layers or microbatches are too few.
+        nodes: at least `fewest`."""
+        if nodes not in self._chosen:
+            times = [self._per_microbatch(size) for size in self.sizes]
+            least, most = self.sizes[0], self.sizes[-1]  # consecutive: k pipelines have k * least to k * most nodes
+            used = max(
+                min(nodes, k * most) for k in range(self.faults + 1, self.microbatches + 1) if k * least <= nodes
+            )
+            found = instantiate(self.sizes, times, used, faults=self.faults, microbatches=self.microbatches)
+            self._chosen[nodes] = tuple(int(n) for n in np.repeat(self.sizes, found.counts))
+        return self._chosen[nodes]
+
+    def iteration(self, sizes: Sequence[int]) -> float:
+        """Makespan of pipelines of so many nodes each, which share the batch by their speed: that of the slowest."""
+        ordered = sorted(sizes)
+        shares = split_batch([self._per_microbatch(size) for size in ordered], self.microbatches)
+        alike = {(size, int(share)) for size, share in zip(ordered, shares, strict=True)}
+        return max(self.pipeline_seconds(size, share) for size, share in alike)
+
+    def grid(self, nodes: int, *, redundant: bool = False) -> Grid:
+        """The fastest grid on at most `nodes` nodes. redundant: of one that computes and keeps every stage twice, so
+        that a pipeline needs twice the nodes for its memory. Raises ValueError for too few nodes."""
+        key = nodes, redundant
+        if key not in self._grids:
+            least, most = self.grid_depths(nodes, redundant=redundant)
+            found = []
+            for depth in range(least, most + 1):
+                wide = min(nodes // depth, self.microbatches)
+                seconds = self.pipeline_seconds(depth, -(-self.microbatches // wide), redundant=redundant)
+                found.append(Grid(seconds, wide, depth))
+            if not found:
+                raise ValueError(f"{nodes} nodes do not hold the model: a pipeline has {least} at least")
+            best = min(found, key=lambda grid: (grid.seconds, grid.nodes))
+            if redundant:
+                once = self.pipeline_seconds(best.depth, -(-self.microbatches // best.pipelines))
+                best = best._replace(redundant=1.0 - once / best.seconds)
+            self._grids[key] = best
+        return self._grids[key]
+
+    def grid_depths(self, nodes: int, *, redundant: bool = False) -> tuple[int, int]:
+        """Least and most nodes of a pipeline of a grid on `nodes` nodes; the least may be more than the most."""
+        least = self.least_nodes * (2 if redundant else 1)
+        return least, min(nodes, self.layers // self.ranks_per_node)
+
+    def _per_microbatch(self, nodes: int) -> float:
+        made = self.template(nodes)
+        return made.iteration_time / (_PER_STAGE * (len(made.boundaries) - 1))

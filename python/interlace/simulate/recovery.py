@@ -1,0 +1,353 @@
+"""What failures cost: three ways to go on, replayed over a trace of nodes that fail and come.
+
+`Oobleck` runs on with unequal pipelines (dissertation 2.5), `Checkpoints` begins anew from the last checkpoint as
+Varuna does, `Redundant` computes every stage twice as Bamboo does. Between two changes of the cluster a system
+completes whole iterations; what it loses at a change is what its kind of recovery loses. Every second is booked once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interlace.plan.reconfiguration import reconfigure
+from interlace.simulate.elastic_job import Job
+from interlace.simulate.failure_trace import Change, at_once
+
+Floats = NDArray[np.float64]
+Pipelines = list[list[Hashable]]
+
+
+@dataclass
+class Spent:
+    """Where the seconds of a run went, and the samples that counted."""
+
+    effective: float = 0.0  # iterations that count
+    redundant: float = 0.0  # what these take longer because stages are computed twice
+    fallback: float = 0.0  # iterations, or parts of them, that were lost or are done again
+    saving: float = 0.0
+    restarting: float = 0.0  # starting and loading, or regrouping and copying
+    waiting: float = 0.0  # with too few nodes
+    samples: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, kind) for kind in KINDS))
+
+    @property
+    def throughput(self) -> float:
+        return self.samples / self.total if self.total else 0.0
+
+    @classmethod
+    def sum(cls, each: Iterable[Spent]) -> Spent:
+        """All seconds and all samples of several runs."""
+        total = cls()
+        for one in each:
+            for field in fields(cls):
+                setattr(total, field.name, getattr(total, field.name) + getattr(one, field.name))
+        return total
+
+
+KINDS = tuple(field.name for field in fields(Spent) if field.name != "samples")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """unit: seconds of a unit of the job's costs. network: bytes per second into a node. save, load: bytes per second
+    of the storage of checkpoints, for all nodes together. start: seconds to start all processes anew. regroup: seconds
+    to notice a loss and to form communicators anew. every: iterations between checkpoints."""
+
+    unit: float = 1.0
+    network: float = 25e9
+    save: float = 1e9
+    load: float = 1e9
+    start: float = 10.0
+    regroup: float = 1.0
+    every: int = 10
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a system runs between two changes.
+
+    iteration: seconds. every, save: so many iterations count when the seconds of the save after them are over, too.
+    redundant: share of an iteration that is there because stages are computed twice. whole: whether an iteration that
+    a change interrupts is lost; else parts of it count.
+    """
+
+    iteration: float
+    every: int = 1
+    save: float = 0.0
+    redundant: float = 0.0
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """From one change to the next. nodes: those that compute. spent: where the seconds went, first `restarting` and
+    `waiting`, then `again` (iterations that were lost with a layer and are done once more), then iterations and saves
+    that count, then what is lost. pipelines: the nodes of each."""
+
+    start: float
+    stop: float
+    pipelines: tuple[tuple[Hashable, ...], ...]
+    spent: Spent
+    again: float = 0.0
+
+    @property
+    def nodes(self) -> tuple[Hashable, ...]:
+        return tuple(itertools.chain.from_iterable(self.pipelines))
+
+
+def book(
+    seconds: float, pace: Pace | None, batch: float, *, recovery: float = 0.0, redo: int = 0, saves_at_end: bool = False
+) -> tuple[Spent, int]:
+    """(where `seconds` go, iterations that were completed): recovery, then rounds of iterations and a save.
+
+    pace: None where too few nodes are there. redo: iterations that have no samples, since they were done before.
+    saves_at_end: whether the change is known early enough to save what is done by then.
+    """
+    spent = Spent(restarting=min(recovery, seconds))
+    left = seconds - spent.restarting
+    if pace is None:
+        spent.waiting = left
+        return spent, 0
+    if not pace.whole:
+        spent.samples = left / pace.iteration * batch
+        spent.effective, spent.redundant = left * (1 - pace.redundant), left * pace.redundant
+        return spent, 0
+    each = pace.every * pace.iteration + pace.save
+    rounds = int(left // each)
+    rest = left - rounds * each
+    done, spent.saving = rounds * pace.every, rounds * pace.save
+    if saves_at_end and rest > pace.save:
+        more = min(pace.every, int((rest - pace.save) // pace.iteration))
+        done += more
+        spent.saving += pace.save if more else 0.0
+    counted = max(done - redo, 0)
+    spent.effective = counted * pace.iteration * (1 - pace.redundant)
+    spent.redundant = counted * pace.iteration * pace.redundant
+    spent.fallback = left - counted * pace.iteration - spent.saving
+    spent.samples = counted * batch
+    return spent, done
+
+
+class System(Protocol):
+    """A way to go on. pipelines: the nodes that compute; none where too few are there."""
+
+    pipelines: Pipelines
+
+    def run(self, seconds: float, notice: float = 0.0) -> tuple[Spent, float]:
+        """Goes on until the next change, which is known `notice` seconds ahead (inf: it is planned). (Where the seconds
+        went, those of them in which iterations were done that had been done before.)"""
+
+    def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
+        """Some nodes are gone and others have come."""
+
+
+class _Alive(ABC):
+    """What systems that keep their state in the nodes' memory share: a checkpoint is written every `every` iterations
+    while training goes on, and read only where a layer is lost."""
+
+    def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
+        self.job, self.rates = job, rates
+        self.alive = list(nodes)
+        self.pipelines: Pipelines = []
+        self.had: dict[Hashable, set[int]] = {}  # layers that nodes that live have in memory
+        self._coming: dict[Hashable, set[int]] = {}  # those that they have when the recovery is over
+        self._recovery, self._since, self._redo = 0.0, 0, 0
+
+    @abstractmethod
+    def pace(self) -> Pace:
+        """How the pipelines that there are run."""
+
+    def run(self, seconds: float, notice: float = 0.0) -> tuple[Spent, float]:
+        pace = self.pace() if self.pipelines else None
+        if pace and seconds >= self._recovery:  # else the next change finds what there was before
+            self.had = self._coming
+        spent, done = book(seconds, pace, self.job.batch, recovery=self._recovery, redo=self._redo)
+        again = min(self._redo, done)
+        self._redo -= again
+        self._recovery = max(self._recovery - seconds, 0.0)
+        self._since = (self._since + done) % self.rates.every
+        return spent, again * pace.iteration if pace else 0.0
+
+    def _settle(self, after: Pipelines, lost: bool = False) -> None:
+        """Nodes get the layers of their new places. lost: whether they begin from the checkpoint in any case."""
+        needs = self._needs(after)
+        lost = lost or len(set().union(*self.had.values())) < self.job.layers
+        if lost:
+            self.had = {}
+        if after and lost:
+            self._recovery = self.rates.start + self.job.loaded / self.rates.load
+            self._redo, self._since = self._redo + self._since, 0
+        elif after:
+            lacks = (sum(self.job.copied[layer] for layer in needs[n] - self.had.get(n, set())) for n in needs)
+            self._recovery = self.rates.regroup + float(max(lacks, default=0.0)) / self.rates.network
+        else:  # survivors keep what they have, and wait
+            self._recovery = 0.0
+        self._coming = needs
+        self.pipelines = after
+
+    def _needs(self, pipelines: Pipelines) -> dict[Hashable, set[int]]:
+        return {
+            node: set(layers)
+            for nodes in pipelines
+            for node, layers in zip(nodes, self.job.held(len(nodes)), strict=True)
+        }
+
+    def _live(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
+        self.alive = [node for node in self.alive if node not in gone] + list(came)
+        self.had = {node: layers for node, layers in self.had.items() if node not in gone}
+
+
+class Oobleck(_Alive):
+    """Runs on with what is left: the iteration in progress is lost, layers that a node lacks are copied.
+
+    Failures are repaired by `plan.reconfigure`; where nodes come, or were idle (of a model with few layers), all
+    pipelines are chosen anew. With less than (faults + 1) * least_nodes nodes it waits, and with a layer that no node
+    has left it begins from the checkpoint.
+    """
+
+    def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
+        super().__init__(job, rates, nodes)
+        self.pipelines = self._anew(nodes)
+        self.had = self._coming = self._needs(self.pipelines)
+
+    def pace(self) -> Pace:
+        return Pace(self.rates.unit * self.job.iteration([len(nodes) for nodes in self.pipelines]))
+
+    def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
+        idle = len(self.alive) > sum(map(len, self.pipelines))
+        order = [node for nodes in self.pipelines for node in nodes if node not in gone]
+        order += [node for node in self.alive if node not in gone and node not in set(order)] + list(came)
+        self._live(gone, came)
+        if len(order) < self.job.fewest:
+            self._settle([])
+        elif came or idle:
+            self._settle(self._anew(order))
+        else:
+            repaired = reconfigure(self.pipelines, gone, self.job.sizes, faults=self.job.faults)
+            fits = all(len(each.nodes) <= self.job.sizes[-1] for each in repaired)  # merged ones may lack layers
+            self._settle([list(each.nodes) for each in repaired] if fits else self._anew(order))
+
+    def _anew(self, nodes: Sequence[Hashable]) -> Pipelines:
+        return _dealt(nodes, self.job.chosen(len(nodes))) if len(nodes) >= self.job.fewest else []
+
+
+class Redundant(_Alive):
+    """A grid in which each stage does the forward of the next one, too, so that a lost node costs one iteration and a
+    copy of what nodes lack in the new grid. Two neighbours that fail at once cost a restart from the checkpoint."""
+
+    def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
+        super().__init__(job, rates, nodes)
+        self.pipelines = self._anew()
+        self.had = self._coming = self._needs(self.pipelines)
+
+    def pace(self) -> Pace:
+        grid = self.job.grid(len(self.alive), redundant=True)
+        return Pace(self.rates.unit * grid.seconds, redundant=grid.redundant)
+
+    def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
+        both = any(a in gone and b in gone for nodes in self.pipelines for a, b in zip(nodes, nodes[1:] + nodes[:1]))
+        self._live(gone, came)
+        self._settle(self._anew(), lost=both)
+
+    def _needs(self, pipelines: Pipelines) -> dict[Hashable, set[int]]:
+        own = super()._needs(pipelines)
+        return {a: own[a] | own[b] for nodes in pipelines for a, b in zip(nodes, nodes[1:] + nodes[:1])}
+
+    def _anew(self) -> Pipelines:
+        least, most = self.job.grid_depths(len(self.alive), redundant=True)
+        if least > most:
+            return []
+        grid = self.job.grid(len(self.alive), redundant=True)
+        return _dealt(self.alive, [grid.depth] * grid.pipelines)
+
+
+class Checkpoints:
+    """The fastest grid of what is there; at each change it goes back to the last checkpoint and starts anew.
+
+    Saves every `rates.every` iterations while training stands; where a change is known early enough, before it, too.
+    """
+
+    def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
+        self.job, self.rates = job, rates
+        self.alive = list(nodes)
+        self.pipelines = self._anew()
+        self._recovery = 0.0
+
+    def run(self, seconds: float, notice: float = 0.0) -> tuple[Spent, float]:
+        save = self.job.saved / self.rates.save
+        pace = None
+        if self.pipelines:
+            pace = Pace(self.rates.unit * self.job.grid(len(self.alive)).seconds, self.rates.every, save)
+        in_time = notice > 0 and save <= notice
+        spent, _ = book(seconds, pace, self.job.batch, recovery=self._recovery, saves_at_end=in_time)
+        self._recovery = max(self._recovery - seconds, 0.0)
+        return spent, 0.0
+
+    def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
+        self.alive = [node for node in self.alive if node not in gone] + list(came)
+        self.pipelines = self._anew()
+        self._recovery = self.rates.start + self.job.loaded / self.rates.load if self.pipelines else 0.0
+
+    def _anew(self) -> Pipelines:
+        least, most = self.job.grid_depths(len(self.alive))
+        if least > most:
+            return []
+        grid = self.job.grid(len(self.alive))
+        return _dealt(self.alive, [grid.depth] * grid.pipelines)
+
+
+def _dealt(nodes: Sequence[Hashable], counts: Sequence[int]) -> Pipelines:
+    """Nodes in order, so many to each pipeline; those that are left over are idle."""
+    edges = np.cumsum([0, *counts]).tolist()
+    return [list(nodes[a:b]) for a, b in itertools.pairwise(edges)]
+
+
+def replay(system: System, changes: Iterable[Change], until: float) -> list[Stretch]:
+    """What a system does from second 0 to `until`, change by change; see `failure_trace.at_once`."""
+    found: list[Stretch] = []
+
+    def go_on(stop: float, notice: float) -> None:
+        start = found[-1].stop if found else 0.0
+        if stop > start:
+            nodes = tuple(map(tuple, system.pipelines))
+            found.append(Stretch(start, stop, nodes, *system.run(stop - start, notice)))
+
+    for at in at_once(changes):
+        time = at[0].time
+        if time >= until:
+            break
+        gone = [change for change in at if change.event == "fail"]
+        go_on(time, min((change.warning for change in gone), default=math.inf))
+        system.change({change.node for change in gone}, [change.node for change in at if change.event == "join"])
+    go_on(until, math.inf)
+    return found
+
+
+def samples_over_time(stretches: Iterable[Stretch]) -> tuple[Floats, Floats]:
+    """(seconds, samples that count until then), both [n], ascending: straight lines between them are what was done."""
+    times, totals = [0.0], [0.0]
+    for stretch in stretches:
+        spent = stretch.spent
+        begin = stretch.start + spent.restarting + spent.waiting + stretch.again
+        counted = spent.effective + spent.redundant + spent.saving
+        for time, samples in ((begin, 0.0), (begin + counted, spent.samples), (stretch.stop, 0.0)):
+            times.append(min(max(time, times[-1]), stretch.stop))
+            totals.append(totals[-1] + samples)
+    return np.array(times), np.array(totals)
+
+
+def throughput_over_time(stretches: Sequence[Stretch], edges: Floats) -> Floats:
+    """Samples per second in each window between two of `edges` [n + 1]: float64 [n]."""
+    times, totals = samples_over_time(stretches)
+    return np.diff(np.interp(edges, times, totals)) / np.diff(edges)

@@ -1,0 +1,132 @@
+"""`interlace simulate --trace`: figures that add up, bytes of the model, flags and errors in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from interlace.cli import main, parser
+from interlace.plan import LinkModel
+from interlace.plan.links import Link, Links
+from interlace.train.build import build
+from interlace.train.commands import failures
+from interlace.train.config import load
+from interlace.train.texts import vocabulary_of
+from tests.test_cli import TINY
+
+TRACE = "time,node,event,warning\n60,3,fail,30\n600,3,join,\n900,0,fail,0\n1800,a,join,\n"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY.format(folder=tmp_path))
+    (tmp_path / "trace.csv").write_text(TRACE)
+    return path
+
+
+def simulated(tiny: Path, capfd: pytest.CaptureFixture[str], *more: str, trace: str = "trace.csv") -> dict[str, Any]:
+    arguments = ["--trace", str(tiny.parent / trace), "--tflops", "1e-5", "--json"]
+    assert main(["simulate", str(tiny), *arguments, *more]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_figures_add_up(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = simulated(tiny, capfd, "--nodes", "4", "--network", "0.001", "--disk", "0.001")
+    assert (found["nodes"], found["failures"], found["joins"], found["seconds"]) == (4, 2, 2, 3600.0)
+    assert set(found["systems"]) == {"reconfigure", "restart", "redundant"}
+    edges = np.array(found["edges"])
+    for each in found["systems"].values():
+        assert sum(each["seconds"].values()) == pytest.approx(3600.0)
+        assert each["samples"] > 0 and each["samples_per_second"] == pytest.approx(each["samples"] / 3600)
+        assert np.dot(each["over_time"], np.diff(edges)) == pytest.approx(each["samples"])
+    # 4 nodes until 60 s, 3 until 600, 4 until 900, 3 until 1800, 4 from then on; windows of 300 s.
+    assert found["nodes_over_time"] == pytest.approx([3.2, 3, 4, 3, 3, 3] + [4] * 6)
+    assert found["systems"]["restart"]["seconds"]["saving"] > 0 == found["systems"]["restart"]["seconds"]["redundant"]
+    assert found["systems"]["redundant"]["seconds"]["redundant"] > 0
+
+
+def test_bytes_are_those_of_the_model(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    frozen = ("--set", "model.language_model.freeze=true")
+    for more in ((), frozen):
+        found = simulated(tiny, capfd, "--nodes", "4", *more)["bytes"]
+        config = load(tiny, list(more[1:]))
+        model = build(config, vocabulary_of(config))
+        sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+        assert found["model"] == sum(size * (3 if trainable else 1) for size, trainable in sizes)
+        assert found["checkpoint"] == found["model"]  # what is frozen lies in no folder here
+
+
+@pytest.mark.slow
+def test_twice_as_fast_ranks_do_twice_as_much(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    quiet = ("--nodes", "4", "--start", "0", "--regroup", "0", "--network", "1e5", "--disk", "1e5")
+    (tiny.parent / "one.csv").write_text("time,node,event\n1,0,fail\n")
+    once, twice = (
+        simulated(tiny, capfd, *quiet, "--tflops", speed, trace="one.csv")["systems"] for speed in ("1e-4", "2e-4")
+    )
+    for name, each in once.items():
+        assert twice[name]["samples"] == pytest.approx(2 * each["samples"], rel=0.01)
+
+
+def test_a_trace_that_was_made_is_drawn(tiny: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["simulate", "--make-trace", "gcp", "--hours", "2", "--nodes", "6", "--seed", "3"]) == 0
+    made = tmp_path / "made.csv"
+    made.write_text(capfd.readouterr().out)
+    arguments = ["simulate", str(tiny), "--tflops", "1e-5", "--trace", str(made), "--nodes", "6", "--hours", "2"]
+    assert main([*arguments, "--out", str(tmp_path / "drawn")]) == 0
+    said = capfd.readouterr().out
+    assert "6 nodes of 1" in said and "where the time goes" in said and "samples per second over time" in said
+    assert (tmp_path / "drawn" / "failures.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "--trace", "{}/trace.csv"], "simulate needs a config"),
+        (["simulate", "{}/tiny.toml", "--trace", "{}/none.csv"], "none.csv: cannot read it: No such file"),
+        (["simulate", "{}/tiny.toml", "--trace", "{}/bad.csv"], "bad.csv:3: time 'soon'"),
+        (["simulate", "{}/tiny.toml", "--trace", "{}/empty.csv"], "empty.csv: nothing happens in it"),
+        (["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "0"], "--nodes 0: at least 1"),
+        (["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--hours", "0"], "--hours 0: more than 0"),
+        (["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--start", "-1"], "--start -1: 0 or more"),
+        (["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--spread", "1"], "leave it out with --trace"),
+        (
+            ["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "1"],
+            "2 nodes of the trace are there from the start, more than 1",
+        ),
+        (
+            ["simulate", "{}/tiny.toml", "--trace", "{}/trace.csv", "--nodes", "4", "--min-nodes", "3"],
+            "4 nodes cannot hold 2 pipelines of 3 nodes",
+        ),
+        (["simulate", "--make-trace", "ec2", "--nodes", "1"], "--make-trace: 1 nodes"),
+        (["simulate", "--make-trace", "ec2", "--hours", "0"], "--hours 0: more than 0"),
+        (["simulate", "{}/tiny.toml", "--make-trace", "ec2"], "leave out the config and --trace"),
+    ],
+)
+def test_errors_are_one_line(tiny: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    (tiny.parent / "bad.csv").write_text("time,node,event\n1,a,fail\nsoon,b,fail\n")
+    (tiny.parent / "empty.csv").write_text("time,node,event\n")
+    speed = ["--tflops", "1"] if "--make-trace" not in arguments else []
+    assert main([argument.format(tiny.parent) for argument in [*arguments, *speed]]) == 2
+    said = capfd.readouterr().err
+    assert message in said and len(said.strip().splitlines()) == 1
+
+
+def test_the_network_is_that_of_the_links_unless_a_flag_says_so(tiny: Path) -> None:
+    line = LinkModel(1e-6, 1 / 50e9)
+    costs = SimpleNamespace(links=Links(network=Link(line, line)))
+
+    def network(costs: Any, *flags: str) -> float:
+        options = parser().parse_args(["simulate", str(tiny), "--trace", "x.csv", "--ranks-per-node", "4", *flags])
+        return failures.rates_of(costs, options).network
+
+    assert network(costs) == pytest.approx(4 * 50e9)  # all ranks of a node receive
+    assert network(costs, "--network", "7") == 7e9
+    assert network(SimpleNamespace(links=None)) == 25e9
