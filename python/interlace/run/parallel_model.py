@@ -235,9 +235,8 @@ class ParallelModel:
 
         samples: the same list on every rank, or a list of lists to fix the chunks of the language model (empty ones
             left out, the i-th goes to replica i modulo their number). Otherwise they are spread by their tokens over
-            `microbatches` of each replica (default: twice the stages of its pipeline, at most one per sample), or as
-            many as this says for each (`interlace.plan.split_batch`). Or the batch of a stream
-            (`interlace.data.StreamLoader`), whose samples are where they are needed.
+            `microbatches` of each replica, one number or one for each (default: twice its stages, at most one per
+            sample). Or the batch of a stream (`interlace.data.StreamLoader`), whose samples are where they are needed.
         chunks: encoder -> chunks of each of its replicas (default: as many, 1 with placement "shared"). place: (epoch,
             position, step) of the batch, for the table. note: asked at the end, and told to all ranks (see StepResult).
         loss_scale: gradients, and the norm of them, are those of the loss times this, the same on every rank.
