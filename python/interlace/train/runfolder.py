@@ -11,6 +11,7 @@ samples.png      held-out answers as a picture                     trackers/    
 profile/         steps recorded by torch.profiler                  crash/           last events of ranks that failed
 logs/rank-N.log  what each rank wrote to stderr                    summary.json     the closing table
 left_out.txt     files of the data that no sample uses, and why
+recovery.jsonl   what changes of generation cost an elastic run   recovery.html    the same, drawn
 plan.lock        what parallel.plan = "auto" chose (`auto`)        plan.png         what it chose it among
 
 The newest run is the one with the highest number: names are times (UTC), and clocks are set back.
