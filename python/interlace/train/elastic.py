@@ -219,7 +219,7 @@ class Rank:
     def _give(self, meeting: Meeting, notes: dict[int, Note]) -> None:
         """Of a rank whose node leaves: sends what others need of it."""
         takeover = self._takeover(meeting, notes)
-        if takeover.transfers:
+        if takeover.transfers and not takeover.orphans:  # else those who train take all from a checkpoint
             held = {} if self.held is None else self.held.tensors
             copy(takeover, meeting.rank, meeting.copying(), held, {}, done=self.member.progress.tick)
 
@@ -239,8 +239,11 @@ class Rank:
         """Fills a trainer with what this rank holds, and with what others do; it stands where the leader stood."""
         initialize(self.parallel, seed=self.config.run.seed, weights=False)  # buffers
         takeover = self._takeover(meeting, notes)
+        leader = leader_of(notes)
+        recovery.halted = notes[leader].halted
         if takeover.orphans:
             self._go_back(meeting, trainer, takeover.orphans)
+            recovery.step = trainer.step + 1
             return
         states.adopt(trainer, before)
         with self.clocks.copying():
@@ -249,13 +252,11 @@ class Rank:
                 group = meeting.copying()
                 recovery.received = copy(takeover, meeting.rank, group, before, into, done=self.member.progress.tick)
         recovery.bytes, recovery.transfers = takeover.bytes(self.sizes), len(takeover.transfers)
-        leader = leader_of(notes)
         try:
             progress = Progress.model_validate_json(meeting.hear("progress", leader))
         except ValidationError as error:
             raise ResilienceError(f"rank {leader} says what is no progress: {error.errors()[0]['msg']}") from None
         trainer.go_on(progress)
-        recovery.halted = notes[leader].halted
         recovery.step = progress.step + 1
 
     def _begin(self, meeting: Meeting, trainer: Trainer) -> None:
@@ -297,7 +298,7 @@ class Rank:
         """The run folder, which the first generation makes, and on rank 0 its lock."""
         known = next(((note.folder, note.nonce) for _, note in sorted(notes.items()) if note.folder), None)
         if known is None:
-            # Rank 0 makes it, and all learn it in one round: one that is left then knows it, or none does.
+            # Rank 0 makes it. Where it is lost before others know, the next one makes another.
             found, _, held = whole_run.agree_on_folder(self.config, self.resume, meeting)  # type: ignore[arg-type]
             if held is not None:
                 self.lock, self.nonce, self.folder = held, held.nonce, found
