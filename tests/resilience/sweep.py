@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def check_pipelines(changes: Sequence[dict[str, Any]], ready: Sequence[dict[str,
     most = own["nodes"] - own["faults"] * own["min_nodes"]
     sizes = list(range(own["min_nodes"], most + 1))
     order = [event["node"] for event in ready]
-    for before, after in zip(changes, changes[1:], strict=False):
+    for before, after in pairwise(changes):
         kinds = [cause.split(" ") for cause in after["cause"]]
         gone = {node for kind, *rest in kinds for node in rest if kind != "join"}
         inside = {node for pipeline in before["pipelines"] for node in pipeline}
@@ -151,7 +152,7 @@ def check_bytes(lines: Sequence[dict[str, Any]], made: dict[str, Any]) -> None:
         layout = templates.layout([len(pipeline) for pipeline in line["pipelines"]])
         return {node: set(held_by(layout, rank, layers, first)) for rank, node in enumerate(order)}
 
-    for before, after in zip(lines, lines[1:], strict=False):
+    for before, after in pairwise(lines):
         if after["generation"] == before["generation"] + 1:  # else one between them has come to nothing
             had = held(before)
             missing = [name for node, names in held(after).items() for name in names - had.get(node, set())]
