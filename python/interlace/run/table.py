@@ -178,14 +178,17 @@ def step_table(
             made.append(Chunk(language_model, replica, index, members_of[b].astype(np.int32)))
 
     destination = number[bin_of]  # of each sample
+    read = np.concatenate([chunk.samples for chunk in made[first:]])  # as pieces are sorted: they need not be again
     edges = []
     for name in encoders:
         rows = lengths.rows[name]
         offset = _before(rows, members_of)
         chunk, row = source[name]
-        used = np.flatnonzero(rows)
-        pieces = np.stack([chunk[used], row[used], destination[used], offset[used], rows[used]], axis=1)
-        edges.append(Edge(name, language_model, PORT, merged(pieces.astype(np.int32))))
+        used = read[rows[read] > 0]
+        pieces = np.empty((len(used), 5), np.int32)
+        for column, values in enumerate((chunk, row, destination, offset, rows)):
+            pieces[:, column] = values[used]
+        edges.append(Edge(name, language_model, PORT, merged(pieces)))
     targets = np.zeros(len(made), np.int64)
     targets[first:] = np.bincount(destination - first, weights=lengths.targets, minlength=len(made) - first).astype(
         np.int64
@@ -193,15 +196,16 @@ def step_table(
     if assignment is None:
         return StepTable(tuple(made), tuple(edges), targets, place)
     work = np.array([assignment.work[chunk.module][chunk.samples].sum() for chunk in made], np.int64)
-    read = np.any([rows > 0 for rows in lengths.rows.values()], axis=0) if encoders else np.zeros(len(lengths), bool)
-    deferred = np.flatnonzero(late & read).astype(np.int32)
+    filled = np.any([rows > 0 for rows in lengths.rows.values()], axis=0) if encoders else np.zeros(len(lengths), bool)
+    deferred = np.flatnonzero(late & filled).astype(np.int32)
     return StepTable(tuple(made), tuple(edges), targets, place, work, deferred)
 
 
-def _members(bin_of: NDArray[np.integer], bins: int) -> list[NDArray[np.int64]]:
-    """The samples of each bin, rising."""
+def _members(bin_of: NDArray[np.integer], bins: int, of: Ints | None = None) -> list[NDArray[np.int64]]:
+    """The samples of each bin, rising. of: what the bins are of, in place of all samples."""
     few = bins <= np.iinfo(np.uint16).max
     order = np.argsort(bin_of.astype(np.uint16) if few else bin_of, kind="stable")  # 16 bits are sorted by radix
+    order = order if of is None else of[order]
     ends = np.cumsum(np.bincount(bin_of, minlength=bins)).tolist()
     return [order[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -249,8 +253,8 @@ def _encoder_chunks(
                 parts[homes[0]][into[0]].append(items)
                 continue
             share = balance.assign(rows[items], bins)
-            for b, mine in enumerate(_members(share, bins)):
-                parts[homes[b % len(homes)]][into[b // len(homes)]].append(items[mine])
+            for b, mine in enumerate(_members(share, bins, items)):
+                parts[homes[b % len(homes)]][into[b // len(homes)]].append(mine)
     own: list[Ints] = []
     first, behind = len(made), bool(late.any())
     for replica in range(dp):
@@ -275,7 +279,7 @@ def _of_replicas(
     joined = np.concatenate(members_of) if len(members_of) else np.zeros(0, np.int64)
     items = joined[rows[joined] > 0]
     if home is not None:
-        return list(enumerate(items[mine] for mine in _members(home[items], dp)))
+        return list(enumerate(_members(home[items], dp, items)))
     if dp != readers:
         return [(-1, items)]
     bins = [each[rows[each] > 0] for each in members_of]  # as many replicas: each encodes for its own
