@@ -140,7 +140,7 @@ def step_table(
         home = replicas[language_model]
         wanted = microbatches or 2 * layout.spec(language_model).pp
         bin_of = home.astype(np.int64)
-        for replica, mine in enumerate(_members(home, dp) if wanted > 1 else []):
+        for replica, mine in enumerate(_members(home, dp)[1] if wanted > 1 else []):
             count = min(len(mine), wanted)
             if count:
                 slot = balance.assign(lengths.tokens[mine], count, capacity=-(-len(mine) // count))
@@ -155,12 +155,12 @@ def step_table(
         bin_of = np.full(len(lengths), -1, np.int32)
         for b, members in enumerate(groups):
             bin_of[list(members)] = b
-    members_of = _members(bin_of, bins)
+    order, members_of = _members(bin_of, bins)
     slots = -(-bins // dp)  # bin b is of replica b % dp, which takes those that are not empty in order
     encoded = members_of
     if late.any():
         assert assignment is not None
-        encoded = _members(assignment.encoder_slot.astype(np.int64) * dp + assignment.replica, slots * dp)
+        _, encoded = _members(assignment.encoder_slot.astype(np.int64) * dp + assignment.replica, slots * dp)
 
     made: list[Chunk] = []
     source: dict[str, tuple[Ints, Ints]] = {}
@@ -170,19 +170,21 @@ def step_table(
             made, name, lengths.rows[name], encoded, given.get(name, default), layout.spec(name).dp, dp, late,
             None if replicas is None else replicas.get(name),
         )  # fmt: skip
-    first = len(made)
-    number = np.empty(bins, np.int64)
+    first, numbers = len(made), [0] * bins
     for replica in range(min(dp, bins)):
-        for index, b in enumerate(b for b in range(replica, bins, dp) if len(members_of[b])):
-            number[b] = len(made)
-            made.append(Chunk(language_model, replica, index, members_of[b].astype(np.int32)))
+        index = 0
+        for b in range(replica, bins, dp):
+            if len(members_of[b]):
+                numbers[b] = len(made)
+                made.append(Chunk(language_model, replica, index, members_of[b].astype(np.int32)))
+                index += 1
 
-    destination = number[bin_of]  # of each sample
+    destination = np.array(numbers)[bin_of]  # of each sample
     read = np.concatenate([chunk.samples for chunk in made[first:]])  # as pieces are sorted: they need not be again
     edges = []
     for name in encoders:
         rows = lengths.rows[name]
-        offset = _before(rows, members_of)
+        offset = _before(rows, order, members_of)
         chunk, row = source[name]
         used = read[rows[read] > 0]
         pieces = np.empty((len(used), 5), np.int32)
@@ -201,23 +203,23 @@ def step_table(
     return StepTable(tuple(made), tuple(edges), targets, place, work, deferred)
 
 
-def _members(bin_of: NDArray[np.integer], bins: int, of: Ints | None = None) -> list[NDArray[np.int64]]:
-    """The samples of each bin, rising. of: what the bins are of, in place of all samples."""
+def _members(bin_of: NDArray[np.integer], bins: int, of: Ints | None = None) -> tuple[Ints, list[Ints]]:
+    """The samples by bin, rising in each: all of them, and bin by bin. of: what has bins, in place of all samples."""
     few = bins <= np.iinfo(np.uint16).max
     order = np.argsort(bin_of.astype(np.uint16) if few else bin_of, kind="stable")  # 16 bits are sorted by radix
     order = order if of is None else of[order]
     ends = np.cumsum(np.bincount(bin_of, minlength=bins)).tolist()
-    return [order[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return order, [order[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _before(rows: Ints, groups: Sequence[Ints]) -> Ints:
-    """int64 [n]: of each sample, the rows of those before it in its group; 0 of one without a group."""
+def _before(rows: Ints, order: Ints, groups: Sequence[Ints]) -> Ints:
+    """int64 [n]: of each sample, the rows of those before it in its group; 0 of one without a group. order: the groups
+    one after the other."""
     found = np.zeros(len(rows), np.int64)
-    if groups:
-        order = np.concatenate(groups)
-        behind = np.concatenate([[0], np.cumsum(rows[order])])
-        sizes = np.array([len(group) for group in groups])
-        found[order] = behind[:-1] - np.repeat(behind[np.cumsum(sizes) - sizes], sizes)
+    behind = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(rows[order], out=behind[1:])
+    sizes = np.fromiter(map(len, groups), np.int64, len(groups))
+    found[order] = behind[:-1] - np.repeat(behind[np.cumsum(sizes) - sizes], sizes)
     return found
 
 
@@ -253,9 +255,9 @@ def _encoder_chunks(
                 parts[homes[0]][into[0]].append(items)
                 continue
             share = balance.assign(rows[items], bins)
-            for b, mine in enumerate(_members(share, bins, items)):
+            for b, mine in enumerate(_members(share, bins, items)[1]):
                 parts[homes[b % len(homes)]][into[b // len(homes)]].append(mine)
-    own: list[Ints] = []
+    own, places = list[Ints](), list[tuple[int, int]]()
     first, behind = len(made), bool(late.any())
     for replica in range(dp):
         index = 0
@@ -264,12 +266,17 @@ def _encoder_chunks(
             for mine in (items[~late[items]], items[late[items]]) if behind else (items,):
                 if len(mine):
                     own.append(mine)
-                    made.append(Chunk(name, replica, index, mine.astype(np.int32)))
+                    places.append((replica, index))
                     index += 1
+    order = np.concatenate([np.zeros(0, np.int64), *own])
+    sizes = np.fromiter(map(len, own), np.int64, len(own))
+    samples, end = order.astype(np.int32), 0
+    for (replica, index), size in zip(places, sizes.tolist(), strict=True):
+        made.append(Chunk(name, replica, index, samples[end : end + size]))
+        end += size
     chunk = np.full(len(rows), -1, np.int64)
-    if own:
-        chunk[np.concatenate(own)] = np.repeat(np.arange(first, len(made)), [len(mine) for mine in own])
-    return chunk, _before(rows, own)
+    chunk[order] = np.repeat(np.arange(first, len(made)), sizes)
+    return chunk, _before(rows, order, own)
 
 
 def _of_replicas(
@@ -279,7 +286,7 @@ def _of_replicas(
     joined = np.concatenate(members_of) if len(members_of) else np.zeros(0, np.int64)
     items = joined[rows[joined] > 0]
     if home is not None:
-        return list(enumerate(_members(home[items], dp, items)))
+        return list(enumerate(_members(home[items], dp, items)[1]))
     if dp != readers:
         return [(-1, items)]
     bins = [each[rows[each] > 0] for each in members_of]  # as many replicas: each encodes for its own
