@@ -28,15 +28,23 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
+from interlace.resilience.environment import COORDINATOR, LOCAL_RANK, NODE, PROGRESS
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Generation
 from interlace.resilience.progress import ProgressPage
 
 Answer = Literal["commit", "regroup", "abort"]
-COORDINATOR, NODE, LOCAL_RANK = "INTERLACE_COORDINATOR", "INTERLACE_NODE", "LOCAL_RANK"
-PROGRESS = "INTERLACE_PROGRESS"
 LONGEST_PAUSE = 0.05  # seconds between two looks at the store
-NEWEST, READY, GAVE_UP, TEMPLATES = "newest", "ready", "gave up", "templates"  # keys of the store
+NEWEST, GENERATION, READY, TEMPLATES = "newest", "generation", "ready", "templates"  # keys of the store
+SPARE, REMOVED = "spare", "removed"  # with a node
+GAVE_UP, WHY, REGROUP, REGROUPED, OVER = (
+    "gave up",
+    "why",
+    "regroup",
+    "regrouped",
+    "over",
+)  # under `prefix_of` a generation
+DECISION, COPIED = "decision", "copied"
 
 
 class Member:
@@ -77,7 +85,7 @@ class Member:
         return generation.ranks_of(self.node)[self.local_rank]
 
     def propose(self, templates: str) -> None:
-        """What the coordinator plans with, `interlace.resilience.decisions.Templates.to_json()`: the same on all ranks,
+        """What the coordinator plans with, `interlace.resilience.roster.Templates.to_json()`: the same on all ranks,
         of which the first one's word is taken. Before `next_generation`."""
         with self._asking("proposing pipeline templates"):
             self._store.compare_set(TEMPLATES, "", templates)
@@ -86,31 +94,40 @@ class Member:
         """The newest generation that is newer than number `after` and has this rank's node.
 
         The first call says that this rank is ready to train: its node is taken in once all of its ranks have said so.
-        Raises ResilienceError when none comes within `timeout` seconds.
+        Raises ResilienceError when none comes within `timeout` seconds, unless the coordinator keeps the node as a
+        spare, and when it took the node for lost.
         """
-        seen, what = after, f"waiting for a generation after {after}"
+        what = f"waiting for a generation after {after}"
         self.progress.idle(what, timeout)
         with self._asking(what):
             if not self._is_ready:
                 self._store.add(f"{READY}/{self.node}", 1)
                 self._is_ready = True
-            for _ in _looking(timeout):
-                newest = self._store.add(NEWEST, 0)
-                if newest <= seen:
-                    continue
-                seen = newest
-                generation = Generation.from_json(self._store.get(f"generation/{seen}"))
-                if self.node in generation.nodes:
-                    self.progress.computing()
-                    return generation
+            seen = after
+            while True:
+                for _ in _looking(timeout):
+                    newest = self._store.add(NEWEST, 0)
+                    if newest > seen:
+                        seen = newest
+                        generation = Generation.from_json(self._store.get(f"{GENERATION}/{seen}"))
+                        if self.node in generation.nodes:
+                            self.progress.enter(generation.number)
+                            return generation
+                    if self._store.check([f"{REMOVED}/{self.node}"]):
+                        raise ResilienceError(
+                            f"node {self.node} was taken for lost: {self._store.get(f'{REMOVED}/{self.node}').decode()}"
+                        )
+                if not self._store.check([f"{SPARE}/{self.node}"]):
+                    break
+                self.progress.idle(f"a spare node, {what}", timeout)
         raise ResilienceError(
             f"rank {self.local_rank} of node {self.node}: no generation after {after} took this node in within "
-            f"{timeout:g} s: too few nodes have come ([resilience] nodes), or ranks of another node are not ready"
+            f"{timeout:g} s: too few nodes have come (resilience.nodes), or ranks of another node are not ready"
         )
 
     def store(self, generation: Generation) -> dist.PrefixStore:
         """The store of a generation: for `init_process_group`, and for notes among its ranks."""
-        return dist.PrefixStore(f"{_prefix(generation)}/of ranks", self._store)
+        return dist.PrefixStore(f"{prefix_of(generation)}/of ranks", self._store)
 
     def over(self, generation: Generation) -> bool:
         """Whether the generation has ended: a node is lost, or a step was decided "regroup"."""
@@ -124,33 +141,35 @@ class Member:
         gradients and take the next generation. Each step is voted on once in a generation, and every rank of it that
         trains votes. Raises ResilienceError when nothing is decided within the member's timeout.
         """
-        prefix, world, what = _prefix(generation), generation.world, f"voting on step {step}"
-        decision = f"{prefix}/decision/{step}"
+        prefix, world, what = prefix_of(generation), generation.world, f"voting on step {step}"
+        decision = f"{prefix}/{DECISION}/{step}"
         self.progress.waiting([rank for rank in range(world) if rank != self.rank(generation)])
         with self._asking(what):
             if self._store.add(f"{prefix}/votes/{step}", 1) == world:
-                answer = "regroup" if self._store.check([f"{prefix}/regroup"]) else "commit"
+                answer = "regroup" if self._store.check([f"{prefix}/{REGROUP}"]) else "commit"
                 answer = self._decide(decision, answer)
                 # All have voted on this step, so all have seen what was decided on the one before.
-                for old in (f"{prefix}/votes/{step - 1}", f"{prefix}/decision/{step - 1}"):
+                for old in (f"{prefix}/votes/{step - 1}", f"{prefix}/{DECISION}/{step - 1}"):
                     self._store.delete_key(old)
             else:
                 answer = self._decided(decision, generation, what)
             if answer == "regroup":
-                self._store.set(f"{prefix}/regrouped", str(step))
+                self._store.set(f"{prefix}/{REGROUPED}", str(step))
         self.progress.computing()
         return answer
 
     def gave_up(self, generation: Generation, reason: str) -> None:
         """This rank cannot go on in the generation: the coordinator looks who is lost, and makes the next one."""
         with self._asking("giving up a generation"):
-            self._store.set(f"{_prefix(generation)}/{GAVE_UP}/{self.rank(generation)}", reason[:500])
-            self._store.add(GAVE_UP, 1)
+            self._store.compare_set(
+                f"{prefix_of(generation)}/{WHY}", "", f"rank {self.rank(generation)}: {reason[:500]}"
+            )
+            self._store.add(f"{prefix_of(generation)}/{GAVE_UP}", 1)
 
     def copied(self, generation: Generation) -> None:
         """This rank has all layers that it needs: as far as it is concerned, the leaving nodes may go."""
         with self._asking("saying that layers are copied"):
-            self._store.add(f"{_prefix(generation)}/copied", 1)
+            self._store.add(f"{prefix_of(generation)}/{COPIED}", 1)
 
     def released(self, generation: Generation, timeout: float) -> bool:
         """Of a rank whose node leaves: True when nobody needs its layers any more, False when the generation is over
@@ -159,7 +178,7 @@ class Member:
         self.progress.idle(what, timeout)
         with self._asking(what):
             for _ in _looking(timeout):
-                if self._store.add(f"{_prefix(generation)}/copied", 0) >= generation.world:
+                if self._store.add(f"{prefix_of(generation)}/{COPIED}", 0) >= generation.world:
                     return True
                 if self._is_over(generation):
                     return False
@@ -181,7 +200,7 @@ class Member:
         return _answer(self._store.compare_set(decision, "", answer))
 
     def _is_over(self, generation: Generation) -> bool:
-        return bool(self._store.check([f"{_prefix(generation)}/over"]))
+        return bool(self._store.check([f"{prefix_of(generation)}/{OVER}"]))
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[None]:
@@ -211,7 +230,8 @@ def _looking(seconds: float) -> Iterator[None]:
         time.sleep(min(max(waited / 8, 0.0002), LONGEST_PAUSE))
 
 
-def _prefix(generation: Generation) -> str:
+def prefix_of(generation: Generation) -> str:
+    """Where the store keeps what concerns a generation."""
     return f"of generation/{generation.number}"
 
 

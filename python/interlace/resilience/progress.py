@@ -22,21 +22,26 @@ State = Literal["starting", "idle", "computing", "waiting"]
 STATES: tuple[State, ...] = get_args(State)
 MOST_RANKS = 64  # of those that a rank waits for; of more, the first ones
 LONGEST = 80  # bytes of a text
-_FIXED = struct.Struct("<QQQQdQ")  # sequence, counter, state, thread, seconds allowed, ranks waited for
+_FIXED = struct.Struct("<QQQQQdQ")  # sequence, counter, state, thread, generation, seconds allowed, ranks waited for
 _RANKS = struct.Struct(f"<{MOST_RANKS}q")
 _TEXT_AT = _FIXED.size + _RANKS.size
 SIZE = _TEXT_AT + LONGEST
-_SEQUENCE, _COUNTER, _STATE, _THREAD, _ALLOWED, _COUNT, _FIRST = range(7)  # in 8-byte words
+_SEQUENCE, _COUNTER, _STATE, _THREAD, _GENERATION, _ALLOWED, _COUNT, _FIRST = range(8)  # in 8-byte words
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a page says. counter: grows with everything that the rank does. thread: its id in /proc. ranks: waited for.
-    allowed: seconds that `what`, the idle state's occasion, may take."""
+    """What a page says.
+
+    counter: grows with everything that the rank does. thread: its id in /proc, 0 before it has begun. generation:
+    number of the rank's. allowed: seconds that `what`, the idle state's occasion, may take. ranks: those that it waits
+    for.
+    """
 
     counter: int
     state: State
     thread: int
+    generation: int
     allowed: float
     ranks: tuple[int, ...]
     what: str
@@ -71,6 +76,11 @@ class ProgressPage:
     def idle(self, what: str, seconds: float) -> None:
         """From here on this rank does something outside of a step that may take `seconds`, such as a checkpoint."""
         self._set(1, (), what, seconds)
+
+    def enter(self, generation: int) -> None:
+        """From here on the ranks that this one waits for are numbered as in a generation."""
+        self._words[_GENERATION] = generation
+        self._set(2)
 
     def close(self) -> None:
         for view in (self._words, self._seconds, self._ranks):
@@ -109,10 +119,10 @@ class ProgressReader:
             before, raw = raw, self._map[:]
             if raw == before or (raw[0] % 2 == 0 and self._map[:8] == raw[:8]):
                 break
-        _, counter, state, thread, allowed, count = _FIXED.unpack_from(raw)
+        _, counter, state, thread, generation, allowed, count = _FIXED.unpack_from(raw)
         ranks = _RANKS.unpack_from(raw, _FIXED.size)[: min(count, MOST_RANKS)]
         what = raw[_TEXT_AT:].rstrip(b"\0").decode(errors="replace")
-        return Progress(counter, STATES[min(state, len(STATES) - 1)], thread, allowed, ranks, what)
+        return Progress(counter, STATES[min(state, 3)], thread, generation, allowed, ranks, what)
 
     def close(self) -> None:
         self._map.close()
