@@ -31,7 +31,7 @@ import torch.distributed as dist
 from interlace.resilience.environment import COORDINATOR, LOCAL_RANK, NODE, PROGRESS
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Generation
-from interlace.resilience.progress import ProgressPage
+from interlace.resilience.progress import ProgressPage, use
 
 Answer = Literal["commit", "regroup", "abort"]
 LONGEST_PAUSE = 0.05  # seconds between two looks at the store
@@ -78,6 +78,7 @@ class Member:
                 "is `interlace coordinator` running, and reachable from this node?"
             ) from error
         page = ProgressPage(Path(os.environ[PROGRESS]))
+        use(page)
         return cls(store, os.environ[NODE], int(os.environ[LOCAL_RANK]), page, timeout)
 
     def rank(self, generation: Generation) -> int:
