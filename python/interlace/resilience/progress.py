@@ -1,8 +1,8 @@
 """The progress page: what a rank's own thread does just now, in a small shared file that its supervisor watches.
 
 Written by the thread that trains, at every action and around every wait: a thread beside it would live on in a process
-that hangs. A write is a few stores into shared memory (0.5 us), no system call and no lock; readers take it again
-when it changes under them.
+that hangs. A write is a few stores into shared memory (about a microsecond), no system call and no lock; readers take
+it again when it changes under them.
 
 No time is written: whoever watches notes on its own clock when the counter last moved, and knows how long it was kept
 from looking itself.
@@ -11,8 +11,8 @@ from looking itself.
 from __future__ import annotations
 
 import mmap
-import os
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ class ProgressPage:
         self._seconds = memoryview(self._map).cast("d")
         self._ranks = memoryview(self._map).cast("q")
         self._counter = self._words[_COUNTER]
-        self._words[_THREAD] = os.gettid() if hasattr(os, "gettid") else os.getpid()
+        self._words[_THREAD] = threading.get_native_id()
 
     def tick(self) -> None:
         """Something was done."""
@@ -67,7 +67,9 @@ class ProgressPage:
 
     def computing(self) -> None:
         """From here on this rank waits for nobody."""
-        self._set(2)
+        # Two stores, each whole: a reader that comes between them sees a rank that moves.
+        self._words[_STATE] = 2
+        self.tick()
 
     def waiting(self, ranks: Sequence[int]) -> None:
         """From here on this rank waits for others, by their numbers in the generation."""

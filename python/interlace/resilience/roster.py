@@ -4,7 +4,8 @@ A node is told of when it comes (`came`), when its ranks are ready (`is_ready`),
 lost or has finished. `next` makes the generation that follows from all that:
 
 - the first one when enough nodes are ready: the templates that use all of them best (`interlace.plan.instantiate`);
-- after a loss, `interlace.plan.reconfigure` of the survivors, then `interlace.plan.admit` of nodes that wait;
+- after a loss, `interlace.plan.reconfigure` of the survivors, then `interlace.plan.admit` of nodes that wait, which
+  stand in for lost ones where the survivors alone would be too few;
 - at a step boundary the same for nodes that leave or join;
 - of kind "save" when fewer than (faults + 1) * min_nodes would be left: a further failure could lose layers for good.
 """
@@ -174,7 +175,7 @@ class Roster:
         """Pipelines without some nodes, and with those that wait; None when too few are left."""
         sizes, faults = self._templates().sizes, self.settings.faults
         # Nodes that wait come in after the repair, in whole pipelines where they can; before it where it needs them.
-        for start in (pipelines, self._admit(pipelines)):
+        for start in (pipelines, _replaced(pipelines, failed, self._outside(pipelines))):
             if sum(node not in failed for pipeline in start for node in pipeline) >= (faults + 1) * sizes[0]:
                 repaired = plan.reconfigure(start, failed, sizes, faults=faults)
                 # A merger may be longer than the largest template: what is beyond that waits.
@@ -182,11 +183,14 @@ class Roster:
         return None
 
     def _admit(self, pipelines: Pipelines) -> Pipelines:
-        inside = {node for pipeline in pipelines for node in pipeline}
-        waiting = [node for node in self.waiting() if node not in inside]
         templates = self._templates()
-        found = plan.admit(pipelines, waiting, templates.sizes, most=templates.microbatches)
+        found = plan.admit(pipelines, self._outside(pipelines), templates.sizes, most=templates.microbatches)
         return tuple(each.nodes for each in found)
+
+    def _outside(self, pipelines: Pipelines) -> list[str]:
+        """Nodes that can be taken in and are in no pipeline, in the order in which they became ready."""
+        inside = {node for pipeline in pipelines for node in pipeline}
+        return [node for node in self.ready if node not in inside and node not in self.leaving]
 
     def _make(
         self, kind: Kind, pipelines: Pipelines, cause: tuple[Event, ...], leaving: Sequence[str]
@@ -207,6 +211,12 @@ class Roster:
 
     def _templates(self) -> Templates:
         return self.templates or Templates.assumed(self.settings)
+
+
+def _replaced(pipelines: Pipelines, failed: set[str], spare: Sequence[str]) -> Pipelines:
+    """Pipelines in which spare nodes stand in for those that failed, as far as there are any."""
+    rest = iter(spare)
+    return tuple(tuple(next(rest, node) if node in failed else node for node in pipeline) for pipeline in pipelines)
 
 
 def _dealt(nodes: Sequence[str], sizes: Sequence[int], counts: Sequence[int]) -> Pipelines:

@@ -85,8 +85,8 @@ class Watched:
         if self._still < self._patience(page, look):
             return None
         stopped = look.state in ("T", "t")
-        state = page.state
-        return Stall(self.local_rank, page.generation, state, page.ranks, stopped, self._still, page.what)
+        what = page.what if page.state == "idle" else ""
+        return Stall(self.local_rank, page.generation, page.state, page.ranks, stopped, self._still, what)
 
     def _patience(self, page: Progress, look: Look) -> float:
         if look.state in ("T", "t") or page.state == "waiting":
