@@ -16,7 +16,7 @@ from interlace.resilience.settings import Settings
 from interlace.resilience.supervisor import Supervisor
 from tests.resilience.cluster import cluster, vote_on_steps
 
-STEPS = 60
+STEPS = 40
 SETTINGS = Settings(nodes=4, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
 
 
@@ -101,8 +101,8 @@ def test_too_few_save_and_stop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_votes_are_unanimous_under_random_deaths(tmp_path: Path, seed: int) -> None:
     settings = Settings(nodes=4, faults=0, min_nodes=1, heartbeat=2.0, gather=60.0, ranks_per_node=2)
-    steps = 250
-    with cluster(tmp_path, settings, (vote_on_steps, steps, 0.004, 0.004), 4) as run:
+    steps = 150
+    with cluster(tmp_path, settings, (vote_on_steps, steps, 0.004, 0.008), 4) as run:
 
         def replace() -> None:
             """As many nodes as are lost come back, so that some are left at the end."""
@@ -114,8 +114,7 @@ def test_votes_are_unanimous_under_random_deaths(tmp_path: Path, seed: int) -> N
         lost = run.journal("lost")
         assert run.end() == (0 if run.journal("end")[0]["why"] == "trained to the end" else 1)
         assert len(lost) >= 5
-        if run.code == 0:
-            run.check_votes(steps)
+        run.check_votes(steps if run.code == 0 else None)
 
 
 def test_an_unreachable_coordinator_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

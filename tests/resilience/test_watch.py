@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.comm.recorder import FlightRecorder
-from interlace.resilience import progress
+from interlace.comm.recorder import FlightRecorder, use_page
 from interlace.resilience.progress import MOST_RANKS, Progress, ProgressPage, ProgressReader
 from interlace.resilience.watch import WORKING, Look, Stall, Watched, look_at
 
@@ -58,9 +57,9 @@ def test_a_page_says_what_was_written(page: tuple[ProgressPage, ProgressReader],
 
 def test_the_recorder_writes_the_page(page: tuple[ProgressPage, ProgressReader]) -> None:
     writer, reader = page
-    progress.use(writer)
+    use_page(writer)
     recorder = FlightRecorder(0)
-    progress.use(None)
+    use_page(None)
     token = recorder.begin("receive", "x", (3,))
     assert (reader.read().state, reader.read().ranks) == ("waiting", (3,))
     recorder.end(token)

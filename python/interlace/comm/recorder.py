@@ -17,14 +17,34 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 from time import time_ns
-from typing import Any
-
-from interlace.resilience import progress
+from typing import Any, Protocol
 
 VERSION = 1
 LONGEST = 500  # characters of a text
 _NOBODY: tuple[int, ...] = ()
 _WAITS = frozenset({"receive", "wait", "finish"})  # kinds in which the rank does nothing but wait
+
+
+class Page(Protocol):
+    """Where a rank shows at once what it does: `interlace.resilience.progress.ProgressPage`."""
+
+    def tick(self) -> None: ...
+    def computing(self) -> None: ...
+    def waiting(self, ranks: Sequence[int]) -> None: ...
+
+
+_page: Page | None = None
+
+
+def use_page(page: Page | None) -> None:
+    """Makes a page the one of this process, whose one rank writes it wherever it works or waits; None: none."""
+    global _page
+    _page = page
+
+
+def page_in_use() -> Page | None:
+    """The page of this process; None outside of an elastic run."""
+    return _page
 
 
 class FlightRecorder:
@@ -43,7 +63,7 @@ class FlightRecorder:
         self.begun = 0  # events so far; the next one's token
         self._events: list[tuple[int, str, object, Sequence[int], int]] = [(-1, "", "", _NOBODY, 0)] * capacity
         self._ends = [0] * capacity
-        self._page = progress.mine()
+        self._page = page_in_use()
 
     def begin(self, kind: str, what: object, ranks: Sequence[int] = _NOBODY) -> int:
         """An event begins; returns its token.

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.lost import named, private_store
+from interlace.comm.recorder import page_in_use
 from interlace.comm.transports.base import CommError
 from interlace.comm.transports.messages import Elsewhere, decode, encode
-from interlace.resilience import progress
 
 _POLL = 0.005  # seconds
 _GRACE = 2.0  # seconds more for those whose own wait in a step ran out just now, to say so
@@ -59,7 +59,7 @@ class Rounds:
         Until then calls `watch` with those that are missing, again and again, at last every `slowest` seconds; it
         raises when it has waited long enough.
         """
-        missing, pause, page = list(places), _POLL, progress.mine()
+        missing, pause, page = list(places), _POLL, page_in_use()
         if page is not None:
             page.waiting([place for place in missing if isinstance(place, int)])
         while True:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.comm.lost import RollCall, reason_of
+from interlace.comm.recorder import page_in_use
 from interlace.comm.transports.base import CommError
 from interlace.comm.transports.messages import decode, encode
-from interlace.resilience import progress
 
 HEADER = 18  # numbers in a header, of a message as of the tensors that `channel_group` sends on the same edges
 MESSAGE = 0x1A7E71ACF  # begins the header of a message
@@ -114,7 +114,7 @@ class Star:
         Rank 0 waits for one peer, which it names at once. The others wait for rank 0, which may have ended because of
         another one: they ask who is left.
         """
-        page = progress.mine()
+        page = page_in_use()
         try:
             if page is not None:
                 page.waiting((peer,))

@@ -28,10 +28,11 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
+from interlace.comm import recorder
 from interlace.resilience.environment import COORDINATOR, LOCAL_RANK, NODE, PROGRESS
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Generation
-from interlace.resilience.progress import ProgressPage, use
+from interlace.resilience.progress import ProgressPage
 
 Answer = Literal["commit", "regroup", "abort"]
 LONGEST_PAUSE = 0.05  # seconds between two looks at the store
@@ -78,7 +79,7 @@ class Member:
                 "is `interlace coordinator` running, and reachable from this node?"
             ) from error
         page = ProgressPage(Path(os.environ[PROGRESS]))
-        use(page)
+        recorder.use_page(page)
         return cls(store, os.environ[NODE], int(os.environ[LOCAL_RANK]), page, timeout)
 
     def rank(self, generation: Generation) -> int:

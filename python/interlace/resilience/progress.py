@@ -106,20 +106,6 @@ class ProgressPage:
         words[_SEQUENCE] += 1
 
 
-_mine: ProgressPage | None = None
-
-
-def use(page: ProgressPage | None) -> None:
-    """Makes a page the one of this process, whose one rank writes it wherever it works or waits; None: none."""
-    global _mine
-    _mine = page
-
-
-def mine() -> ProgressPage | None:
-    """The page of this process; None outside of an elastic run."""
-    return _mine
-
-
 class ProgressReader:
     """A rank's page as its supervisor reads it. Makes the page, so that the rank finds it."""
 

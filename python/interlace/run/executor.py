@@ -32,10 +32,10 @@ from torch.profiler import record_function
 from interlace.comm.channel import Channel, CommError, Part, Pending, Tag
 from interlace.comm.deferred import DeferredGradients
 from interlace.comm.lost import named
+from interlace.comm.recorder import page_in_use
 from interlace.layout import Reduction
 from interlace.parallel import Ranks
 from interlace.parallel.route import pairs, parts_of_regions, put, shares, take
-from interlace.resilience import progress
 from interlace.run.deferred import LinearLayers, linear_layers
 from interlace.run.errors import PipelineError
 from interlace.run.gradients import Sum
@@ -94,7 +94,7 @@ class Executor:
 
     def _run(self, actions: Sequence[Sequence[int]], step: Step) -> None:
         modules, times, recorder, started = self._modules, step.times, self.channel.recorder, False
-        page = progress.mine()
+        page = page_in_use()
         for row in actions:
             op, module, *rest = row
             if not started and op != DISPATCH and (op != FORWARD or self._together(row)):
