@@ -1,4 +1,4 @@
-"""The command line: ``interlace train | generate | export | doctor | data | mask | plan | simulate``.
+"""The command line: ``interlace train | coordinator | generate | export | doctor | data | mask | plan | simulate``.
 
 Every command imports what it needs when it runs, so that ``--help`` and a wrong option answer at once. What the user
 can mend (config, files, ranks) is one line and exit code 2; a run that failed is one line and exit code 1; a defect of
@@ -102,6 +102,27 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="of a config with parallel = 'auto': the layout that this plan.lock has, in place of a new choice",
     )
+
+    train.add_argument(
+        "--elastic",
+        action="store_true",
+        help="be one node of a run that nodes may leave and join, as [resilience] says; without resilience.coordinator "
+        "all nodes, on this machine",
+    )
+
+    coordinator = commands.add_parser(
+        "coordinator",
+        parents=[common],
+        help="say who trains together in an elastic run; on a machine that outlives the nodes",
+        description="Serve one elastic run: nodes that `interlace train CONFIG --elastic` starts connect here "
+        "(resilience.coordinator). A lost node is noticed, and the others are told how to go on without it. The run "
+        "does not outlive this process, so keep it off the nodes that train. Exit code: 0 when the run has trained to "
+        "the end, 1 when it has not.",
+    )
+    coordinator.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    coordinator.add_argument("--port", type=int, required=True, help="for supervisors, one per node; 0: any")
+    coordinator.add_argument("--store-port", type=int, default=0, help="for ranks (default: any that is free)")
+    coordinator.add_argument("--journal", type=Path, metavar="FILE", help="append what happens, as JSON lines")
 
     generate = commands.add_parser(
         "generate", parents=[common], help="answer from a checkpoint: images and/or speech and/or text -> text"
@@ -349,6 +370,10 @@ def _command(options: argparse.Namespace) -> int:
         from interlace.train.commands.train import train
 
         return train(options)
+    if options.command == "coordinator":
+        from interlace.train.commands.elastic import coordinate
+
+        return coordinate(options)
     if options.command == "generate":
         from interlace.train.commands.generate import generate
 
@@ -399,6 +424,7 @@ def _kind_of(error: Exception) -> tuple[bool, bool]:
     users |= {"interlace.data.media": "DecodeError"}
     failures = {"interlace.train.errors": "TrainingError", "interlace.run.errors": "PipelineError"}
     failures |= {"interlace.comm.transports.base": "CommError"}
+    failures |= {"interlace.resilience.errors": "ResilienceError"}
 
     def is_one_of(table: dict[str, str]) -> bool:
         classes = (getattr(sys.modules.get(module), name, None) for module, name in table.items())

@@ -93,3 +93,43 @@ def test_many_storms_of_failures(data):
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_joined_nodes_make_pipelines_or_grow_the_smallest():
+    assert summary(plan.admit([[0, 1], [2, 3]], [7, 8], [2, 3])) == [
+        ((0, 1), (0,), "kept"),
+        ((2, 3), (1,), "kept"),
+        ((7, 8), (), "new"),
+    ]
+    assert summary(plan.admit([[0, 1, 4], [2, 3]], [7], [2, 3])) == [
+        ((0, 1, 4), (0,), "kept"),
+        ((2, 3, 7), (1,), "grown"),
+    ]
+    # No batch for a third pipeline, and no template of five nodes: one node is in none.
+    assert summary(plan.admit([[0, 1], [2, 3]], [5, 6, 7, 8, 9], [2, 3, 4], most=2)) == [
+        ((0, 1, 5, 7), (0,), "grown"),
+        ((2, 3, 6, 8), (1,), "grown"),
+    ]
+    with pytest.raises(ValueError, match=r"pipelines\[1\] repeats node 0"):
+        plan.admit([[0, 1]], [0], [2])
+
+
+@given(st.data())
+def test_joins_touch_as_little_as_they_can(data):
+    least, span = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4))
+    sizes = list(range(least, least + span + 1))
+    names = iter(range(1000))
+    pipelines = [[next(names) for _ in range(n)] for n in data.draw(st.lists(st.sampled_from(sizes), max_size=5))]
+    joined = [next(names) for _ in range(data.draw(st.integers(0, 14)))]
+    most = data.draw(st.one_of(st.none(), st.integers(1, 8)))
+    result = plan.admit(pipelines, joined, sizes, most=most)
+    assert all(list(new.nodes[: len(old)]) == old for new, old in zip(result, pipelines))
+    assert all(len(p.nodes) in sizes for p in result)
+    inside = [node for p in result for node in p.nodes]
+    assert len(inside) == len(set(inside)) and set(inside) <= {n for p in pipelines for n in p} | set(joined)
+    left = set(joined) - set(inside)
+    fresh = result[len(pipelines) :]
+    room = most is None or len(result) < most
+    assert not left or (all(len(p.nodes) == sizes[-1] for p in result) and not (room and len(left) >= least))
+    assert len(fresh) == min(len(joined) // least, max(0, most - len(pipelines)) if most is not None else len(joined))
+    assert sum(p.change == "grown" for p in result) <= len(joined) - least * len(fresh)

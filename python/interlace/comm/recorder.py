@@ -5,7 +5,8 @@
     recorder.end(token)
 
 An event that was begun and not ended is what the rank was waiting for (or computing). `dump` writes one JSON file per
-rank; `interlace doctor --crash FOLDER` reads all of them and says who waited for whom.
+rank; `interlace doctor --crash FOLDER` reads all of them and says who waited for whom. In an elastic run the same
+events go to the rank's progress page, by which its supervisor finds it hanging.
 """
 
 from __future__ import annotations
@@ -16,11 +17,34 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 from time import time_ns
-from typing import Any
+from typing import Any, Protocol
 
 VERSION = 1
 LONGEST = 500  # characters of a text
 _NOBODY: tuple[int, ...] = ()
+_WAITS = frozenset({"receive", "wait", "finish"})  # kinds in which the rank does nothing but wait
+
+
+class Page(Protocol):
+    """Where a rank shows at once what it does: `interlace.resilience.progress.ProgressPage`."""
+
+    def tick(self) -> None: ...
+    def computing(self) -> None: ...
+    def waiting(self, ranks: Sequence[int]) -> None: ...
+
+
+_page: Page | None = None
+
+
+def use_page(page: Page | None) -> None:
+    """Makes a page the one of this process, whose one rank writes it wherever it works or waits; None: none."""
+    global _page
+    _page = page
+
+
+def page_in_use() -> Page | None:
+    """The page of this process; None outside of an elastic run."""
+    return _page
 
 
 class FlightRecorder:
@@ -39,6 +63,7 @@ class FlightRecorder:
         self.begun = 0  # events so far; the next one's token
         self._events: list[tuple[int, str, object, Sequence[int], int]] = [(-1, "", "", _NOBODY, 0)] * capacity
         self._ends = [0] * capacity
+        self._page = page_in_use()
 
     def begin(self, kind: str, what: object, ranks: Sequence[int] = _NOBODY) -> int:
         """An event begins; returns its token.
@@ -52,6 +77,11 @@ class FlightRecorder:
         place = token % self.capacity
         self._ends[place] = 0
         self._events[place] = token, kind, what, ranks, time_ns()
+        if self._page is not None:
+            if kind in _WAITS:
+                self._page.waiting(ranks)
+            else:
+                self._page.tick()
         return token
 
     def end(self, token: int) -> None:
@@ -59,6 +89,8 @@ class FlightRecorder:
         place = token % self.capacity
         if self._events[place][0] == token:
             self._ends[place] = time_ns()
+            if self._page is not None and self._events[place][1] in _WAITS:
+                self._page.computing()
 
     def events(self) -> list[dict[str, Any]]:
         """What the ring holds, oldest first: id, kind, what, ranks, begin, end (wall clock in seconds), state."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.lost import named, private_store
+from interlace.comm.recorder import page_in_use
 from interlace.comm.transports.base import CommError
 from interlace.comm.transports.messages import Elsewhere, decode, encode
 
@@ -58,11 +59,15 @@ class Rounds:
         Until then calls `watch` with those that are missing, again and again, at last every `slowest` seconds; it
         raises when it has waited long enough.
         """
-        missing, pause = list(places), _POLL
+        missing, pause, page = list(places), _POLL, page_in_use()
+        if page is not None:
+            page.waiting([place for place in missing if isinstance(place, int)])
         while True:
             with self._asking(what):
                 missing = [place for place in missing if not self.store.check([self._key(place)])]
             if not missing:
+                if page is not None:
+                    page.computing()
                 return
             watch(missing)
             time.sleep(pause)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace.comm.lost import RollCall, reason_of
+from interlace.comm.recorder import page_in_use
 from interlace.comm.transports.base import CommError
 from interlace.comm.transports.messages import decode, encode
 
@@ -113,8 +114,13 @@ class Star:
         Rank 0 waits for one peer, which it names at once. The others wait for rank 0, which may have ended because of
         another one: they ask who is left.
         """
+        page = page_in_use()
         try:
+            if page is not None:
+                page.waiting((peer,))
             yield
+            if page is not None:
+                page.computing()
         except RuntimeError as error:
             if self.rank == 0:
                 reason = reason_of(error, timeout)

@@ -25,7 +25,7 @@ def tcp_store(host: str, port: int, rank: int, world: int, timeout: float, wait:
     seconds = timedelta(seconds=timeout)
     if rank > 0:
         return dist.TCPStore(host, port, world, False, timeout=seconds, wait_for_workers=wait)
-    listening = _listen(host, port)
+    listening = listen_on(host, port)
     # Detached: from here on the store closes it, also when it fails to come up.
     descriptor = listening.detach()
     return dist.TCPStore(host, port, world, True, seconds, wait_for_workers=wait, master_listen_fd=descriptor)
@@ -36,7 +36,8 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(_addresses(host, 0)[0][1][0]).is_loopback
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen_on(host: str, port: int) -> socket.socket:
+    """Listens on one address of this machine; port 0: any that is free. Raises OSError that says which."""
     failure = OSError(f"{host} has no address")
     for family, address in _addresses(host, port):
         listening = socket.socket(family, socket.SOCK_STREAM)

@@ -3,7 +3,8 @@
 cost.py (frozen-aware costs) · partitioning.py (the exact cut, in csrc/plan/) · profile.py (times single layers) ·
 profile_modules.py (all layers of a model) · module_costs.py (what each layer of a model costs) ·
 place.py (ParallelSpec per module -> Layout) ·
-oobleck.py (pipeline templates, their combinations, batch shares) · reconfiguration.py (new pipelines after failures) ·
+oobleck.py (pipeline templates, their combinations, batch shares) ·
+reconfiguration.py (new pipelines after failures and joins) ·
 orchestration.py (GPUs and degrees for encoder, language model and generator) ·
 cost_model.py (seconds from a few measurements) · step_costs.py (of chunks of any size, and their file) ·
 links.py (messages and collectives) · stable_batch.py (how many samples a profile needs) ·
@@ -29,7 +30,7 @@ from interlace.plan.oobleck import (
 )
 from interlace.plan.orchestration import ModuleWork, Orchestration, orchestrate
 from interlace.plan.partitioning import partition
-from interlace.plan.reconfiguration import Reconfigured, reconfigure
+from interlace.plan.reconfiguration import Reconfigured, admit, reconfigure
 from interlace.plan.search import Configuration, SearchModule, in_flight, search_configuration
 from interlace.plan.stable_batch import StableBatch, bernoulli_trials, proportional_allocation, stable_batch_size
 
@@ -52,6 +53,7 @@ __all__ = [
     "Reconfigured",
     "SearchModule",
     "StableBatch",
+    "admit",
     "analytic_costs",
     "backward_needs",
     "bernoulli_trials",

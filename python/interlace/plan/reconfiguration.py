@@ -1,4 +1,4 @@
-"""Which nodes form which pipelines after failures: pure functions over node sets (dissertation 2.5.1, appendix A.2)."""
+"""Which nodes form which pipelines after failures and joins: pure functions of node sets (dissertation 2.5.1, A.2)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 Node = TypeVar("Node", bound=Hashable)
-Change = Literal["kept", "shrunk", "borrowed", "lent", "merged"]
+Change = Literal["kept", "shrunk", "borrowed", "lent", "merged", "grown", "new"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Reconfigured(Generic[Node]):
     nodes: its nodes; those that stay come first, in their old order.
     sources: indices of the old pipelines that any of its nodes come from or that it replaces, its own first.
     change: "kept" as it was; "shrunk" to its survivors (Figure 2.8a); "borrowed" nodes (2.8b); "lent" nodes to
-        another; "merged" from several pipelines (2.8c). All but "kept" are instantiated anew.
+        another; "merged" from several pipelines (2.8c); "grown" by nodes that joined, or "new" and made of these alone.
+        All but "kept" are instantiated anew.
     """
 
     nodes: tuple[Node, ...]
@@ -50,16 +51,8 @@ def reconfigure(
     Raises:
         ValueError: a node is in two pipelines, sizes are not consecutive, or the survivors are too few.
     """
-    sizes = sorted(node_counts)
-    if not sizes or sizes[0] < 1 or sizes != list(range(sizes[0], sizes[-1] + 1)):
-        raise ValueError(f"node_counts must be consecutive positive integers, got {list(node_counts)}")
-    least, largest = sizes[0], sizes[-1]
-    home: dict[Node, int] = {}
-    for index, pipeline in enumerate(pipelines):
-        for node in pipeline:
-            if node in home:
-                raise ValueError(f"pipelines[{index}] repeats node {node!r}: a node runs in one pipeline")
-            home[node] = index
+    least, largest = _least_and_largest(node_counts)
+    home = _homes(pipelines)
     gone = set(failed)
     left = [[node for node in pipeline if node not in gone] for pipeline in pipelines]
     total = sum(map(len, left))
@@ -102,3 +95,63 @@ def reconfigure(
         change[keeper] = "merged"
         alive.remove(joined)
     return [Reconfigured(tuple(left[index]), tuple(sources[index]), change[index]) for index in alive]
+
+
+def admit(
+    pipelines: Sequence[Sequence[Node]], joined: Sequence[Node], node_counts: Sequence[int], *, most: int | None = None
+) -> list[Reconfigured[Node]]:
+    """Pipelines that take in nodes which have joined, with as few others touched as possible.
+
+    As many new pipelines of the smallest template's size as the nodes suffice for, first come first; what is left joins
+    the smallest pipelines, one node each time (ties: lower index), new ones included. All other pipelines are kept, so
+    that only those layers move which new nodes need. (The paper lets nodes join at a restart only.) O(nodes *
+    pipelines).
+
+    Args:
+        pipelines: nodes of each pipeline, as `reconfigure` left them.
+        joined: nodes that are in none of them.
+        node_counts: sizes of the pipeline templates, consecutive.
+        most: pipelines at most, such as the microbatches of a batch, of which each needs one.
+
+    Returns:
+        The old pipelines in their order, then the new ones. Nodes that no template has room for are in none.
+
+    Raises:
+        ValueError: a node is there twice, or sizes are not consecutive.
+    """
+    least, largest = _least_and_largest(node_counts)
+    _homes([*pipelines, joined])
+    fresh = len(joined) // least
+    if most is not None:
+        fresh = min(fresh, max(0, most - len(pipelines)))
+    nodes = [*map(list, pipelines), *(list(joined[i * least : (i + 1) * least]) for i in range(fresh))]
+    for node in joined[fresh * least :]:
+        index = min(range(len(nodes)), key=lambda i: (len(nodes[i]), i), default=-1)
+        if index < 0 or len(nodes[index]) >= largest:
+            break
+        nodes[index].append(node)
+    found: list[Reconfigured[Node]] = []
+    for index, now in enumerate(nodes):
+        if index >= len(pipelines):
+            found.append(Reconfigured(tuple(now), (), "new"))
+        else:
+            found.append(Reconfigured(tuple(now), (index,), "kept" if len(now) == len(pipelines[index]) else "grown"))
+    return found
+
+
+def _least_and_largest(node_counts: Sequence[int]) -> tuple[int, int]:
+    sizes = sorted(node_counts)
+    if not sizes or sizes[0] < 1 or sizes != list(range(sizes[0], sizes[-1] + 1)):
+        raise ValueError(f"node_counts must be consecutive positive integers, got {list(node_counts)}")
+    return sizes[0], sizes[-1]
+
+
+def _homes(pipelines: Sequence[Sequence[Node]]) -> dict[Node, int]:
+    """The pipeline of each node."""
+    home: dict[Node, int] = {}
+    for index, pipeline in enumerate(pipelines):
+        for node in pipeline:
+            if node in home:
+                raise ValueError(f"pipelines[{index}] repeats node {node!r}: a node runs in one pipeline")
+            home[node] = index
+    return home

@@ -32,6 +32,7 @@ from torch.profiler import record_function
 from interlace.comm.channel import Channel, CommError, Part, Pending, Tag
 from interlace.comm.deferred import DeferredGradients
 from interlace.comm.lost import named
+from interlace.comm.recorder import page_in_use
 from interlace.layout import Reduction
 from interlace.parallel import Ranks
 from interlace.parallel.route import pairs, parts_of_regions, put, shares, take
@@ -93,6 +94,7 @@ class Executor:
 
     def _run(self, actions: Sequence[Sequence[int]], step: Step) -> None:
         modules, times, recorder, started = self._modules, step.times, self.channel.recorder, False
+        page = page_in_use()
         for row in actions:
             op, module, *rest = row
             if not started and op != DISPATCH and (op != FORWARD or self._together(row)):
@@ -114,6 +116,8 @@ class Executor:
                 raise PipelineError(f"rank {self.rank}, {_describe(row, modules)}: {kind}{error}") from error
             if computing >= 0:
                 recorder.end(computing)
+            if page is not None:
+                page.tick()
             times.append((begin, step.mark()))
         if not started:
             step.start()

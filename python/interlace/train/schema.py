@@ -17,6 +17,7 @@ from interlace.train.schema_data import Data
 from interlace.train.schema_log import Log
 from interlace.train.schema_model import Model
 from interlace.train.schema_parallel import EncoderParallel, Parallel
+from interlace.train.schema_resilience import Resilience
 from interlace.train.schema_train import Train
 
 OPEN_REPLICAS = {"open_replicas": True}
@@ -71,6 +72,8 @@ class Config(Section):
     """Saved state."""
     log: Log = Field(default_factory=Log)
     """What the run tells."""
+    resilience: Resilience = Field(default_factory=Resilience)
+    """What it survives."""
 
     def modules(self) -> tuple[str, ...]:
         """The configured modules in the order in which data takes them."""

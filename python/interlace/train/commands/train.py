@@ -20,6 +20,10 @@ def train(options: argparse.Namespace) -> int:
         return _as_rank(options)
     path = _config_path(options)
     config = load(path, options.set)
+    if options.elastic:
+        from interlace.train.commands import elastic
+
+        return elastic.supervise(options, config, path)
     trackers.check(config, source=str(path))
     if options.take_over and options.resume is None:
         raise ConfigError("--take-over is for going on in a run folder; name it with --resume")

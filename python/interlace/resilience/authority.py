@@ -1,0 +1,271 @@
+"""The coordinator's decisions, made known in the store: who is lost, when a generation is over, which one follows.
+
+What happens to connections is `interlace.resilience.coordinator`'s; which pipelines follow is
+`interlace.resilience.roster`'s; who is at fault among ranks that stand still is `interlace.resilience.faults`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from interlace.resilience.errors import ResilienceError
+from interlace.resilience.faults import CIRCLE, culprits
+from interlace.resilience.generation import Event, Generation, Node, Noticed
+from interlace.resilience.member import (
+    COPIED,
+    DECISION,
+    GAVE_UP,
+    GENERATION,
+    NEWEST,
+    OVER,
+    READY,
+    REGROUP,
+    REGROUPED,
+    REMOVED,
+    SPARE,
+    TEMPLATES,
+    WHY,
+    prefix_of,
+)
+from interlace.resilience.roster import Roster, Templates
+from interlace.resilience.settings import Settings
+from interlace.resilience.watch import Stall
+
+TOGETHER = 0.05  # seconds in which losses are one event
+SURE = 0.5  # seconds in which a rank that is suspected may still move
+SEARCH = 1.0  # seconds beyond a heartbeat in which it may turn out why a rank gave up
+MOST_FAILURES = 3  # in a row, without a committed step, in which a rank gave up and nobody was lost
+
+
+class Removal(NamedTuple):
+    """A node that has to go, and why."""
+
+    node: str
+    kind: Noticed
+    why: str
+
+
+class Authority:
+    """Who trains together in one run. store: torch's, which this process serves. tell: notes what happened.
+
+    Times are seconds of one clock that the caller reads. ended: why the run cannot go on; "" while it can, and after it
+    has trained to the end. over: nothing more is to be decided.
+    """
+
+    def __init__(self, settings: Settings, store: Any, tell: Callable[..., None], now: float) -> None:
+        self.roster, self._store, self._tell, self._began = Roster(settings), store, tell, now
+        self.false_alarms, self.ended, self.over = 0, "", False
+        self._finishing = False  # a node has trained to the end, or saved
+        self._broken: float | None = None  # since when the generation is over
+        self._gave_up: float | None = None  # since when a rank of it has given up
+        self._failures, self._asked = 0, False
+        self._suspects: dict[tuple[str, int], float] = {}
+
+    @property
+    def generation(self) -> Generation | None:
+        return self.roster.generation
+
+    def has(self, node: str) -> bool:
+        """Whether a node is in the generation."""
+        return self.generation is not None and node in self.generation.nodes
+
+    # -- what nodes do ---------------------------------------------------------------------------------------
+
+    def came(self, node: Node) -> None:
+        self.roster.came(node)
+        self._tell("came", node=node.id, host=node.host, nodes=len(self.roster.nodes))
+
+    def leaves(self, node: str, seconds: float) -> bool:
+        """A node was told that it will be gone in so many seconds; whether it may go at once."""
+        detail = f"it was asked to go within {seconds:g} s"
+        self._tell("leaving", node=node, detail=detail)
+        self.roster.leaves(Event("leave", node, time.time(), detail))
+        return not self.has(node)
+
+    def lose(self, removal: Removal, now: float) -> None:
+        """A node is gone without having finished."""
+        node, generation = removal.node, self.generation
+        if node not in self.roster.nodes:
+            return
+        self._store.set(f"{REMOVED}/{node}", removal.why[:500])
+        self._tell("lost", node=node, event=removal.kind, detail=removal.why)
+        if generation is not None and node in generation.leaving and self._copied(generation):
+            self.roster.forget(node)
+        elif self.roster.lost(Event(removal.kind, node, time.time(), removal.why[:500])):
+            self._end_generation(now)
+            if self._finishing:
+                self._stop(f"node {node} was lost when others had ended already ({removal.why}): resume the run")
+
+    def finish(self, node: str) -> None:
+        """All ranks of a node have ended well: it has left, or has trained to the end."""
+        generation = self.generation
+        self._tell("done", node=node)
+        self.roster.forget(node)
+        if generation is not None and node in generation.order():
+            self._finishing = True
+            if generation.kind == "save":
+                self.ended = "too few nodes were left to train on: what they held is saved; resume with more nodes"
+            self.over |= not any(each in self.roster.nodes for each in generation.order())
+
+    # -- what follows ----------------------------------------------------------------------------------------
+
+    def decide(self, stalls: Mapping[str, Sequence[Stall]], now: float, slept: float) -> list[Removal]:
+        """Looks into the store and at ranks that stand still (by node); returns nodes that have to go for it.
+
+        slept: seconds in which this process should have looked and did not, which prove nothing.
+        """
+        try:
+            self._take_ready()
+            self._ask_for_boundary()
+            self._move_on(now)
+        except ResilienceError as error:
+            self._stop(str(error))
+        for suspect in self._suspects:
+            self._suspects[suspect] += slept
+        return self._judge(stalls, now)
+
+    def _take_ready(self) -> None:
+        for node in [node for node in self.roster.nodes.values() if node.id not in self.roster.ready]:
+            if self._count(f"{READY}/{node.id}") >= node.ranks:
+                if self.roster.templates is None and self._store.check([TEMPLATES]):
+                    try:
+                        self.roster.templates = Templates.from_json(self._store.get(TEMPLATES))
+                    except ValueError as error:
+                        raise ResilienceError(f"the ranks' proposal cannot be used: {error}") from error
+                self.roster.is_ready(node.id, time.time())
+                self._tell("ready", node=node.id)
+                if self.generation is not None:
+                    self._store.set(f"{SPARE}/{node.id}", "1")
+
+    def _ask_for_boundary(self) -> None:
+        """Has the next vote end the generation, where nodes join or leave."""
+        if self.generation is None or self._finishing:
+            return
+        wants, key = self.roster.wants_boundary(), f"{prefix_of(self.generation)}/{REGROUP}"
+        if wants and not self._asked:
+            self._store.set(key, "1")
+        elif self._asked and not wants:
+            self._store.delete_key(key)
+        self._asked = wants
+
+    def _move_on(self, now: float) -> None:
+        if self.over:
+            return
+        if self.generation is None:
+            self._publish(self.roster.next(now - self._began))
+            return
+        prefix = prefix_of(self.generation)
+        if self._gave_up is None and self._broken is None and self._count(f"{prefix}/{GAVE_UP}"):
+            self._gave_up = now
+        patience = self.roster.settings.heartbeat + SEARCH
+        if self._broken is None and self._gave_up is not None and now - self._gave_up > patience:
+            self._fail(self._store.get(f"{prefix}/{WHY}").decode(errors="replace"), now)
+        elif self._broken is not None:
+            if now - self._broken >= TOGETHER:
+                self._publish(self.roster.next(0.0))
+        elif self._store.check([f"{prefix}/{REGROUPED}"]):
+            self._end_generation(now)
+            self._publish(self.roster.next(0.0))
+
+    def _fail(self, why: str, now: float) -> None:
+        """A rank gave up, and nobody turned out to be lost: the same nodes meet again."""
+        assert self.generation is not None
+        start = f"{prefix_of(self.generation)}/{DECISION}/"
+        committed = any(
+            key.startswith(start) and self._store.get(key) != b"abort" for key in map(str, self._store.list_keys())
+        )
+        self._failures = 1 if committed else self._failures + 1
+        if self._failures > MOST_FAILURES:
+            raise ResilienceError(
+                f"{self._failures} times in a row a rank gave up and no node was lost; the last: {why}"
+            )
+        self.roster.lost(Event("failure", "", time.time(), why))
+        self._end_generation(now)
+
+    def _end_generation(self, now: float) -> None:
+        assert self.generation is not None
+        self._store.set(f"{prefix_of(self.generation)}/{OVER}", "1")
+        self._broken = now if self._broken is None else self._broken
+
+    def _publish(self, generation: Generation | None) -> None:
+        """Makes a generation known; None: there is none."""
+        if generation is None:
+            if self.roster.generation is not None:
+                self._stop("no node is left: resume from the last checkpoint")
+            return
+        self._broken = self._gave_up = None
+        self._asked = False
+        for node in self.roster.ready:
+            if node in generation.nodes:
+                self._store.delete_key(f"{SPARE}/{node}")
+            else:
+                self._store.set(f"{SPARE}/{node}", "1")
+        self._forget_keys(generation.number - 2)
+        self._store.set(f"{GENERATION}/{generation.number}", generation.to_json())
+        self._store.add(NEWEST, 1)
+        pipelines = [list(pipeline) for pipeline in generation.pipelines]
+        cause = [f"{event.kind} {event.node}".strip() for event in generation.cause]
+        self._tell(
+            "generation",
+            number=generation.number,
+            of=generation.kind,
+            pipelines=pipelines,
+            cause=cause,
+            leaving=list(generation.leaving),
+        )
+
+    def _forget_keys(self, number: int) -> None:
+        """Of a generation that no rank can be in any more."""
+        start = f"of generation/{number}/"
+        for key in map(str, self._store.list_keys()) if number > 0 else ():
+            if key.startswith(start):
+                self._store.delete_key(key)
+
+    def _stop(self, why: str) -> None:
+        self.ended, self.over = self.ended or why, True
+
+    def _copied(self, generation: Generation) -> bool:
+        return self._count(f"{prefix_of(generation)}/{COPIED}") >= generation.world
+
+    def _count(self, key: str) -> int:
+        return int(self._store.add(key, 0))
+
+    # -- who hangs -------------------------------------------------------------------------------------------
+
+    def _judge(self, stalls: Mapping[str, Sequence[Stall]], now: float) -> list[Removal]:
+        """Nodes with a rank that was at fault for `SURE` seconds. One that moves before that was a false alarm."""
+        guilty = self._guilty(stalls)
+        for suspect in [suspect for suspect in self._suspects if suspect not in guilty]:
+            del self._suspects[suspect]
+            node, local_rank = suspect
+            if node in stalls and all(stall.local_rank != local_rank for stall in stalls[node]):
+                self.false_alarms += 1
+                self._tell("false alarm", node=node, local_rank=local_rank)
+        found: dict[str, Removal] = {}
+        for suspect, stall in guilty.items():
+            if now - self._suspects.setdefault(suspect, now) >= SURE:
+                node, local_rank = suspect
+                doing = "its process is stopped" if stall.stopped else f"{stall.state} {stall.what}".strip()
+                why = f"rank {local_rank} of the node has not moved for {stall.seconds:.1f} s ({doing})"
+                found.setdefault(node, Removal(node, "hang", why))
+        for suspect in [suspect for suspect in self._suspects if suspect[0] in found]:
+            del self._suspects[suspect]
+        return list(found.values())
+
+    def _guilty(self, stalls: Mapping[str, Sequence[Stall]]) -> dict[tuple[str, int], Stall]:
+        generation, heartbeat = self.generation, self.roster.settings.heartbeat
+        here: dict[int, tuple[tuple[str, int], Stall]] = {}
+        found: dict[tuple[str, int], Stall] = {}
+        for node, each in stalls.items():
+            for stall in each:
+                suspect = (node, stall.local_rank)
+                # What it waits for is known of those in this generation; of others, that they do nothing for long.
+                if generation is not None and node in generation.nodes and stall.generation == generation.number:
+                    here[generation.ranks_of(node)[stall.local_rank]] = suspect, stall
+                elif stall.stopped or stall.state != "waiting" or stall.seconds >= CIRCLE * heartbeat:
+                    found[suspect] = stall
+        for rank in culprits({rank: stall for rank, (_, stall) in here.items()}, heartbeat):
+            found[here[rank][0]] = here[rank][1]
+        return found

@@ -1,0 +1,133 @@
+"""Generations: which nodes train together, in which pipelines, until the next failure, join or leave.
+
+Plain data that travels as JSON from the coordinator to every rank. A generation ends when one of its nodes is lost, or
+at a step boundary when nodes join or leave; the next one has a higher number. Survivors keep their processes and get
+new rank numbers: those of `Generation.order`, pipeline after pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+Kind = Literal["train", "save"]
+Noticed = Literal["start", "death", "hang", "join", "leave", "failure"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node as long as its supervisor lives. id: unique per start of a supervisor. ranks: processes that train."""
+
+    id: str
+    ranks: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """Why there is a new generation.
+
+    kind: "death" of a node, its "hang", its "join" or "leave", the run's "start"; "failure" when a rank gave up and
+    nobody is lost. node: its id; "" for a start. time: when it was noticed, in seconds since the epoch on the
+    coordinator's clock. detail: in words.
+    """
+
+    kind: Noticed
+    node: str
+    time: float
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Who trains together.
+
+    number: 1, 2, ... pipelines: node ids of each, in the order of `interlace.plan.reconfigure`. nodes: of all in
+    pipelines and in leaving. kind: "train", or "save" when too few nodes are left to train on: what is held is saved,
+    and the run stops. leaving: nodes that train no longer, but from which layers are copied while they live. cause:
+    what led here. faults: failures that must be survivable.
+    """
+
+    number: int
+    pipelines: tuple[tuple[str, ...], ...]
+    nodes: Mapping[str, Node]
+    kind: Kind = "train"
+    cause: tuple[Event, ...] = ()
+    faults: int = 1
+    leaving: tuple[str, ...] = field(default=())
+
+    def order(self) -> tuple[str, ...]:
+        """Ids of the nodes that train, pipeline after pipeline: ranks are numbered so."""
+        return tuple(node for pipeline in self.pipelines for node in pipeline)
+
+    @property
+    def world(self) -> int:
+        """Ranks that train."""
+        return sum(self.nodes[node].ranks for node in self.order())
+
+    @property
+    def sources(self) -> int:
+        """Ranks that layers can be copied from: those that train, and after them those of leaving nodes."""
+        return self.world + sum(self.nodes[node].ranks for node in self.leaving)
+
+    def ranks_of(self, node: str) -> range:
+        """Numbers of a node's ranks; of a leaving node from `world` on. Raises KeyError for a node that is not here."""
+        first = 0
+        for each in (*self.order(), *self.leaving):
+            if each == node:
+                return range(first, first + self.nodes[each].ranks)
+            first += self.nodes[each].ranks
+        raise KeyError(f"generation {self.number} has no node {node!r}")
+
+    def node_of(self, rank: int) -> str:
+        """Id of the node of a rank, leaving ones included. Raises IndexError."""
+        for node in (*self.order(), *self.leaving):
+            if rank in self.ranks_of(node):
+                return node
+        raise IndexError(f"generation {self.number} has ranks 0 to {self.sources - 1}, not {rank}")
+
+    def to_json(self) -> str:
+        table = asdict(self)
+        table["nodes"] = [asdict(node) for node in self.nodes.values()]
+        return json.dumps(table)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Generation:
+        """Raises ValueError that says what is wrong."""
+        try:
+            table = json.loads(text)
+            nodes = [Node(**_typed(each, {"id": str, "ranks": int, "host": str})) for each in table["nodes"]]
+            found = cls(
+                int(table["number"]),
+                tuple(tuple(map(str, pipeline)) for pipeline in table["pipelines"]),
+                {node.id: node for node in nodes},
+                _one_of(table["kind"], Kind),
+                tuple(_event(each) for each in table["cause"]),
+                int(table["faults"]),
+                tuple(map(str, table["leaving"])),
+            )
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"this is no generation ({type(error).__name__}: {error})") from error
+        missing = {*found.order(), *found.leaving} - set(found.nodes)
+        if missing:
+            raise ValueError(f"generation {found.number} speaks of nodes that it does not describe: {sorted(missing)}")
+        return found
+
+
+def _event(table: Any) -> Event:
+    values = _typed(table, {"kind": str, "node": str, "time": float, "detail": str})
+    return Event(_one_of(values["kind"], Noticed), values["node"], values["time"], values["detail"])
+
+
+def _typed(table: Any, types: Mapping[str, type]) -> dict[str, Any]:
+    if not isinstance(table, dict) or table.keys() != types.keys():
+        raise ValueError(f"expected the keys {', '.join(types)}, got {table!r:.200}")
+    return {key: kind(table[key]) for key, kind in types.items()}
+
+
+def _one_of(value: Any, kind: Any) -> Any:
+    if value not in get_args(kind):
+        raise ValueError(f"expected one of {', '.join(get_args(kind))}, got {value!r:.100}")
+    return value

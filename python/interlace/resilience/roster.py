@@ -1,0 +1,229 @@
+"""Which generation comes next: what the coordinator decides, without a socket or a clock of its own.
+
+A node is told of when it comes (`came`), when its ranks are ready (`is_ready`), when it wants to leave and when it is
+lost or has finished. `next` makes the generation that follows from all that:
+
+- the first one when enough nodes are ready: the templates that use all of them best (`interlace.plan.instantiate`);
+- after a loss, `interlace.plan.reconfigure` of the survivors, then `interlace.plan.admit` of nodes that wait, which
+  stand in for lost ones where the survivors alone would be too few;
+- at a step boundary the same for nodes that leave or join;
+- of kind "save" when fewer than (faults + 1) * min_nodes would be left: a further failure could lose layers for good.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from interlace import plan
+from interlace.resilience.errors import ResilienceError
+from interlace.resilience.generation import Event, Generation, Kind, Node
+from interlace.resilience.settings import Settings
+
+Pipelines = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Pipelines that can be made: of min_nodes, min_nodes + 1, ... nodes.
+
+    times: seconds per microbatch of each size's pipeline, one size after the other; the fewest nodes are those whose
+    memory holds the model. microbatches: of a batch, of which each pipeline needs one.
+    """
+
+    min_nodes: int
+    times: tuple[float, ...]
+    microbatches: int
+
+    @property
+    def sizes(self) -> list[int]:
+        return list(range(self.min_nodes, self.min_nodes + len(self.times)))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Templates:
+        """Raises ValueError."""
+        try:
+            table = json.loads(text)
+            found = cls(int(table["min_nodes"]), tuple(map(float, table["times"])), int(table["microbatches"]))
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"these are no pipeline templates ({type(error).__name__}: {error})") from error
+        if found.min_nodes < 1 or found.microbatches < 1 or not found.times or min(found.times) <= 0:
+            raise ValueError(f"sizes, times and microbatches must be positive, got {found}")
+        return found
+
+    @classmethod
+    def assumed(cls, settings: Settings) -> Templates:
+        """Where ranks propose none: stages of equal cost under 1F1B with the paper's four microbatches per stage."""
+        least = max(1, settings.min_nodes)
+        counts = plan.node_counts(settings.nodes, settings.faults, least)
+        times = tuple((1 + (n - 1) / (4 * n)) / n for n in map(int, counts))
+        return cls(least, times, 4 * settings.nodes)
+
+
+class Roster:
+    """Nodes and their generation. Nodes that no pipeline has room for wait until there is one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.templates: Templates | None = None  # what the ranks proposed
+        self.generation: Generation | None = None
+        self.nodes: dict[str, Node] = {}  # all that live, in the order in which they came
+        self.ready: list[str] = []  # in the order in which they became so
+        self.leaving: dict[str, Event] = {}
+        self._lost: list[Event] = []
+        self._joined: dict[str, Event] = {}
+
+    def came(self, node: Node) -> None:
+        self.nodes[node.id] = node
+
+    def is_ready(self, node: str, time: float) -> None:
+        """All ranks of a node wait for a generation that takes it in."""
+        if node in self.nodes and node not in self.ready:
+            self.ready.append(node)
+            self._joined[node] = Event("join", node, time, f"from {self.nodes[node].host}")
+
+    def leaves(self, event: Event) -> None:
+        """A node wants to go at the next step boundary."""
+        if event.node in self.nodes:
+            self.leaving.setdefault(event.node, event)
+
+    def lost(self, event: Event) -> bool:
+        """A node is gone; whether that ends the generation. `event.node` is "" when a rank gave up and none is lost."""
+        generation = self.generation
+        ends = generation is not None and (not event.node or event.node in generation.nodes)
+        self.forget(event.node)
+        if ends:
+            self._lost.append(event)
+        return ends
+
+    def forget(self, node: str) -> None:
+        """A node has ended of its own accord: it has trained to the end, or left."""
+        self.nodes.pop(node, None)
+        self.leaving.pop(node, None)
+        self._joined.pop(node, None)
+        if node in self.ready:
+            self.ready.remove(node)
+
+    def waiting(self) -> list[str]:
+        """Nodes that are ready, train nowhere and want to stay."""
+        busy = set(self.generation.order()) if self.generation else set()
+        return [node for node in self.ready if node not in busy and node not in self.leaving]
+
+    def broken(self) -> bool:
+        """Whether the generation has lost a node, so that it is over at once."""
+        return bool(self._lost)
+
+    def wants_boundary(self) -> bool:
+        """Whether the generation should end after a step: a node of it leaves, or one can be taken in."""
+        if self.generation is None or self.generation.kind == "save":
+            return False
+        if any(node in self.leaving for node in self.generation.order()):
+            return True
+        grown = self._admit(self.generation.pipelines)
+        return grown != self.generation.pipelines
+
+    def next(self, waited: float) -> Generation | None:
+        """The generation that follows; None when it is not time for the first one yet, or when nobody is left.
+
+        waited: seconds since the first node came. Raises ResilienceError when no pipelines can be made.
+        """
+        if self.generation is None:
+            return self._first(waited)
+        before, lost = self.generation, {event.node for event in self._lost}
+        going = [node for node in before.order() if node in self.leaving and node not in lost]
+        cause = (*self._lost, *(self.leaving[node] for node in going))
+        pipelines = self._train_on(before.pipelines, lost | set(going)) if before.kind == "train" else None
+        still = [node for node in before.leaving if node in self.nodes]
+        if pipelines is None:
+            kept = tuple(tuple(node for node in pipeline if node not in lost) for pipeline in before.pipelines)
+            return self._make("save", tuple(pipeline for pipeline in kept if pipeline), cause, still)
+        return self._make("train", pipelines, cause, (*still, *going))
+
+    def _first(self, waited: float) -> Generation | None:
+        ready, settings = self.waiting(), self.settings
+        templates = self._templates()
+        least = (settings.faults + 1) * templates.min_nodes
+        if len(ready) < settings.nodes and (waited < settings.gather or len(ready) < least):
+            return None
+        if len(ready) < least:
+            raise ResilienceError(
+                f"{len(ready)} nodes cannot hold {settings.faults + 1} pipelines of {templates.min_nodes} nodes: raise "
+                f"resilience.nodes to {least} or more, or lower resilience.faults"
+            )
+        problem = ValueError("")
+        for count in range(len(ready), least - 1, -1):  # fewer only where no templates add up to all of them
+            sizes = [size for size in templates.sizes if size <= count - settings.faults * templates.min_nodes]
+            try:
+                found = plan.instantiate(
+                    sizes,
+                    templates.times[: len(sizes)],
+                    count,
+                    faults=settings.faults,
+                    microbatches=templates.microbatches,
+                )
+            except ValueError as error:
+                problem = error
+                continue
+            return self._make("train", _dealt(ready, sizes, [int(n) for n in found.counts]), (), ())
+        raise ResilienceError(f"no pipelines can be made of {len(ready)} nodes: {problem}")
+
+    def _train_on(self, pipelines: Pipelines, failed: set[str]) -> Pipelines | None:
+        """Pipelines without some nodes, and with those that wait; None when too few are left."""
+        sizes, faults = self._templates().sizes, self.settings.faults
+        # Nodes that wait come in after the repair, in whole pipelines where they can; before it where it needs them.
+        for start in (pipelines, _replaced(pipelines, failed, self._outside(pipelines))):
+            if sum(node not in failed for pipeline in start for node in pipeline) >= (faults + 1) * sizes[0]:
+                repaired = plan.reconfigure(start, failed, sizes, faults=faults)
+                # A merger may be longer than the largest template: what is beyond that waits.
+                return self._admit(tuple(each.nodes[: sizes[-1]] for each in repaired))
+        return None
+
+    def _admit(self, pipelines: Pipelines) -> Pipelines:
+        templates = self._templates()
+        found = plan.admit(pipelines, self._outside(pipelines), templates.sizes, most=templates.microbatches)
+        return tuple(each.nodes for each in found)
+
+    def _outside(self, pipelines: Pipelines) -> list[str]:
+        """Nodes that can be taken in and are in no pipeline, in the order in which they became ready."""
+        inside = {node for pipeline in pipelines for node in pipeline}
+        return [node for node in self.ready if node not in inside and node not in self.leaving]
+
+    def _make(
+        self, kind: Kind, pipelines: Pipelines, cause: tuple[Event, ...], leaving: Sequence[str]
+    ) -> Generation | None:
+        self._lost.clear()
+        order = [node for pipeline in pipelines for node in pipeline]
+        if not order:
+            return None
+        before = self.generation
+        came = [self._joined.pop(node) for node in order if node in self._joined]
+        number = 1 if before is None else before.number + 1
+        nodes = {node: self.nodes[node] for node in (*order, *leaving)}
+        if before is None:
+            cause = (Event("start", "", max(event.time for event in came)),)
+        faults = self.settings.faults
+        self.generation = Generation(number, pipelines, nodes, kind, (*cause, *came), faults, tuple(leaving))
+        return self.generation
+
+    def _templates(self) -> Templates:
+        return self.templates or Templates.assumed(self.settings)
+
+
+def _replaced(pipelines: Pipelines, failed: set[str], spare: Sequence[str]) -> Pipelines:
+    """Pipelines in which spare nodes stand in for those that failed, as far as there are any."""
+    rest = iter(spare)
+    return tuple(tuple(next(rest, node) if node in failed else node for node in pipeline) for pipeline in pipelines)
+
+
+def _dealt(nodes: Sequence[str], sizes: Sequence[int], counts: Sequence[int]) -> Pipelines:
+    """Nodes in their order for `counts` pipelines of each of `sizes`."""
+    rest, found = list(nodes), []
+    for size, count in zip(sizes, counts, strict=True):
+        for _ in range(count):
+            found.append(tuple(rest[:size]))
+            del rest[:size]
+    return tuple(found)

@@ -1,0 +1,270 @@
+"""The supervisor of a node: starts its ranks, sees them end or hang, and keeps the coordinator told.
+
+    supervisor = Supervisor("10.0.0.1:29600", command, settings, host="node-3", logs=folder)
+    code = supervisor.run()
+
+It imports no torch and computes nothing, so it is there in a tenth of a second and has no reason to fail. A rank that
+ends takes its node along: the other ranks are killed, since a pipeline cannot use half of a node. So does the loss of
+the
+coordinator: a node that nobody counts any more must not write anything. Ranks die with their supervisor, too.
+
+SIGTERM or Ctrl-C is a notice that the node will be gone: its layers are moved to others at the next step boundary, then
+it ends with code 0. What has not left when the notice's seconds are over is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+from uuid import uuid4
+
+from interlace.resilience.environment import COORDINATOR, LOCAL_RANK, NODE, PROGRESS
+from interlace.resilience.errors import ResilienceError
+from interlace.resilience.settings import Settings
+from interlace.resilience.watch import Stall, Watch
+from interlace.resilience.wire import AHEAD, VERSION, Line
+
+WELCOME = 30.0  # seconds for the coordinator to take a node in
+LAST_LINES = 3  # of a rank's log, when it ended badly
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+class Supervisor:
+    """One node of an elastic run.
+
+    Args:
+        coordinator: host:port that `interlace coordinator` listens at. command: what each rank runs.
+        settings: of the run; all nodes have the same. host: what this node is called.
+        logs: folder for each rank's stderr, a file each. notice: seconds from SIGTERM until the node is gone.
+        environment: of the ranks, beside this process's own. say: prints a line.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        command: Sequence[str],
+        settings: Settings,
+        *,
+        host: str,
+        logs: Path,
+        notice: float = 25.0,
+        environment: Mapping[str, str] | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.coordinator, self._command, self.settings, self._notice = coordinator, list(command), settings, notice
+        self.id, self.host, self._logs, self._say = f"{host}-{uuid4().hex[:8]}", host, logs, say
+        self._environment = {**os.environ, **(environment or {})}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._signals: list[int] = []
+        self._gone_by: float | None = None  # the notice's end
+        self._reported: list[Stall] = []
+
+    def run(self) -> int:
+        """Supervises the node's ranks to their end: 0 when all ended well, 1 when the node is lost or the run has ended
+        without them. Raises ResilienceError when no coordinator takes the node in."""
+        previous = {number: signal.signal(number, self._noticed) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            with self._connect() as connection, tempfile.TemporaryDirectory(dir=_memory()) as pages:
+                line = Line(connection)
+                return self._supervise(line, [Path(pages) / str(rank) for rank in range(self.settings.ranks_per_node)])
+        finally:
+            self._kill()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _supervise(self, line: Line, pages: list[Path]) -> int:
+        store_port = self._meet(line)
+        watch = Watch(pages, self.settings.heartbeat)
+        self._start(pages, f"{line.socket.getpeername()[0]}:{store_port}")
+        self._say(f"node {self.id} has joined the run of {self.coordinator}; logs of its ranks in {self._logs}")
+        with contextlib.closing(watch), selectors.DefaultSelector() as selector:
+            selector.register(line.socket, selectors.EVENT_READ)
+            for process in self.processes:
+                with contextlib.suppress(AttributeError, OSError):  # elsewhere an end is seen at the next look
+                    selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ)
+            try:
+                return self._watch(line, watch, selector)
+            finally:
+                for key in list(selector.get_map().values()):
+                    if isinstance(key.fileobj, int):
+                        os.close(key.fileobj)
+
+    def _watch(self, line: Line, watch: Watch, selector: selectors.BaseSelector) -> int:
+        looked = spoke = heard = time.monotonic()
+        heartbeat = self.settings.heartbeat
+        while True:
+            for key, _ in selector.select(watch.pause):
+                if isinstance(key.fileobj, int):  # a rank has ended, which is said once
+                    selector.unregister(key.fileobj)
+                    os.close(key.fileobj)
+            if (code := self._ended(line)) is not None:
+                return code
+            now = time.monotonic()
+            for table in line.hear():
+                heard = now
+                if table["kind"] == "goodbye":
+                    self._say(f"node {self.id} ends: {table.get('why')}")
+                    return 0 if table.get("well") else 1
+            if line.closed:
+                self._say(f"node {self.id} ends: {self._lost(line.closed)}")
+                return 1
+            self._leave(line, now)
+            if self._gone_by is not None and now > self._gone_by:
+                self._say(f"node {self.id} could not leave within {self._notice:g} s: its ranks are killed")
+                return 1
+            if now - looked >= watch.pause:
+                slept, seconds, looked = max(0.0, now - looked - 4 * watch.pause), now - looked, now
+                heard += slept
+                self._report(line, watch.look([process.pid for process in self.processes], seconds))
+            if now - spoke >= heartbeat / AHEAD:
+                spoke = now
+                line.say("alive")
+            if now - heard > heartbeat:
+                self._say(f"node {self.id} ends: {self._lost(f'no sign of life for {heartbeat:g} s')}")
+                return 1
+
+    # -- the coordinator -------------------------------------------------------------------------------------
+
+    def _connect(self) -> socket.socket:
+        host, _, port = self.coordinator.rpartition(":")
+        deadline, problem = time.monotonic() + WELCOME, ""
+        while time.monotonic() < deadline and not self._signals:
+            try:
+                return socket.create_connection((host, int(port)), timeout=WELCOME)
+            except ValueError as error:
+                raise ResilienceError(f"resilience.coordinator is {self.coordinator!r}, not host:port") from error
+            except OSError as error:
+                problem = error.strerror or str(error)
+                time.sleep(0.2)  # it may be starting just now
+        raise ResilienceError(
+            f"no coordinator answers at {self.coordinator} within {WELCOME:g} s ({problem}): start `interlace "
+            "coordinator` on a machine that all nodes reach, and give its address as resilience.coordinator"
+        )
+
+    def _meet(self, line: Line) -> int:
+        """Says hello; the port of the store."""
+        ranks = self.settings.ranks_per_node
+        settings = self.settings.to_table()
+        line.say("hello", version=VERSION, id=self.id, host=self.host, ranks=ranks, settings=settings)
+        deadline = time.monotonic() + WELCOME
+        while time.monotonic() < deadline and not line.closed and not self._signals:
+            for table in line.hear():
+                if table["kind"] == "welcome":
+                    return int(table["store_port"])
+                if table["kind"] == "goodbye":
+                    why = table.get("why")
+                    raise ResilienceError(f"the coordinator at {self.coordinator} refuses this node: {why}")
+            time.sleep(0.01)
+        raise ResilienceError(
+            f"what answers at {self.coordinator} did not take this node in ({line.closed or f'within {WELCOME:g} s'}): "
+            "is that `interlace coordinator`?"
+        )
+
+    def _lost(self, how: str) -> str:
+        return (
+            f"it has lost the coordinator at {self.coordinator} ({how}), without which no node may train: resume from "
+            "the last checkpoint"
+        )
+
+    def _report(self, line: Line, stalls: list[Stall]) -> None:
+        """Says which ranks stand still, again at every look, and once that none does any more."""
+        if stalls or self._reported:
+            line.say("stalled", ranks=[stall.to_table() for stall in stalls])
+        self._reported = stalls
+
+    # -- signals ---------------------------------------------------------------------------------------------
+
+    def _noticed(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _leave(self, line: Line, now: float) -> None:
+        if self._signals and self._gone_by is None:
+            self._gone_by = now + self._notice
+            line.say("leaving", seconds=self._notice)
+            self._say(f"node {self.id} leaves after this step, within {self._notice:g} s; Ctrl-C again: at once")
+        elif self._signals.count(signal.SIGINT) > 1:
+            self._gone_by = now  # whoever manages processes repeats SIGTERM, only a person Ctrl-C
+
+    # -- ranks -----------------------------------------------------------------------------------------------
+
+    def _start(self, pages: list[Path], store: str) -> None:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        base = {**self._environment, COORDINATOR: store, NODE: self.id, "LOCAL_WORLD_SIZE": str(len(pages))}
+        for rank, page in enumerate(pages):
+            with (self._logs / f"{self.id}-{rank}.log").open("wb") as log:
+                self.processes.append(self._start_rank({**base, PROGRESS: str(page), LOCAL_RANK: str(rank)}, log))
+
+    def _start_rank(self, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone
+            preexec_fn=_die_with(os.getpid()),
+        )
+
+    def _ended(self, line: Line) -> int | None:
+        """The exit code of this supervisor, once ranks have ended; None before."""
+        codes = [process.poll() for process in self.processes]
+        for rank, code in enumerate(codes):
+            if code not in (None, 0):
+                how = _how(code) + self._last_words(rank)
+                line.say("exited", local_rank=rank, how=how)
+                self._say(f"node {self.id} is lost: its rank {rank} {how}")
+                return 1
+        if None in codes:
+            return None
+        line.say("done")
+        return 0
+
+    def _last_words(self, rank: int) -> str:
+        with contextlib.suppress(OSError):
+            text = (self._logs / f"{self.id}-{rank}.log").read_text(errors="replace")
+            lines = [each.strip() for each in text.splitlines() if each.strip()]
+            return "; its last words: " + " | ".join(lines[-LAST_LINES:])[:400] if lines else ""
+        return ""
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with the workers that it started
+        for process in self.processes:
+            process.wait()
+
+
+def _memory() -> str | None:
+    """A folder in memory, if there is one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _how(code: int | None) -> str:
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """What a child calls before it runs, so that it does not outlive this process, however that ends (Linux)."""
+    try:
+        import ctypes
+
+        control: Any = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return None
+
+    def prepare() -> None:
+        control(DIE_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare

@@ -1,0 +1,119 @@
+"""``interlace train CONFIG --elastic``, one node of a run that others join and leave; ``interlace coordinator``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from interlace.train.config import ConfigError, dumps
+from interlace.train.elastic_config import check, settings_of
+from interlace.train.launch import launcher
+from interlace.train.schema import Config
+
+KILL_AFTER = 5.0  # seconds beyond a node's notice
+
+
+def coordinate(options: argparse.Namespace) -> int:
+    """``interlace coordinator``: until its run is over."""
+    from interlace.resilience.coordinator import Coordinator
+
+    try:
+        serving = Coordinator(options.host, options.port, options.store_port, launcher.note, options.journal)
+    except OSError as error:
+        raise ConfigError(f"{error}: give an address of this machine as --host and free ports") from error
+    with launcher.leaving_on_sigterm(), serving:
+        launcher.note(f"coordinator at {options.host}:{serving.port}, its store at port {serving.store_port}")
+        return serving.run() or 0
+
+
+def supervise(options: argparse.Namespace, config: Config, path: Path) -> int:
+    """One node of an elastic run; without a coordinator all of them, with one."""
+    check(config, source=str(path))
+    if config.resilience.coordinator is None:
+        return _on_this_machine(options, config, path)
+    from interlace.resilience.supervisor import Supervisor
+
+    own = config.resilience
+    environment = {launcher.CONFIG: dumps(config), launcher.SOURCE: str(path)}
+    if "OMP_NUM_THREADS" not in os.environ or config.parallel.threads:
+        environment["OMP_NUM_THREADS"] = str(config.parallel.threads or launcher.default_threads(own.ranks_per_node))
+    node = Supervisor(
+        str(own.coordinator),
+        _command(options, path),
+        settings_of(config),
+        host=platform.node() or "node",
+        logs=Path(config.run.folder) / config.run.name / "nodes",
+        notice=own.notice,
+        environment=environment,
+        say=launcher.note,
+    )
+    return node.run()
+
+
+def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) -> int:
+    """The coordinator, in this process, and all nodes of the run, to try it out."""
+    from interlace.resilience.coordinator import Coordinator
+
+    own = config.resilience
+    environment = {
+        "OMP_NUM_THREADS": str(config.parallel.threads or launcher.default_threads(own.nodes * own.ranks_per_node))
+    }
+    with Coordinator("127.0.0.1", 0, say=launcher.note) as serving:
+        command = [*_command(options, path), "--elastic"]
+        for change in (*options.set, f'resilience.coordinator="127.0.0.1:{serving.port}"'):
+            command += ["--set", change]
+        launcher.note(f"{own.nodes} nodes start on this machine; one more: {' '.join(command[1:])}")
+        nodes = [
+            subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)
+            for _ in range(own.nodes)
+        ]
+        try:
+            with _passing_on(nodes):
+                code = serving.run(abandoned=lambda: all(node.poll() is not None for node in nodes))
+        finally:
+            _end(nodes, KILL_AFTER if sys.exc_info()[0] is None else 0.0)
+    if code is None:
+        users = any(node.returncode == launcher.USER_ERROR for node in nodes)
+        return launcher.USER_ERROR if users else 1
+    return code
+
+
+@contextmanager
+def _passing_on(nodes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C ask all nodes to go, which saves and stops the run; a second Ctrl-C ends it at once."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        for node in nodes:
+            if node.poll() is None:
+                node.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end(nodes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    for node in nodes:
+        try:
+            node.wait(seconds)
+        except subprocess.TimeoutExpired:
+            node.kill()  # its ranks die with it
+            node.wait()
+
+
+def _command(options: argparse.Namespace, path: Path) -> list[str]:
+    """What a rank runs; its config comes in the environment."""
+    command = [sys.executable, "-m", "interlace", "train", str(path)]
+    command += ["--debug"] if options.debug else []
+    return [*command, "--resume", options.resume] if options.resume is not None else command

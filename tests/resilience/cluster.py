@@ -1,0 +1,241 @@
+"""An elastic run of dummy ranks for tests: a coordinator in a thread, supervisors and ranks as forked processes.
+
+A rank votes step by step and writes what was decided into a file of its own, by process id: the record of what it saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from interlace.resilience.coordinator import Coordinator
+from interlace.resilience.member import Member
+from interlace.resilience.settings import Settings
+from interlace.resilience.supervisor import Supervisor
+from tests.forkserver import context
+
+PATIENCE = 60.0  # seconds until something that should happen counts as a hang
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+class Forked:
+    """As much of subprocess.Popen as a supervisor uses, of a fork: it starts in milliseconds."""
+
+    def __init__(self, run: Callable[[], None], environment: Mapping[str, str], log: IO[bytes]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            code = 1
+            try:
+                os.setsid()
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, signal.SIG_DFL)
+                os.environ.clear()
+                os.environ.update(environment)
+                os.dup2(log.fileno(), 2)
+                run()
+                code = 0
+            except BaseException as error:
+                os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.002)
+        return code
+
+
+class ForkingSupervisor(Supervisor):
+    run_rank: Callable[[], None]
+
+    def _start_rank(self, environment: Mapping[str, str], log: IO[bytes]) -> Any:
+        return Forked(self.run_rank, environment, log)
+
+
+def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.0) -> None:
+    """A rank that does nothing but vote on `steps` steps of some `seconds` each.
+
+    suicidal: the probability, per step, that it kills itself at a random moment of it: before, in or after the vote.
+    """
+    draw = random.Random(os.getpid())
+    member = Member.from_environment(PATIENCE)
+    generation = member.next_generation(0, PATIENCE)
+    step = 0 if generation.number == 1 else -1
+    log = (folder / f"{member.node}-{os.getpid()}").open("a")
+
+    def note(**what: Any) -> None:
+        log.write(json.dumps(what) + "\n")
+        log.flush()
+
+    while True:
+        note(generation=generation.number, kind=generation.kind, rank=member.rank(generation))
+        if member.node in generation.leaving:
+            if member.released(generation, PATIENCE):
+                return
+            generation = member.next_generation(generation.number, PATIENCE)
+            continue
+        if generation.kind == "save":
+            return
+        # What survivors know, those that join are told.
+        if step >= 0:
+            assert int(member.store(generation).compare_set("step", "", str(step))) == step
+        else:
+            step = int(member.store(generation).get("step"))
+        member.copied(generation)
+        answer = "commit"
+        while answer == "commit" and step < steps:
+            if draw.random() < suicidal:
+                threading.Timer(draw.random() * 1.5 * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            member.progress.computing()
+            time.sleep(draw.random() * seconds)
+            answer = member.vote(generation, step)
+            note(generation=generation.number, step=step, answer=answer)
+            step += answer != "abort"
+        if step >= steps:
+            return
+        generation = member.next_generation(generation.number, PATIENCE)
+
+
+def supervise(
+    coordinator: str, table: dict[str, Any], folder: str, rank: tuple[Any, ...], notice: float, network: str | None
+) -> None:
+    """The process of a supervisor, on the host of a network namespace if one is named. Ends with its exit code."""
+    if network is not None:
+        with open(f"/var/run/netns/{network}") as file:
+            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK) == 0
+    place = Path(folder)
+    output = os.open(place / f"supervisor-{os.getpid()}", os.O_WRONLY | os.O_CREAT)
+
+    def say(line: str) -> None:
+        os.write(output, f"{line}\n".encode())
+
+    node = ForkingSupervisor(
+        coordinator, [], Settings.from_table(table), host="host", logs=place / "logs", notice=notice, say=say
+    )
+    node.run_rank = lambda: rank[0](place / "ranks", *rank[1:])
+    try:
+        code = node.run()
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+        code = 3
+    os._exit(code)
+
+
+class Cluster:
+    """A run with a coordinator in this process. rank: what each rank runs, and its arguments after a folder."""
+
+    def __init__(self, folder: Path, settings: Settings, rank: tuple[Any, ...], host: str = "127.0.0.1") -> None:
+        self.folder, self.settings, self.rank = folder, settings, rank
+        (folder / "ranks").mkdir()
+        self.coordinator = Coordinator(host, 0, journal=folder / "journal")
+        self.address = f"{host}:{self.coordinator.port}"
+        self.code: int | None = None
+        self.supervisors: list[Any] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self.coordinator:
+            self.code = self.coordinator.run(abandoned=lambda: self.code == -1)
+
+    def start(self, nodes: int = 1, notice: float = 20.0, networks: list[str] | None = None) -> list[Any]:
+        started = []
+        for place in range(nodes):
+            network = networks[place] if networks is not None else None
+            arguments = (self.address, self.settings.to_table(), str(self.folder), self.rank, notice, network)
+            started.append(context().Process(target=supervise, args=arguments))
+            started[-1].start()
+        self.supervisors += started
+        return started
+
+    def journal(self, what: str = "") -> list[dict[str, Any]]:
+        lines = (self.folder / "journal").read_text().splitlines() if (self.folder / "journal").exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in events if event["what"] == what or not what]
+
+    def generations(self) -> list[dict[str, Any]]:
+        return self.journal("generation")
+
+    def until(self, happened: Callable[[], Any], what: str) -> Any:
+        """What `happened` returns, once that is something."""
+        deadline = time.monotonic() + PATIENCE
+        while not (found := happened()):
+            if time.monotonic() > deadline:
+                said = {path.name: path.read_text()[-600:] for path in self.folder.glob("supervisor-*")}
+                raise AssertionError(f"no {what} in {PATIENCE} s: {self.journal()[-5:]}, {said}")
+            time.sleep(0.01)
+        return found
+
+    def end(self) -> int:
+        """Waits until the run is over; the coordinator's exit code."""
+        self.until(lambda: self.code is not None, "end of the run")
+        for each in self.supervisors:
+            each.join(PATIENCE)
+        self._thread.join(PATIENCE)
+        assert self.code is not None
+        return self.code
+
+    def ranks(self) -> dict[str, list[int]]:
+        """Process ids of ranks that have trained, by node."""
+        found: dict[str, list[int]] = {}
+        for path in (self.folder / "ranks").iterdir():
+            node, _, process = path.name.rpartition("-")
+            found.setdefault(node, []).append(int(process))
+        return found
+
+    def noted(self) -> dict[str, list[dict[str, Any]]]:
+        """What each rank noted, by file; of one that was killed amid a line, without it."""
+        return {
+            path.name: [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            for path in (self.folder / "ranks").iterdir()
+        }
+
+    def check_votes(self, steps: int | None) -> dict[int, int]:
+        """All ranks saw the same decisions, and each of `steps` steps counts once (None: of those that do): the
+        generation in which it did, by step."""
+        answers: dict[tuple[int, int], set[str]] = {}
+        for notes in self.noted().values():
+            for note in notes:
+                if "step" in note:
+                    answers.setdefault((note["generation"], note["step"]), set()).add(note["answer"])
+        assert all(len(found) == 1 for found in answers.values()), answers
+        counted: dict[int, int] = {}
+        for (generation, step), found in answers.items():
+            if found != {"abort"}:
+                assert step not in counted, f"step {step} counts in generations {counted[step]} and {generation}"
+                counted[step] = generation
+        assert sorted(counted) == list(range(len(counted) if steps is None else steps))
+        return counted
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, settings: Settings, rank: tuple[Any, ...], nodes: int, **more: Any) -> Iterator[Cluster]:
+    """A run of so many nodes; whatever happens, nothing of it is left."""
+    run = Cluster(folder, settings, rank, **more)
+    try:
+        if nodes:
+            run.start(nodes)
+        yield run
+    finally:
+        for each in run.supervisors:
+            each.kill()  # its ranks die with it
+            each.join()
+        run.code = -1 if run.code is None else run.code
+        run._thread.join(PATIENCE)

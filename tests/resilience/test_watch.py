@@ -1,0 +1,130 @@
+"""What a progress page says is what was written, and a rank stands still when it should count as such."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interlace.comm.recorder import FlightRecorder, use_page
+from interlace.resilience.progress import MOST_RANKS, Progress, ProgressPage, ProgressReader
+from interlace.resilience.watch import WORKING, Look, Stall, Watched, look_at
+
+HEARTBEAT = 5.0
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[ProgressPage, ProgressReader]:
+    path = tmp_path_factory.mktemp("page") / "page"
+    reader = ProgressReader(path)
+    assert reader.read().state == "starting" and reader.read().thread == 0
+    return ProgressPage(path), reader
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_a_page_says_what_was_written(page: tuple[ProgressPage, ProgressReader], data: st.DataObject) -> None:
+    writer, reader = page
+    before = reader.read()
+    do = data.draw(st.sampled_from(["tick", "computing", "waiting", "idle", "enter"]))
+    if do == "tick":
+        writer.tick()
+        assert reader.read() == Progress(**{**vars(before), "counter": before.counter + 1})
+    elif do == "waiting":
+        ranks = data.draw(st.lists(st.integers(0, 1 << 40), max_size=MOST_RANKS + 4))
+        writer.waiting(ranks)
+        assert (reader.read().state, reader.read().ranks) == ("waiting", tuple(ranks[:MOST_RANKS]))
+    elif do == "idle":
+        what, seconds = data.draw(st.text("abcé ", max_size=20)), data.draw(st.floats(0, 1e6))
+        writer.idle(what, seconds)
+        found = reader.read()
+        assert (found.state, found.what, found.allowed, found.ranks) == ("idle", what, seconds, ())
+    elif do == "enter":
+        writer.enter(7)
+        assert (reader.read().state, reader.read().generation) == ("computing", 7)
+    else:
+        writer.computing()
+        assert reader.read().state == "computing"
+    assert reader.read().counter > before.counter and reader.read().thread == threading.get_native_id()
+
+
+def test_the_recorder_writes_the_page(page: tuple[ProgressPage, ProgressReader]) -> None:
+    writer, reader = page
+    use_page(writer)
+    recorder = FlightRecorder(0)
+    use_page(None)
+    token = recorder.begin("receive", "x", (3,))
+    assert (reader.read().state, reader.read().ranks) == ("waiting", (3,))
+    recorder.end(token)
+    found = reader.read()
+    assert found.state == "computing"
+    recorder.begin("send", "x", (3,))
+    assert reader.read().state == "computing" and reader.read().counter > found.counter
+
+
+def see(looks: list[tuple[Progress, Look]], seconds: float = 0.25) -> list[Stall | None]:
+    rank = Watched(0, HEARTBEAT)
+    return [rank.see(page, look, seconds) for page, look in looks]
+
+
+def at(counter: int, state: str, allowed: float = 0.0) -> Progress:
+    return Progress(counter, state, 1, 1, allowed, (1,), "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("state", "look", "patience"),
+    [
+        ("waiting", Look("S", 0.0), HEARTBEAT),
+        ("computing", Look("S", 0.0), HEARTBEAT),
+        ("computing", Look("R", 0.0), HEARTBEAT * WORKING),  # kept from a core by others
+        ("computing", Look("T", 0.0), HEARTBEAT),
+        ("waiting", Look("R", 0.0), HEARTBEAT),
+        ("idle", Look("S", 0.0), 20.0),
+        ("idle", Look("T", 0.0), HEARTBEAT),
+    ],
+)
+def test_how_long_a_rank_may_stand_still(state: str, look: Look, patience: float) -> None:
+    found = see([(at(1, state, 20.0), look)] * 400)
+    stalls = [each for each in found if each is not None]
+    assert [each is not None for each in found] == [place * 0.25 >= patience for place in range(400)]
+    assert stalls[0].stopped == (look.state == "T") and stalls[0].seconds == patience
+
+
+def test_a_rank_that_uses_a_core_is_at_work_however_long_its_action() -> None:
+    working = see([(at(1, "computing"), Look("S", 0.2 * place)) for place in range(100)])
+    assert working == [None] * 100
+    helpers = see([(at(1, "computing"), Look("S", 0.01 * place)) for place in range(100)])  # 4 % of a core
+    assert helpers[19] is None and helpers[20] is not None
+
+
+def test_a_rank_that_moves_again_is_none_that_stands_still() -> None:
+    moves = [(at(place // 15, "waiting"), Look("S", 0.0)) for place in range(200)]
+    assert see(moves) == [None] * 200
+
+
+def test_a_stopped_process_is_seen_as_such() -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        assert look_at(sleeper.pid, sleeper.pid).state in "RSD"
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+        assert look_at(sleeper.pid, sleeper.pid).state == "T"
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert look_at(sleeper.pid, 0) == Look("", 0.0)
+
+
+def test_supervisors_load_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys, interlace.resilience.supervisor; print(sorted({'torch', 'numpy', 'pydantic'} & {*sys.modules}))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
