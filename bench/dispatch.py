@@ -6,7 +6,8 @@ Balance and planning need no rank: lengths as OrchMLLM's section 8 describes its
 tasks of bench/lengths.py, pictures up to 448 pixels; its statistics are not printed), costs of its MLLM-10B (table 1).
 A load is a replica's linear work and attention; audio is padded to the longest of its batch, as in the paper.
 --measured: 4 gloo ranks that have all modules, where every compute action sleeps the time that its profile gives it,
-stretched (see bench/simulated_slots.py): no speed of a model, but who waits for whom.
+stretched (see bench/simulated_slots.py): no speed of a model, but who waits for whom. And 2 ranks of one thread that
+compute: whatever that gives. Both take some minutes.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from numpy.typing import NDArray
 
 from bench.measure import command, free_port, join_group, machine, versions, write_json
 from bench.papers.mllm import MODELS, NODE, PADDED, PHASES, drawn
 from bench.simulated_slots import Slots
-from bench.simulated_step import FRAMES, MELS, PATCH, PLACEHOLDERS, build_model
+from bench.simulated_step import MELS, PATCH, PLACEHOLDERS, build_model
 from interlace.layout import Layout, ParallelSpec
 from interlace.model import Media, MultimodalModel, Sample
-from interlace.run import parallelize, step_table
+from interlace.plan.step_costs import FittedCosts
+from interlace.run import ParallelModel, parallelize, step_table
 from interlace.run.dispatch import BALANCES, Dispatcher, Phase
 from interlace.run.measured_links import measure_links
 from interlace.run.predict import durations, predict
@@ -40,11 +43,17 @@ from interlace.run.predictor import Predictor
 from interlace.run.profiling import profile_costs
 from interlace.run.sizes import chunk_sizes
 from interlace.run.table import Lengths
-from interlace.schedule import StageGraph
+from interlace.schedule import StageGraph, StepTable
 
 EACH = 60  # samples of a rank (section 8.2)
 SEEDS = 3
-RANKS = 4
+RANKS = 4  # that sleep
+CORES = 2  # ranks that compute
+NARROW = 32  # width of the model of those that sleep, so that its own computing is a small part of their time
+SMALLER = 8  # a measured sample has that part of its tokens
+GOAL = 1.25  # times as fast as "none", of ranks that sleep
+PLANNING = 200  # ms of one core for a step of 2,560 ranks
+WITHIN = 0.1  # of the simulated step
 
 
 def dispatcher_for(ranks: int, method: Any) -> Dispatcher:
@@ -64,6 +73,37 @@ def lengths_for(ranks: int, seed: int) -> Lengths:
     return Lengths(tokens["llm"], np.ones(len(tokens["llm"]), np.int64), {p: tokens[p] for p in PHASES[:-1]})
 
 
+def batches_needed(costs: NDArray[np.float64], limit: float) -> int:
+    """The fewest padded batches that cost at most `limit`, a batch its members times the costliest of them.
+
+    By falling cost, each with as many as may lie beside its first: whatever batch takes the costliest item, more than
+    these it cannot take, and lighter ones in their place leave heavier ones for the rest. Raises ValueError for an item
+    over the limit.
+    """
+    falling, count, at = np.sort(costs)[::-1], 0, 0
+    if len(costs) and falling[0] > limit:
+        raise ValueError(f"an item costs {falling[0]:g}, more than {limit:g}")
+    while at < len(falling):
+        at += int(limit // falling[at])
+        count += 1
+    return count
+
+
+def padded_least(ranks: int, seed: int) -> dict[str, Any]:
+    """Whether any dealing of the padded phase has a costliest replica that costs less, and what padding adds to all."""
+    (phase,) = [phase for phase, how in PADDED.items() if how == "padded"]
+    dispatcher, lengths = dispatcher_for(ranks, "per_module"), lengths_for(ranks, seed)
+    rows = lengths.rows[phase][lengths.rows[phase] > 0].astype(np.float64)
+    costs = rows + dispatcher.phases[phase].quadratic * rows**2
+    load = dispatcher(lengths).loads[phase]
+    return {
+        "phase": phase, "items": len(costs), "costliest_over_mean": float(load.max() / load.mean()),
+        "padding": float(load.sum() / costs.sum() - 1),
+        "batches_needed_at_it": batches_needed(costs, load.max() * (1 + 1e-9)),
+        "batches_needed_below_it": batches_needed(costs, load.max() * (1 - 1e-9)),
+    }  # fmt: skip
+
+
 def balance_of(ranks: int) -> dict[str, Any]:
     """Method -> phase -> the costliest replica over the mean, the mean over seeds and the most."""
     found: dict[str, Any] = {}
@@ -78,105 +118,185 @@ def balance_of(ranks: int) -> dict[str, Any]:
 
 
 def planning_of(ranks: int, repeats: int = 7) -> dict[str, Any]:
-    """Milliseconds of a step's dispatch with placement, and of its table, on one core: by the clock, and of the
-    processor, which tells what a loaded machine adds."""
+    """Milliseconds of planning a step on one core: its dispatch with placement, its table, and which chunks read each
+    other (`StepTable.links`); by the clock, and of the processor, which tells what a loaded machine adds."""
     dispatcher, lengths = dispatcher_for(ranks, "per_module"), lengths_for(ranks, 0)
-    times: dict[str, list[float]] = {f"{what}{of}_ms": [] for what in ("dispatch", "table") for of in ("", "_cpu")}
+    parts = ("dispatch", "table", "links")
+    times: dict[str, list[float]] = {f"{what}{of}_ms": [] for what in (*parts, "planning") for of in ("", "_cpu")}
     for _ in range(repeats):
-        clock, cpu = [time.perf_counter()], [time.process_time()]
+        at = [(time.perf_counter(), time.process_time())]
         found = dispatcher(lengths)
-        clock, cpu = [*clock, time.perf_counter()], [*cpu, time.process_time()]
-        step_table(dispatcher.layout, lengths, microbatches=1, replicas=found.replica)
-        clock, cpu = [*clock, time.perf_counter()], [*cpu, time.process_time()]
-        for of, at in (("", clock), ("_cpu", cpu)):
-            times[f"dispatch{of}_ms"].append(1e3 * (at[1] - at[0]))
-            times[f"table{of}_ms"].append(1e3 * (at[2] - at[1]))
+        at.append((time.perf_counter(), time.process_time()))
+        table = step_table(dispatcher.layout, lengths, microbatches=1, replicas=found.replica)
+        at.append((time.perf_counter(), time.process_time()))
+        table.links  # noqa: B018 (works them out)
+        at.append((time.perf_counter(), time.process_time()))
+        for place, of in enumerate(("", "_cpu")):
+            ends = [each[place] for each in at]
+            for what, begin, end in zip(parts, ends[:-1], ends[1:], strict=True):
+                times[f"{what}{of}_ms"].append(1e3 * (end - begin))
+            times[f"planning{of}_ms"].append(1e3 * (ends[-1] - ends[0]))
     medians = {f"median_{name}": statistics.median(each) for name, each in times.items()}
     where = {"ranks": ranks, "samples": len(lengths), "phases": len(PHASES), "ranks_per_node": min(NODE, ranks)}
-    return {**where, **times, **medians, "load_average": os.getloadavg()[0]}
+    return {**where, "goal_ms": PLANNING, **times, **medians, "load_average": os.getloadavg()[0]}
 
 
-def build_samples(mllm: MultimodalModel, count: int) -> list[Sample]:
-    """Tasks as they come: questions about pictures, speech, text alone, of many sizes."""
-    rng, samples = np.random.default_rng(0), []
-    for _ in range(count):
-        task = rng.choice(3, p=[0.45, 0.35, 0.2])
-        ids, media = [1], {}
-        if task < 2:
-            name = ("vision", "audio")[task]
-            sides = PATCH * rng.integers(3, 17, 2)
-            shape = (3, int(sides[0]), int(sides[1])) if task == 0 else (MELS, int(rng.integers(20, FRAMES)))
-            tokens = mllm.encoders[name].tokens(shape)
-            media[name] = [Media(shape, tokens, torch.randn(shape))]
-            ids += [PLACEHOLDERS[name]] * tokens
-        text = rng.integers(2, 400, int(rng.integers(10, 160))).tolist()
+def build_samples(mllm: MultimodalModel, ranks: int, each: int, seed: int) -> list[Sample]:
+    """OrchMLLM's mix as `lengths_for` draws it, with a `SMALLER`-th of its tokens: pictures or speech, and text."""
+    tokens, generator = drawn(MODELS["MLLM-10B"], ranks, each, seed).tokens, torch.Generator().manual_seed(seed)
+    samples = []
+    for vision, audio, llm in zip(*(tokens[phase] // SMALLER for phase in PHASES), strict=True):
+        ids, media, rows = [1], {}, 0
+        for name, size in (("vision", vision), ("audio", audio)):
+            if not size:
+                continue
+            shape = (3, PATCH * max(int(size) // 16, 1), PATCH * 16) if name == "vision" else (MELS, 2 * int(size))
+            rows = mllm.encoders[name].tokens(shape)
+            media[name] = [Media(shape, rows, torch.randn(shape, generator=generator))]
+            ids += [PLACEHOLDERS[name]] * rows
+        text = torch.randint(2, 400, (max(int(llm) - rows, 4),), generator=generator).tolist()
         labels = torch.tensor([-100] * len(ids) + text[1:] + [2])
         samples.append(Sample(input_ids=torch.tensor(ids + text), labels=labels, media=media, name="bench"))
     return samples
 
 
-def run_rank(rank: int, port: int, options: argparse.Namespace, result: str) -> None:
-    """One rank: every method in turn; rank 0 writes what was found."""
+def model_of(hidden: int) -> MultimodalModel:
+    """SigLIP, Whisper and Llama with room for the longest clip."""
+    return build_model(hidden, frames=2 * (1500 // SMALLER))
+
+
+def shared(mllm: MultimodalModel, ranks: int) -> Layout:
+    """All modules on every rank."""
+    return Layout.from_specs(mllm, {name: ParallelSpec(dp=ranks) for name in mllm.modules_order()}, placement="shared")
+
+
+def run_slots(rank: int, port: int, options: argparse.Namespace, fits: FittedCosts, result: str) -> None:
+    """One rank that sleeps what it computes: every method in turn; rank 0 writes what was found."""
     torch.set_num_threads(1)
     join_group(rank, RANKS, port, 300)
-    slots, mllm = Slots(), build_model(32)
-    samples = build_samples(mllm, options.samples)
-    fits, scale, links, rows = profile_costs(mllm, samples, largest=options.samples, budget=0.0), 0.0, None, {}
-    layout = Layout.from_specs(
-        mllm, {name: ParallelSpec(dp=RANKS) for name in mllm.modules_order()}, placement="shared"
-    )
+    slots, mllm = Slots(), model_of(NARROW)
+    layout = shared(mllm, RANKS)
+    batches = [build_samples(mllm, RANKS, options.each, seed) for seed in range(options.batches)]
+    scale, links, traffic, found = 0.0, None, None, Found()
     for method in BALANCES:
-        mllm = build_model(32)
+        mllm = model_of(NARROW)
         parallel = parallelize(mllm, layout, balance=method, transport="distributed", timeout=240)
         links = links or measure_links(parallel.channel, mllm.modules_order())
-        table = parallel.table(samples, 1)
-        lists = parallel.schedule(table)
-        sizes = chunk_sizes(mllm, table, samples)
-        alone = durations(parallel.graph, table, fits, sizes, links)
-        scale = scale or options.slot / statistics.mean([seconds for seconds in alone.values() if seconds > 0])
-        told: list[Any] = [{job: seconds * scale for job, seconds in alone.items()}, scale]
-        dist.broadcast_object_list(told, 0)
-        (slots.jobs, scale), found, slots.late = told, [], 0.0
-        for _ in range(options.steps + 1):
-            parallel.zero_grad()
-            dist.barrier()
-            parallel.step(samples, 1)
-            found.append(parallel.timeline().makespan)
-        slept, slots.jobs = slots.jobs, {}
-        late = torch.tensor(slots.late)
-        dist.all_reduce(late, dist.ReduceOp.MAX)
-        assert parallel.dispatcher is not None
-        loads = parallel.dispatcher.computed(table, Lengths.of(samples, mllm.modules_order()[:-1]))
-        traffic = Predictor(mllm, fits, links).traffic(layout)
-        guess = predict(lists, fits, sizes, links, traffic, seconds=slept, optimizer=False)
-        measured = statistics.median(found[1:])
-        rows[method] = {
-            "seconds": found[1:], "median_seconds": measured, "simulated_seconds": guess.makespan,
-            "error": guess.makespan / measured - 1, "seconds_late": float(late),
-            "imbalance": {name: float(load.max() / load.mean()) for name, load in loads.items()},
-        }  # fmt: skip
+        traffic = traffic or Predictor(mllm, fits, links).traffic(layout)
+        step_seconds(parallel, batches[0])  # warms up
+        for samples in batches:
+            table = parallel.table(samples, 1)
+            sizes = chunk_sizes(mllm, table, samples)
+            alone = durations(parallel.graph, table, fits, sizes, links)
+            scale = scale or options.slot / statistics.mean([seconds for seconds in alone.values() if seconds > 0])
+            told: list[Any] = [{job: seconds * scale for job, seconds in alone.items()}]
+            dist.broadcast_object_list(told, 0)  # in which the links are, as each rank has measured them
+            slots.jobs, slots.late = told[0], 0.0
+            seconds = step_seconds(parallel, samples)
+            slots.jobs = {}
+            late = torch.tensor(slots.late)
+            dist.all_reduce(late, dist.ReduceOp.MAX)
+            guess = predict(parallel.schedule(table), fits, sizes, links, traffic, seconds=told[0], optimizer=False)
+            found.add(method, parallel, table, samples, seconds, simulated_seconds=guess.makespan, late=float(late))
     if rank == 0:
-        Path(result).write_text(json.dumps(rows))
+        Path(result).write_text(json.dumps(found.rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Steps of 4 ranks that sleep what they compute."""
+def run_real(rank: int, port: int, options: argparse.Namespace, result: str) -> None:
+    """One of two ranks that compute; the methods take turns, batch by batch."""
+    torch.set_num_threads(1)
+    join_group(rank, CORES, port, 300)
+    layout, found = shared(model_of(options.hidden), CORES), Found()
+    each = {
+        method: parallelize(model_of(options.hidden), layout, balance=method, transport="distributed", timeout=240)
+        for method in BALANCES
+    }
+    batches = [build_samples(each["none"].mllm, CORES, options.each, seed) for seed in range(options.batches)]
+    for parallel in each.values():
+        step_seconds(parallel, batches[0])  # warms up
+    for samples in batches:
+        for method, parallel in each.items():
+            seconds = step_seconds(parallel, samples)
+            found.add(method, parallel, parallel.table(samples, 1), samples, seconds)
+    if rank == 0:
+        Path(result).write_text(json.dumps(found.rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def step_seconds(parallel: ParallelModel, samples: list[Sample]) -> float:
+    """The makespan of the lists of one step."""
+    parallel.zero_grad()
+    dist.barrier()
+    parallel.step(samples, 1)
+    return float(parallel.timeline().makespan)
+
+
+class Found:
+    """What was measured: method -> one entry per batch of each figure."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    def add(
+        self, method: str, parallel: ParallelModel, table: StepTable, samples: list[Sample], took: float, **more: float
+    ) -> None:
+        """A batch; took: seconds."""
+        assert parallel.dispatcher is not None
+        loads = parallel.dispatcher.computed(table, Lengths.of(samples, parallel.mllm.modules_order()[:-1]))
+        row = self.rows.setdefault(method, {"imbalance": {name: [] for name in loads}})
+        for name, value in {"seconds": took, **more}.items():
+            row.setdefault(name, []).append(value)
+        for name, load in loads.items():
+            row["imbalance"][name].append(float(load.max() / load.mean()))
+
+
+def _spawned(function: Any, ranks: int, *arguments: Any) -> dict[str, Any]:
+    """What rank 0 of so many processes wrote."""
     with tempfile.TemporaryDirectory() as folder:
         result = str(Path(folder) / "result.json")
-        mp.spawn(run_rank, (free_port(), options, result), nprocs=RANKS)
-        rows = json.loads(Path(result).read_text())
-    faster = rows["none"]["median_seconds"] / rows["per_module"]["median_seconds"]
-    for method, row in rows.items():
+        mp.spawn(function, (free_port(), *arguments, result), nprocs=ranks)
+        rows: dict[str, Any] = json.loads(Path(result).read_text())
+    return rows
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of 4 ranks that sleep what they compute, and of 2 that compute."""
+    torch.set_num_threads(1)
+    mllm = model_of(options.hidden)
+    # Before the ranks begin, and once: on two cores four ranks that time layers mostly wait for each other.
+    fits = profile_costs(
+        mllm, build_samples(mllm, RANKS, options.each, 0), largest=2 * options.each, budget=options.budget
+    )
+    slept = _spawned(run_slots, RANKS, options, fits)
+    real = _spawned(run_real, CORES, options)
+    faster = {name: sum(rows["none"]["seconds"]) / sum(rows["per_module"]["seconds"]) for name, rows in
+              (("slept", slept), ("real", real))}  # fmt: skip
+    for method, row in slept.items():
+        mean, guess = statistics.mean(row["seconds"]), statistics.mean(row["simulated_seconds"])
+        row["error"] = guess / mean - 1
         print(
-            f"{method:10} {row['median_seconds']:.3f} s/step, simulated {row['simulated_seconds']:.3f} s "
-            f"({row['error']:+.1%}); compute actions slept their profiled time"
+            f"{RANKS} ranks that sleep, {method:10} {mean:.3f} s/step, simulated {guess:.3f} s ({row['error']:+.1%}; "
+            f"goal: within {WITHIN:.0%})"
         )
-    print(f"per_module is {faster:.2f} x as fast as none")
+    print(f"per_module is {faster['slept']:.2f} x as fast as none (goal: {GOAL}); compute actions slept their time")
+    for method, row in real.items():
+        print(f"{CORES} ranks that compute, {method:10} {statistics.mean(row['seconds']):.3f} s/step")
+    print(f"per_module is {faster['real']:.2f} x as fast as none, on {CORES} processes of one thread each")
+    sizes = f"{options.each} samples a rank in each of {options.batches} batches, with 1/{SMALLER} of their tokens"
     return {
-        "compute": f"every compute action sleeps its profiled time, stretched to {options.slot} s on average of none",
-        "ranks": RANKS, "placement": "shared, dp = 4", "samples": options.samples, "rows": rows, "faster": faster,
+        "goal": {"faster": GOAL, "within": WITHIN}, "faster": faster, "samples": sizes,
+        "slept": {
+            "compute": f"every compute action sleeps its profiled time (hidden size {options.hidden}), stretched to "
+            f"{options.slot} s on average of the first batch of none: two cores cannot show four ranks otherwise",
+            "ranks": RANKS, "placement": f"shared, dp = {RANKS}", "rows": slept,
+        },
+        "real": {
+            "compute": f"real, one thread per process, hidden size {options.hidden}", "ranks": CORES,
+            "placement": f"shared, dp = {CORES}", "rows": real,
+        },
     }  # fmt: skip
 
 
@@ -185,9 +305,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 2560], help="of which balance is counted")
     parser.add_argument("--measured", action="store_true", help="time steps of 4 processes, too")
-    parser.add_argument("--steps", type=int, default=5, help="of each method, after one that warms up")
-    parser.add_argument("--slot", type=float, default=0.15, help="mean seconds of a compute action")
-    parser.add_argument("--samples", type=int, default=24, help="of a measured step")
+    parser.add_argument("--batches", type=int, default=6, help="of each method, after one that warms up")
+    parser.add_argument("--each", type=int, default=6, help="samples of a rank in a measured step")
+    parser.add_argument("--slot", type=float, default=0.2, help="mean seconds of a compute action that sleeps")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model that is profiled, and computes")
+    parser.add_argument("--budget", type=float, default=8.0, help="seconds of profiling")
     parser.add_argument("--out", type=Path, default=Path("bench/results/dispatch.json"))
     options = parser.parse_args(argv)
     report: dict[str, Any] = {
@@ -196,18 +318,22 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "machine": machine(),
         "versions": versions("torch", "numpy"),
         "balance": {str(ranks): balance_of(ranks) for ranks in options.ranks},
+        "padded": {str(ranks): [padded_least(ranks, seed) for seed in range(SEEDS)] for ranks in options.ranks},
         "planning": planning_of(max(options.ranks)),
     }
     for ranks, found in report["balance"].items():
         for method, phases in found.items():
             shown = ", ".join(f"{phase} {each['mean']:.4f} (most {each['most']:.4f})" for phase, each in phases.items())
             print(f"{ranks:>5} ranks, {method:10} costliest over mean: {shown}")
+    for ranks, draws in report["padded"].items():
+        shown = ", ".join(f"{each['costliest_over_mean']:.4f} ({each['batches_needed_below_it']})" for each in draws)
+        print(f"{ranks:>5} ranks, padded: costliest over mean of each draw (batches that any less would need): {shown}")
     plan = report["planning"]
-    print(
-        f"planning {plan['samples']:,} samples on {plan['ranks']:,} ranks: dispatch "
-        f"{plan['median_dispatch_ms']:.0f} ms (processor {plan['median_dispatch_cpu_ms']:.0f}), table "
-        f"{plan['median_table_ms']:.0f} ms (processor {plan['median_table_cpu_ms']:.0f})"
+    shown = ", ".join(
+        f"{what} {plan[f'median_{what}_ms']:.0f} ms (processor {plan[f'median_{what}_cpu_ms']:.0f})"
+        for what in ("dispatch", "table", "links", "planning")
     )
+    print(f"planning {plan['samples']:,} samples on {plan['ranks']:,} ranks (goal: {PLANNING} ms in all): {shown}")
     if options.measured:
         report["measured"] = measured(options)
     write_json(options.out, report)

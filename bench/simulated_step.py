@@ -68,8 +68,8 @@ PATCH, MELS, FRAMES = 16, 40, 200
 Cost = tuple[Any, ...]
 
 
-def build_model(hidden: int = 256, layers: tuple[int, int, int] = (4, 2, 5)) -> MultimodalModel:
-    """SigLIP, Whisper and Llama of one width, all of it trained; layers: of each."""
+def build_model(hidden: int = 256, layers: tuple[int, int, int] = (4, 2, 5), frames: int = FRAMES) -> MultimodalModel:
+    """SigLIP, Whisper and Llama of one width, all of it trained; layers: of each. frames: of the longest clip."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "intermediate_size": 4 * hidden, "attn_implementation": "interlace"}
     vision, audio, language = layers
@@ -88,7 +88,7 @@ def build_model(hidden: int = 256, layers: tuple[int, int, int] = (4, 2, 5)) -> 
                 WhisperEncoder(
                     WhisperConfig(
                         d_model=hidden, encoder_layers=audio, encoder_attention_heads=4, encoder_ffn_dim=4 * hidden,
-                        num_mel_bins=MELS, max_source_positions=FRAMES // 2, attn_implementation="interlace",
+                        num_mel_bins=MELS, max_source_positions=frames // 2, attn_implementation="interlace",
                     )
                 ),
                 projector="linear",

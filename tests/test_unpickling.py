@@ -46,6 +46,7 @@ ALLOWED = {
     ("python/interlace/data/workers.py", "pickle"): "of what it sends",
     ("python/interlace/data/worker_process.py", "multiprocessing.connection.Connection"): "to who has started it",
     ("python/interlace/data/worker_process.py", "pickle"): "of who has started it",
+    ("python/interlace/data/producing.py", "pickle"): "of who has started it",
     ("python/interlace/data/ray_tasks.py", "pickle"): "among the tasks of one job",
     ("python/interlace/run/traced.py", "torch.multiprocessing.reductions.StorageWeakRef"): "reads nothing",
     ("python/interlace/train/around.py", "pickle"): "of what it has pickled itself, to time that",

@@ -59,12 +59,15 @@ def test_epochs_deal_the_shards_anew() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(COUNTS, st.integers(1, 3), st.integers(0, 6), st.integers(0, 12), st.integers(0, 9))
-def test_a_place_is_exact(counts: list[int], readers: int, buffer: int, after: int, seed: int) -> None:
+@given(COUNTS, st.integers(1, 3), st.integers(0, 6), st.integers(0, 12), st.integers(0, 9), st.integers(0, 5))
+def test_a_place_is_exact(counts: list[int], readers: int, buffer: int, after: int, seed: int, ahead: int) -> None:
     stream = stream_of(counts)
     for k in range(readers):
-        one = Reader(stream, k, readers, seed=seed, buffer=buffer)
-        names(one, after)
+        one, plain = (Reader(stream, k, readers, seed=seed, buffer=buffer) for _ in range(2))
+        names(plain, after)
+        for _ in range(after):  # somebody looks at what comes
+            one.coming(ahead), names(one, 1)
+        assert [sample.name for sample in one.coming(ahead)] == names(plain, ahead)
         other = Reader(stream, k, readers, seed=seed, buffer=buffer)
         other.load(json.loads(json.dumps(one.state())))
         for _ in range(2):
@@ -86,7 +89,9 @@ def test_another_number_of_readers_loses_and_doubles_nothing(
     seen: Counter[str] = Counter()
     epochs = 1
     for reader, count in zip(each, taken, strict=True):
+        reader.coming(data.draw(st.integers(0, 4)))
         found = names(reader, count)
+        reader.coming(data.draw(st.integers(0, 4)))
         seen.update(found)
         if len(found) < count and data.draw(st.booleans()):
             reader.advance()

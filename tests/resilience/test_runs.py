@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from interlace.resilience.errors import ResilienceError
+from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
 from interlace.resilience.supervisor import Supervisor
 from tests.resilience.cluster import cluster, vote_on_steps
@@ -101,8 +102,8 @@ def test_too_few_save_and_stop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_votes_are_unanimous_under_random_deaths(tmp_path: Path, seed: int) -> None:
     settings = Settings(nodes=4, faults=0, min_nodes=1, heartbeat=2.0, gather=60.0, ranks_per_node=2)
-    steps = 150
-    with cluster(tmp_path, settings, (vote_on_steps, steps, 0.004, 0.008), 4) as run:
+    steps = 80
+    with cluster(tmp_path, settings, (vote_on_steps, steps, 0.004, 0.01), 4) as run:
 
         def replace() -> None:
             """As many nodes as are lost come back, so that some are left at the end."""
@@ -158,3 +159,57 @@ def test_nodes_of_another_config_are_refused(tmp_path: Path) -> None:
         assert other.exitcode == 3
         said = "".join(path.read_text() for path in tmp_path.glob("supervisor-*"))
         assert "start all nodes with one config" in said and len(run.journal("came")) == 1
+
+
+def give_up_once(folder: Path, steps: int) -> None:
+    """A rank that votes; in generation 1 the first one gives up without a reason that anybody sees."""
+    member = Member.from_environment(60.0)
+    generation = member.next_generation(0, 60.0)
+    (folder / f"{member.node}-{os.getpid()}").write_text("")
+    if generation.number == 1 and member.rank(generation) == 0:
+        member.gave_up(generation, "a message was lost")
+        generation = member.next_generation(1, 60.0)
+    for step in range(steps):
+        if member.vote(generation, step) == "abort":
+            generation = member.next_generation(generation.number, 60.0)
+            assert member.vote(generation, step) == "commit"
+
+
+def test_when_a_rank_gives_up_and_none_is_lost_all_meet_again(tmp_path: Path) -> None:
+    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=1.5, gather=60.0)
+    with cluster(tmp_path, settings, (give_up_once, 3), 2) as run:
+        assert run.end() == 0
+        first, second = run.generations()
+        assert second["pipelines"] == first["pipelines"] and second["cause"] == ["failure"]
+        assert run.journal("lost") == [] and run.coordinator.false_alarms == 0
+
+
+def give_up_always(folder: Path) -> None:
+    member = Member.from_environment(60.0)
+    generation = member.next_generation(0, 60.0)
+    while True:
+        member.gave_up(generation, "a message was lost")
+        generation = member.next_generation(generation.number, 60.0)
+
+
+@pytest.mark.slow
+def test_a_run_in_which_ranks_only_give_up_ends_with_their_reason(tmp_path: Path) -> None:
+    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=0.5, gather=60.0)
+    with cluster(tmp_path, settings, (give_up_always,), 2) as run:
+        assert run.end() == 1
+        assert "4 times in a row" in run.journal("end")[0]["why"]
+        assert "a message was lost" in run.journal("end")[0]["why"]
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_leave_in_time_is_lost(tmp_path: Path) -> None:
+    settings = Settings(nodes=3, faults=1, min_nodes=1, heartbeat=5.0, gather=60.0)
+    with cluster(tmp_path, settings, (vote_on_steps, 6, 1.0), 0) as run:
+        nodes = [*run.start(1, notice=0.2), *run.start(2)]
+        run.until(lambda: len(run.ranks()) == 3, "three nodes that train")
+        nodes[0].terminate()  # a step lasts longer than its notice
+        second = run.until(lambda: run.generations()[1:], "generation without the node")[0]
+        assert [cause.split()[0] for cause in second["cause"]] == ["death"] and second["leaving"] == []
+        assert run.end() == 0
+        assert sorted(each.exitcode for each in nodes) == [0, 0, 1]
+        run.check_votes(6)

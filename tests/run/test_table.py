@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.parallel.route import Routes, put, take
 from interlace.run.table import Lengths, nominal_table, step_table
+from interlace.schedule.table import Chunk, Edge, StepTable, merged
 from tests.tiny import random_microbatches, tiny_mllm
 
 LLM = "language_model"
@@ -152,6 +153,32 @@ def test_lengths_are_read_without_media() -> None:
         assert lengths.targets[i] == int((sample.labels != -100).sum())
         for name in mllm.encoders:
             assert lengths.rows[name][i] == sum(item.tokens for item in sample.media.get(name, []))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)), max_size=14), st.randoms())
+def test_pieces_are_joined_where_they_follow_each_other_and_links_are_their_pairs(drawn: Any, random: Any) -> None:
+    """(source chunk, destination chunk, rows) one after the other in both; by the rows of each, one by one."""
+    at: dict[tuple[str, int], int] = {}
+    pieces = []
+    for source, destination, count in drawn:
+        here, there = at.get(("from", source), 0), at.get(("to", destination), 0)
+        skip = random.randint(0, 1)  # rows that somebody else reads
+        pieces.append((source, here + skip, 4 + destination, there, count))
+        at["from", source], at["to", destination] = here + skip + count, there + count
+    given = pieces.copy()
+    random.shuffle(given)
+    found = merged(np.array(given, np.int32).reshape(-1, 5))
+
+    def rows(each: Any) -> list[tuple[int, int, int, int]]:
+        return [(d, dr + k, s, sr + k) for s, sr, d, dr, count in each for k in range(count)]
+
+    told = [tuple(piece) for piece in found.tolist()]
+    assert rows(told) == sorted(rows(pieces))
+    for a, b in itertools.pairwise(told):  # no two could be one
+        assert (a[0], a[1] + a[4], a[2], a[3] + a[4]) != b[:4]
+    chunks = [Chunk(name, i, 0, np.array([i], np.int32)) for name in ("vision", LLM) for i in range(4)]
+    table = StepTable(tuple(chunks), (Edge("vision", LLM, "embeds", found),))
+    assert table.links.tolist() == [list(pair) for pair in sorted({(s, d) for s, _, d, _, _ in pieces})]
 
 
 def test_a_nominal_table_gives_every_chunk_as_much() -> None:

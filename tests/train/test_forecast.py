@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from interlace.cli import main
+from interlace.data import StreamLoader
+from interlace.layout import Layout, ParallelSpec
+from interlace.plan import LinkModel
 from interlace.plan.cost_model import FREE
+from interlace.plan.links import Link, Links
 from interlace.plan.step_costs import read_costs
+from interlace.run import parallelize
+from interlace.run.predictor import Predictor
+from interlace.run.profiling import profile_costs
 from interlace.schedule import Action, Op
 from interlace.simulate import Timeline
 from interlace.train import forecast
@@ -22,6 +29,8 @@ from interlace.train.config import ConfigError, load
 from interlace.train.costs import stated_links
 from interlace.train.optim import Optimizer
 from interlace.train.texts import vocabulary_of
+from tests.run.streamed import Counted
+from tests.tiny import tiny_mllm
 
 SIZE = "hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2"
 TABLE = """
@@ -194,3 +203,40 @@ def test_a_file_without_links_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"--costs: .*costs.json: these are no links"):
         forecast.load(path)
+
+
+def test_what_streams_move_has_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank sends to one after the other and is sent likewise; all wait for the slowest."""
+    timelines, real = list[Timeline](), Predictor.predict
+    monkeypatch.setattr(Predictor, "predict", lambda *a, **k: timelines.append(real(*a, **k)) or timelines[-1])
+    mllm = tiny_mllm(layers=1)
+    specs = {name: ParallelSpec(dp=3) for name in mllm.modules_order()}
+    parallel = parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=60)
+    data = Counted(mllm, (9, 4, 7), kinds=((1, 1), (0, 0), (2, 0)))
+    with StreamLoader(data.stream, parallel, 6, timeout=60) as loader:
+        batch = next(loader)
+        parallel.step(batch.given)
+        costs = profile_costs(mllm, data.samples([sample.name for sample in batch.given.samples]), budget=0.0)
+        link = Link(LinkModel(7.0, 0.5), LinkModel(0.0, 0.0))
+        made = SimpleNamespace(
+            train=SimpleNamespace(recompute=False, precision="fp32", balance="llm"),
+            parallel=SimpleNamespace(sequence_parallel=True),
+        )
+        plan = batch.exchange
+        sent, given = ([0.0] * 3 for _ in range(2))
+        pairs: dict[tuple[int, int], int] = {}
+        for source, destination, size in zip(plan.source, plan.destination, plan.sizes, strict=True):
+            pairs[int(source), int(destination)] = pairs.get((int(source), int(destination)), 0) + int(size)
+        assert len(pairs) > 2
+        for (source, destination), size in pairs.items():
+            sent[source] += 7.0 + 0.5 * size
+            given[destination] += 7.0 + 0.5 * size
+        told = forecast.Forecast(made, parallel, costs, Links(link, link, link))
+        for exchange in (plan, None):
+            assert told.add(batch.given.samples, parallel.timeline(), 1.0, exchange)
+        with_items, _, without, _ = timelines
+        for rank in range(3):
+            first = with_items.actions[rank][0]
+            assert first.op is Op.DISPATCH and with_items.start[rank][0] == 0.0
+            assert with_items.finish[rank][0] == pytest.approx(max(*sent, *given))
+            assert all(action.op is not Op.DISPATCH for action in without.actions[rank])

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from interlace.balance import all_to_all_plan
 from interlace.cli import main
+from interlace.data import DecodeError, StreamLoader
+from interlace.data.producing import OfStream
+from interlace.data.stream import Reader
+from interlace.data.stream_decode import DecodedReader
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.run import parallelize
+from interlace.train.build import build, build_layout
 from interlace.train.config import ConfigError, load
+from interlace.train.feed import datasets
+from interlace.train.preparing import producers_of
+from interlace.train.texts import tokenizer_of
+from tests import forkserver
 from tests.data.chat_families import pictures, trained
 from tests.data.test_chats_faults import TEMPLATE
 from tests.train.test_own_data import CONFIG
@@ -74,14 +89,62 @@ def curves(folder: Path) -> list[dict[str, float]]:
     return [{key: line[key] for key in SAME if key in line} for line in lines]
 
 
+def bytes_by_hand(config: str, steps: int) -> list[int]:
+    """What changes ranks for each step: everybody who computes with a part of a sample and has not read it is sent all
+    of it, text as two times 4 bytes a token, media as float32, each filled up to 8 bytes."""
+    read = load(config)
+    tokenizer = tokenizer_of(read)
+    model = build(read, tokenizer)
+    parallel = parallelize(model, build_layout(read, model), timeout=60)
+    stream, _ = datasets(read, model, tokenizer, say=lambda line: None)
+    cut = {"microbatches": read.train.microbatches, "chunks": read.chunks()}
+    order = [readable(Reader(stream, k, 2, seed=read.run.seed, buffer=5)) for k in range(2)]
+    coming, found = [next(names) for names in order], []
+    with StreamLoader(stream, parallel, 4, seed=read.run.seed, buffer=5, timeout=60, **cut) as loader:
+        for _ in range(steps):
+            batch = next(loader)
+            samples, reader = batch.given.samples, list[int]()
+            for sample in samples:
+                assert coming[0] != coming[1] and sample.name in coming
+                reader.append(coming.index(sample.name))
+                coming[reader[-1]] = next(order[reader[-1]])
+            due: set[tuple[int, int, str]] = set()
+            for chunk in parallel.table(samples, **cut).chunks:
+                for stage in parallel.layout.pipelines(chunk.module)[chunk.replica].stages:
+                    due |= {(int(i), rank, chunk.module) for i in chunk.samples for rank in stage.ranks}
+            away = [(i, rank, module) for i, rank, module in due if reader[i] != rank]
+            sizes = [part_bytes(samples[i], module) for i, _, module in away]
+            plan = all_to_all_plan([reader[i] for i, _, _ in away], [rank for _, rank, _ in away], 2, sizes=sizes)
+            assert plan.moved == sum(sizes) == batch.moved
+            found.append(plan.moved)
+    return found
+
+
+def part_bytes(sample: Any, module: str) -> int:
+    if module == LANGUAGE_MODEL:
+        return 8 * len(sample)
+    return sum(-(-4 * math.prod(item.shape) // 8) * 8 for item in sample.media.get(module, ()))
+
+
+def readable(reader: Reader) -> Iterator[str]:
+    """The names of what a reader hands out, epoch after epoch, but for samples whose picture is not there."""
+    while True:
+        while (sample := reader.next()) is not None:
+            try:
+                [item.data for items in sample.media.values() for item in items]
+            except DecodeError:
+                continue
+            yield sample.name
+        reader.advance()
+
+
 @pytest.mark.slow
 def test_two_processes_train_on_a_stream_and_go_on_bit_for_bit(streamed: Path) -> None:
     config = str(streamed / "own.toml")
     told = train(config)
     whole = (streamed / "runs" / "own" / "latest").resolve()
     found = curves(whole)
-    assert len(found) == 12
-    assert sum(line["data/moved(MiB)"] > 0 for line in found) > 6  # of four samples a step may need none elsewhere
+    assert [line["data/moved(MiB)"] * 2**20 for line in found] == bytes_by_hand(config, 12)
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert all(line["tflops"] > 0 for line in lines)
     # Each was read by one of the two ranks; in three epochs by both, perhaps.
@@ -91,7 +154,7 @@ def test_two_processes_train_on_a_stream_and_go_on_bit_for_bit(streamed: Path) -
     train(config, "--set=train.steps=7", "--set=train.schedule_steps=12")
     part = (streamed / "runs" / "own" / "latest").resolve()
     assert part != whole
-    train("--resume", str(part), "--set=train.steps=12")
+    train("--resume", str(part), "--set=train.steps=12", "--set=data.workers=1")
     assert (part / "left_out.txt").read_text().splitlines() == listing
     again = curves(part)
     for step in (0, 5, 6, 7, 8, 9, 10, 11):  # the third epoch has begun by then
@@ -129,8 +192,7 @@ def test_a_layout_is_chosen_for_a_stream_with_few_validation_samples(streamed: P
         ("data.reading=tape", "reading"),
         ("data.exchange_mb=0", "exchange_mb"),
         ("data.readers=0", "readers"),
-        ("data.workers=2", "workers is for data that are read at random: .* its readers decode it"),
-        ("data.workers=ray", "workers is for data that are read at random"),
+        ("data.workers=ray", "workers='ray' is for data that are read at random: .* a reader's own processes decode"),
         ("data.limit=5", "limit is for data that are read at random: a stream takes one source whole"),
         ("data.prefetch=4", "prefetch is of data that are read at random: a stream works one batch ahead"),
         ("data.cache_gb=2.0", "cache_gb is of data that are read at random"),
@@ -154,19 +216,58 @@ def test_what_a_stream_cannot_do_is_refused(streamed: Path, change: str, says: s
         load(str(streamed / "own.toml"), overrides)
 
 
-@pytest.mark.parametrize("workers", ["auto", "0"])
-def test_a_stream_starts_no_workers(streamed: Path, monkeypatch: pytest.MonkeyPatch, workers: str) -> None:
-    """Also by itself, on a machine whose cores would do for some."""
+@pytest.mark.parametrize("workers", ["auto", "0", "3"])
+@pytest.mark.parametrize("reading", ["stream", "random"])
+def test_who_decodes_does_not_depend_on_how_data_are_read(
+    streamed: Path, monkeypatch: pytest.MonkeyPatch, reading: str, workers: str
+) -> None:
     from interlace.data import workers as pool
-    from interlace.train.preparing import producers_of
+    from interlace.train.preparing import workers_of
 
     monkeypatch.setattr(pool, "sensible", lambda ranks: 4)
-    config = load(str(streamed / "own.toml"), [f"data.workers={workers}"])
-    assert producers_of(config, streamed, 2) is None
-    text = (streamed / "own.toml").read_text().replace('reading = "stream"\nshuffle_buffer = 5', 'reading = "random"')
+    text = (streamed / "own.toml").read_text()
+    if reading == "random":
+        text = text.replace('reading = "stream"\nshuffle_buffer = 5', 'reading = "random"')
     (streamed / "own.toml").write_text(text)
     config = load(str(streamed / "own.toml"), [f"data.workers={workers}"])
-    assert (producers_of(config, streamed, 2) is None) == (workers == "0")
+    assert workers_of(config, 2) == {"auto": 4, "0": 0, "3": 3}[workers]
+
+
+def test_chats_are_decoded_by_workers_with_the_bits_of_the_thread(streamed: Path) -> None:
+    """What loads a chat's pictures is sent to another process, with a copy of the stream there."""
+    config = load(str(streamed / "own.toml"), ["data.workers=1"])
+    tokenizer = tokenizer_of(config)
+    stream, _ = datasets(config, build(config, tokenizer), tokenizer, say=lambda line: None)
+    forkserver.context()
+    start = producers_of(config, streamed, 1)
+    assert start is not None
+    pool = start(OfStream(stream))
+    try:
+        thread, other = (
+            DecodedReader(
+                Reader(stream, 0, 1, buffer=5), stream, producers, ahead=4, stopping=lambda: False, timeout=120.0
+            )
+            for producers in (None, pool)
+        )
+        count = 0
+        while (expected := thread.next()) is not None:
+            found = other.next()
+            assert found is not None and found.name == expected.name
+            assert torch.equal(found.input_ids, expected.input_ids)
+            for name, items in expected.media.items():
+                for item, like in zip(found.media[name], items, strict=True):
+                    assert torch.equal(item.data, like.data) and item.about == like.about
+                    count += 1
+        assert other.next() is None and count > 20
+        assert stream.read_items == 2 * sum("count" not in line for line in kept(streamed))
+    finally:
+        pool.close()
+
+
+def kept(folder: Path) -> list[str]:
+    """The records of the training files that can be used."""
+    lines = [line for name in ("a", "b") for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return [line for line in lines if line != "{" and "gone/" not in line]
 
 
 def test_the_shards_of_lines_have_every_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,12 @@ class AllToAllPlan:
         """Units that change ranks, over all ranks."""
         return int(self.sizes[self.source != self.destination].sum())
 
+    @property
+    def between(self) -> NDArray[np.float64]:
+        """float64 [ranks, ranks]: units that each rank sends to each other; 0 to itself."""
+        away = self.source != self.destination
+        return rearrangement_volume(self.source[away], self.destination[away], self.sizes[away], self.ranks)
+
     def _part(self, offsets: NDArray[np.int64], rank: int) -> slice:
         rank = operator.index(rank)
         if not 0 <= rank < self.ranks:

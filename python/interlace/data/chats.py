@@ -217,6 +217,9 @@ class _Together:
         self._load, self._lock = load, threading.Lock()
         self._loaded: dict[int, torch.Tensor] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Together, (self._load,)  # another process loads for itself
+
     def item(self, number: int) -> torch.Tensor:
         """The data of an item, handed out once: Media keeps it from there on. Raises DecodeError."""
         with self._lock:

@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from interlace.data import chats_files
 from interlace.data.chats import chat_sample
-from interlace.data.chats_examine import Examined, examine_records
+from interlace.data.chats_examine import examine_records
 from interlace.data.chats_files import ChatFileError, Raw
 from interlace.data.chats_records import Rules
 from interlace.data.chats_shapes import Chat
@@ -52,6 +53,12 @@ class ChatStream(SampleStream):
         """Samples whose media this process has read; one that cannot be decoded is left out, none is blank."""
         self._counting = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_counting"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _counting=threading.Lock())
+
     @property
     def shards(self) -> int:
         return len(self.pieces)
@@ -67,7 +74,9 @@ class ChatStream(SampleStream):
                 self._lose(found.raw.where, f"{found.broken.kind}: {found.broken}")
                 continue
             assert found.encoded is not None and found.chat is not None
-            yield chat_sample(found.encoded, partial(self._load, found, found.chat, found.encoded), found.raw.where)
+            yield chat_sample(
+                found.encoded, partial(self._load, found.raw.where, found.chat, found.encoded), found.raw.where
+            )
 
     def _records(self, shard: int) -> Iterator[Raw]:
         piece = self.pieces[shard]
@@ -75,16 +84,20 @@ class ChatStream(SampleStream):
             if raw is not None:  # of lines nobody has counted those before the piece
                 yield replace(raw, number=0) if piece.end >= 0 else raw
 
-    def _load(self, found: Examined, chat: Chat, encoded: Encoded) -> list[torch.Tensor]:
+    def _load(self, where: str, chat: Chat, encoded: Encoded) -> list[torch.Tensor]:
         try:
             loaded = self.format.load(chat, encoded)
         except (DecodeError, ValueError, OSError) as error:
-            raise DecodeError(f"{found.raw.where}: {error}") from None
+            raise DecodeError(f"{where}: {error}") from None
         if [tuple(tensor.shape) for tensor in loaded] != [item.shape for item in encoded.items]:
-            raise DecodeError(f"{found.raw.where}: its media have other sizes than their headers say")
+            raise DecodeError(f"{where}: its media have other sizes than their headers say")
+        self.took()
+        return loaded
+
+    def took(self) -> None:
+        """Counts a sample whose media were read, here or by a worker process."""
         with self._counting:
             self.read_items += 1
-        return loaded
 
     def left_out(self, sample: Sample, error: DecodeError) -> None:
         if self.rules.on_broken == "error":

@@ -82,7 +82,7 @@ class Ahead(AheadThread):
                 here, place = place, self._following(*place)
                 making = self.producers.ask(Task("make", *place))  # while this one is put together
                 asked.append(_Batch(self, here[0], made))
-            except _Stopped:
+            except Stopped:
                 return
             except BaseException as error:  # handed over in its turn, not swallowed
                 asked.append(error)
@@ -97,7 +97,7 @@ class Ahead(AheadThread):
                 raise item
             self._put(item.loaded())
             return True
-        except _Stopped:
+        except Stopped:
             return False
         except BaseException as error:
             self._put(error)
@@ -110,24 +110,31 @@ class Ahead(AheadThread):
         return (epoch, position + 1) if position + 1 < self._batches[epoch] else (epoch + 1, 0)
 
     def _wait(self, future: Future[Any], what: str) -> Any:
-        """The answer; says what it waits for. Raises TimeoutError after LONGEST, and what the answer raises."""
-        began, said = time.monotonic(), SAY_EVERY
-        while not self._stopping.is_set():
-            try:
-                return future.result(timeout=0.5)
-            except NotYet:
-                if future.done():  # a TimeoutError of the dataset's own
-                    raise
-            waited = time.monotonic() - began
-            if waited > LONGEST:
-                raise TimeoutError(f"waited {waited:.0f} s for {what}: {self.producers.waiting_for()}")
-            if waited > said:
-                log.warning("waiting for %s for %.0f s: %s", what, waited, self.producers.waiting_for())
-                said *= 2
-        raise _Stopped
+        return answered(future, what, self.producers, self._stopping.is_set)
 
 
-class _Stopped(Exception):
+def answered(
+    future: Future[Any], what: str, producers: Producers, stopping: Callable[[], bool], longest: float = LONGEST
+) -> Any:
+    """An answer; says what it waits for. Raises TimeoutError after `longest` seconds, what the answer raises, and
+    Stopped."""
+    began, said = time.monotonic(), SAY_EVERY
+    while not stopping():
+        try:
+            return future.result(timeout=0.5)
+        except NotYet:
+            if future.done():  # a TimeoutError of the dataset's own
+                raise
+        waited = time.monotonic() - began
+        if waited > longest:
+            raise TimeoutError(f"waited {waited:.0f} s for {what}: {producers.waiting_for()}")
+        if waited > said:
+            log.warning("waiting for %s for %.0f s: %s", what, waited, producers.waiting_for())
+            said *= 2
+    raise Stopped
+
+
+class Stopped(Exception):
     """The loader was closed while somebody waited."""
 
 

@@ -9,7 +9,9 @@ asks another one for the same, and gets the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -26,14 +28,18 @@ DEATHS = 3  # producers that one sample may cost before it counts as broken
 @dataclass(frozen=True)
 class Task:
     """make: the batch at place `at` of `epoch`. load: the `items` (modality, number) of sample `at`. batches: how many
-    an epoch has."""
+    an epoch has. decode: of a stream's sample called `name`, what `loads` load (`packed`)."""
 
-    kind: Literal["make", "load", "batches"]
-    epoch: int
+    kind: Literal["make", "load", "batches", "decode"]
+    epoch: int = 0
     at: int = 0
     items: tuple[tuple[str, int], ...] = ()
+    loads: bytes = field(default=b"", repr=False)
+    name: str = ""
 
     def __str__(self) -> str:
+        if self.kind == "decode":
+            return self.name or "a sample"
         what = {"make": f"batch {self.at}", "load": f"sample {self.at}", "batches": "the batches"}
         return f"{what[self.kind]} of epoch {self.epoch}"
 
@@ -99,6 +105,43 @@ class Loaded:
     broken: str = ""
 
 
+_THE_STREAM = "the stream"
+
+
+class _Pickler(pickle.Pickler):
+    """In which the stream is named and not copied: workers have it."""
+
+    def __init__(self, file: io.BytesIO, stream: Any) -> None:
+        super().__init__(file)
+        self.stream = stream
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return _THE_STREAM if obj is self.stream else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, stream: Any) -> None:
+        super().__init__(file)
+        self.stream = stream
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.stream
+
+
+def packed(stream: Any, loads: Sequence[Callable[[], Tensor]]) -> bytes:
+    """What loads items of a stream's sample, for a worker process. Raises what `pickle` does."""
+    file = io.BytesIO()
+    _Pickler(file, stream).dump(list(loads))
+    return file.getvalue()
+
+
+@dataclass(frozen=True)
+class OfStream:
+    """What workers get where samples are those of a stream: a copy of it, as `dataset`."""
+
+    dataset: Any
+
+
 def sample_key(dataset: Any, task: Task) -> tuple[Any, ...]:
     """What a sample's items are kept under: without the epoch where that changes nothing."""
     return (task.at, task.epoch) if getattr(dataset, "varies", True) else (task.at,)
@@ -114,6 +157,9 @@ class Producing:
         """`wait`: for somebody else who decodes the same sample, in place of saying so."""
         if task.kind == "batches":
             return self.loader.batches(task.epoch)
+        if task.kind == "decode":
+            loads = _Unpickler(io.BytesIO(task.loads), self.dataset).load()
+            return Loaded([Raw.of(load()) for load in loads], read=len(loads))
         return self.make(task) if task.kind == "make" else self.load(task, wait)
 
     def make(self, task: Task) -> Made:

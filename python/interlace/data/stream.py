@@ -5,16 +5,18 @@ the shards are put into an order drawn from (seed, epoch) and dealt to the reade
 of them. A reader mixes what it reads through a buffer: the one that comes next is drawn from as many samples.
 
 A place in a stream is plain data: shards that are still to be read and from where, which samples wait in the buffer (by
-shard and number), and how many were drawn in this epoch. With as many readers as before a run goes on with the very
-same samples; with another number all that is left of the epoch is dealt anew, shard by shard, so that none is read
-twice or left out.
+shard and number) or have been drawn and not yet handed out, and how many were drawn in this epoch. With as many readers
+as before a run goes on with the very same samples; with another number all that is left of the epoch is dealt anew,
+shard by shard, so that none is read twice or left out.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ from interlace.model.sample import Sample
 END = -1
 """In the place of a sample's number: all of a shard has been read, but for what waited in a buffer."""
 
+PLACE = frozenset(("epoch", "drawn", "todo", "buffer", "coming"))
+"""What the place of a reader says: see `Reader.state`."""
+
 log = logging.getLogger("interlace.data")
 
 Unit = list[Any]
@@ -34,8 +39,9 @@ Unit = list[Any]
 class SampleStream(ABC):
     """Samples that cannot be asked for by a number. Every rank makes the same one.
 
-    `shards` is at least 1 and the same in every run. Media need not be decoded: the reader does that, and leaves out
-    samples whose media it cannot decode.
+    `shards` is at least 1 and the same in every run. Media need not be decoded: the reader does that, or has it done by
+    worker processes, and leaves out samples whose media cannot be decoded. Workers have a copy of the stream, so it and
+    what loads its media must be such that `pickle` can send them.
     """
 
     name = "stream"
@@ -56,6 +62,9 @@ class SampleStream(ABC):
     def left_out(self, sample: Sample, error: DecodeError) -> None:
         """Told of a sample whose media cannot be decoded. May raise it; by default it is logged."""
         log.warning("%s is left out: %s", sample.name, error)
+
+    def took(self) -> None:  # noqa: B027 (who does not count need not)
+        """Told that a worker process has decoded the media of a sample for this one."""
 
 
 class IterableStream(SampleStream):
@@ -86,6 +95,10 @@ def dealt(shards: int, epoch: int, seed: int, reader: int, readers: int) -> list
     return [[epoch, shard, 0, []] for shard in order[reader::readers].tolist()]
 
 
+_Entry = tuple[int, int, int, Sample]
+"""Epoch, shard, number, and the sample itself."""
+
+
 class Reader:
     """Reads one share of a stream. reader: its number, of `readers`. buffer: samples among which the next is drawn; 0:
     in the order of the shards."""
@@ -100,10 +113,21 @@ class Reader:
         self._drawn = 0
         self._todo = dealt(stream.shards, 0, seed, reader, readers)
         self._open: Iterator[tuple[int, Sample]] | None = None  # of the first unit
-        self._buffer: list[tuple[int, int, int, Sample]] = []  # epoch, shard, number
+        self._buffer: list[_Entry] = []
+        self._coming: deque[_Entry] = deque()  # drawn, and not handed out yet
 
     def next(self) -> Sample | None:
         """The next sample of this epoch; None at its end."""
+        found = self._coming.popleft() if self._coming else self._draw()
+        return None if found is None else found[3]
+
+    def coming(self, count: int) -> list[Sample]:
+        """The samples that `next` will give, so many of them or all that are left of this epoch."""
+        while len(self._coming) < count and (found := self._draw()) is not None:
+            self._coming.append(found)
+        return [entry[3] for entry in islice(self._coming, count)]
+
+    def _draw(self) -> _Entry | None:
         while len(self._buffer) <= self.size and (found := self._following()) is not None:
             self._buffer.append(found)
         if not self._buffer:
@@ -116,8 +140,8 @@ class Reader:
         self._drawn += 1
         if self.size:  # in the place of what is taken comes the last: nothing is shifted
             self._buffer[at], self._buffer[-1] = self._buffer[-1], self._buffer[at]
-            return self._buffer.pop()[3]
-        return self._buffer.pop(0)[3]
+            return self._buffer.pop()
+        return self._buffer.pop(0)
 
     def advance(self) -> None:
         """Begins the next epoch, after the end of this one."""
@@ -125,7 +149,7 @@ class Reader:
         self._drawn, self._open = 0, None
         self._todo = dealt(self.stream.shards, self.epoch, self.seed, self.reader, self.readers)
 
-    def _following(self) -> tuple[int, int, int, Sample] | None:
+    def _following(self) -> _Entry | None:
         """The next sample in the order of the shards, with its epoch, shard and number."""
         while self._todo:
             epoch, shard, start, kept = self._todo[0]
@@ -150,6 +174,7 @@ class Reader:
             "drawn": self._drawn,
             "todo": [[*unit[:3], list(unit[3])] for unit in self._todo],
             "buffer": [list(entry[:3]) for entry in self._buffer],
+            "coming": [list(entry[:3]) for entry in self._coming],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -158,13 +183,13 @@ class Reader:
         self.epoch, self._drawn, self._open = state["epoch"], state["drawn"], None
         self._todo = [[*unit[:3], list(unit[3])] for unit in state["todo"]]
         wanted: dict[tuple[int, int], list[int]] = {}
-        for epoch, shard, number in state["buffer"]:
+        for epoch, shard, number in [*state["buffer"], *state["coming"]]:
             wanted.setdefault((epoch, shard), []).append(number)
         found: dict[tuple[int, int, int], Sample] = {}
         for (epoch, shard), numbers in wanted.items():
             for number, sample in _numbered(self.stream.read(shard, epoch), END, set(numbers)):
                 found[epoch, shard, number] = sample
-        lost = [tuple(entry) for entry in state["buffer"] if tuple(entry) not in found]
+        lost = [entry for entry in map(tuple, [*state["buffer"], *state["coming"]]) if entry not in found]
         if lost:
             epoch, shard, number = lost[0]
             raise ValueError(
@@ -172,6 +197,7 @@ class Reader:
                 "the data have changed; bring them back, or start anew"
             )
         self._buffer = [(e, s, n, found[e, s, n]) for e, s, n in state["buffer"]]
+        self._coming = deque((e, s, n, found[e, s, n]) for e, s, n in state["coming"])
 
 
 def _numbered(samples: Iterator[Sample], start: int, kept: set[int]) -> Iterator[tuple[int, Sample]]:
@@ -200,7 +226,7 @@ def dealt_anew(
             todo += dealt(stream.shards, later, seed, number, len(states))
         for each, shard, start, kept in todo:
             units[each, shard] = start, set(kept)
-        for each, shard, sample in state["buffer"]:
+        for each, shard, sample in [*state["buffer"], *state["coming"]]:
             start, kept = units.get((each, shard), (END, set()))
             units[each, shard] = start, kept | {sample}
     order = sorted(units)
@@ -210,6 +236,7 @@ def dealt_anew(
             "drawn": 0,
             "todo": [[*key, units[key][0], sorted(units[key][1])] for key in order[reader::readers]],
             "buffer": [],
+            "coming": [],
         }
         for reader in range(readers)
     ]

@@ -5,9 +5,10 @@
     parallel.step(batch.given, place=(batch.epoch, batch.position, step))
 
 A thread per rank works ahead of the steps. While step t computes, it brings the items of batch t + 1 to where they are
-needed by one all-to-all, which the DISPATCH of step t starts; then it reads and decodes its share of batch t + 2 and
-gathers the lengths of everybody's. So two batches are in memory: one that is computed with and one on its way. Every
-rank makes the same tables of these lengths. An item is decoded once, by the rank that has read it.
+needed by one all-to-all, which the DISPATCH of step t starts; then it reads its share of batch t + 2 and gathers the
+lengths of everybody's. So two batches are in memory: one that is computed with and one on its way. Every rank makes the
+same tables of these lengths. An item is decoded once, for the rank that has read it: by that thread, or by worker
+processes, which have AHEAD shares of a batch more before them.
 
 A batch takes equally many samples of every reader; where one has come to the end of its share, the others take its
 place. When all have, the next epoch begins, within a batch where the samples do not fill it: none is dropped.
@@ -23,14 +24,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from interlace.balance.rearrange import AllToAllPlan
 from interlace.comm.transports.base import CommError, Transport
-from interlace.data.media import DecodeError
-from interlace.data.stream import Reader, SampleStream, dealt_anew
+from interlace.data.produced import Producers, Stopped
+from interlace.data.producing import OfStream
+from interlace.data.stream import PLACE, Reader, SampleStream, dealt_anew
+from interlace.data.stream_decode import DecodedReader
 from interlace.model.sample import Sample
 from interlace.run.batch import Dispatched
 from interlace.run.exchange import MIB, Exchange, Moved, Offer, offer_of, offered
 
 LENGTHS = "lengths of a coming batch"
+AHEAD = 2
+"""Shares of a batch that worker processes decode ahead: one may be slow, and the others must not wait for it."""
 
 
 class StreamError(RuntimeError):
@@ -39,13 +45,18 @@ class StreamError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class StreamBatch:
-    """given: what `ParallelModel.step` takes. epoch, position: where in the stream it begins. moved: bytes that changed
-    ranks for it, of all ranks."""
+    """given: what `ParallelModel.step` takes. epoch, position: where in the stream it begins. exchange: what changed
+    ranks for it, of all ranks, in bytes."""
 
     given: Dispatched
     epoch: int
     position: int
-    moved: int
+    exchange: AllToAllPlan
+
+    @property
+    def moved(self) -> int:
+        """Bytes that changed ranks for it, of all ranks."""
+        return self.exchange.moved
 
 
 class StreamLoader:
@@ -55,6 +66,8 @@ class StreamLoader:
         all ranks together. microbatches, chunks: as its `step` is given them.
     readers: how many ranks read, spread evenly; by default all. buffer: see `Reader`. limit: bytes that a rank may send
         or be sent for a step. timeout: seconds that one wait for a rank, or for the data of this one, may last.
+    producers: makes those who decode from what has the stream as its `dataset`, when the first batch is asked for or
+        `begin` called; one for all ranks of this process. None: the thread of each rank does.
 
     Collective: all ranks make it at the same time. Raises ValueError for sizes that do not fit.
     """
@@ -72,6 +85,7 @@ class StreamLoader:
         microbatches: int | None = None,
         chunks: Mapping[str, int] | None = None,
         timeout: float = 300.0,
+        producers: Callable[[Any], Producers] | None = None,
     ) -> None:
         world = parallel.layout.world
         if batch_size < 1:
@@ -90,7 +104,14 @@ class StreamLoader:
         self._ended = [False] * self.readers
         self._transports: dict[int, Transport] = parallel.item_transports()
         self._ahead: dict[int, _Ahead] = {}
+        self.start_producers = producers
+        self.producers: Producers | None = None
         self._closed = False
+
+    def begin(self) -> None:
+        """Starts the producers, which takes seconds, before the first batch is asked for."""
+        if self.start_producers is not None and self.producers is None:
+            self.producers = self.start_producers(OfStream(self.stream))
 
     def __iter__(self) -> StreamLoader:
         return self
@@ -101,6 +122,7 @@ class StreamLoader:
         if self._closed:
             raise RuntimeError("this loader is closed; make a new one and load its state_dict")
         if not self._ahead:
+            self.begin()
             self._ahead = {rank: _Ahead(self, rank, transport) for rank, transport in self._transports.items()}
         for ahead in self._ahead.values():
             ahead.due()
@@ -109,7 +131,7 @@ class StreamLoader:
         self.epoch, self.position, self._ended = first.epoch, first.position, list(first.ended)
         self._places = {each.reader: each.place for each in found.values() if each.place is not None}
         given = Dispatched({rank: each.moved.samples for rank, each in found.items()}, self._start)
-        return StreamBatch(given, *first.began, first.moved.moved)
+        return StreamBatch(given, *first.began, first.moved.plan)
 
     def _start(self, rank: int) -> Callable[[], float | None]:
         """The DISPATCH of a step: begins the exchange of the coming batch."""
@@ -162,6 +184,8 @@ class StreamLoader:
         mine = self._settings()
         if set(state) != {*mine, "epoch", "position", "ended", "places"} or len(state["ended"]) != len(state["places"]):
             raise ValueError(f"the saved state is none of a stream: it has {sorted(state)}; set data.reading back")
+        if any(set(place) != PLACE for place in state["places"]):
+            raise ValueError("the saved state is of a stream as another version reads it: start anew")
         for key, value in mine.items():
             if state[key] != value:
                 raise ValueError(
@@ -190,6 +214,8 @@ class StreamLoader:
             transport.close()
         for ahead in self._ahead.values():
             ahead.join()
+        if self.producers is not None:
+            self.producers.close()
 
     def __enter__(self) -> StreamLoader:
         return self
@@ -272,8 +298,9 @@ class _Ahead:
 
     def _run(self) -> None:
         """Batch after batch until it is stopped."""
+        reader: DecodedReader | None = None
         try:
-            reader = self._loader._reader(self._number) if self._number >= 0 else None
+            reader = self._decoded() if self._number >= 0 else None
             count = 0
             while not self._stopping:
                 began = self._epoch, self._position
@@ -288,18 +315,34 @@ class _Ahead:
                 self._ends[count] = time.monotonic()
                 self._ends.pop(count - 2, None)
                 count += 1
-                place = reader.state() if reader is not None else None
+                place = reader.reader.state() if reader is not None else None
                 self._ready.put(
                     _Ready(moved, began, self._epoch, self._position, tuple(self._ended), self._number, place)
                 )
+        except Stopped:
+            return
         except BaseException as error:  # handed over, not swallowed
             with contextlib.suppress(Exception):
                 self._exchange.transport._give_up(
                     error if isinstance(error, CommError) else CommError(f"rank {self._rank} stopped reading: {error}")
                 )
             self._ready.put(error)
+        finally:
+            if reader is not None:
+                reader.drop()
 
-    def _take(self, reader: Reader | None) -> tuple[list[Offer], dict[int, Sample]]:
+    def _decoded(self) -> DecodedReader:
+        loader = self._loader
+        return DecodedReader(
+            loader._reader(self._number),
+            loader.stream,
+            loader.producers,
+            ahead=AHEAD * -(-loader.batch_size // loader.readers),
+            stopping=lambda: self._stopping,
+            timeout=loader.timeout,
+        )
+
+    def _take(self, reader: DecodedReader | None) -> tuple[list[Offer], dict[int, Sample]]:
         """The coming batch: what everybody offers of it, and the samples of this rank by their place in it."""
         size, offers, own = self._loader.batch_size, list[Offer](), dict[int, Sample]()
         found = -1  # samples since the epoch began, if it began in this batch
@@ -337,7 +380,7 @@ class _Ahead:
         counts = {reader: each + ((place - turn) % len(left) < more) for place, reader in enumerate(left)}
         return {reader: count for reader, count in counts.items() if count}
 
-    def _read(self, reader: Reader | None, count: int) -> tuple[list[Sample], dict[str, Any]]:
+    def _read(self, reader: DecodedReader | None, count: int) -> tuple[list[Sample], dict[str, Any]]:
         """So many decoded samples of this rank's reader, fewer at the end of its share; and what it says of them."""
         samples: list[Sample] = []
         said: list[Any] = []
@@ -346,15 +389,9 @@ class _Ahead:
                 self._doing = f"reading {self._loader.stream.name}"
                 sample = reader.next()
                 if sample is None:
-                    if reader.epoch >= self._epoch:
+                    if reader.reader.epoch >= self._epoch:
                         break
-                    reader.advance()
-                    continue
-                try:
-                    for item in (item for items in sample.media.values() for item in items):
-                        item.data  # noqa: B018 (decodes it)
-                except DecodeError as error:
-                    self._loader.stream.left_out(sample, error)
+                    reader.reader.advance()
                     continue
                 told = offered(sample, self._loader.parallel.mllm.placeholders)
                 size = offer_of(self._rank, told, self._encoders).bytes
@@ -365,6 +402,8 @@ class _Ahead:
                     )
                 samples.append(sample)
                 said.append(told)
+        except Stopped:
+            raise
         except Exception as error:  # told to all, so that none waits for this one
             return [], {"samples": [], "error": f"{type(error).__name__}: {error}"}
         return samples, {"samples": said, "error": ""}

@@ -284,7 +284,7 @@ class WorkerPool:
     def _give_up(self, job: _Job, why: str) -> None:
         """A task that costs one worker after another: its sample is broken, and nothing else can be."""
         reason = f"{job.deaths} worker processes were lost at {job.task}, the last one {why}"
-        if job.task.kind != "load":
+        if job.task.kind not in ("load", "decode"):
             job.future.set_exception(WorkersError(f"{reason}; set data.workers = 0 to see what happens there"))
             return
         if self.decoded is not None:

@@ -73,6 +73,11 @@ class Media:
         """Whether the data are in memory."""
         return self._data is not None
 
+    @property
+    def load(self) -> Callable[[], Tensor] | None:
+        """What loads the data; None where they are in memory, or nothing loads them."""
+        return self._load
+
     def without_data(self) -> Media:
         """The same item for those who need its shape only."""
         return Media(self.shape, self.tokens, about=self.about)

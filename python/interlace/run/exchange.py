@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from interlace.balance.rearrange import AllToAllPlan
 from interlace.comm.collectives import all_gather_into_tensor, all_to_all_single
 from interlace.comm.transports.base import CommError, Transport
 from interlace.model import Media, Sample, SampleOutline
@@ -144,12 +145,12 @@ def offer_of(reader: int, said: Any, encoders: Sequence[str]) -> Offer:
 @dataclass(frozen=True, eq=False)
 class Moved:
     """A batch on one rank after its exchange. samples: in the batch's order, see `interlace.run.batch.Dispatched`.
-    sent, received: bytes of this rank; moved: of all ranks."""
+    sent, received: bytes of this rank. plan: of all ranks, in bytes."""
 
     samples: list[Sample | SampleOutline]
     sent: int
     received: int
-    moved: int
+    plan: AllToAllPlan
 
 
 class Exchange:
@@ -226,7 +227,7 @@ class Exchange:
             _assembled(self.rank, offer, wanted.get(i, set()), own.get(i), lambda part, i=i: parts[i, part])  # type: ignore[misc]
             for i, offer in enumerate(offers)
         ]
-        return Moved(samples, sum(gives), sum(takes), plan.moved)
+        return Moved(samples, sum(gives), sum(takes), plan)
 
     def _check(
         self,

@@ -280,9 +280,12 @@ def dispatch_seconds(items: NDArray[np.float64], links: Links) -> list[float]:
 
     A rank sends to one after the other, and is sent likewise at the same time: the longer of the two counts.
     """
-    ranks = range(len(items))
-    each = [[links.message(float(items[a, b]), a, b) if items[a, b] else 0.0 for b in ranks] for a in ranks]
-    return [max(sum(each[rank]), sum(row[rank] for row in each)) for rank in ranks]
+    out, into = [0.0] * len(items), [0.0] * len(items)
+    for a, b in np.argwhere(items).tolist():  # few of the pairs of many ranks
+        seconds = links.message(float(items[a, b]), a, b)
+        out[a] += seconds
+        into[b] += seconds
+    return list(map(max, out, into))
 
 
 def optimizer_seconds(layout: Layout, costs: Costs, traffic: Traffic) -> list[float]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from interlace.layout import Layout
 from interlace.plan.links import Links
@@ -69,7 +71,14 @@ class Predictor:
             return generator(graph, table, durations=seconds)
         return generator(graph, table)
 
-    def predict(self, schedule: Schedule, samples: Sequence[Any], *, optimizer: bool = True) -> Timeline:
+    def predict(
+        self,
+        schedule: Schedule,
+        samples: Sequence[Any],
+        *,
+        items: NDArray[np.float64] | None = None,
+        optimizer: bool = True,
+    ) -> Timeline:
         """When each action of a schedule of a step over `samples` starts and finishes: see `interlace.run.predict`."""
         return predict(
             schedule,
@@ -78,6 +87,7 @@ class Predictor:
             self.links,
             self.traffic(schedule.graph.layout),
             recompute=self.recompute,
+            items=items,
             optimizer=optimizer,
         )
 

@@ -152,7 +152,7 @@ def step_table(
         home = replicas[language_model]
         wanted = counts[0] if counts else 2 * layout.spec(language_model).pp
         bin_of = home.astype(np.int64)
-        for replica, mine in enumerate(_members(home, dp) if wanted > 1 else []):
+        for replica, mine in enumerate(_members(home, dp)[1] if wanted > 1 else []):
             count = min(len(mine), wanted)
             if count:
                 slot = balance.assign(lengths.tokens[mine], count, capacity=-(-len(mine) // count))
@@ -165,12 +165,12 @@ def step_table(
     else:
         bins = len(groups)
         bin_of = _places(lengths, bins, groups)
-    members_of = _members(bin_of, bins)
+    order, members_of = _members(bin_of, bins)
     slots = -(-bins // dp)  # bin b is of replica b % dp, which takes those that are not empty in order
     encoded = members_of
     if late.any():
         assert assignment is not None
-        encoded = _members(assignment.encoder_slot.astype(np.int64) * dp + assignment.replica, slots * dp)
+        _, encoded = _members(assignment.encoder_slot.astype(np.int64) * dp + assignment.replica, slots * dp)
 
     made: list[Chunk] = []
     source: dict[str, tuple[Ints, Ints]] = {}
@@ -180,22 +180,27 @@ def step_table(
             made, name, lengths.rows[name], encoded, given.get(name, default), layout.spec(name).dp, dp, late,
             None if replicas is None else replicas.get(name),
         )  # fmt: skip
-    first = len(made)
-    number = np.empty(bins, np.int64)
+    first, numbers = len(made), [0] * bins
     for replica in range(min(dp, bins)):
-        for index, b in enumerate(b for b in range(replica, bins, dp) if len(members_of[b])):
-            number[b] = len(made)
-            made.append(Chunk(language_model, replica, index, members_of[b].astype(np.int32)))
+        index = 0
+        for b in range(replica, bins, dp):
+            if len(members_of[b]):
+                numbers[b] = len(made)
+                made.append(Chunk(language_model, replica, index, members_of[b].astype(np.int32)))
+                index += 1
 
-    destination = number[bin_of]  # of each sample
+    destination = np.array(numbers)[bin_of]  # of each sample
+    read = np.concatenate([chunk.samples for chunk in made[first:]])  # as pieces are sorted: they need not be again
     edges = []
     for name in encoders:
         rows = lengths.rows[name]
-        offset = _before(rows, members_of)
+        offset = _before(rows, order, members_of)
         chunk, row = source[name]
-        used = np.flatnonzero(rows)
-        pieces = np.stack([chunk[used], row[used], destination[used], offset[used], rows[used]], axis=1)
-        edges.append(Edge(name, language_model, PORT, merged(pieces.astype(np.int32))))
+        used = read[rows[read] > 0]
+        pieces = np.empty((len(used), 5), np.int32)
+        for column, values in enumerate((chunk, row, destination, offset, rows)):
+            pieces[:, column] = values[used]
+        edges.append(Edge(name, language_model, PORT, merged(pieces)))
     targets = np.zeros(len(made), np.int64)
     targets[first:] = np.bincount(destination - first, weights=lengths.targets, minlength=len(made) - first).astype(
         np.int64
@@ -203,8 +208,8 @@ def step_table(
     if assignment is None:
         return StepTable(tuple(made), tuple(edges), targets, place)
     work = np.array([assignment.work[chunk.module][chunk.samples].sum() for chunk in made], np.int64)
-    read = np.any([rows > 0 for rows in lengths.rows.values()], axis=0) if encoders else np.zeros(len(lengths), bool)
-    deferred = np.flatnonzero(late & read).astype(np.int32)
+    filled = np.any([rows > 0 for rows in lengths.rows.values()], axis=0) if encoders else np.zeros(len(lengths), bool)
+    deferred = np.flatnonzero(late & filled).astype(np.int32)
     return StepTable(tuple(made), tuple(edges), targets, place, work, deferred)
 
 
@@ -228,22 +233,23 @@ def _turns(counts: Sequence[int], dp: int) -> Ints:
     return np.array([slot * dp + r for slot in range(max(counts)) for r in range(dp) if slot < counts[r]], np.int64)
 
 
-def _members(bin_of: NDArray[np.integer], bins: int) -> list[NDArray[np.int64]]:
-    """The samples of each bin, rising."""
+def _members(bin_of: NDArray[np.integer], bins: int, of: Ints | None = None) -> tuple[Ints, list[Ints]]:
+    """The samples by bin, rising in each: all of them, and bin by bin. of: what has bins, in place of all samples."""
     few = bins <= np.iinfo(np.uint16).max
     order = np.argsort(bin_of.astype(np.uint16) if few else bin_of, kind="stable")  # 16 bits are sorted by radix
+    order = order if of is None else of[order]
     ends = np.cumsum(np.bincount(bin_of, minlength=bins)).tolist()
-    return [order[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return order, [order[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _before(rows: Ints, groups: Sequence[Ints]) -> Ints:
-    """int64 [n]: of each sample, the rows of those before it in its group; 0 of one without a group."""
+def _before(rows: Ints, order: Ints, groups: Sequence[Ints]) -> Ints:
+    """int64 [n]: of each sample, the rows of those before it in its group; 0 of one without a group. order: the groups
+    one after the other."""
     found = np.zeros(len(rows), np.int64)
-    if groups:
-        order = np.concatenate(groups)
-        behind = np.concatenate([[0], np.cumsum(rows[order])])
-        sizes = np.array([len(group) for group in groups])
-        found[order] = behind[:-1] - np.repeat(behind[np.cumsum(sizes) - sizes], sizes)
+    behind = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(rows[order], out=behind[1:])
+    sizes = np.fromiter(map(len, groups), np.int64, len(groups))
+    found[order] = behind[:-1] - np.repeat(behind[np.cumsum(sizes) - sizes], sizes)
     return found
 
 
@@ -279,9 +285,9 @@ def _encoder_chunks(
                 parts[homes[0]][into[0]].append(items)
                 continue
             share = balance.assign(rows[items], bins)
-            for b, mine in enumerate(_members(share, bins)):
-                parts[homes[b % len(homes)]][into[b // len(homes)]].append(items[mine])
-    own: list[Ints] = []
+            for b, mine in enumerate(_members(share, bins, items)[1]):
+                parts[homes[b % len(homes)]][into[b // len(homes)]].append(mine)
+    own, places = list[Ints](), list[tuple[int, int]]()
     first, behind = len(made), bool(late.any())
     for replica in range(dp):
         index = 0
@@ -290,12 +296,17 @@ def _encoder_chunks(
             for mine in (items[~late[items]], items[late[items]]) if behind else (items,):
                 if len(mine):
                     own.append(mine)
-                    made.append(Chunk(name, replica, index, mine.astype(np.int32)))
+                    places.append((replica, index))
                     index += 1
+    order = np.concatenate([np.zeros(0, np.int64), *own])
+    sizes = np.fromiter(map(len, own), np.int64, len(own))
+    samples, end = order.astype(np.int32), 0
+    for (replica, index), size in zip(places, sizes.tolist(), strict=True):
+        made.append(Chunk(name, replica, index, samples[end : end + size]))
+        end += size
     chunk = np.full(len(rows), -1, np.int64)
-    if own:
-        chunk[np.concatenate(own)] = np.repeat(np.arange(first, len(made)), [len(mine) for mine in own])
-    return chunk, _before(rows, own)
+    chunk[order] = np.repeat(np.arange(first, len(made)), sizes)
+    return chunk, _before(rows, order, own)
 
 
 def _of_replicas(
@@ -305,7 +316,7 @@ def _of_replicas(
     joined = np.concatenate(members_of) if len(members_of) else np.zeros(0, np.int64)
     items = joined[rows[joined] > 0]
     if home is not None:
-        return list(enumerate(items[mine] for mine in _members(home[items], dp)))
+        return list(enumerate(_members(home[items], dp, items)[1]))
     if dp != readers:
         return [(-1, items)]
     bins = [each[rows[each] > 0] for each in members_of]  # as many replicas: each encodes for its own

@@ -43,8 +43,13 @@ class Batch:
     """Source -> how many of the samples are of it, and their tokens; of one source nothing."""
     dispatched: Any = None
     """Of a stream: the samples as the ranks have them."""
-    moved: int | None = None
-    """Bytes that travelled between ranks for it; None where data are read at random, as nothing does then."""
+    exchange: Any = None
+    """Of a stream: what travelled between ranks for it, in bytes (`interlace.balance.AllToAllPlan`)."""
+
+    @property
+    def moved(self) -> int | None:
+        """Bytes that travelled between ranks for it; None where data are read at random, as nothing does then."""
+        return None if self.exchange is None else int(self.exchange.moved)
 
     @property
     def given(self) -> Any:

@@ -22,9 +22,17 @@ MOST_TOLD = 10_000  # lines of what a rank has left out
 
 
 class StreamFeed(Feed):
-    """Batches of `stream` for `parallel`, and held-out samples, as `Feed`. Collective: all ranks make it together."""
+    """Batches of `stream` for `parallel`, and held-out samples, as `Feed`. producers: who decodes, as in `Feed`.
+    Collective: all ranks make it together."""
 
-    def __init__(self, config: Config, stream: Any, held_out: Any, parallel: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        stream: Any,
+        held_out: Any,
+        parallel: Any,
+        producers: Callable[[Any], Any] | None = None,
+    ) -> None:
         from interlace.data import StreamLoader
         from interlace.run.exchange import MIB
 
@@ -42,9 +50,11 @@ class StreamFeed(Feed):
                 microbatches=train.microbatches,
                 chunks=config.chunks(),
                 timeout=config.parallel.timeout,
+                producers=producers,
             )
         except ValueError as error:
             raise ConfigError(f"[data] reading = 'stream': {error}") from None
+        self.loader.begin()
         self._hold_out(held_out, train.validation_samples)
 
     def next(self) -> Batch:
@@ -55,7 +65,7 @@ class StreamFeed(Feed):
             found = next(self.loader)
         except (StreamError, CommError, ValueError) as error:
             raise TrainingError(f"the data cannot be read on: {error}") from error
-        return Batch(found.given.samples, found.epoch, found.position, dispatched=found.given, moved=found.moved)
+        return Batch(found.given.samples, found.epoch, found.position, dispatched=found.given, exchange=found.exchange)
 
     def state_dict(self, gather: Callable[..., list[Any]] | None = None) -> dict[str, Any]:
         """The place of every reader, and what the stream and the validation data are made of. gather: asks all ranks
@@ -73,11 +83,6 @@ class StreamFeed(Feed):
     def blank_items(self) -> int:
         """Items of held-out samples that this rank could no longer read; of a stream such samples are left out."""
         return int(self.held_out_data.blank_items)
-
-    @property
-    def worker_restarts(self) -> int:
-        """None: each reader is a thread of its rank."""
-        return 0
 
     def tell_left_out(self, gather: Callable[..., list[Any]], folder: Path, say: Callable[[str], None] | None) -> None:
         """What all readers have left out since they began goes into left_out.txt of the run's `folder`, beside what is

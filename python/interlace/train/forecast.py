@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlace.balance import AllToAllPlan
 from interlace.plan import LinkModel, fit_link
 from interlace.plan.cost_model import FREE
 from interlace.plan.links import Links
@@ -151,18 +152,24 @@ class Forecast:
         self._rows: list[tuple[float, ...]] = []
         self._failed = False
 
-    def add(self, samples: Sequence[Any], measured: Timeline, seconds: float) -> dict[str, float]:
+    def add(
+        self, samples: Sequence[Any], measured: Timeline, seconds: float, exchange: AllToAllPlan | None = None
+    ) -> dict[str, float]:
         """Predict the step whose lists `measured` is of, and that took `seconds` without waiting for data; its metrics.
 
+        exchange: of streams, what had travelled for this step, in bytes. What travels while it runs is the coming
+        batch, which nobody has read when a step begins: it is taken for as large, from the same ranks to the same.
         The lists are compared with the lists. The step is more than these and the optimizer: see docs/costs.md. What
         cannot be predicted is said once, and ends no run.
         """
         if self._failed or measured.table is None:
             return {}
         try:
-            schedule = replace(self._parallel.schedule(measured.table), table=measured.table)
-            found = self._predictor.predict(schedule, samples)
-            lists = self._predictor.predict(schedule, samples, optimizer=False)
+            lists_of = self._parallel.schedule(measured.table, dispatch=exchange is not None)
+            schedule = replace(lists_of, table=measured.table)
+            items = None if exchange is None else exchange.between
+            found = self._predictor.predict(schedule, samples, items=items)
+            lists = self._predictor.predict(schedule, samples, items=items, optimizer=False)
         except Exception as error:
             self._failed = True
             print(f"interlace: no steps are predicted from here on: {error}", file=sys.stderr, flush=True)

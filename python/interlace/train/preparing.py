@@ -19,8 +19,6 @@ def workers_of(config: Config, local_ranks: int) -> int:
     from interlace.data.workers import sensible
 
     count = config.data.workers
-    if config.data.reading == "stream":  # whose readers decode
-        return 0
     if count == "auto":  # the digits are made in no time
         return sensible(local_ranks) if config.data.dataset == "chats" else 0
     return 0 if count == "ray" else count
@@ -34,8 +32,6 @@ def producers_of(config: Config, run: Path, local_ranks: int, *, source: str = "
     from interlace.data import cache_folder
 
     data, limit = config.data, int(config.data.cache_gb * GIB)
-    if data.reading == "stream":  # whose readers decode
-        return None
     if data.workers == "ray":
         return _on_ray(config, run, limit, source)
     count = workers_of(config, local_ranks)
@@ -46,8 +42,10 @@ def producers_of(config: Config, run: Path, local_ranks: int, *, source: str = "
         from interlace.data import decoded
         from interlace.data.workers import WorkerPool, WorkersError
 
-        where = decoded.place(f"{run} {loader.fingerprint()}", limit, cache_folder(data.cache))
         try:
+            if data.reading == "stream":  # whose items go to the rank that has read them, and to no other
+                return WorkerPool(loader, count)
+            where = decoded.place(f"{run} {loader.fingerprint()}", limit, cache_folder(data.cache))
             return WorkerPool(loader, count, where=where)
         except WorkersError as error:
             raise ConfigError(f"{source}: [data] workers: {error}") from None

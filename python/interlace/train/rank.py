@@ -237,7 +237,7 @@ def feed_of(
     """The run's samples. producers, pinned: as in `Feed`. Collective."""
     if config.data.reading == "stream":
         with startup.bounded("connecting the readers of the data"):
-            return StreamFeed(config, train, held_out, parallel)
+            return StreamFeed(config, train, held_out, parallel, producers)
     return Feed(
         train,
         held_out,

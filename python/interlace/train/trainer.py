@@ -132,6 +132,7 @@ class Trainer:
         whole: Any = model
         self._encoders, self._padded = whole.encoders, whole.packing.get(LANGUAGE_MODEL) == ROWS
         self._samples: list[Any] = []  # of the last step
+        self._exchange: Any = None  # what of them had travelled, of streams
         self.forecast, self._took = forecast, 0.0
         self._cut = {"microbatches": config.train.microbatches, "chunks": config.chunks()}
         self.step = 0
@@ -350,6 +351,7 @@ class Trainer:
         self.totals["samples"] += len(batch.samples)
         self.totals["tokens"] += batch.tokens
         self._samples, self._took = list(batch.samples), seconds - data.seconds
+        self._exchange = batch.exchange
         self.applied, self.owed = self.step, values
 
     def microbatches(self, given: Any) -> Any:
@@ -404,7 +406,7 @@ class Trainer:
             if self._padded:
                 values["data/padding(%)"] = padding(timeline.table, list(map(len, self._samples)))
             if self.forecast is not None:
-                values |= self.forecast.add(self._samples, timeline, self._took)
+                values |= self.forecast.add(self._samples, timeline, self._took, self._exchange)
         if self.loss_scale is not None:
             values |= {"fp16/loss_scale": self.loss_scale.scale, "fp16/skipped_steps": self.loss_scale.skipped}
         return values

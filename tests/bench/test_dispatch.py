@@ -1,0 +1,63 @@
+"""The benchmark of dispatch at a toy size: what it proves of padded batches, and that its measured steps end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import dispatch
+from interlace.run.dispatch import BALANCES
+
+
+def least(costs: list[int], ranks: int) -> int:
+    """What the costliest of `ranks` padded batches costs at least, of all dealings."""
+    found = sum(costs) * len(costs)
+    for dealt in itertools.product(range(ranks), repeat=len(costs)):
+        batches = [[cost for cost, at in zip(costs, dealt, strict=True) if at == rank] for rank in range(ranks)]
+        found = min(found, max(len(batch) * max(batch, default=0) for batch in batches))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 3))
+def test_fewer_batches_cannot_stay_below_a_limit(costs: list[int], ranks: int) -> None:
+    best = least(costs, ranks)
+    assert dispatch.batches_needed(np.array(costs, float), best) <= ranks
+    if best > max(costs):
+        assert dispatch.batches_needed(np.array(costs, float), best - 0.5) > ranks
+    with pytest.raises(ValueError, match="an item costs"):
+        dispatch.batches_needed(np.array(costs, float), max(costs) - 0.5)
+
+
+def test_padded_batches_are_as_cheap_as_can_be() -> None:
+    found = dispatch.padded_least(8, 0)
+    assert found["batches_needed_at_it"] <= 8 < found["batches_needed_below_it"]
+    assert found["costliest_over_mean"] > 1.0 and found["padding"] > 0.0
+
+
+def test_measured_samples_are_those_of_the_mix() -> None:
+    mllm = dispatch.model_of(dispatch.NARROW)
+    samples = dispatch.build_samples(mllm, 2, 6, 3)
+    tokens = dispatch.drawn(dispatch.MODELS["MLLM-10B"], 2, 6, 3).tokens
+    assert [bool(sample.media.get("vision")) for sample in samples] == (tokens["vision"] > 0).tolist()
+    assert [bool(sample.media.get("audio")) for sample in samples] == (tokens["audio"] > 0).tolist()
+    for sample, whole in zip(samples, tokens["llm"], strict=True):
+        assert abs(len(sample) - whole / dispatch.SMALLER) < 24  # pictures are whole rows of patches
+
+
+@pytest.mark.slow
+def test_measured_steps_are_told(tmp_path: Path) -> None:
+    out = tmp_path / "dispatch.json"
+    words = ["--ranks", "8", "--measured", "--batches", "1", "--each", "2", "--slot", "0.05", "--hidden", "32"]
+    report = dispatch.main([*words, "--budget", "0", "--out", str(out)])
+    assert json.loads(out.read_text()) == json.loads(json.dumps(report))
+    measured = report["measured"]
+    assert set(measured["slept"]["rows"]) == set(measured["real"]["rows"]) == set(BALANCES)
+    for row in measured["slept"]["rows"].values():
+        assert len(row["seconds"]) == len(row["simulated_seconds"]) == 1 and row["seconds"][0] > 0

@@ -1,0 +1,240 @@
+"""Streams whose items worker processes decode: the same batches as where each reader's thread does, come what may."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from interlace.data import SampleStream, StreamError, StreamLoader
+from interlace.data.media import DecodeError
+from interlace.data.workers import WorkerPool
+from interlace.layout import Layout, ParallelSpec
+from interlace.model import Media, Sample
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.run import parallelize
+from tests import forkserver
+from tests.data.pictures import Killer
+from tests.tiny import random_sample, tiny_mllm
+
+KINDS = ((1, 1), (0, 0), (2, 0))  # pictures and clips of the samples in turn
+
+
+class Recorded(SampleStream):
+    """Tiny samples of a model; every item that somebody decodes is a line in `folder`.
+
+    deadly: name -> how many processes die of it. broken: names of samples that cannot be decoded. seconds: of an item.
+    """
+
+    def __init__(
+        self,
+        mllm: Any,
+        shards: Sequence[int],
+        folder: Path,
+        *,
+        deadly: dict[str, int] | None = None,
+        broken: tuple[str, ...] = (),
+        seconds: float = 0.0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.folder, self.deadly, self.broken, self.seconds = folder, deadly or {}, broken, seconds
+        self.left: list[str] = []
+        self.counted = 0
+        self.whole: list[dict[str, Sample]] = []
+        kinds = itertools.cycle(KINDS)
+        for shard, count in enumerate(shards):
+            self.whole.append({})
+            for number in range(count):
+                images, clips = next(kinds)
+                sample = random_sample(mllm, generator, images=images, clips=clips, text=4 + number % 5)
+                sample.name = f"{shard}/{number}"
+                self.whole[-1][sample.name] = sample
+
+    @property
+    def shards(self) -> int:
+        return len(self.whole)
+
+    def fingerprint(self) -> str:
+        return "recorded"
+
+    def left_out(self, sample: Sample, error: DecodeError) -> None:
+        self.left.append(f"{sample.name}: {error}")
+
+    def took(self) -> None:
+        self.counted += 1
+
+    def read(self, shard: int, epoch: int) -> Iterator[Sample]:
+        for name, sample in self.whole[shard].items():
+            media = {
+                key: [Media(i.shape, i.tokens, load=partial(self.decode, shard, name, key, k), about=i.about)
+                      for k, i in enumerate(items)]
+                for key, items in sample.media.items()
+            }  # fmt: skip
+            yield Sample(sample.input_ids, sample.labels, media, name)
+
+    def decode(self, shard: int, name: str, encoder: str, number: int) -> Tensor:
+        with open(self.folder / "decoded", "a") as file:
+            file.write(f"{name} {encoder} {number} {os.getpid()}\n")
+        time.sleep(self.seconds)
+        note = self.folder / f"died of {name.replace('/', ' ')}"
+        died = len(note.read_text()) if note.exists() else 0
+        if died < self.deadly.get(name, 0):
+            note.write_text("x" * (died + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name in self.broken:
+            raise DecodeError(f"{name}: the disk is gone")
+        data = self.whole[shard][name].media[encoder][number].data
+        assert data is not None
+        return data.clone()
+
+    def lines(self) -> list[list[str]]:
+        """(sample, encoder, number, process) of all that was decoded."""
+        file = self.folder / "decoded"
+        return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Any:
+    forkserver.context()  # whose server has imported torch: workers then begin in no time
+    mllm = tiny_mllm(layers=1)
+    specs = {name: ParallelSpec(dp=3) for name in ("vision", "audio", LANGUAGE_MODEL)}
+    return parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=120)
+
+
+def loader_of(stream: Recorded, parallel: Any, workers: int, size: int = 5, **more: Any) -> StreamLoader:
+    deaths = more.pop("deaths", 3)
+    producers = (lambda given: WorkerPool(given, workers, deaths=deaths)) if workers else None
+    return StreamLoader(stream, parallel, size, buffer=3, seed=2, timeout=120, producers=producers, **more)
+
+
+def numbers(batch: Any) -> list[Any]:
+    """All that every rank has of a batch, comparable."""
+    return [
+        (
+            rank, sample.name, len(sample), sample.targets,
+            sample.input_ids.tolist() if isinstance(sample, Sample) else None,
+            {name: [None if i.data is None else i.data.tolist() for i in of] for name, of in sample.media.items()},
+        )
+        for rank, samples in batch.given.of_rank.items() for sample in samples
+    ]  # fmt: skip
+
+
+def take(loader: StreamLoader, count: int) -> list[Any]:
+    return [numbers(next(loader)) for _ in range(count)]
+
+
+def handed_out(batches: list[Any]) -> list[str]:
+    return [name for batch in batches for rank, name, *_ in batch if rank == 0]
+
+
+def test_workers_decode_each_item_once_and_batches_have_the_same_bits(parallel: Any, tmp_path: Path) -> None:
+    shards = (12, 9, 10, 8)  # more than are read ahead of four batches: no second epoch begins
+    with loader_of(Recorded(parallel.mllm, shards, tmp_path), parallel, 0) as loader:
+        expected = take(loader, 4)
+    (tmp_path / "decoded").unlink()
+    stream = Recorded(parallel.mllm, shards, tmp_path)
+    with loader_of(stream, parallel, 2) as loader:
+        assert take(loader, 4) == expected
+        names, own = set(handed_out(expected)), loader.producers.pids()
+    assert len(names) == 20
+    lines = stream.lines()
+    counts = Counter((name, encoder, number) for name, encoder, number, _ in lines)
+    items = {
+        (name, encoder, str(k))
+        for samples in stream.whole for name, sample in samples.items()
+        for encoder, of in sample.media.items() for k in range(len(of))
+    }  # fmt: skip
+    assert set(counts.values()) == {1} and set(counts) <= items
+    assert {key for key in items if key[0] in names} <= set(counts)
+    assert {int(process) for *_, process in lines} <= set(own)
+    with_media = sum(bool(sample.media) for samples in stream.whole for sample in samples.values())
+    assert stream.counted <= with_media
+
+
+@pytest.mark.parametrize(("first", "then"), [(0, 2), (2, 0), (2, 1)])
+def test_a_run_goes_on_with_any_number_of_workers(parallel: Any, tmp_path: Path, first: int, then: int) -> None:
+    """Also where workers had decoded ahead of what was handed out."""
+    stream = Recorded(parallel.mllm, (7, 5, 6, 4), tmp_path)
+    with loader_of(stream, parallel, 0) as loader:
+        expected = take(loader, 9)
+    with loader_of(stream, parallel, first) as loader:
+        begun = take(loader, 3)
+        state = json.loads(json.dumps(loader.state_dict()))
+    with loader_of(stream, parallel, then) as loader:
+        loader.load_state_dict(state)
+        assert begun + take(loader, 6) == expected
+
+
+def test_another_number_of_readers_takes_what_was_decoded_ahead(parallel: Any, tmp_path: Path) -> None:
+    stream = Recorded(parallel.mllm, (7, 5, 6, 4), tmp_path)
+    with loader_of(stream, parallel, 1, 4) as loader:
+        begun = take(loader, 2)
+        state = json.loads(json.dumps(loader.state_dict()))
+    assert any(place["coming"] for place in state["places"])
+    with loader_of(stream, parallel, 1, 4, readers=2) as loader:
+        loader.load_state_dict(state)
+        flat = handed_out(begun + take(loader, 9))
+    every = Counter(name for samples in stream.whole for name in samples)
+    assert Counter(flat[:22]) == Counter(flat[22:44]) == every
+
+
+def test_workers_that_die_cost_nothing_and_samples_that_kill_are_left_out(parallel: Any, tmp_path: Path) -> None:
+    with loader_of(Recorded(parallel.mllm, (6, 6, 6), tmp_path, broken=("0/3", "1/2")), parallel, 0) as loader:
+        expected = take(loader, 6)
+    stream = Recorded(parallel.mllm, (6, 6, 6), tmp_path, deadly={"0/2": 2, "1/2": 1000}, broken=("0/3",))
+    with loader_of(stream, parallel, 2) as loader:
+        assert take(loader, 6) == expected
+        assert loader.producers.restarts >= 2 + 3
+    left = sorted(set(stream.left))
+    assert left[0] == "0/3: 0/3: the disk is gone"
+    assert "1/2: 3 worker processes were lost at 1/2, the last one was killed by SIGKILL" in left[1]
+
+
+def test_what_cannot_be_sent_is_named_on_all_ranks(parallel: Any, tmp_path: Path) -> None:
+    class Closed(Recorded):
+        def read(self, shard: int, epoch: int) -> Iterator[Sample]:
+            for sample in super().read(shard, epoch):
+                for items in sample.media.values():
+                    items[:] = [Media(i.shape, i.tokens, load=lambda i=i: i.load(), about=i.about) for i in items]
+                yield sample
+
+    stream = Closed(parallel.mllm, (3, 3, 3), tmp_path)
+
+    def pool(given: Any) -> WorkerPool:
+        return WorkerPool(type(given)(Recorded(parallel.mllm, (1,), tmp_path)), 1)
+
+    with StreamLoader(stream, parallel, 5, timeout=120, producers=pool) as loader:
+        with pytest.raises(StreamError, match=r"what loads the media of ...  *cannot be sent to worker processes"):
+            next(loader)
+
+
+@pytest.mark.slow
+def test_twenty_kills_lose_and_double_nothing(parallel: Any, tmp_path: Path) -> None:
+    draw = random.Random(7)
+    with loader_of(Recorded(parallel.mllm, (30, 30, 30), tmp_path), parallel, 0) as loader:
+        expected = take(loader, 40)
+    stream = Recorded(parallel.mllm, (30, 30, 30), tmp_path, seconds=0.01)
+    # Which tasks the kills hit is chance: that many at one task make a sample broken is tested by itself.
+    with loader_of(stream, parallel, 3, deaths=100) as loader:
+        loader.begin()
+        steps, found, killer = set(draw.sample(range(40), 20)), [], Killer(loader.producers, draw)
+        for step in range(40):
+            time.sleep(draw.uniform(0, 0.05))
+            if step in steps:
+                killer.kill()
+            found.append(numbers(next(loader)))
+        assert found == expected and not stream.left
+        killer.wait()
+        assert loader.producers.restarts == 20

@@ -1,0 +1,49 @@
+"""What `interlace train --elastic` refuses, by the name of the key, and what it hands to supervisors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from interlace.cli import main
+from interlace.resilience.settings import Settings
+from interlace.train.config import ConfigError, load
+from interlace.train.elastic_config import check, settings_of
+
+CONFIG = Path(__file__).parents[2] / "configs" / "digits.toml"
+
+
+def test_the_section_is_what_nodes_agree_on() -> None:
+    changes = ["resilience.nodes=6", "resilience.faults=2", "resilience.heartbeat=3.0", "resilience.ranks_per_node=2"]
+    config = load(CONFIG, ["run.device='cpu'", *changes])
+    check(config, source="here")
+    assert settings_of(config) == Settings(nodes=6, faults=2, min_nodes=0, heartbeat=3.0, gather=60.0, ranks_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("parallel.language_model.shard='optimizer'", r"parallel\.language_model\.shard = 'optimizer'.*shard = 'none'"),
+        ("parallel.language_model.tp=2", r"parallel\.language_model\.tp = 2"),
+        ("parallel.language_model.cp=2", r"parallel\.language_model\.cp = 2"),
+        ("parallel.placement='replicated'", r"parallel\.placement = 'replicated'"),
+        ("run.device='cuda'", r"run\.device = 'cuda'.*CPUs alone"),
+        ("parallel='auto'", r"parallel\.plan = 'auto'"),
+        ("resilience.faults=2", r"resilience\.nodes = 2 cannot hold 3 pipelines"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(change: str, words: str) -> None:
+    config = load(CONFIG, [change])
+    with pytest.raises(ConfigError, match=words):
+        check(config, source=str(CONFIG))
+
+
+def test_an_address_without_a_port_is_no_coordinator() -> None:
+    with pytest.raises(ConfigError, match=r"resilience\.coordinator"):
+        load(CONFIG, ["resilience.coordinator='10.0.0.5'"])
+
+
+def test_a_coordinator_on_anothers_address_is_an_error_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coordinator", "--host", "192.0.2.1", "--port", "0"]) == 2
+    assert "give an address of this machine as --host" in capsys.readouterr().err
