@@ -159,6 +159,7 @@ def test_weights_that_some_pipelines_would_tie_across_ranks_are_refused() -> Non
         propose(config, model, Templates(model, flop_costs(config, model)), source="test")
 
 
+@pytest.mark.slow
 def test_a_model_that_one_rank_has_no_memory_for_needs_more_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(resilience={"nodes": 8, "min_nodes": None})
     model = build(config, tokenizer_of(config, source="test"))
