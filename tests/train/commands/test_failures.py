@@ -16,6 +16,7 @@ from interlace.plan.links import Link, Links
 from interlace.train.build import build
 from interlace.train.commands import failures
 from interlace.train.config import load
+from interlace.train.schema_resilience import Resilience
 from interlace.train.texts import vocabulary_of
 from tests.test_cli import TINY
 
@@ -117,6 +118,17 @@ def test_errors_are_one_line(tiny: Path, arguments: list[str], message: str, cap
     assert main([argument.format(tiny.parent) for argument in [*arguments, *speed]]) == 2
     said = capfd.readouterr().err
     assert message in said and len(said.strip().splitlines()) == 1
+
+
+def test_what_no_flag_says_is_that_of_the_config(tiny: Path) -> None:
+    def taken(own: dict[str, Any], *flags: str) -> tuple[Any, ...]:
+        options = parser().parse_args(["simulate", str(tiny), "--trace", "x.csv", *flags])
+        found = failures.with_config(options, SimpleNamespace(resilience=Resilience(**own)))  # type: ignore[arg-type]
+        return found.nodes, found.ranks_per_node, found.faults, found.min_nodes
+
+    assert taken({}) == (None, 1, 1, 1)
+    assert taken({"nodes": 6, "faults": 2, "min_nodes": 2, "ranks_per_node": 4}) == (6, 4, 2, 2)
+    assert taken({"nodes": 6, "faults": 2}, "--nodes", "9", "--faults", "0", "--min-nodes", "3") == (9, 1, 0, 3)
 
 
 def test_the_network_is_that_of_the_links_unless_a_flag_says_so(tiny: Path) -> None:

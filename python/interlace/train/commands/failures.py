@@ -69,6 +69,7 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
     from interlace.simulate.recovery_picture import plot_recovery
 
     changes = read(options)
+    options = with_config(options, config)
     rates = rates_of(costs, options)
     nodes = options.nodes or max(config.world_size() // options.ranks_per_node, 1)
     try:
@@ -97,6 +98,19 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
     _print(report)
     print(f"wrote {options.out / PICTURE}")
     return 0
+
+
+def with_config(options: argparse.Namespace, config: Config) -> argparse.Namespace:
+    """The flags, and for those that were not given what [resilience] says; nodes only where it says how many."""
+    own = config.resilience
+    said = {
+        "nodes": own.nodes if "nodes" in own.model_fields_set else None,
+        "ranks_per_node": own.ranks_per_node,
+        "faults": own.faults,
+        "min_nodes": own.min_nodes or 1,
+    }
+    given = {name: value for name in said if (value := getattr(options, name)) is not None}
+    return argparse.Namespace(**{**vars(options), **said, **given})
 
 
 def read(options: argparse.Namespace) -> list[Change]:
