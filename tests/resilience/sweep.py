@@ -32,8 +32,8 @@ def play(folder: Path, faults: Sequence[str], *, seed: int, nodes: int, min_node
     chance = random.Random(seed)
     made = table(
         folder / "runs",
-        # A low rate: gradients are summed in another order in every generation, and at 3e-3 what fp32 rounds there grows
-        # to 1.2e-5 of a loss within 300 steps.
+        # A low rate: gradients are summed in another order in every generation, and at 3e-3 what fp32 rounds there
+        # grows to 1.2e-5 of a loss within 300 steps.
         train={"steps": steps, "microbatches": 4, "batch_size": 16, "lr": 3e-4},
         resilience={"nodes": nodes, "min_nodes": min_nodes, "heartbeat": 4.0},
     )
