@@ -49,6 +49,10 @@ EACH = 60  # samples of a rank (section 8.2)
 SEEDS = 3
 RANKS = 4  # that sleep
 CORES = 2  # ranks that compute
+ORDERS = {
+    "mixed": "samples in random order",
+    "by task": "those with pictures first, as files with one task each give them",
+}
 NARROW = 32  # width of the model of those that sleep, so that its own computing is a small part of their time
 SMALLER = 8  # a measured sample has that part of its tokens
 GOAL = 1.25  # times as fast as "none", of ranks that sleep
@@ -141,11 +145,14 @@ def planning_of(ranks: int, repeats: int = 7) -> dict[str, Any]:
     return {**where, "goal_ms": PLANNING, **times, **medians, "load_average": os.getloadavg()[0]}
 
 
-def build_samples(mllm: MultimodalModel, ranks: int, each: int, seed: int) -> list[Sample]:
-    """OrchMLLM's mix as `lengths_for` draws it, with a `SMALLER`-th of its tokens: pictures or speech, and text."""
+def build_samples(mllm: MultimodalModel, ranks: int, each: int, seed: int, order: str = "mixed") -> list[Sample]:
+    """OrchMLLM's mix as `lengths_for` draws it, with a `SMALLER`-th of its tokens: pictures or speech, and text.
+
+    order: see `ORDERS`."""
     tokens, generator = drawn(MODELS["MLLM-10B"], ranks, each, seed).tokens, torch.Generator().manual_seed(seed)
+    place = np.arange(ranks * each) if order == "mixed" else np.argsort(tokens["vision"] == 0, kind="stable")
     samples = []
-    for vision, audio, llm in zip(*(tokens[phase] // SMALLER for phase in PHASES), strict=True):
+    for vision, audio, llm in zip(*(tokens[phase][place] // SMALLER for phase in PHASES), strict=True):
         ids, media, rows = [1], {}, 0
         for name, size in (("vision", vision), ("audio", audio)):
             if not size:
@@ -176,15 +183,15 @@ def run_slots(rank: int, port: int, options: argparse.Namespace, fits: FittedCos
     join_group(rank, RANKS, port, 300)
     slots, mllm = Slots(), model_of(NARROW)
     layout = shared(mllm, RANKS)
-    batches = [build_samples(mllm, RANKS, options.each, seed) for seed in range(options.batches)]
+    batches = batches_of(mllm, RANKS, options)
     scale, links, traffic, found = 0.0, None, None, Found()
     for method in BALANCES:
         mllm = model_of(NARROW)
         parallel = parallelize(mllm, layout, balance=method, transport="distributed", timeout=240)
         links = links or measure_links(parallel.channel, mllm.modules_order())
         traffic = traffic or Predictor(mllm, fits, links).traffic(layout)
-        step_seconds(parallel, batches[0])  # warms up
-        for samples in batches:
+        step_seconds(parallel, batches[0][1])  # warms up
+        for order, samples in batches:
             table = parallel.table(samples, 1)
             sizes = chunk_sizes(mllm, table, samples)
             alone = durations(parallel.graph, table, fits, sizes, links)
@@ -197,7 +204,9 @@ def run_slots(rank: int, port: int, options: argparse.Namespace, fits: FittedCos
             late = torch.tensor(slots.late)
             dist.all_reduce(late, dist.ReduceOp.MAX)
             guess = predict(parallel.schedule(table), fits, sizes, links, traffic, seconds=told[0], optimizer=False)
-            found.add(method, parallel, table, samples, seconds, simulated_seconds=guess.makespan, late=float(late))
+            found.add(
+                order, method, parallel, table, samples, seconds, simulated_seconds=guess.makespan, late=float(late)
+            )
     if rank == 0:
         Path(result).write_text(json.dumps(found.rows))
     dist.barrier()
@@ -213,17 +222,26 @@ def run_real(rank: int, port: int, options: argparse.Namespace, result: str) -> 
         method: parallelize(model_of(options.hidden), layout, balance=method, transport="distributed", timeout=240)
         for method in BALANCES
     }
-    batches = [build_samples(each["none"].mllm, CORES, options.each, seed) for seed in range(options.batches)]
+    batches = batches_of(each["none"].mllm, CORES, options)
     for parallel in each.values():
-        step_seconds(parallel, batches[0])  # warms up
-    for samples in batches:
+        step_seconds(parallel, batches[0][1])  # warms up
+    for order, samples in batches:
         for method, parallel in each.items():
             seconds = step_seconds(parallel, samples)
-            found.add(method, parallel, parallel.table(samples, 1), samples, seconds)
+            found.add(order, method, parallel, parallel.table(samples, 1), samples, seconds)
     if rank == 0:
         Path(result).write_text(json.dumps(found.rows))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def batches_of(mllm: MultimodalModel, ranks: int, options: argparse.Namespace) -> list[tuple[str, list[Sample]]]:
+    """(order, samples) of every measured step."""
+    return [
+        (order, build_samples(mllm, ranks, options.each, seed, order))
+        for order in ORDERS
+        for seed in range(options.batches)
+    ]
 
 
 def step_seconds(parallel: ParallelModel, samples: list[Sample]) -> float:
@@ -235,18 +253,25 @@ def step_seconds(parallel: ParallelModel, samples: list[Sample]) -> float:
 
 
 class Found:
-    """What was measured: method -> one entry per batch of each figure."""
+    """What was measured: order -> method -> one entry per batch of each figure."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
+        self.rows: dict[str, dict[str, dict[str, Any]]] = {order: {} for order in ORDERS}
 
     def add(
-        self, method: str, parallel: ParallelModel, table: StepTable, samples: list[Sample], took: float, **more: float
+        self,
+        order: str,
+        method: str,
+        parallel: ParallelModel,
+        table: StepTable,
+        samples: list[Sample],
+        took: float,
+        **more: float,
     ) -> None:
         """A batch; took: seconds."""
         assert parallel.dispatcher is not None
         loads = parallel.dispatcher.computed(table, Lengths.of(samples, parallel.mllm.modules_order()[:-1]))
-        row = self.rows.setdefault(method, {"imbalance": {name: [] for name in loads}})
+        row = self.rows[order].setdefault(method, {"imbalance": {name: [] for name in loads}})
         for name, value in {"seconds": took, **more}.items():
             row.setdefault(name, []).append(value)
         for name, load in loads.items():
@@ -272,22 +297,22 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     )
     slept = _spawned(run_slots, RANKS, options, fits)
     real = _spawned(run_real, CORES, options)
-    faster = {name: sum(rows["none"]["seconds"]) / sum(rows["per_module"]["seconds"]) for name, rows in
-              (("slept", slept), ("real", real))}  # fmt: skip
-    for method, row in slept.items():
-        mean, guess = statistics.mean(row["seconds"]), statistics.mean(row["simulated_seconds"])
-        row["error"] = guess / mean - 1
-        print(
-            f"{RANKS} ranks that sleep, {method:10} {mean:.3f} s/step, simulated {guess:.3f} s ({row['error']:+.1%}; "
-            f"goal: within {WITHIN:.0%})"
-        )
-    print(f"per_module is {faster['slept']:.2f} x as fast as none (goal: {GOAL}); compute actions slept their time")
-    for method, row in real.items():
-        print(f"{CORES} ranks that compute, {method:10} {statistics.mean(row['seconds']):.3f} s/step")
-    print(f"per_module is {faster['real']:.2f} x as fast as none, on {CORES} processes of one thread each")
+    told: dict[str, dict[str, float]] = {"slept": {}, "real": {}}
+    for what, ranks, orders in (("slept", RANKS, slept), ("real", CORES, real)):
+        for order, rows in orders.items():
+            told[what][order] = sum(rows["none"]["seconds"]) / sum(rows["per_module"]["seconds"])
+            for method, row in rows.items():
+                mean, beside = statistics.mean(row["seconds"]), ""
+                if what == "slept":
+                    guess = statistics.mean(row["simulated_seconds"])
+                    row["error"] = guess / mean - 1
+                    beside = f", simulated {guess:.3f} s ({row['error']:+.1%}; goal: within {WITHIN:.0%})"
+                print(f"{ranks} ranks, {what}, {order}: {method:10} {mean:.3f} s/step{beside}")
+            goal = f" (goal: {GOAL})" if what == "slept" else ", whatever that is"
+            print(f"{ranks} ranks, {what}, {order}: per_module is {told[what][order]:.2f} x as fast as none{goal}")
     sizes = f"{options.each} samples a rank in each of {options.batches} batches, with 1/{SMALLER} of their tokens"
     return {
-        "goal": {"faster": GOAL, "within": WITHIN}, "faster": faster, "samples": sizes,
+        "goal": {"faster": GOAL, "within": WITHIN}, "faster": told, "samples": sizes, "orders": ORDERS,
         "slept": {
             "compute": f"every compute action sleeps its profiled time (hidden size {options.hidden}), stretched to "
             f"{options.slot} s on average of the first batch of none: two cores cannot show four ranks otherwise",
@@ -305,7 +330,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 2560], help="of which balance is counted")
     parser.add_argument("--measured", action="store_true", help="time steps of 4 processes, too")
-    parser.add_argument("--batches", type=int, default=6, help="of each method, after one that warms up")
+    parser.add_argument("--batches", type=int, default=5, help="of each order and method")
     parser.add_argument("--each", type=int, default=6, help="samples of a rank in a measured step")
     parser.add_argument("--slot", type=float, default=0.2, help="mean seconds of a compute action that sleeps")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model that is profiled, and computes")

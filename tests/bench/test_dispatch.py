@@ -49,6 +49,8 @@ def test_measured_samples_are_those_of_the_mix() -> None:
     assert [bool(sample.media.get("audio")) for sample in samples] == (tokens["audio"] > 0).tolist()
     for sample, whole in zip(samples, tokens["llm"], strict=True):
         assert abs(len(sample) - whole / dispatch.SMALLER) < 24  # pictures are whole rows of patches
+    ordered = dispatch.build_samples(mllm, 2, 6, 3, "by task")
+    assert [bool(s.media.get("vision")) for s in ordered] == sorted((tokens["vision"] > 0).tolist(), reverse=True)
 
 
 @pytest.mark.slow
@@ -58,6 +60,9 @@ def test_measured_steps_are_told(tmp_path: Path) -> None:
     report = dispatch.main([*words, "--budget", "0", "--out", str(out)])
     assert json.loads(out.read_text()) == json.loads(json.dumps(report))
     measured = report["measured"]
-    assert set(measured["slept"]["rows"]) == set(measured["real"]["rows"]) == set(BALANCES)
-    for row in measured["slept"]["rows"].values():
-        assert len(row["seconds"]) == len(row["simulated_seconds"]) == 1 and row["seconds"][0] > 0
+    for what in ("slept", "real"):
+        assert set(measured[what]["rows"]) == set(measured["faster"][what]) == set(dispatch.ORDERS)
+        for rows in measured[what]["rows"].values():
+            assert set(rows) == set(BALANCES) and all(len(row["seconds"]) == 1 for row in rows.values())
+    by_task = measured["slept"]["rows"]["by task"]
+    assert by_task["none"]["imbalance"]["vision"][0] > by_task["per_module"]["imbalance"]["vision"][0]
