@@ -95,6 +95,32 @@ py::array_t<int32_t> place(const py::array &volume, int64_t per_node) {
     return to_numpy(rank_of);
 }
 
+std::vector<int32_t> read_ranks(const py::array &array, const std::string &name, int64_t ranks) {
+    const std::vector<int64_t> values = read_integers(array, name, 0, ranks - 1);
+    return std::vector<int32_t>(values.begin(), values.end());
+}
+
+py::array_t<int32_t> place_items(const py::array &source, const py::array &destination, const py::array &sizes,
+                                 int64_t ranks, int64_t per_node) {
+    checked_count(ranks, "ranks", 1, 1 << 24);
+    if (per_node < 1 || ranks % per_node != 0)
+        throw py::value_error("ranks_per_node must divide the " + std::to_string(ranks) + " ranks, got " +
+                              std::to_string(per_node));
+    const std::vector<int32_t> from = read_ranks(source, "source", ranks);
+    const std::vector<int32_t> to = read_ranks(destination, "destination", ranks);
+    const std::vector<double> size = read_real(sizes, "sizes");
+    check_costs(size, "sizes", 0);
+    if (from.size() != to.size() || from.size() != size.size())
+        throw py::value_error("source, destination and sizes differ in length: " + std::to_string(from.size()) + ", " +
+                              std::to_string(to.size()) + ", " + std::to_string(size.size()));
+    std::vector<int32_t> rank_of;
+    {
+        const Interruptible call;
+        rank_of = nodewise_placement(volume_of_items(from, to, size, ranks, per_node));
+    }
+    return to_numpy(rank_of);
+}
+
 double bound(const py::array &volume, int64_t per_node, int64_t iterations) {
     checked_count(iterations, "iterations", 0, 1 << 30);
     Volume entries = read_volume(volume, per_node);
@@ -103,11 +129,6 @@ double bound(const py::array &volume, int64_t per_node, int64_t iterations) {
     const std::vector<double> sent = internode_volume(entries, nodewise_placement(entries));
     const double relaxed = nodewise_bound(entries, sent, iterations);
     return std::ldexp(nodewise_single_bound(entries, sent, relaxed, 20 * iterations), exponent);
-}
-
-std::vector<int32_t> read_ranks(const py::array &array, const std::string &name, int64_t ranks) {
-    const std::vector<int64_t> values = read_integers(array, name, 0, ranks - 1);
-    return std::vector<int32_t>(values.begin(), values.end());
 }
 
 py::tuple exchange_orders(const py::array &source, const py::array &destination, int64_t ranks) {
@@ -130,6 +151,8 @@ py::tuple exchange_orders(const py::array &source, const py::array &destination,
 
 void bind_rearrange(py::module_ &module) {
     module.def("nodewise_placement", &place, py::arg("volume"), py::arg("ranks_per_node"));
+    module.def("nodewise_placement_of_items", &place_items, py::arg("source"), py::arg("destination"), py::arg("sizes"),
+               py::arg("ranks"), py::arg("ranks_per_node"));
     module.def("nodewise_bound", &bound, py::arg("volume"), py::arg("ranks_per_node"), py::arg("iterations"));
     module.def("exchange_orders", &exchange_orders, py::arg("source"), py::arg("destination"), py::arg("ranks"));
 }

@@ -3,9 +3,40 @@
 #include <algorithm>
 #include <cmath>
 
+#include "balance/rearrange.h"
 #include "common/interrupt.h"
 
 namespace interlace {
+
+Volume volume_of_items(const std::vector<int32_t> &source, const std::vector<int32_t> &destination,
+                       const std::vector<double> &sizes, int64_t instances, int64_t per_node) {
+    Volume volume;
+    volume.instances = instances;
+    volume.per_node = per_node;
+    volume.row_start.assign(instances + 1, 0);
+    volume.row_sum.assign(instances, 0.0);
+    int32_t row = -1;
+    Poll poll;
+    for (const int32_t item : grouped_order(source, destination, instances)) {
+        poll();
+        if (sizes[item] == 0) continue;
+        const bool more = source[item] == row && volume.rows.back().other == destination[item];
+        if (more) {
+            volume.rows.back().value += sizes[item];
+        } else {
+            volume.rows.push_back({destination[item], sizes[item]});
+        }
+        row = source[item];
+        volume.row_start[row + 1] = static_cast<int64_t>(volume.rows.size());
+    }
+    for (int64_t i = 0; i < instances; ++i) {
+        volume.row_start[i + 1] = std::max(volume.row_start[i + 1], volume.row_start[i]);
+        for (int64_t at = volume.row_start[i]; at < volume.row_start[i + 1]; ++at)
+            volume.row_sum[i] += volume.rows[at].value;
+    }
+    transpose(volume);
+    return volume;
+}
 
 void transpose(Volume &volume) {
     const int64_t d = volume.instances;

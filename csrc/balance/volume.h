@@ -21,6 +21,10 @@ struct Volume {
     int64_t nodes() const { return instances / per_node; }
 };
 
+// What instances hold of batches by single items: a source (the instance), a destination (the batch) and a size each.
+Volume volume_of_items(const std::vector<int32_t> &source, const std::vector<int32_t> &destination,
+                       const std::vector<double> &sizes, int64_t instances, int64_t per_node);
+
 // Fills in columns from rows.
 void transpose(Volume &volume);
 

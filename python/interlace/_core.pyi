@@ -30,6 +30,13 @@ def post_balance_convolution(
     lengths: NDArray[np.generic], attention: NDArray[np.generic], bins: int
 ) -> NDArray[np.int32]: ...
 def nodewise_placement(volume: NDArray[np.generic], ranks_per_node: int) -> NDArray[np.int32]: ...
+def nodewise_placement_of_items(
+    source: NDArray[np.generic],
+    destination: NDArray[np.generic],
+    sizes: NDArray[np.generic],
+    ranks: int,
+    ranks_per_node: int,
+) -> NDArray[np.int32]: ...
 def nodewise_bound(volume: NDArray[np.generic], ranks_per_node: int, iterations: int) -> float: ...
 def exchange_orders(
     source: NDArray[np.generic], destination: NDArray[np.generic], ranks: int

@@ -26,6 +26,35 @@ def best_placement(volume, per_node):
     return best
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.data())
+def test_items_are_placed_as_their_matrix_is(nodes, per_node, data):
+    ranks = nodes * per_node
+    rank = st.integers(0, ranks - 1)
+    items = data.draw(st.lists(st.tuples(rank, rank, st.sampled_from([0, 1, 2, 3, 0.1, 7])), max_size=40))
+    source, destination = (np.array([item[k] for item in items], int) for k in (0, 1))
+    sizes = np.array([item[2] for item in items], float)
+    volume = balance.rearrangement_volume(source, destination, sizes, ranks)
+    found = balance.nodewise_placement_of_items(source, destination, sizes, ranks, per_node)
+    assert found.tolist() == balance.nodewise_placement(volume, per_node).tolist()
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "sizes", "ranks", "per_node", "says"),
+    [
+        ([0, 4], [0, 1], [1.0, 1.0], 4, 2, r"source\[1\] is 4"),
+        ([0, 1], [0, -1], [1.0, 1.0], 4, 2, r"destination\[1\] is -1"),
+        ([0, 1], [0, 1], [1.0, -1.0], 4, 2, r"sizes\[1\]"),
+        ([0, 1], [0, 1], [1.0], 4, 2, "differ in length: 2, 2, 1"),
+        ([0, 1], [0, 1], [1.0, 1.0], 4, 3, "must divide the 4 ranks"),
+        ([0, 1], [0, 1], [1.0, 1.0], 0, 1, "ranks must lie between 1"),
+    ],
+)
+def test_items_that_cannot_be_placed_are_named(source, destination, sizes, ranks, per_node, says):
+    with pytest.raises(ValueError, match=says):
+        balance.nodewise_placement_of_items(source, destination, sizes, ranks, per_node)
+
+
 @st.composite
 def volumes(draw):
     per_node, nodes = draw(st.sampled_from([(1, 3), (2, 2), (3, 2), (2, 3), (6, 1), (1, 1)]))

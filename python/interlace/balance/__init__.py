@@ -26,6 +26,7 @@ from interlace.balance.rearrange import (
     internode_volume,
     nodewise_bound,
     nodewise_placement,
+    nodewise_placement_of_items,
     post_balance,
     rearrangement_volume,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "batch_costs",
     "rearrangement_volume",
     "nodewise_placement",
+    "nodewise_placement_of_items",
     "nodewise_bound",
     "internode_volume",
     "compose",

@@ -204,13 +204,13 @@ class Dispatcher:
                 return stays
             each = 1
         if (each == 1 and len(nodes) == 1) or (len(reading) == dp and np.array_equal(reading, self._nodes[encoder])):
-            volume = balance.rearrangement_volume(reader, batch, rows, dp)
-        else:  # what a node reads, shared out over its replicas of the encoder; rows for other nodes cross anyway
-            node = np.searchsorted(nodes, reading)
-            node[~np.isin(reading, nodes)] = -1
-            here = node[reader] >= 0
-            among = np.bincount(node[reader[here]] * dp + batch[here], rows[here], len(nodes) * dp)
-            volume = np.repeat(among.reshape(-1, dp) / each, each, axis=0)
+            return balance.nodewise_placement_of_items(reader, batch, rows, dp, each).astype(np.int64)
+        # What a node reads, shared out over its replicas of the encoder; rows for other nodes cross anyway.
+        node = np.searchsorted(nodes, reading)
+        node[~np.isin(reading, nodes)] = -1
+        here = node[reader] >= 0
+        among = np.bincount(node[reader[here]] * dp + batch[here], rows[here], len(nodes) * dp)
+        volume = np.repeat(among.reshape(-1, dp) / each, each, axis=0)
         return balance.nodewise_placement(volume, each).astype(np.int64)
 
     def _together(self, encoder: str, language_model: str) -> bool:
