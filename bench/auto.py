@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.measure import machine, versions
+from bench.measure import command, machine, versions, write_json
 from interlace.train.auto import planlock
 from interlace.train.auto.candidates import Candidate, applied, listed
 from interlace.train.auto.decide import openings_of
@@ -99,22 +99,46 @@ def main() -> None:
     configs = layouts_of(config, options.all)
     auto = str(decision.best.candidate)
     configs[auto] = planlock.locked(config, text, "plan.lock")
-    measured = dict.fromkeys(configs, float("inf"))
+    rounds: list[dict[str, float]] = []
+    predicted = {str(each.candidate): each.seconds for each in decision.outcomes}
+    measured: dict[str, float] = {}
     for turn in range(options.rounds):
+        rounds.append({})
         for name, each in configs.items():
             with tempfile.TemporaryDirectory(prefix="interlace-auto-") as folder:
-                measured[name] = min(measured[name], seconds_of(each, options.steps, Path(folder)))
-            print(f"round {turn}: {1e3 * measured[name]:8.1f} ms  {name}", flush=True)
-    predicted = {str(each.candidate): each.seconds for each in decision.outcomes}
+                rounds[-1][name] = seconds_of(each, options.steps, Path(folder))
+            print(f"round {turn}: {1e3 * rounds[-1][name]:8.1f} ms  {name}", flush=True)
+        measured = {name: min(each[name] for each in rounds) for name in configs}
+        if options.json is not None:  # after each round: they take minutes
+            write_json(options.json, report_of(options, auto, rounds, measured, predicted))
     for name, seconds in sorted(measured.items(), key=lambda item: item[1]):
         simulated = f"{1e3 * predicted[name]:8.1f} ms simulated" if name in predicted else " " * 21
         print(f"{1e3 * seconds:8.1f} ms  {simulated}  {name}{'  <- auto' if name == auto else ''}")
     ratio = measured[auto] / min(measured.values())
     print(f"auto takes {ratio:.3f} times the fastest's time: {'well' if ratio <= WITHIN else 'NOT'} within 10 %")
-    if options.json is not None:
-        rows = {"config": str(options.config), "auto": auto, "ratio": ratio, "measured": measured}
-        rows |= {"predicted": predicted, "machine": machine(), "versions": versions("torch", "transformers")}
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def report_of(
+    options: argparse.Namespace,
+    auto: str,
+    rounds: list[dict[str, float]],
+    measured: dict[str, float],
+    predicted: dict[str, float],
+) -> dict[str, Any]:
+    """What the JSON says."""
+    return {
+        "benchmark": "auto",
+        "command": command("auto", sys.argv[1:]),
+        "config": str(options.config.name),
+        "steps": options.steps,
+        "auto": auto,
+        "ratio": measured[auto] / min(measured.values()),
+        "measured": measured,
+        "rounds": rounds,
+        "predicted": predicted,
+        "machine": machine(),
+        "versions": versions("torch", "transformers"),
+    }
 
 
 if __name__ == "__main__":
