@@ -201,6 +201,24 @@ def test_a_run_in_which_ranks_only_give_up_ends_with_their_reason(tmp_path: Path
         assert "a message was lost" in run.journal("end")[0]["why"]
 
 
+def end_the_run(folder: Path) -> None:
+    member = Member.from_environment(60.0)
+    generation = member.next_generation(0, 60.0)
+    if member.rank(generation) == 1:
+        member.end("no rank has layer 3")
+        raise ResilienceError("no rank has layer 3")
+    member.next_generation(generation.number, 60.0)
+
+
+def test_a_rank_that_ends_the_run_is_heard_by_all(tmp_path: Path) -> None:
+    """Nobody trains on without it, and the coordinator says its words, not that a node was lost."""
+    settings = Settings(nodes=3, faults=0, min_nodes=1, heartbeat=5.0, gather=60.0)
+    with cluster(tmp_path, settings, (end_the_run,), 3) as run:
+        assert run.end() == 1
+        assert run.journal("end")[0]["why"] == "no rank has layer 3" and len(run.generations()) == 1
+        assert [each.exitcode for each in run.supervisors] == [1, 1, 1]
+
+
 @pytest.mark.slow
 def test_a_node_that_cannot_leave_in_time_is_lost(tmp_path: Path) -> None:
     settings = Settings(nodes=3, faults=1, min_nodes=1, heartbeat=5.0, gather=60.0)

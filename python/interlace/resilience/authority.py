@@ -16,6 +16,7 @@ from interlace.resilience.generation import Event, Generation, Node, Noticed
 from interlace.resilience.member import (
     COPIED,
     DECISION,
+    ENDS,
     GAVE_UP,
     GENERATION,
     NEWEST,
@@ -117,6 +118,8 @@ class Authority:
         slept: seconds in which this process should have looked and did not, which prove nothing.
         """
         try:
+            if self._store.check([ENDS]):
+                raise ResilienceError(self._store.get(ENDS).decode(errors="replace"))
             self._take_ready()
             self._ask_for_boundary()
             self._move_on(now)
