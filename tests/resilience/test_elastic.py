@@ -54,10 +54,10 @@ def test_a_run_outlives_a_node_and_takes_another_in(tmp_path: Path) -> None:
     assert bars.open == [] and bars.parts == list(PARTS) * (found["generations"] - 1)
     assert "death" in page and "join" in page
     curves = scalars(folder)
+    changes = [line for line in lines if line["split"]]
     for part in (*PARTS, "lost"):
-        expected = [line["lost"] if part == "lost" else line["split"][part] for line in lines if line["split"]]
-        steps = [line["step"] for line in lines if line["split"]]
-        assert curves[f"recovery/{part}(s)"] == dict(zip(steps, pytest.approx(expected, rel=1e-5), strict=True))
+        expected = {line["step"]: {**line["split"], "lost": line["lost"]}[part] for line in changes}
+        assert curves[f"recovery/{part}(s)"] == pytest.approx(expected, rel=1e-5)
     assert set(curves[LOSS]) == set(range(1, 91))
 
 

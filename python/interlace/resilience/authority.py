@@ -159,6 +159,9 @@ class Authority:
         if self.generation is None:
             self._publish(self.roster.next(now - self._began))
             return
+        if self._broken is not None and self._finishing:  # who has ended cannot be in another generation
+            self._stop("a node was lost when others had ended already: resume the run")
+            return
         prefix = prefix_of(self.generation)
         if self._gave_up is None and self._broken is None and self._count(f"{prefix}/{GAVE_UP}"):
             self._gave_up = now
