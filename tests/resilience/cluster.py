@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from interlace.resilience.coordinator import Coordinator
+from interlace.resilience.generation import Generation
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
 from interlace.resilience.supervisor import Supervisor
 from tests.forkserver import context
 
+SLOW = 0.3  # seconds that a slow step takes at most
 PATIENCE = 60.0  # seconds until something that should happen counts as a hang
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
@@ -77,7 +79,7 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
     draw = random.Random(os.getpid())
     member = Member.from_environment(PATIENCE)
     generation = member.next_generation(0, PATIENCE)
-    step = 0 if generation.number == 1 else -1
+    step = 0 if generation.number == 1 else -1  # not known
     log = (folder / f"{member.node}-{os.getpid()}").open("a")
 
     def note(**what: Any) -> None:
@@ -93,24 +95,52 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
             continue
         if generation.kind == "save":
             return
-        # What survivors know, those that join are told.
-        if step >= 0:
-            assert int(member.store(generation).compare_set("step", "", str(step))) == step
-        else:
-            step = int(member.store(generation).get("step"))
+        known = told_by_all(member, generation, step)
+        if known is None:
+            generation = member.next_generation(generation.number, PATIENCE)
+            continue
+        # What survivors know, those that join are told. Where all are lost who knew it, the records are the checkpoint.
+        step = max(known) if max(known) >= 0 else 1 + last_noted(folder)
+        assert set(known) <= {-1, step}
         member.copied(generation)
         answer = "commit"
         while answer == "commit" and step < steps:
             if draw.random() < suicidal:
                 threading.Timer(draw.random() * 1.5 * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
             member.progress.computing()
-            time.sleep(draw.random() * seconds)
+            time.sleep(draw.random() * (SLOW if (folder / "slowly").exists() else seconds))
             answer = member.vote(generation, step)
             note(generation=generation.number, step=step, answer=answer)
             step += answer != "abort"
         if step >= steps:
             return
         generation = member.next_generation(generation.number, PATIENCE)
+
+
+def told_by_all(member: Member, generation: Generation, step: int) -> list[int] | None:
+    """What each rank of a generation says is the next step, -1 where it does not know. None: it is over before that."""
+    store = member.store(generation)
+    store.set(f"step/{member.rank(generation)}", str(step))
+    while not store.check([f"step/{rank}" for rank in range(generation.world)]):
+        if member.over(generation):
+            return None
+        time.sleep(0.005)
+    return [int(store.get(f"step/{rank}")) for rank in range(generation.world)]
+
+
+def last_noted(folder: Path) -> int:
+    """The last step that counts in what ranks have noted; -1 if none does."""
+    notes = [note for each in noted(folder).values() for note in each if note.get("answer", "abort") != "abort"]
+    return max((int(note["step"]) for note in notes), default=-1)
+
+
+def noted(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What each rank noted, by file; of one that was killed amid a line, without it."""
+    return {
+        path.name: [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        for path in folder.iterdir()
+        if path.name != "slowly"
+    }
 
 
 def supervise(
@@ -195,23 +225,21 @@ class Cluster:
     def ranks(self) -> dict[str, list[int]]:
         """Process ids of ranks that have trained, by node."""
         found: dict[str, list[int]] = {}
-        for path in (self.folder / "ranks").iterdir():
-            node, _, process = path.name.rpartition("-")
+        for name in noted(self.folder / "ranks"):
+            node, _, process = name.rpartition("-")
             found.setdefault(node, []).append(int(process))
         return found
 
-    def noted(self) -> dict[str, list[dict[str, Any]]]:
-        """What each rank noted, by file; of one that was killed amid a line, without it."""
-        return {
-            path.name: [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-            for path in (self.folder / "ranks").iterdir()
-        }
+    def slow(self, slowly: bool) -> None:
+        """Steps take long from here on, or as long as they should: so there are some left when something happens."""
+        mark = self.folder / "ranks" / "slowly"
+        mark.touch() if slowly else mark.unlink()
 
     def check_votes(self, steps: int | None) -> dict[int, int]:
         """All ranks saw the same decisions, and each of `steps` steps counts once (None: of those that do): the
         generation in which it did, by step."""
         answers: dict[tuple[int, int], set[str]] = {}
-        for notes in self.noted().values():
+        for notes in noted(self.folder / "ranks").values():
             for note in notes:
                 if "step" in note:
                     answers.setdefault((note["generation"], note["step"]), set()).add(note["answer"])

@@ -76,9 +76,10 @@ class Cluster:
     each rank process PID.steps, the steps that counted there with the samples that were trained on.
     """
 
-    def __init__(self, folder: Path, table: Mapping[str, Any], *, pace: float = 0.0) -> None:
-        """pace: see `slow`."""
-        self.folder, self.table = folder, table
+    def __init__(self, folder: Path, table: Mapping[str, Any], *, pace: float = 0.0, resume: str | None = None) -> None:
+        """pace: see `slow`. resume: what follows --resume, if that is there."""
+        self.folder, self.table, self.resume = folder, table, resume
+        folder.mkdir(exist_ok=True)
         self.nodes: dict[str, Any] = {}
         self.journal = folder / "journal.jsonl"
         self.slow(pace)
@@ -106,7 +107,9 @@ class Cluster:
     def start(self, *names: str) -> None:
         """Nodes come."""
         for name in names:
-            process = context().Process(target=_node, args=(name, str(self.folder), self.address, dict(self.table)))
+            process = context().Process(
+                target=_node, args=(name, str(self.folder), self.address, dict(self.table), self.resume)
+            )
             process.start()
             self.nodes[name] = process
 
@@ -149,7 +152,8 @@ class Cluster:
     def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            if time.monotonic() > deadline:
+            over = self.nodes and not any(process.is_alive() for process in self.nodes.values())
+            if (over and not condition()) or time.monotonic() > deadline:
                 raise TimeoutError(f"{what} did not come\n{self.told()}")
             time.sleep(0.01)
 
@@ -161,6 +165,10 @@ class Cluster:
                 raise TimeoutError(f"node {name} does not end\n{self.told()}")
         return {name: process.exitcode for name, process in self.nodes.items()}
 
+    def said(self) -> str:
+        """All that ranks said."""
+        return "".join(path.read_text() for path in self.folder.glob("*.log"))
+
     def told(self) -> str:
         """What everybody said, for a failing test."""
         texts = [self.journal.read_text()[-3000:]] if self.journal.exists() else []
@@ -168,9 +176,13 @@ class Cluster:
 
     def run_folder(self) -> Path:
         """The run's own folder."""
-        found = {path.parent for path in self.folder.glob("runs/elastic/*/metrics.jsonl")}
-        (path,) = (path for path in found if not path.is_symlink())
+        runs = Path(self.table["run"]["folder"]) / self.table["run"]["name"]
+        (path,) = (path for path in runs.iterdir() if not path.is_symlink() and (path / "run.json").exists())
         return path
+
+    def checkpoints(self) -> list[Path]:
+        """Those that stand."""
+        return sorted(Path(self.table["run"]["folder"]).glob("elastic/*Z*/checkpoints/step-*[0-9]"))
 
 
 def _coordinate(folder: str) -> None:
@@ -183,7 +195,7 @@ def _coordinate(folder: str) -> None:
         serving.run()
 
 
-def _node(name: str, folder: str, address: str, made: dict[str, Any]) -> None:
+def _node(name: str, folder: str, address: str, made: dict[str, Any], resume: str | None) -> None:
     import interlace.train.elastic  # noqa: F401 (here, so that ranks have it)
     from interlace.resilience.supervisor import Supervisor
     from interlace.train.config import from_table
@@ -203,7 +215,7 @@ def _node(name: str, folder: str, address: str, made: dict[str, Any]) -> None:
                     "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(pages)),
                 }  # fmt: skip
                 log = place / f"{name}.log"
-                self.processes.append(_Forked(partial(_rank, config, environment, log, place)))
+                self.processes.append(_Forked(partial(_rank, config, environment, log, place, resume)))
             (place / f"{name}.pids").write_text(" ".join(str(process.pid) for process in self.processes))
 
     supervisor = Forking(
@@ -212,7 +224,7 @@ def _node(name: str, folder: str, address: str, made: dict[str, Any]) -> None:
     sys.exit(supervisor.run())
 
 
-def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path) -> int:
+def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, resume: str | None) -> int:
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
@@ -231,7 +243,7 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path) 
         time.sleep(float((folder / "pace").read_text()))
 
     elastic.Rank._commit = commit  # type: ignore[method-assign]
-    return elastic.run(config, source="test")
+    return elastic.run(config, source="test", resume=resume)
 
 
 class _Forked:
@@ -300,6 +312,7 @@ def uninterrupted(made: Mapping[str, Any], folder: Path) -> tuple[dict[int, floa
     feed = Feed(
         *datasets(config, model, tokenizer), batch_size=config.train.batch_size, seed=config.run.seed,
         validation_samples=config.train.validation_samples,
+        row_tokens=config.data.max_tokens if config.data.pack else None,
     )  # fmt: skip
     folder.mkdir(parents=True)
     trainer = Trainer(config, model, parallel, feed, folder, quiet=True)

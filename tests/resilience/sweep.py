@@ -149,15 +149,17 @@ def check_bytes(lines: Sequence[dict[str, Any]], made: dict[str, Any]) -> None:
     # fp32: a weight, two moments, an average and the number of its steps.
     size = {name: p.numel() * 16 + 4 for name, p in model.named_parameters()}
 
-    def held(line: dict[str, Any]) -> dict[str, set[str]]:
-        order = [node for pipeline in line["pipelines"] for node in pipeline]
-        layout = templates.layout([len(pipeline) for pipeline in line["pipelines"]])
-        return {node: set(held_by(layout, rank, layers, first)) for rank, node in enumerate(order)}
+    each = made["resilience"].get("ranks_per_node", 1)
+
+    def held(line: dict[str, Any]) -> dict[tuple[str, int], set[str]]:
+        order = [(node, rank) for pipeline in line["pipelines"] for node in pipeline for rank in range(each)]
+        layout = templates.layout([len(pipeline) * each for pipeline in line["pipelines"]])
+        return {place: set(held_by(layout, rank, layers, first)) for rank, place in enumerate(order)}
 
     for before, after in pairwise(lines):
         if after["generation"] == before["generation"] + 1:  # else one between them has come to nothing
             had = held(before)
-            missing = [name for node, names in held(after).items() for name in names - had.get(node, set())]
+            missing = [name for place, names in held(after).items() for name in names - had.get(place, set())]
             assert after["bytes"] == sum(size[name] for name in missing), (before, after)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +13,11 @@ from interlace.train.build import build
 from interlace.train.checkpoint.folder import verify
 from interlace.train.checkpoint.storage import read_manifest
 from interlace.train.config import from_table
+from interlace.train.elastic_log import PARTS, Recoveries
+from interlace.train.metrics import LOSS
 from interlace.train.texts import tokenizer_of
+from tests.data.chat_families import pictures, trained
+from tests.data.test_chats_faults import TEMPLATE
 from tests.resilience.elastic_cluster import Cluster, table
 from tests.resilience.sweep import check, play
 
@@ -29,7 +36,7 @@ def test_a_run_outlives_a_node(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_outlives_a_node_and_takes_another_in(tmp_path: Path) -> None:
-    made = table(tmp_path / "runs", train={"steps": 90}, resilience={"nodes": 3})
+    made = table(tmp_path / "runs", train={"steps": 90}, resilience={"nodes": 3}, log={"trackers": ["tensorboard"]})
     with Cluster(tmp_path, made, pace=0.3) as cluster:
         cluster.start("a", "b", "c")
         cluster.wait_for(cluster.reached(2), "step 2")
@@ -41,8 +48,25 @@ def test_a_run_outlives_a_node_and_takes_another_in(tmp_path: Path) -> None:
         assert [codes[name] for name in "bcd"] == [0, 0, 0], cluster.told()
     found = check(cluster, made, ["b", "c", "d"])
     assert found["generations"] >= 3 and found["false_alarms"] == 0
-    page = (cluster.run_folder() / "recovery.html").read_text()
-    assert "death" in page and "regroup" in page
+    folder = cluster.run_folder()
+    page, lines = (folder / "recovery.html").read_text(), Recoveries(folder).read()
+    bars = Bars(page)
+    assert bars.open == [] and bars.parts == list(PARTS) * (found["generations"] - 1)
+    assert "death" in page and "join" in page
+    curves = scalars(folder)
+    changes = [line for line in lines if line["split"]]
+    for part in (*PARTS, "lost"):
+        expected = {line["step"]: {**line["split"], "lost": line["lost"]}[part] for line in changes}
+        assert curves[f"recovery/{part}(s)"] == pytest.approx(expected, rel=1e-5)
+    assert set(curves[LOSS]) == set(range(1, 91))
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows of a run folder: curve -> step -> value."""
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    loaded = loading.EventAccumulator(str(next(folder.rglob("events.out*")).parent), size_guidance={"scalars": 0})
+    loaded.Reload()
+    return {tag: {each.step: each.value for each in loaded.Scalars(tag)} for tag in loaded.Tags()["scalars"]}
 
 
 @pytest.mark.slow
@@ -71,3 +95,85 @@ def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path) -> None:
     for name, parameter in build(config, tokenizer_of(config, source="test")).named_parameters():
         keys = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.ema")
         assert all(manifest.tensors[f"{key}.{name}"].shape == list(parameter.shape) for key in keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "faults", "names"),
+    [pytest.param(2, 1, "abc", id="two ranks a node"), pytest.param(1, 0, "a", id="one node, no fault")],
+)
+def test_nodes_of_several_ranks_and_one_alone(tmp_path: Path, ranks: int, faults: int, names: str) -> None:
+    own = {"nodes": len(names), "faults": faults, "ranks_per_node": ranks}
+    made = table(tmp_path / "runs", train={"steps": 10}, resilience=own)
+    with Cluster(tmp_path, made, pace=0.3 * faults) as cluster:
+        cluster.start(*names)
+        if faults:
+            cluster.wait_for(cluster.reached(2), "step 2")
+            cluster.kill("a")
+            cluster.slow(0.0)
+        living = list(names[faults:])
+        codes = cluster.end()
+        assert [codes[name] for name in living] == [0] * len(living), cluster.told()
+    found = check(cluster, made, living)
+    assert found["generations"] == 1 + faults
+
+
+@pytest.mark.slow
+def test_packed_rows_outlive_a_node(tmp_path: Path) -> None:
+    """The rows of a batch are shared out anew, over pipelines of which one is gone."""
+    made = table(tmp_path / "runs", train={"steps": 8, "batch_size": 6, "microbatches": 6}, resilience={"nodes": 3})
+    made["data"] |= write_chats(tmp_path / "chats")
+    made["model"]["language_model"]["config"]["max_position_embeddings"] = made["data"]["max_tokens"]
+    with Cluster(tmp_path, made, pace=0.3) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.wait_for(cluster.reached(2), "step 2")
+        cluster.kill("a")
+        cluster.slow(0.0)
+        codes = cluster.end()
+        assert (codes["b"], codes["c"]) == (0, 0), cluster.told()
+    found = check(cluster, made, ["b", "c"])
+    assert found["generations"] == 2
+
+
+def write_chats(folder: Path) -> dict[str, Any]:
+    """Chats of different lengths in a new folder, and a tokenizer; returns [data] of a config that packs them."""
+    folder.mkdir()
+    tokenizer = trained({}, ("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "tokenizer")
+    paths = pictures(folder / "pictures", 4)
+    lines = []
+    for number in range(60):
+        turns = [("human", f"<image>\nWhat is {number}?"), ("gpt", "It is a red cat. " * (1 + number % 3))]
+        record = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+        lines.append(json.dumps({**record, "images": [str(paths[number % 4].relative_to(folder))]}))
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    (folder / "validation.jsonl").write_text("\n".join(lines[:8]))
+    return {
+        "dataset": "chats", "train": [str(folder / "train.jsonl")], "validation": [str(folder / "validation.jsonl")],
+        "tokenizer": str(folder / "tokenizer"), "cache": str(folder / "cache"), "max_tokens": 128, "pack": True,
+    }  # fmt: skip
+
+
+class Bars(HTMLParser):
+    """What recovery.html holds: the parts of its bars, in order, and the elements that were not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.parts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in ("meta", "th", "td", "tr", "p"):  # HTML closes these itself
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("p", "tr"):
+            return
+        assert self.open.pop() == tag, self.getpos()
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-2:] == ["rect", "title"]:
+            self.parts.append(data.partition(":")[0])

@@ -30,7 +30,9 @@ def kill(process: int, number: int = signal.SIGKILL) -> None:
 
 
 def test_a_death_a_join_and_a_preemption(tmp_path: Path) -> None:
-    with cluster(tmp_path, SETTINGS, (vote_on_steps, STEPS, 0.05), 4) as run:
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, STEPS, 0.05), 0) as run:
+        run.slow(True)
+        run.start(4)
         run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
         first = run.generations()[0]["pipelines"]
         before = run.ranks()
@@ -48,6 +50,7 @@ def test_a_death_a_join_and_a_preemption(tmp_path: Path) -> None:
         fourth = run.until(lambda: run.generations()[3:], "generation without the leaver")[0]
         assert fourth["leaving"] == [fourth["cause"][0].removeprefix("leave ")]
         assert fourth["leaving"][0] not in nodes_of(fourth)
+        run.slow(False)
         assert run.end() == 0
         assert leaver.exitcode == 0 and joiner.exitcode == 0
         assert sorted(each.exitcode for each in run.supervisors) == [0, 0, 0, 0, 1]
@@ -103,7 +106,7 @@ def test_too_few_save_and_stop(tmp_path: Path) -> None:
 def test_votes_are_unanimous_under_random_deaths(tmp_path: Path, seed: int) -> None:
     settings = Settings(nodes=4, faults=0, min_nodes=1, heartbeat=2.0, gather=60.0, ranks_per_node=2)
     steps = 80
-    with cluster(tmp_path, settings, (vote_on_steps, steps, 0.004, 0.01), 4) as run:
+    with cluster(tmp_path, settings, (vote_on_steps, steps, 0.004, 0.02), 4) as run:
 
         def replace() -> None:
             """As many nodes as are lost come back, so that some are left at the end."""
@@ -199,6 +202,24 @@ def test_a_run_in_which_ranks_only_give_up_ends_with_their_reason(tmp_path: Path
         assert run.end() == 1
         assert "4 times in a row" in run.journal("end")[0]["why"]
         assert "a message was lost" in run.journal("end")[0]["why"]
+
+
+def end_the_run(folder: Path) -> None:
+    member = Member.from_environment(60.0)
+    generation = member.next_generation(0, 60.0)
+    if member.rank(generation) == 1:
+        member.end("no rank has layer 3")
+        raise ResilienceError("no rank has layer 3")
+    member.next_generation(generation.number, 60.0)
+
+
+def test_a_rank_that_ends_the_run_is_heard_by_all(tmp_path: Path) -> None:
+    """Nobody trains on without it, and the coordinator says its words, not that a node was lost."""
+    settings = Settings(nodes=3, faults=0, min_nodes=1, heartbeat=5.0, gather=60.0)
+    with cluster(tmp_path, settings, (end_the_run,), 3) as run:
+        assert run.end() == 1
+        assert run.journal("end")[0]["why"] == "no rank has layer 3" and len(run.generations()) == 1
+        assert [each.exitcode for each in run.supervisors] == [1, 1, 1]
 
 
 @pytest.mark.slow

@@ -30,6 +30,10 @@ def test_the_section_is_what_nodes_agree_on() -> None:
         ("parallel.placement='replicated'", r"parallel\.placement = 'replicated'"),
         ("run.device='cuda'", r"run\.device = 'cuda'.*CPUs alone"),
         ("parallel='auto'", r"parallel\.plan = 'auto'"),
+        (
+            "train.batch_size=1",
+            r"train\.batch_size = 1 is too small for train\.microbatches = 1 of each of 2 pipelines",
+        ),
         ("resilience.faults=2", r"resilience\.nodes = 2 cannot hold 3 pipelines"),
     ],
 )
@@ -37,6 +41,15 @@ def test_what_cannot_be_is_refused_by_name(change: str, words: str) -> None:
     config = load(CONFIG, [change])
     with pytest.raises(ConfigError, match=words):
         check(config, source=str(CONFIG))
+
+
+def test_each_pipeline_has_a_packed_row() -> None:
+    packed = "data={dataset='chats', train=['a.jsonl'], tokenizer='t', max_tokens=64, pack=true}"
+    check(load(CONFIG, [packed, "train.batch_size=2", "train.microbatches=2"]), source="here")
+    with pytest.raises(
+        ConfigError, match=r"train\.batch_size = 1 is too small for a packed row of each of 2 pipelines"
+    ):
+        check(load(CONFIG, [packed, "train.batch_size=1"]), source="here")
 
 
 def test_an_address_without_a_port_is_no_coordinator() -> None:

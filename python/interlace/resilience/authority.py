@@ -16,6 +16,7 @@ from interlace.resilience.generation import Event, Generation, Node, Noticed
 from interlace.resilience.member import (
     COPIED,
     DECISION,
+    ENDS,
     GAVE_UP,
     GENERATION,
     NEWEST,
@@ -117,6 +118,8 @@ class Authority:
         slept: seconds in which this process should have looked and did not, which prove nothing.
         """
         try:
+            if self._store.check([ENDS]):
+                raise ResilienceError(self._store.get(ENDS).decode(errors="replace"))
             self._take_ready()
             self._ask_for_boundary()
             self._move_on(now)
@@ -155,6 +158,9 @@ class Authority:
             return
         if self.generation is None:
             self._publish(self.roster.next(now - self._began))
+            return
+        if self._broken is not None and self._finishing:  # who has ended cannot be in another generation
+            self._stop("a node was lost when others had ended already: resume the run")
             return
         prefix = prefix_of(self.generation)
         if self._gave_up is None and self._broken is None and self._count(f"{prefix}/{GAVE_UP}"):

@@ -37,6 +37,7 @@ from interlace.resilience.progress import ProgressPage
 Answer = Literal["commit", "regroup", "abort"]
 LONGEST_PAUSE = 0.05  # seconds between two looks at the store
 NEWEST, GENERATION, READY, TEMPLATES = "newest", "generation", "ready", "templates"  # keys of the store
+ENDS = "ends"
 SPARE, REMOVED = "spare", "removed"  # with a node
 GAVE_UP, WHY, REGROUP, REGROUPED, OVER = (
     "gave up",
@@ -167,6 +168,11 @@ class Member:
                 f"{prefix_of(generation)}/{WHY}", "", f"rank {self.rank(generation)}: {reason[:500]}"
             )
             self._store.add(f"{prefix_of(generation)}/{GAVE_UP}", 1)
+
+    def end(self, reason: str) -> None:
+        """No generation can go on with the run: the coordinator ends it, and tells all nodes why."""
+        with self._asking("ending the run"):
+            self._store.compare_set(ENDS, "", reason[:500])
 
     def copied(self, generation: Generation) -> None:
         """This rank has all layers that it needs: as far as it is concerned, the leaving nodes may go."""

@@ -19,7 +19,7 @@ import time
 from copy import deepcopy
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from pydantic import ValidationError
@@ -32,7 +32,7 @@ from interlace.resilience.takeover import assign, copy
 from interlace.train import device as devices
 from interlace.train import elastic_state as states
 from interlace.train import rank as whole_run
-from interlace.train import runfolder
+from interlace.train import runfolder, trackers
 from interlace.train.build import architecture, build, initialize, stored_weights
 from interlace.train.checkpoint.checkpoints import Checkpoints, seconds_to_write
 from interlace.train.checkpoint.identity import canonical_names, identity_of
@@ -98,6 +98,7 @@ class Rank:
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(config.parallel.threads or launcher.default_threads(local_world))
         torch.manual_seed(config.run.seed)
+        trackers.check(config, source=source)  # any rank may be rank 0 one day
         self.tokenizer = tokenizer_of(config, source=source)
         self.model = build(config, self.tokenizer, source=source)  # on meta; each generation has a copy
         self.templates = Templates(self.model, flop_costs(config, self.model), recompute=config.train.recompute)
@@ -119,7 +120,7 @@ class Rank:
         self.parallel: Any = None  # of the newest generation, which the thread that reads ahead asks
         self.shares: tuple[int, ...] = ()
         self.clocks = Clocks()
-        # Any rank may be rank 0 one day, and then counts FLOPs: what takes long is done before anybody waits for it.
+        # Rank 0 counts FLOPs: what takes long is done before anybody waits for it.
         self.meter = Meter(self.model, [0.0], recompute=config.train.recompute)
 
     @cached_property
@@ -279,7 +280,7 @@ class Rank:
         """Some layers are lost with all of their holders: everybody goes on from the last checkpoint."""
         some = ", ".join(orphans[:3]) + (f" and {len(orphans) - 3} more" if len(orphans) > 3 else "")
         if not meeting.peers.on_first("looking for a checkpoint", lambda: self._has_checkpoint()):
-            raise ResilienceError(
+            self._end(
                 f"no node that is left has {some}, and there is no checkpoint yet: start the run anew, with more "
                 "resilience.faults or a smaller checkpoint.every"
             )
@@ -287,6 +288,11 @@ class Rank:
         path = trainer.resume()
         if meeting.rank == 0:
             launcher.say_error(f"interlace: no node that is left has {some}: going back to {path}")
+
+    def _end(self, why: str) -> NoReturn:
+        """Ends the run on all nodes: no generation that follows could do better."""
+        self.member.end(why)
+        raise ResilienceError(why)
 
     # -- what a generation is made of ------------------------------------------------------------------------
 
@@ -431,10 +437,8 @@ class Rank:
         missing = [name for name in self.order if name not in there]
         few = "too few nodes are left to train on"
         if missing or leader < 0:
-            if meeting.rank == 0:
-                last = "the last checkpoint is what there is" if self._has_checkpoint() else "there is no checkpoint"
-                launcher.say_error(f"interlace: {few}, and {len(missing)} of the weights are gone with others: {last}")
-            return
+            last = "resume from the last checkpoint" if self._has_checkpoint() else "there is no checkpoint"
+            self._end(f"{few}, and {len(missing)} of the weights are gone with others: {last}")
         progress = Progress.model_validate_json(meeting.hear("progress", leader))
         checkpoints = Checkpoints(
             runfolder.checkpoints_of(self.folder),
@@ -450,8 +454,10 @@ class Rank:
         state = {
             f"{key}.{name}": t for name, each in tensors.items() for key, t in each.items() if key != states.WEIGHT
         }
-        table = progress.model_copy(update={"owed": None, "due": False}).model_dump()
-        path = checkpoints.save(progress.step, pieces_of(weights, {}), pieces_of(state, {}), table)
+        # What the step still owes, its line and a validation, the run pays when it goes on.
+        table = progress.model_copy(update={"due": False}).model_dump()
+        best = -1 if self.config.checkpoint.best is None else progress.verdict.step
+        path = checkpoints.save(progress.step, pieces_of(weights, {}), pieces_of(state, {}), table, best=best)
         if meeting.rank == 0:
             launcher.say(f"interlace: {few}: what they hold is saved as {path}; resume when there are more nodes")
 

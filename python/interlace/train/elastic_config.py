@@ -67,6 +67,13 @@ def check(config: Config, *, source: str) -> None:
         raise ConfigError(
             f"{source}: run.device = 'cuda', but --elastic has run over gloo on CPUs alone: set run.device = 'cpu'"
         )
+    pipelines, size = own.faults + 1, config.train.batch_size
+    if size < pipelines * (1 if config.data.pack else config.train.microbatches):
+        each = "a packed row" if config.data.pack else f"train.microbatches = {config.train.microbatches}"
+        raise ConfigError(
+            f"{source}: train.batch_size = {size} is too small for {each} of each of {pipelines} pipelines "
+            "(resilience.faults + 1): raise it, or survive fewer faults"
+        )
     least = (own.faults + 1) * (own.min_nodes or 1)
     if own.nodes < least:
         raise ConfigError(

@@ -15,8 +15,10 @@ from interlace.train.schema import Config
 
 
 def microbatches(config: Config) -> int:
-    """Of a whole step, whatever pipelines there are: train.microbatches for each where faults + 1 of them run. So a
-    microbatch has as many samples in every generation, and takes as much memory."""
+    """Of a whole step, whatever pipelines there are: train.microbatches for each where faults + 1 of them run, or the
+    packed rows of a batch. So a microbatch has as many samples in every generation, and takes as much memory."""
+    if config.data.pack:
+        return config.train.batch_size
     return config.train.microbatches * (config.resilience.faults + 1)
 
 

@@ -272,11 +272,8 @@ class Trainer:
         every_so_often = bool(train.validate_every) and self.step % train.validate_every == 0
         measures = self.step == train.last_step or every_so_often
         # Where validations may end the run, its last line has all there is to say.
-        if self._logs(self.step) or (measures and train.early_stop is not None):
-            values = values | self._measurements()
-            self.window = LogWindow()
-        else:
-            values = {}
+        logs = self._logs(self.step) or (measures and train.early_stop is not None)
+        values = values | self._measurements() if logs else {}
         if self.step == self.config.log.trace_step and self._samples:
             self._trace()  # before a validation, whose pass over the model would be the last
         best = False
@@ -287,6 +284,8 @@ class Trainer:
             self.totals["validating"] += validating.seconds
             self.left.beside("validation", validating.seconds)
             best = self.verdict.add(self.step, values[HELD_OUT], train.early_stop)
+        if logs:  # now, as a validation in which a node is lost is done again, with the whole line
+            self.window = LogWindow()
         if values:
             values |= self.beside
             self.beside = {}

@@ -61,7 +61,9 @@ def supervise(options: argparse.Namespace, config: Config, path: Path) -> int:
 def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) -> int:
     """The coordinator, in this process, and all nodes of the run, to try it out."""
     from interlace.resilience.coordinator import Coordinator
+    from interlace.train.feed import prepare
 
+    prepare(config, lambda line: launcher.note(f"interlace: {line}"), source=str(path))
     own = config.resilience
     environment = {
         "OMP_NUM_THREADS": str(config.parallel.threads or launcher.default_threads(own.nodes * own.ranks_per_node))

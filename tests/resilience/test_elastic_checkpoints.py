@@ -1,0 +1,100 @@
+"""Elastic runs that end and go on, or go back, by a checkpoint: losses stay those of a run that nothing happens to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.resilience.elastic_cluster import Cluster, losses, table, uninterrupted
+
+pytestmark = pytest.mark.slow
+
+
+def check_unbroken(made: Mapping[str, Any], *clusters: Cluster) -> None:
+    """Losses of the run are an unbroken one's, and so are the samples of every step, however often it was trained."""
+    expected, samples = uninterrupted(made, clusters[0].folder / "alone")
+    found = losses(clusters[-1].run_folder())
+    assert found.keys() == expected.keys()
+    assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
+    steps = [step for cluster in clusters for step in cluster.steps()]
+    assert {each["step"] for each in steps} == set(expected)
+    assert all(each["samples"] == list(samples[each["step"]]) for each in steps)
+
+
+def test_what_too_few_nodes_have_saved_goes_on_with_enough(tmp_path: Path) -> None:
+    made = table(tmp_path / "runs", train={"steps": 10, "validate_every": 4})
+    with Cluster(tmp_path / "first", made, pace=0.3) as first:
+        first.start("a", "b")
+        first.wait_for(first.reached(3), "step 3")
+        first.kill("a")
+        assert first.end()["b"] == 0, first.told()
+    (saved,) = first.checkpoints()
+    with Cluster(tmp_path / "second", made, resume="") as second:
+        second.start("c", "d", "e")
+        assert set(second.end().values()) == {0}, second.told()
+    assert f"going on from {saved}" in second.said()
+    assert min(each["step"] for each in second.steps()) == max(each["step"] for each in first.steps()) + 1
+    check_unbroken(made, first, second)
+
+
+def test_a_run_that_was_killed_as_a_whole_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    made = table(tmp_path / "runs", train={"steps": 10}, checkpoint={"every": 2})
+    with Cluster(tmp_path / "first", made, pace=0.3) as first:
+        first.start("a", "b")
+        first.wait_for(lambda: len(first.checkpoints()) > 0, "a checkpoint")
+    saved = first.checkpoints()[-1]
+    with Cluster(tmp_path / "second", made, resume="") as second:
+        second.start("c", "d")
+        assert set(second.end().values()) == {0}, second.told()
+    assert f"going on from {saved}" in second.said()
+    assert min(each["step"] for each in second.steps()) == int(saved.name.removeprefix("step-")) + 1
+    check_unbroken(made, first, second)
+
+
+def test_nodes_that_are_all_told_to_go_save_and_the_run_goes_on(tmp_path: Path) -> None:
+    made = table(tmp_path / "runs", train={"steps": 10})
+    with Cluster(tmp_path / "first", made, pace=0.3) as first:
+        first.start("a", "b")
+        first.wait_for(first.reached(2), "step 2")
+        first.preempt("a")
+        first.preempt("b")
+        assert set(first.end().values()) == {0}, first.told()
+    (saved,) = first.checkpoints()
+    with Cluster(tmp_path / "second", made, resume=str(saved)) as second:
+        second.start("c", "d")
+        assert set(second.end().values()) == {0}, second.told()
+    check_unbroken(made, first, second)
+
+
+@pytest.mark.parametrize("every", [2, 0])
+def test_when_all_holders_of_a_layer_are_lost_the_run_goes_back(tmp_path: Path, every: int) -> None:
+    """To its last checkpoint; without one it ends, and all are told why."""
+    # One microbatch for each of f + 1 pipelines, so that there are no more: two, of four nodes.
+    made = table(
+        tmp_path / "runs", train={"steps": 12, "microbatches": 1}, resilience={"nodes": 4}, checkpoint={"every": every}
+    )
+    with Cluster(tmp_path / "run", made, pace=0.3) as cluster:
+        cluster.start("a", "b", "c", "d")
+        cluster.wait_for(cluster.reached(3), "step 3")
+        cluster.wait_for(lambda: not every or len(cluster.checkpoints()) > 0, "a checkpoint")
+        pipelines = cluster.events("generation")[-1]["pipelines"]
+        assert len(pipelines) == 2
+        lost = [pipeline[0].rpartition("-")[0] for pipeline in pipelines]  # both that have the first layer
+        for name in lost:
+            cluster.kill(name)
+        cluster.slow(0.0)
+        codes = [code for name, code in cluster.end().items() if name not in lost]
+    if every:
+        assert codes == [0, 0], cluster.told()
+        assert f"going back to {cluster.run_folder()}" in cluster.said()
+        saved = {int(path.name.removeprefix("step-")) for path in cluster.checkpoints()}
+        before = [each["step"] for each in cluster.steps() if each["generation"] == 1]
+        after = [each["step"] for each in cluster.steps() if each["generation"] > 1]
+        assert min(after) <= max(before) and min(after) - 1 in range(0, 13, every) and max(saved) == 12
+        check_unbroken(made, cluster)
+    else:
+        assert codes == [1, 1], cluster.told()
+        assert "there is no checkpoint yet: start the run anew" in cluster.events("end")[0]["why"]
