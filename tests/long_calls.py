@@ -49,7 +49,8 @@ def forwards(actions):
     rows[:, :4] = 0
     nothing, starts = np.zeros(0, int), np.array([0, 1])
     nodes, lane, reductions = (zero, zero, zero, zero), (starts, zero), (zero, nothing, nothing)
-    return rows, np.array([0, actions]), zero, *nodes, *lane, *reductions, *[np.ones(actions)] * 4
+    shards = nothing, zero, nothing
+    return rows, np.array([0, actions]), zero, *nodes, *lane, *reductions, *shards, *[np.ones(actions)] * 4
 
 
 def step(chunks):
@@ -86,6 +87,10 @@ CALLS = {
     "post_balance_padded": (_core.post_balance_padded, lambda: (some(4 * MILLION), some(4 * MILLION), MILLION)),
     "post_balance_convolution": (_core.post_balance_convolution, lambda: (some(4 * MILLION), some(4 * MILLION), 10**5)),
     "nodewise_placement": (_core.nodewise_placement, lambda: (some((4096, 4096)), 8)),
+    "nodewise_placement_of_items": (
+        _core.nodewise_placement_of_items,
+        lambda: (*RNG.integers(0, 4096, (2, 10**7)), some(10**7), 4096, 8),
+    ),
     "nodewise_bound": (_core.nodewise_bound, lambda: (some((2048, 2048)), 8, 2**30)),
     "exchange_orders": (_core.exchange_orders, lambda: (*RNG.integers(0, MILLION, (2, 2 * 10**7)), MILLION)),
     "subset_sum": (_core.subset_sum, lambda: (some(4 * MILLION), 1e6, None)),

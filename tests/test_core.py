@@ -175,7 +175,8 @@ def configured(found, modules, gpus, *_) -> bool:
 
 
 def simulation() -> tuple[np.ndarray, ...]:
-    """A chunk of module 0 on the lane of ranks 0 and 1, read by one of module 1 on rank 2; two reductions."""
+    """A chunk of module 0 on the lane of ranks 0 and 1, read by one of module 1 on rank 2; two reductions, and a shard
+    of the latter's weights that nobody gathers."""
     integers = lambda *values: np.array(values, np.int64)  # noqa: E731
     forward, send, reduce = [0, 0, 0, 0, -1, -1, 0], [4, 0, 0, 0, 1, 1, 0], [9, 0, 0, -1, 0, -1, 0]
     tied = [9, 0, 0, -1, 1, -1, 0]
@@ -192,6 +193,9 @@ def simulation() -> tuple[np.ndarray, ...]:
         *lanes,
         *reductions,
         integers(0, 1),
+        integers(1),
+        integers(0, 1),
+        integers(1),
         *[seconds] * 4,
     )
 
@@ -224,6 +228,10 @@ def calls() -> dict[str, Call]:
         "assign_rows": Call((w, 2, 3, 1, True), in_rows),
         "lower_bound": Call((w, 3, 2), lambda bound, *_: finite(bound)),
         "nodewise_placement": Call((volume, 2), lambda order, volume, _: permutation(order, len(volume))),
+        "nodewise_placement_of_items": Call(
+            (integers(0, 1, 3, 1), integers(2, 0, 1, 1), w[:4], 4, 2),
+            lambda order, source, batch, sizes, ranks, _: permutation(order, ranks),
+        ),
         "nodewise_bound": Call((volume, 2, 50), lambda bound, *_: finite(bound)),
         "exchange_orders": Call((integers(0, 1, 2, 1), integers(2, 0, 1, 1), 3), exchanged),
         "subset_sum": Call((w, 7.0, 0.5), lambda items, w, *_: within(items, items.shape, 0, len(w))),

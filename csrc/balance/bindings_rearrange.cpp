@@ -102,7 +102,7 @@ std::vector<int32_t> read_ranks(const py::array &array, const std::string &name,
 
 py::array_t<int32_t> place_items(const py::array &source, const py::array &destination, const py::array &sizes,
                                  int64_t ranks, int64_t per_node) {
-    checked_count(ranks, "ranks", 1, 1 << 24);
+    checked_count(ranks, "ranks", 1, 1 << 20);
     if (per_node < 1 || ranks % per_node != 0)
         throw py::value_error("ranks_per_node must divide the " + std::to_string(ranks) + " ranks, got " +
                               std::to_string(per_node));

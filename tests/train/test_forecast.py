@@ -177,9 +177,9 @@ def test_lists_are_compared_with_lists(config: Path) -> None:
         return Timeline.from_records([(0, action, 1.0, 1.0 + seconds)] * 2)  # busy for longer than it lasts
 
     made: Any = object.__new__(forecast.Forecast)
-    made._parallel = SimpleNamespace(schedule=lambda _: _Schedule())
+    made._parallel = SimpleNamespace(schedule=lambda _, dispatch: _Schedule())
     made._predictor = SimpleNamespace(
-        predict=lambda schedule, samples, optimizer=True: timeline(2.5 if optimizer else 2.0)
+        predict=lambda schedule, samples, items, optimizer=True: timeline(2.5 if optimizer else 2.0)
     )
     made._rows, made._failed = [], False
     said = made.add([], replace(timeline(3.0), table=table), 4.0)

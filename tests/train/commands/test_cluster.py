@@ -347,7 +347,7 @@ def _blocks(language: str) -> list[str]:
 
 def test_the_shell_scripts_of_the_page_can_be_read_by_a_shell() -> None:
     scripts = _blocks("bash")
-    assert len(scripts) == 5
+    assert len(scripts) == 8
     for script in scripts:
         done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
         assert done.returncode == 0, (done.stderr, script)
@@ -355,7 +355,11 @@ def test_the_shell_scripts_of_the_page_can_be_read_by_a_shell() -> None:
 
 def test_the_manifests_of_the_page_are_yaml() -> None:
     yaml = pytest.importorskip("yaml", reason="no YAML parser is installed")
-    (text,) = _blocks("yaml")
+    text, elastic = _blocks("yaml")
+    job = yaml.safe_load(elastic)
+    assert job["kind"] == "Job" and job["spec"]["parallelism"] == job["spec"]["completions"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert "--elastic" in container["command"] and 'resilience.coordinator="coordinator:29600"' in container["command"]
     runtime, job = yaml.safe_load_all(text)
     assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
