@@ -4,7 +4,7 @@ An episode is one run. Its faults come one after the other, each at a random mom
 every node that is gone: kills (the supervisor and with it its ranks; every fourth one hits the node of rank 0), hangs
 (SIGSTOP) and preemptions (SIGTERM). The run trains on until all have come, and then to its end.
 
-The table that is committed (sweep.json) is of `python -m tests.resilience.sweep`; tests play short episodes of it.
+`python -m tests.resilience.sweep` writes its table (sweep.json) beside this file; tests play short episodes of it.
 """
 
 from __future__ import annotations
