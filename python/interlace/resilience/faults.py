@@ -39,7 +39,7 @@ def _waits(rank: int, stall: Stall) -> bool:
 def _circles(stalled: Mapping[int, Stall]) -> list[set[int]]:
     """Sets of ranks that all reach each other over waits and nobody else: nothing outside of them can set them free."""
     waits = {rank: {other for other in stall.ranks if other != rank} for rank, stall in stalled.items()}
-    reach = {rank: _reached(rank, waits) for rank in stalled}
+    reach = {rank: reached(rank, waits) for rank in stalled}
     circles: list[set[int]] = []
     for rank in sorted(stalled):
         closed = all(other in stalled and rank in reach[other] for other in reach[rank])
@@ -48,7 +48,8 @@ def _circles(stalled: Mapping[int, Stall]) -> list[set[int]]:
     return circles
 
 
-def _reached(rank: int, waits: Mapping[int, set[int]]) -> set[int]:
+def reached(rank: int, waits: Mapping[int, set[int]]) -> set[int]:
+    """Whom `rank` waits for, directly or through others. waits: rank -> those that it waits for itself."""
     found: set[int] = set()
     rest = [rank]
     while rest:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from interlace.comm import recorder
 from interlace.resilience.environment import COORDINATOR, LOCAL_RANK, NODE, PROGRESS
-from interlace.resilience.errors import ResilienceError
+from interlace.resilience.errors import ResilienceError, first_line
 from interlace.resilience.generation import Generation
 from interlace.resilience.progress import ProgressPage
 
@@ -76,8 +76,8 @@ class Member:
             store = dist.TCPStore(host, int(port), None, False, seconds, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
             raise ResilienceError(
-                f"no coordinator's store answers at {os.environ[COORDINATOR]!r} within {timeout:g} s ({_line(error)}): "
-                "is `interlace coordinator` running, and reachable from this node?"
+                f"no coordinator's store answers at {os.environ[COORDINATOR]!r} within {timeout:g} s "
+                f"({first_line(error)}): is `interlace coordinator` running, and reachable from this node?"
             ) from error
         page = ProgressPage(Path(os.environ[PROGRESS]))
         recorder.use_page(page)
@@ -220,7 +220,7 @@ class Member:
                 raise
             raise ResilienceError(
                 f"rank {self.local_rank} of node {self.node}, {what}: the coordinator's store does not answer "
-                f"({_line(error)}). The run cannot outlive its coordinator: resume from the last checkpoint"
+                f"({first_line(error)}). The run cannot outlive its coordinator: resume from the last checkpoint"
             ) from error
 
 
@@ -248,7 +248,3 @@ def _answer(raw: bytes) -> Answer:
     if text not in get_args(Answer):
         raise ResilienceError(f"the store says that a step was decided {text[:100]!r}: do all nodes run one version?")
     return text  # type: ignore[return-value]
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from interlace.comm.connections import Connections
 from interlace.comm.transports.base import CommError
-from interlace.resilience.errors import ResilienceError
+from interlace.resilience.errors import ResilienceError, first_line
 from interlace.resilience.generation import Generation
 from interlace.resilience.member import Member
 from interlace.train.launch.peers import Peers
@@ -63,8 +63,8 @@ class Meeting:
                 dist.destroy_process_group()
         if isinstance(error, Exception) and not isinstance(error, Over) and self._is_of_a_loss(error):
             if not self.member.over(self.generation):
-                self.member.gave_up(self.generation, _line(error))
-            raise Over(_line(error)) from error
+                self.member.gave_up(self.generation, first_line(error, 300))
+            raise Over(first_line(error, 300)) from error
 
     def join(self, allowance: float) -> None:
         """Makes the process groups of the ranks that train. allowance: as of `Peers`."""
@@ -121,7 +121,3 @@ class Meeting:
                 return True
             found = found.__cause__ or found.__context__
         return False
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

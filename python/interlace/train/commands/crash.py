@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from interlace.comm.lost import named
+from interlace.resilience.faults import reached
 from interlace.train.config import ConfigError
 
 LARGEST = 16 << 20  # bytes of a file
@@ -148,7 +149,7 @@ def _blame(missing: Sequence[int], waits: Sequence[Wait], dumps: Mapping[int, Du
         after.setdefault(wait.rank, set()).update(wait.peers)
     waiting_for: dict[int, int] = {}  # end of a chain -> ranks that wait for it, directly or not
     for rank in after:
-        for end in _reached(rank, after):
+        for end in reached(rank, after):
             if end not in after:
                 waiting_for[end] = waiting_for.get(end, 0) + 1
     ends = sorted({*waiting_for, *missing}, key=lambda rank: (-waiting_for.get(rank, 0), rank not in missing, rank))
@@ -160,17 +161,6 @@ def _blame(missing: Sequence[int], waits: Sequence[Wait], dumps: Mapping[int, Du
     while (following := min(after[path[-1]])) not in path:
         path.append(following)
     return [], path[path.index(following) :]
-
-
-def _reached(rank: int, after: Mapping[int, set[int]]) -> set[int]:
-    found: set[int] = set()
-    ahead = [rank]
-    while ahead:
-        for peer in after.get(ahead.pop(), ()):
-            if peer not in found:
-                found.add(peer)
-                ahead.append(peer)
-    return found
 
 
 def report(crash: Crash) -> list[str]:
