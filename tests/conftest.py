@@ -2,12 +2,13 @@
 machines that run this are shared). And one pool of rank processes for all tests that want some."""
 
 import os
-import random
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from tests.sampling import sample
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch or a spawned process loads its OpenMP
 
@@ -29,24 +30,18 @@ else:
         providers._get_local_constants = lambda: providers._local_constants  # none are ever added
 
 
-MOST_SLOW_CASES = 12  # of one slow test; INTERLACE_EVERY_CASE=1 runs all of them
+MOST_SLOW_CASES = 5  # of one slow test; INTERLACE_EVERY_CASE=1 runs all of them
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a slow test with many cases a sample runs, always the same: all of them take longer than a check may."""
-    if os.environ.get("INTERLACE_EVERY_CASE"):
-        return
+    """Of a slow test with many cases a sample runs: all of them take longer than a check may."""
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") is not None:
-            cases[item.nodeid.partition("[")[0]].append(item)
-    left_out: set[pytest.Item] = set()
-    for each in cases.values():
-        if len(each) > MOST_SLOW_CASES:
-            left_out |= set(each) - set(random.Random(0).sample(each, MOST_SLOW_CASES))
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        slow = item.get_closest_marker("slow") is not None
+        cases[item.nodeid.partition("[")[0] if slow else item.nodeid].append(item)
+    kept = {item for each in cases.values() for item in sample(each, MOST_SLOW_CASES)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session")
