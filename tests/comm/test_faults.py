@@ -211,15 +211,10 @@ def trials() -> list[Trial]:
 
 FEW = [
     Trial("shm", "gather", "kill", "stage", 1, 0),
-    Trial("shm", "scatter", "kill", "take", 3, 1),
     Trial("shm", "exchange", "kill", "taken", 0, 2),
-    Trial("shm", "backward", "raise", "stage", 0, 0),
-    Trial("shm", "barrier", "kill", "barrier", 0, 1),
     Trial("shm", "reduce", "stop", "stage", 0, 2),
     Trial("shm", "exchange", "shape", "", 0, 1),
-    Trial("shm", "products", "kill", "stage", 3, 1),
     Trial("shm", "attention", "kill", "take", 3, 0),
-    Trial("gloo", "gather", "kill", "take", 0, 0),
     Trial("gloo", "reduce", "raise", "post", 0, 1),
     Trial("gloo", "scatter", "sleep", "post", 0, 2),
 ]
