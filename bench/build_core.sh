@@ -14,7 +14,7 @@ echo "setup.py did not build it; compiling directly"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 suffix=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-flags="-O3 -std=c++17 -fPIC -fvisibility=hidden -fopenmp -Icsrc $("$PYTHON" -m pybind11 --includes)"
+flags="${INTERLACE_OPTIMIZE:--O3} -std=c++17 -fPIC -fvisibility=hidden -fopenmp -Icsrc $("$PYTHON" -m pybind11 --includes)"
 export folder flags CXX="${CXX:-g++}"
 # shellcheck disable=SC2016
 find csrc -name '*.cpp' -print0 | xargs -0 -P "$(nproc)" -I{} bash -c '$CXX $flags -c "$1" -o "$folder/${1//\//_}.o"' _ {}
