@@ -23,10 +23,10 @@ from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
 from interlace.resilience.supervisor import Supervisor
 from tests.forkserver import context
+from tests.resilience.hosts import enter
 
 SLOW = 0.3  # seconds that a slow step takes at most
 PATIENCE = 60.0  # seconds until something that should happen counts as a hang
-NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 class Forked:
@@ -148,8 +148,7 @@ def supervise(
 ) -> None:
     """The process of a supervisor, on the host of a network namespace if one is named. Ends with its exit code."""
     if network is not None:
-        with open(f"/var/run/netns/{network}") as file:
-            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK) == 0
+        enter(network)
     place = Path(folder)
     output = os.open(place / f"supervisor-{os.getpid()}", os.O_WRONLY | os.O_CREAT)
 
