@@ -1,4 +1,4 @@
-"""Hosts made of network namespaces, each with a cable and a disk of its own: as much of a cluster as one machine has."""
+"""Hosts made of network namespaces, each with a cable and a disk of its own: what one machine has of a cluster."""
 
 from __future__ import annotations
 
