@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from interlace.resilience.coordinator import Coordinator
+from interlace.resilience.environment import STOPPED
 from interlace.resilience.generation import Generation
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
@@ -32,7 +33,7 @@ PATIENCE = 60.0  # seconds until something that should happen counts as a hang
 class Forked:
     """As much of subprocess.Popen as a supervisor uses, of a fork: it starts in milliseconds."""
 
-    def __init__(self, run: Callable[[], None], environment: Mapping[str, str], log: IO[bytes]) -> None:
+    def __init__(self, run: Callable[[], int | None], environment: Mapping[str, str], log: IO[bytes]) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
@@ -45,8 +46,7 @@ class Forked:
                 os.environ.clear()
                 os.environ.update(environment)
                 os.dup2(log.fileno(), 2)
-                run()
-                code = 0
+                code = run() or 0
             except BaseException as error:
                 os.write(2, f"{type(error).__name__}: {error}\n".encode())
             finally:
@@ -65,14 +65,14 @@ class Forked:
 
 
 class ForkingSupervisor(Supervisor):
-    run_rank: Callable[[], None]
+    run_rank: Callable[[], int | None]
 
     def _start_rank(self, environment: Mapping[str, str], log: IO[bytes]) -> Any:
         return Forked(self.run_rank, environment, log)
 
 
-def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.0) -> None:
-    """A rank that does nothing but vote on `steps` steps of some `seconds` each.
+def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.0) -> int:
+    """A rank that does nothing but vote on `steps` steps of some `seconds` each; returns its exit code.
 
     suicidal: the probability, per step, that it kills itself at a random moment of it: before, in or after the vote.
     """
@@ -90,11 +90,11 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
         note(generation=generation.number, kind=generation.kind, rank=member.rank(generation))
         if member.node in generation.leaving:
             if member.released(generation, PATIENCE):
-                return
+                return STOPPED
             generation = member.next_generation(generation.number, PATIENCE)
             continue
         if generation.kind == "save":
-            return
+            return STOPPED
         known = told_by_all(member, generation, step)
         if known is None:
             generation = member.next_generation(generation.number, PATIENCE)
@@ -113,7 +113,7 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
             note(generation=generation.number, step=step, answer=answer)
             step += answer != "abort"
         if step >= steps:
-            return
+            return 0
         generation = member.next_generation(generation.number, PATIENCE)
 
 
