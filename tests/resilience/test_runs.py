@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from interlace.resilience.environment import ERROR, PROGRESS
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
@@ -225,7 +226,8 @@ def fail_at_step(folder: Path, step: int) -> None:
         assert member.vote(generation, before) == "commit"
     while True:
         if generation.ranks_of(member.node)[0] == 0:  # the record is read by one rank, and then by the next
-            raise ValueError("record 17 of chats.jsonl is broken")
+            Path(os.environ[PROGRESS] + ERROR).write_text("DecodeError: record 17 of chats.jsonl is broken")
+            raise ValueError("what else a process says when it ends")
         generation = member.next_generation(generation.number, 60.0)
 
 
@@ -236,6 +238,7 @@ def test_an_error_that_the_next_node_has_too_ends_the_run(tmp_path: Path) -> Non
         assert len(run.generations()) == 2 and len(run.journal("lost")) == 2
         why = run.journal("end")[0]["why"]
         assert why.count("record 17 of chats.jsonl is broken") == 1 and "go on with --resume" in why
+        assert "what else" not in why
 
 
 def end_the_run(folder: Path) -> None:

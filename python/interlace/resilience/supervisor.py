@@ -29,14 +29,15 @@ from types import FrameType
 from typing import IO, Any
 from uuid import uuid4
 
-from interlace.resilience.environment import COORDINATOR, LOCAL_RANK, NODE, PROGRESS, STOPPED
+from interlace.resilience.environment import COORDINATOR, ERROR, LOCAL_RANK, NODE, PROGRESS, STOPPED
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.settings import Settings
 from interlace.resilience.watch import Stall, Watch
 from interlace.resilience.wire import AHEAD, VERSION, Line
 
 WELCOME = 30.0  # seconds for the coordinator to take a node in
-LAST_LINES = 3  # of a rank's log, when it ended badly
+LAST_LINES = 3  # of a rank's log, when it ended badly and does not say why
+MOST_WORDS = 400  # characters of either
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -66,6 +67,7 @@ class Supervisor:
         self.id, self.host, self._logs, self._say = f"{host}-{uuid4().hex[:8]}", host, logs, say
         self._environment = {**os.environ, **(environment or {})}
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._pages: list[Path] = []
         self._signals: list[int] = []
         self._gone_by: float | None = None  # the notice's end
         self._reported: list[Stall] = []
@@ -88,7 +90,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _supervise(self, line: Line, pages: list[Path]) -> int:
-        store_port = self._meet(line)
+        self._pages, store_port = pages, self._meet(line)
         watch = Watch(pages, self.settings.heartbeat)
         self._start(pages, f"{line.socket.getpeername()[0]}:{store_port}")
         self._say(f"node {self.id} has joined the run of {self.coordinator}; logs of its ranks in {self._logs}")
@@ -239,9 +241,12 @@ class Supervisor:
 
     def _last_words(self, rank: int) -> str:
         with contextlib.suppress(OSError):
+            words = Path(f"{self._pages[rank]}{ERROR}").read_text(errors="replace")
+            return f": {words[:MOST_WORDS]}"
+        with contextlib.suppress(OSError):
             text = (self._logs / f"{self.id}-{rank}.log").read_text(errors="replace")
             lines = [each.strip() for each in text.splitlines() if each.strip()]
-            return "; its last words: " + " | ".join(lines[-LAST_LINES:])[:400] if lines else ""
+            return "; its last words: " + " | ".join(lines[-LAST_LINES:])[:MOST_WORDS] if lines else ""
         return ""
 
     def _kill(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from pydantic import ValidationError
 
-from interlace.resilience.environment import STOPPED
+from interlace.resilience.environment import ERROR, PROGRESS, STOPPED
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.layouts import Templates, held_by, sizes_of
 from interlace.resilience.member import Member
@@ -74,12 +74,16 @@ def run(config: Config, *, source: str, resume: str | None = None) -> int:
     check(config, source=source)
     for number in (signal.SIGINT, signal.SIGTERM):  # its supervisor has them, and decides
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.ExitStack() as cleanup:
-        each = Rank(config, source, resume, cleanup)
-        closing = each.train()
-    if closing is not None:
-        with allowing("the closing report", LONGEST_START):
-            whole_run.close(*closing, source)
+    try:
+        with contextlib.ExitStack() as cleanup:
+            each = Rank(config, source, resume, cleanup)
+            closing = each.train()
+        if closing is not None:
+            with allowing("the closing report", LONGEST_START):
+                whole_run.close(*closing, source)
+    except Exception as error:
+        Path(os.environ[PROGRESS] + ERROR).write_text(f"{type(error).__name__}: {error}")  # for its supervisor
+        raise
     return 0 if each.finished else STOPPED
 
 
