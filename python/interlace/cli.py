@@ -356,7 +356,12 @@ def _add_failures(command: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="of --make-trace (default: 0)")
     group.add_argument("--ranks-per-node", type=int, help="GPUs of a node (default: [resilience])")
     group.add_argument("--faults", type=int, help="failures at a time to survive (default: [resilience])")
-    group.add_argument("--min-nodes", type=int, help="fewest that hold the model (default: [resilience], else by parallel.memory, else 1)")
+    group.add_argument(
+        "--min-nodes",
+        type=int,
+        help="fewest that hold the model (default: as [resilience] says, else by --memory, else 1)",
+    )
+    group.add_argument("--memory", type=float, metavar="GB", help="of each rank, for --min-nodes")
     group.add_argument("--network", type=float, metavar="GB/S", help="into a node (default: the links', else 25)")
     group.add_argument("--disk", type=float, metavar="GB/S", help="of checkpoints, all nodes together (default: 1)")
     group.add_argument("--start", type=float, default=10.0, help="seconds to start all anew (default: 10)")

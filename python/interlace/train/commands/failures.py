@@ -50,7 +50,7 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: at least {least}")
-    for name in ("hours", "network", "disk"):
+    for name in ("hours", "network", "disk", "memory"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: more than 0")
@@ -102,7 +102,7 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
 
 def with_config(options: argparse.Namespace, config: Config, model: Any, costs: Any) -> argparse.Namespace:
     """The flags, and for those that were not given what [resilience] says; nodes only where it says how many, and
-    min_nodes from the memory that the model takes, where the config says how much of it a rank has."""
+    min_nodes from the memory that the model takes, where --memory says how much of it a rank has."""
     own = config.resilience
     said = {
         "nodes": own.nodes if "nodes" in own.model_fields_set else None,
@@ -112,7 +112,7 @@ def with_config(options: argparse.Namespace, config: Config, model: Any, costs: 
     }
     given = {name: value for name in said if (value := getattr(options, name)) is not None}
     found = argparse.Namespace(**{**vars(options), **said, **given})
-    if "min_nodes" not in given and own.min_nodes is None and config.parallel.memory is not None:
+    if "min_nodes" not in given and own.min_nodes is None and options.memory is not None:
         found.min_nodes = _held_by(found, config, model, costs)
     return found
 
@@ -125,9 +125,9 @@ def _held_by(options: argparse.Namespace, config: Config, model: Any, costs: Any
     own = config.resilience.model_copy(update={"ranks_per_node": options.ranks_per_node, "faults": options.faults})
     templates = Templates(model, costs.modules, recompute=config.train.recompute)
     total = config.train.microbatches * config.parallel.replicas("language_model")
-    return min_nodes(
-        config.model_copy(update={"resilience": own}), model, templates, total, source=f"{options.config}, --trace"
-    )
+    config = config.model_copy(update={"resilience": own})
+    source = f"{options.config}, --memory {options.memory:g}"
+    return min_nodes(config, model, templates, 1e9 * options.memory, total, source=source)
 
 
 def read(options: argparse.Namespace) -> list[Change]:
