@@ -137,7 +137,7 @@ class Authority:
     def _saved(self, generation: Generation) -> None:
         """A generation has saved what it held, and the run ends with it."""
         self.preempted = all(event.kind in ("leave", "join") for event in generation.cause)
-        why = "nodes were asked to go, and too few are left" if self.preempted else "too few nodes were left to train on"
+        why = "nodes were asked to go and too few are left" if self.preempted else "too few nodes were left to train on"
         self.ended = f"{why}: what they held is saved; go on with --resume when there are enough{self._last_error()}"
 
     def _last_error(self) -> str:

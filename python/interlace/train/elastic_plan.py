@@ -67,8 +67,8 @@ def min_nodes(config: Config, model: Any, templates: Templates, memory: float, t
                 "resilience.min_nodes"
             ) from None
     raise ConfigError(
-        f"{source}: no pipeline of up to {templates.most_ranks} ranks holds the model in {memory / 2**30:.3g} GiB each: "
-        "take machines with more memory, or lower train.batch_size"
+        f"{source}: no pipeline of up to {templates.most_ranks} ranks holds the model in {memory / 2**30:.3g} GiB "
+        "each: take machines with more memory, or lower train.batch_size"
     )
 
 
