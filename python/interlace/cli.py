@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
         description="Serve one elastic run: nodes that `interlace train CONFIG --elastic` starts connect here "
         "(resilience.coordinator). A lost node is noticed, and the others are told how to go on without it. The run "
         "does not outlive this process, so keep it off the nodes that train. Exit code: 0 when the run has trained to "
-        "the end, 1 when it has not.",
+        "the end, 143 when it was saved because its nodes were asked to go, 1 when it has not.",
     )
     coordinator.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     coordinator.add_argument("--port", type=int, required=True, help="for supervisors, one per node; 0: any")
@@ -356,7 +356,12 @@ def _add_failures(command: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="of --make-trace (default: 0)")
     group.add_argument("--ranks-per-node", type=int, help="GPUs of a node (default: [resilience])")
     group.add_argument("--faults", type=int, help="failures at a time to survive (default: [resilience])")
-    group.add_argument("--min-nodes", type=int, help="fewest that hold the model (default: [resilience], else 1)")
+    group.add_argument(
+        "--min-nodes",
+        type=int,
+        help="fewest that hold the model (default: as [resilience] says, else by --memory, else 1)",
+    )
+    group.add_argument("--memory", type=float, metavar="GB", help="of each rank, for --min-nodes")
     group.add_argument("--network", type=float, metavar="GB/S", help="into a node (default: the links', else 25)")
     group.add_argument("--disk", type=float, metavar="GB/S", help="of checkpoints, all nodes together (default: 1)")
     group.add_argument("--start", type=float, default=10.0, help="seconds to start all anew (default: 10)")

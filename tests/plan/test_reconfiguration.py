@@ -114,6 +114,15 @@ def test_joined_nodes_make_pipelines_or_grow_the_smallest():
         plan.admit([[0, 1]], [0], [2])
 
 
+def test_who_waits_comes_in_after_a_repair_and_before_it_where_survivors_are_too_few():
+    nodes = [0, 1, 2, 3, 4, 7, 8]
+    assert plan.regroup([[0, 1, 4], [2, 3]], {3}, nodes, [2, 3], faults=1) == [(0, 1), (2, 4), (7, 8)]
+    assert plan.regroup([[0, 1], [2, 3]], {0, 3}, nodes[:3] + [7, 8], [2, 3], faults=1) == [(7, 1), (2, 8)]
+    assert plan.regroup([[0, 1], [2, 3]], {0, 3}, [1, 2, 7], [2, 3], faults=1) is None
+    # A merger of five nodes, of which no template has more than three: the others wait.
+    assert plan.regroup([[0, 1, 2], [3, 4, 5]], {5}, nodes[:5], [3], faults=0) == [(0, 1, 2)]
+
+
 @given(st.data())
 def test_joins_touch_as_little_as_they_can(data):
     least, span = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4))

@@ -18,21 +18,22 @@ from pathlib import Path
 from typing import IO, Any
 
 from interlace.resilience.coordinator import Coordinator
+from interlace.resilience.environment import STOPPED
 from interlace.resilience.generation import Generation
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
 from interlace.resilience.supervisor import Supervisor
 from tests.forkserver import context
+from tests.resilience.hosts import enter
 
 SLOW = 0.3  # seconds that a slow step takes at most
 PATIENCE = 60.0  # seconds until something that should happen counts as a hang
-NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 class Forked:
     """As much of subprocess.Popen as a supervisor uses, of a fork: it starts in milliseconds."""
 
-    def __init__(self, run: Callable[[], None], environment: Mapping[str, str], log: IO[bytes]) -> None:
+    def __init__(self, run: Callable[[], int | None], environment: Mapping[str, str], log: IO[bytes]) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
@@ -45,8 +46,7 @@ class Forked:
                 os.environ.clear()
                 os.environ.update(environment)
                 os.dup2(log.fileno(), 2)
-                run()
-                code = 0
+                code = run() or 0
             except BaseException as error:
                 os.write(2, f"{type(error).__name__}: {error}\n".encode())
             finally:
@@ -65,14 +65,14 @@ class Forked:
 
 
 class ForkingSupervisor(Supervisor):
-    run_rank: Callable[[], None]
+    run_rank: Callable[[], int | None]
 
     def _start_rank(self, environment: Mapping[str, str], log: IO[bytes]) -> Any:
         return Forked(self.run_rank, environment, log)
 
 
-def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.0) -> None:
-    """A rank that does nothing but vote on `steps` steps of some `seconds` each.
+def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.0) -> int:
+    """A rank that does nothing but vote on `steps` steps of some `seconds` each; returns its exit code.
 
     suicidal: the probability, per step, that it kills itself at a random moment of it: before, in or after the vote.
     """
@@ -90,11 +90,11 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
         note(generation=generation.number, kind=generation.kind, rank=member.rank(generation))
         if member.node in generation.leaving:
             if member.released(generation, PATIENCE):
-                return
+                return STOPPED
             generation = member.next_generation(generation.number, PATIENCE)
             continue
         if generation.kind == "save":
-            return
+            return STOPPED
         known = told_by_all(member, generation, step)
         if known is None:
             generation = member.next_generation(generation.number, PATIENCE)
@@ -113,7 +113,7 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
             note(generation=generation.number, step=step, answer=answer)
             step += answer != "abort"
         if step >= steps:
-            return
+            return 0
         generation = member.next_generation(generation.number, PATIENCE)
 
 
@@ -148,8 +148,7 @@ def supervise(
 ) -> None:
     """The process of a supervisor, on the host of a network namespace if one is named. Ends with its exit code."""
     if network is not None:
-        with open(f"/var/run/netns/{network}") as file:
-            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK) == 0
+        enter(network)
     place = Path(folder)
     output = os.open(place / f"supervisor-{os.getpid()}", os.O_WRONLY | os.O_CREAT)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forkserver import context
+from tests.resilience.hosts import Hosts, enter
 
 MODEL = {
     "vision": {
@@ -76,9 +78,21 @@ class Cluster:
     each rank process PID.steps, the steps that counted there with the samples that were trained on.
     """
 
-    def __init__(self, folder: Path, table: Mapping[str, Any], *, pace: float = 0.0, resume: str | None = None) -> None:
-        """pace: see `slow`. resume: what follows --resume, if that is there."""
-        self.folder, self.table, self.resume = folder, table, resume
+    def __init__(
+        self,
+        folder: Path,
+        table: Mapping[str, Any],
+        *,
+        pace: float = 0.0,
+        resume: str | None = None,
+        hosts: Hosts | None = None,
+        own: Path | None = None,
+    ) -> None:
+        """pace: see `slow`. resume: what follows --resume, if that is there. hosts: on which nodes come one after the
+        other, and after them the coordinator (by default all are on this one). own: a folder of which each host of
+        nodes has a copy, on a disk of its own."""
+        self.folder, self.table, self.resume, self.hosts, self.own = folder, table, resume, hosts, own
+        self.places: dict[str, int] = {}  # node -> its host
         folder.mkdir(exist_ok=True)
         self.nodes: dict[str, Any] = {}
         self.journal = folder / "journal.jsonl"
@@ -92,10 +106,12 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         ports = self.folder / "ports"
-        self._coordinator = context().Process(target=_coordinate, args=(str(self.folder),))
+        address = "127.0.0.1" if self.hosts is None else self.hosts.addresses[-1]
+        network = None if self.hosts is None else self.hosts.names[-1]
+        self._coordinator = context().Process(target=_coordinate, args=(str(self.folder), address, network))
         self._coordinator.start()
         self.wait_for(ports.exists, "the coordinator")
-        self.address = f"127.0.0.1:{ports.read_text()}"
+        self.address = f"{address}:{ports.read_text()}"
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -104,14 +120,25 @@ class Cluster:
                 process.kill()
             process.join()
 
-    def start(self, *names: str) -> None:
-        """Nodes come."""
+    def start(self, *names: str, on: int | None = None) -> None:
+        """Nodes come. on: the host of a single one; by default each has the next."""
         for name in names:
+            host = None
+            if self.hosts is not None:
+                place = self.places[name] = len(self.places) if on is None else on
+                host = self.hosts.names[place], self._disk(place), self.own
             process = context().Process(
-                target=_node, args=(name, str(self.folder), self.address, dict(self.table), self.resume)
+                target=_node, args=(name, str(self.folder), self.address, dict(self.table), self.resume, host)
             )
             process.start()
             self.nodes[name] = process
+
+    def _disk(self, place: int) -> Path | None:
+        """What a host of nodes has in the place of `own`: as it was, for the host's first node."""
+        disk = None if self.own is None else self.folder / f"disk-{place}"
+        if disk is not None and not disk.exists():
+            shutil.copytree(str(self.own), disk)
+        return disk
 
     def ranks(self, name: str) -> list[int]:
         """The process ids of a node's ranks."""
@@ -125,6 +152,10 @@ class Cluster:
     def stop(self, name: str) -> None:
         """The first rank of a node hangs."""
         os.kill(self.ranks(name)[0], signal.SIGSTOP)
+
+    def kill_before_line(self, step: int) -> None:
+        """The rank that is to write the line of a step dies, when the others have measured it."""
+        (self.folder / "dies").write_text(str(step))
 
     def preempt(self, name: str) -> None:
         """A node is told that it will be gone."""
@@ -185,17 +216,23 @@ class Cluster:
         return sorted(Path(self.table["run"]["folder"]).glob("elastic/*Z*/checkpoints/step-*[0-9]"))
 
 
-def _coordinate(folder: str) -> None:
+def _coordinate(folder: str, address: str, network: str | None) -> None:
     from interlace.resilience.coordinator import Coordinator
 
-    with Coordinator("127.0.0.1", 0, journal=Path(folder) / "journal.jsonl") as serving:
+    if network is not None:
+        enter(network)
+    with Coordinator(address, 0, journal=Path(folder) / "journal.jsonl") as serving:
         draft = Path(folder) / "ports.draft"
         draft.write_text(str(serving.port))
         draft.rename(Path(folder) / "ports")
         serving.run()
 
 
-def _node(name: str, folder: str, address: str, made: dict[str, Any], resume: str | None) -> None:
+def _node(
+    name: str, folder: str, address: str, made: dict[str, Any], resume: str | None, host: tuple[Any, ...] | None
+) -> None:
+    if host is not None:
+        enter(*host)
     import interlace.train.elastic  # noqa: F401 (here, so that ranks have it)
     from interlace.resilience.supervisor import Supervisor
     from interlace.train.config import from_table
@@ -230,8 +267,18 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
     os.dup2(said, 2)
     os.environ.update(environment)
     from interlace.train import elastic
+    from interlace.train.metrics import Metrics
 
-    real = elastic.Rank._commit
+    real, write, dies = elastic.Rank._commit, Metrics.write, folder / "dies"
+
+    def die_or_write(self: Any, step: int, values: Any) -> None:
+        if dies.exists() and step == int(dies.read_text()):
+            time.sleep(0.5)  # the others go on to the next step
+            dies.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, step, values)
+
+    Metrics.write = die_or_write  # type: ignore[method-assign]
     steps = (folder / f"{os.getpid()}.steps").open("w")
 
     def commit(self: Any, meeting: Any, trainer: Any, step: int) -> None:

@@ -101,10 +101,14 @@ def check(cluster: Cluster, made: dict[str, Any], living: Sequence[str]) -> dict
     for line in lines[1:]:
         lost.setdefault(line["cause"][0][0] if line["cause"] else "", []).append(line["lost"])
     pipelines = [len(change["pipelines"]) for change in changes]
+    counted = {each["step"]: each["generation"] for each in steps}  # once each
+    depths = {each["number"]: "+".join(str(len(p)) for p in each["pipelines"]) for each in changes}
+    shapes = [depths[generation] for generation in counted.values()]
     return {
         "steps": len(expected), "generations": len(changes), "worst_loss_difference": worst,
         "most_pipelines": max(pipelines), "fewest_pipelines": min(pipelines),
-        "depths": sorted({len(p) for change in changes for p in change["pipelines"]}),
+        # Depth of each of the pipelines that trained side by side -> steps that counted so.
+        "steps_of_depths": {shape: shapes.count(shape) for shape in dict.fromkeys(shapes)},
         "copied_mib": round(sum(line["bytes"] for line in lines) / 2**20, 2),
         "lost_seconds": {
             kind: {"count": len(each), "median": round(statistics.median(each), 2), "most": round(max(each), 2)}

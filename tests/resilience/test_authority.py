@@ -7,21 +7,66 @@ import torch.distributed as dist
 
 from interlace.resilience.authority import TOGETHER, Authority, Removal
 from interlace.resilience.generation import Node
-from interlace.resilience.member import READY
+from interlace.resilience.member import DECISION, READY, REGROUPED, prefix_of
 from interlace.resilience.settings import Settings
+
+
+def started(names: str) -> tuple[Authority, dist.HashStore]:
+    """One with all nodes ready, and one of them per pipeline."""
+    store = dist.HashStore()
+    settings = Settings(nodes=len(names), faults=0, min_nodes=1, heartbeat=5.0, gather=60.0)
+    authority = Authority(settings, store, lambda what, **values: None, 0.0)
+    come(authority, store, names)
+    assert all(authority.has(name) for name in names)
+    return authority, store
+
+
+def come(authority: Authority, store: dist.HashStore, names: str) -> None:
+    for name in names:
+        authority.came(Node(name, 1, "here"))
+        store.add(f"{READY}/{name}", 1)
+    authority.decide({}, 0.0, 0.0)
+
+
+def count_a_step(authority: Authority, store: dist.HashStore, answer: str = "commit") -> None:
+    assert authority.generation is not None
+    store.set(f"{prefix_of(authority.generation)}/{DECISION}/7", answer)
+
+
+def fail(authority: Authority, node: str, now: float) -> None:
+    authority.lose(Removal(node, "death", "it has an error", failed=True), now)
+    authority.decide({}, now + 2 * TOGETHER, 0.0)
+
+
+@pytest.mark.parametrize(("answer", "ends"), [("commit", False), ("abort", True), ("", True)])
+def test_two_errors_without_a_step_that_counts_in_between_end_the_run(answer: str, ends: bool) -> None:
+    authority, store = started("abcd")
+    count_a_step(authority, store)
+    fail(authority, "a", 1.0)
+    assert not authority.over
+    if answer:
+        count_a_step(authority, store, answer)
+    fail(authority, "b", 2.0)
+    assert authority.over == ends and ("a, it has an error" in authority.ended) == ends
+
+
+def test_nodes_that_join_with_an_error_of_their_own_end_nothing() -> None:
+    authority, store = started("ab")
+    count_a_step(authority, store)
+    come(authority, store, "cd")
+    assert authority.generation is not None
+    store.set(f"{prefix_of(authority.generation)}/{REGROUPED}", "7")
+    authority.decide({}, 1.0, 0.0)
+    assert authority.has("c") and authority.has("d")
+    fail(authority, "c", 2.0)
+    fail(authority, "d", 3.0)
+    assert not authority.over and authority.has("a") and authority.has("b")
 
 
 @pytest.mark.parametrize("first", ["ends", "is lost"])
 def test_a_node_lost_as_others_end_ends_the_run(first: str) -> None:
     """Whichever comes first: who has trained to the end cannot be in a generation that follows."""
-    store = dist.HashStore()
-    settings = Settings(nodes=3, faults=0, min_nodes=1, heartbeat=5.0, gather=60.0)
-    authority = Authority(settings, store, lambda what, **values: None, 0.0)
-    for name in "abc":
-        authority.came(Node(name, 1, "here"))
-        store.add(f"{READY}/{name}", 1)
-    authority.decide({}, 0.0, 0.0)
-    assert authority.has("a") and authority.has("b") and authority.has("c")
+    authority, _ = started("abc")
     steps = [lambda: authority.finish("a"), lambda: authority.lose(Removal("b", "death", "it is gone"), 1.0)]
     for step in steps if first == "ends" else reversed(steps):
         step()

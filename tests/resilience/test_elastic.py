@@ -23,14 +23,15 @@ from tests.resilience.sweep import check, play
 
 
 def test_a_run_outlives_a_node(tmp_path: Path) -> None:
+    """Also one that dies when all have measured a step, and it alone has not written the line yet."""
     made = table(tmp_path / "runs", train={"steps": 8, "validate_every": 0}, resilience={"nodes": 3})
     with Cluster(tmp_path, made, pace=0.3) as cluster:
+        cluster.kill_before_line(3)
         cluster.start("a", "b", "c")
-        cluster.wait_for(cluster.reached(2), "step 2")
-        cluster.kill("a")
         codes = cluster.end()
-        assert (codes["b"], codes["c"]) == (0, 0), cluster.told()
-    found = check(cluster, made, ["b", "c"])
+        living = [name for name in "abc" if codes[name] == 0]
+        assert len(living) == 2, cluster.told()
+    found = check(cluster, made, living)
     assert found["generations"] == 2 and found["false_alarms"] == 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from interlace.resilience.environment import ERROR, PROGRESS
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
@@ -52,8 +53,8 @@ def test_a_death_a_join_and_a_preemption(tmp_path: Path) -> None:
         assert fourth["leaving"][0] not in nodes_of(fourth)
         run.slow(False)
         assert run.end() == 0
-        assert leaver.exitcode == 0 and joiner.exitcode == 0
-        assert sorted(each.exitcode for each in run.supervisors) == [0, 0, 0, 0, 1]
+        assert leaver.exitcode == 128 + signal.SIGTERM and joiner.exitcode == 0
+        assert sorted(each.exitcode for each in run.supervisors) == [0, 0, 0, 1, 128 + signal.SIGTERM]
         counted = run.check_votes(STEPS)
         assert set(counted.values()) <= {1, 2, 3, 4} and counted[STEPS - 1] == 4
         after = run.ranks()
@@ -99,6 +100,18 @@ def test_too_few_save_and_stop(tmp_path: Path) -> None:
         assert last["of"] == "save" and last["pipelines"] == [[survivor]]
         assert run.end() == 1
         assert "too few nodes" in run.journal("end")[0]["why"]
+
+
+def test_when_all_are_asked_to_go_the_run_is_saved_and_all_say_so_by_their_code(tmp_path: Path) -> None:
+    settings = Settings(nodes=2, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
+    with cluster(tmp_path, settings, (vote_on_steps, 10_000, 0.02), 2) as run:
+        run.until(lambda: len(run.ranks()) == 2, "two nodes that train")
+        for node in run.supervisors:
+            node.terminate()
+        assert run.end() == 128 + signal.SIGTERM
+        assert run.generations()[-1]["of"] == "save" and run.journal("lost") == []
+        assert "nodes were asked to go" in run.journal("end")[0]["why"]
+        assert [node.exitcode for node in run.supervisors] == [128 + signal.SIGTERM] * 2
 
 
 @pytest.mark.slow
@@ -202,6 +215,30 @@ def test_a_run_in_which_ranks_only_give_up_ends_with_their_reason(tmp_path: Path
         assert run.end() == 1
         assert "4 times in a row" in run.journal("end")[0]["why"]
         assert "a message was lost" in run.journal("end")[0]["why"]
+
+
+def fail_at_step(folder: Path, step: int) -> None:
+    """A rank that votes, and fails of what is in the data of a step."""
+    member = Member.from_environment(60.0)
+    generation = member.next_generation(0, 60.0)
+    (folder / f"{member.node}-{os.getpid()}").write_text("")
+    for before in range(step):
+        assert member.vote(generation, before) == "commit"
+    while True:
+        if generation.ranks_of(member.node)[0] == 0:  # the record is read by one rank, and then by the next
+            Path(os.environ[PROGRESS] + ERROR).write_text("DecodeError: record 17 of chats.jsonl is broken")
+            raise ValueError("what else a process says when it ends")
+        generation = member.next_generation(generation.number, 60.0)
+
+
+def test_an_error_that_the_next_node_has_too_ends_the_run(tmp_path: Path) -> None:
+    """However many nodes are left, and however often the lost ones are started again."""
+    with cluster(tmp_path, SETTINGS, (fail_at_step, 3), 4) as run:
+        assert run.end() == 1
+        assert len(run.generations()) == 2 and len(run.journal("lost")) == 2
+        why = run.journal("end")[0]["why"]
+        assert why.count("record 17 of chats.jsonl is broken") == 1 and "go on with --resume" in why
+        assert "what else" not in why
 
 
 def end_the_run(folder: Path) -> None:

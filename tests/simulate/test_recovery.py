@@ -143,11 +143,21 @@ def test_repairs_are_the_planners_and_use_all_nodes(changes, least):
             assert now == []
             continue
         assert sorted(node for nodes in now for node in nodes) == sorted(alive)
-        if before and not came:
+        if before and sum(node not in gone for nodes in before for node in nodes) >= 2 * least:
             found = plan.reconfigure(before, gone, own.sizes, faults=1)
+            assert all(len(each.nodes) <= own.sizes[-1] for each in found)
+            found = plan.admit([each.nodes for each in found], came, own.sizes, most=16)
             assert now == [list(each.nodes) for each in found]
-        else:
+        elif not before:
             assert sorted(map(len, now)) == sorted(own.chosen(len(alive)))
+
+
+def test_nodes_that_come_move_no_layer_that_can_stay():
+    own = job(layers=12, nodes=6, least_nodes=2)
+    system = Oobleck(own, Rates(), list("abcdef"))
+    before = [list(nodes) for nodes in system.pipelines]
+    system.change([], ["g", "h"])
+    assert system.pipelines == [*before, ["g", "h"]]
 
 
 def test_only_what_a_node_lacks_is_copied():
@@ -191,7 +201,7 @@ def test_a_recovery_that_is_interrupted_has_brought_nothing():
     for seconds, copied in ((9.0, 10.0), (10.0, 0.0)):  # a layer of 10 bytes
         system = Oobleck(own, rates, list("abcd"))
         system.change(["a"], ["e"])
-        assert system.pipelines == [["b", "c"], ["d", "e"]]
+        assert system.pipelines == [["e", "b"], ["c", "d"]]  # in the place of the lost one
         system.run(seconds)
         system.change([], [])
         assert system.run(1e3)[0].restarting == copied

@@ -30,7 +30,7 @@ from interlace.plan.oobleck import (
 )
 from interlace.plan.orchestration import ModuleWork, Orchestration, orchestrate
 from interlace.plan.partitioning import partition
-from interlace.plan.reconfiguration import Reconfigured, admit, reconfigure
+from interlace.plan.reconfiguration import Reconfigured, admit, reconfigure, regroup
 from interlace.plan.search import Configuration, SearchModule, in_flight, search_configuration
 from interlace.plan.stable_batch import StableBatch, bernoulli_trials, proportional_allocation, stable_batch_size
 
@@ -72,6 +72,7 @@ __all__ = [
     "profile_model",
     "proportional_allocation",
     "reconfigure",
+    "regroup",
     "search_configuration",
     "split_batch",
     "stable_batch_size",

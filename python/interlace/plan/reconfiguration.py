@@ -139,6 +139,41 @@ def admit(
     return found
 
 
+def regroup(
+    pipelines: Sequence[Sequence[Node]],
+    failed: Collection[Node],
+    nodes: Sequence[Node],
+    node_counts: Sequence[int],
+    *,
+    faults: int = 0,
+    most: int | None = None,
+) -> list[tuple[Node, ...]] | None:
+    """Pipelines after failures and joins at one time: what `reconfigure` and then `admit` make of them.
+
+    Nodes that wait come in after the repair, in whole pipelines where they can. Where the survivors alone would be too
+    few, they first stand in for failed ones.
+
+    Args:
+        pipelines, failed, node_counts, faults: as of `reconfigure`. most: as of `admit`.
+        nodes: all that are there, in the order in which they came.
+
+    Returns:
+        The nodes of each pipeline; None where fewer than (faults + 1) of the smallest template's are left.
+    """
+    least, largest = _least_and_largest(node_counts)
+    gone, inside = set(failed), {node for pipeline in pipelines for node in pipeline}
+    spare = iter([node for node in nodes if node not in inside and node not in gone])
+    replaced = [[next(spare, node) if node in gone else node for node in pipeline] for pipeline in pipelines]
+    for start in (pipelines, replaced):
+        if sum(node not in gone for pipeline in start for node in pipeline) >= max(1, (faults + 1) * least):
+            # A merger may be longer than the largest template: what is beyond that waits.
+            cut = [each.nodes[:largest] for each in reconfigure(start, gone, node_counts, faults=faults)]
+            inside = {node for pipeline in cut for node in pipeline}
+            rest = [node for node in nodes if node not in inside and node not in gone]
+            return [each.nodes for each in admit(cut, rest, node_counts, most=most)]
+    return None
+
+
 def _least_and_largest(node_counts: Sequence[int]) -> tuple[int, int]:
     sizes = sorted(node_counts)
     if not sizes or sizes[0] < 1 or sizes != list(range(sizes[0], sizes[-1] + 1)):

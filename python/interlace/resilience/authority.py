@@ -41,27 +41,30 @@ MOST_FAILURES = 3  # in a row, without a committed step, in which a rank gave up
 
 
 class Removal(NamedTuple):
-    """A node that has to go, and why."""
+    """A node that is gone or has to go, and why. failed: a rank of it ended with an error of its own."""
 
     node: str
     kind: Noticed
     why: str
+    failed: bool = False
 
 
 class Authority:
     """Who trains together in one run. store: torch's, which this process serves. tell: notes what happened.
 
     Times are seconds of one clock that the caller reads. ended: why the run cannot go on; "" while it can, and after it
-    has trained to the end. over: nothing more is to be decided.
+    has trained to the end. over: nothing more is to be decided. preempted: the run is saved, and what ended it is that
+    its nodes were asked to go.
     """
 
     def __init__(self, settings: Settings, store: Any, tell: Callable[..., None], now: float) -> None:
         self.roster, self._store, self._tell, self._began = Roster(settings), store, tell, now
-        self.false_alarms, self.ended, self.over = 0, "", False
+        self.false_alarms, self.ended, self.over, self.preempted = 0, "", False, False
         self._finishing = False  # a node has trained to the end, or saved
         self._broken: float | None = None  # since when the generation is over
         self._gave_up: float | None = None  # since when a rank of it has given up
         self._failures, self._asked = 0, False
+        self._errors: dict[str, str] = {}  # nodes that failed since a step counted last, with what they said
         self._suspects: dict[tuple[str, int], float] = {}
 
     @property
@@ -98,6 +101,27 @@ class Authority:
             self._end_generation(now)
             if self._finishing:
                 self._stop(f"node {node} was lost when others had ended already ({removal.why}): resume the run")
+            elif removal.failed:
+                self._note_error(removal)
+
+    def _note_error(self, removal: Removal) -> None:
+        """A node of the generation ended with an error of its own. A second one before a step counts ends the run.
+
+        What two nodes fail of, a third would, too: bad data, a wrong setting, a loss that is no number. Nodes that have
+        just joined may be wrong themselves, with other data or files: they do not count.
+        """
+        generation = self.generation
+        assert generation is not None
+        has_come = generation.number > 1 and any(each.node == removal.node for each in generation.cause)
+        if has_come and not self._committed(generation):
+            return
+        self._errors[removal.node] = removal.why
+        if len(self._errors) > 1:
+            node, why = next(iter(self._errors.items()))
+            self._stop(
+                f"nodes end with an error, one after the other, and no step counts in between: {node}, {why}. Mend "
+                "that, and go on with --resume"
+            )
 
     def finish(self, node: str) -> None:
         """All ranks of a node have ended well: it has left, or has trained to the end."""
@@ -107,8 +131,18 @@ class Authority:
         if generation is not None and node in generation.order():
             self._finishing = True
             if generation.kind == "save":
-                self.ended = "too few nodes were left to train on: what they held is saved; resume with more nodes"
+                self._saved(generation)
             self.over |= not any(each in self.roster.nodes for each in generation.order())
+
+    def _saved(self, generation: Generation) -> None:
+        """A generation has saved what it held, and the run ends with it."""
+        self.preempted = all(event.kind in ("leave", "join") for event in generation.cause)
+        why = "nodes were asked to go and too few are left" if self.preempted else "too few nodes were left to train on"
+        self.ended = f"{why}: what they held is saved; go on with --resume when there are enough{self._last_error()}"
+
+    def _last_error(self) -> str:
+        """What a node has said that ended with an error, if no step has counted since."""
+        return "".join(f". {node} had an error: {why}" for node, why in self._errors.items())
 
     # -- what follows ----------------------------------------------------------------------------------------
 
@@ -178,11 +212,7 @@ class Authority:
     def _fail(self, why: str, now: float) -> None:
         """A rank gave up, and nobody turned out to be lost: the same nodes meet again."""
         assert self.generation is not None
-        start = f"{prefix_of(self.generation)}/{DECISION}/"
-        committed = any(
-            key.startswith(start) and self._store.get(key) != b"abort" for key in map(str, self._store.list_keys())
-        )
-        self._failures = 1 if committed else self._failures + 1
+        self._failures = 1 if self._committed(self.generation) else self._failures + 1
         if self._failures > MOST_FAILURES:
             raise ResilienceError(
                 f"{self._failures} times in a row a rank gave up and no node was lost; the last: {why}"
@@ -190,8 +220,17 @@ class Authority:
         self.roster.lost(Event("failure", "", time.time(), why))
         self._end_generation(now)
 
+    def _committed(self, generation: Generation) -> bool:
+        """Whether a step has counted in it."""
+        start = f"{prefix_of(generation)}/{DECISION}/"
+        return any(
+            key.startswith(start) and self._store.get(key) != b"abort" for key in map(str, self._store.list_keys())
+        )
+
     def _end_generation(self, now: float) -> None:
         assert self.generation is not None
+        if self._broken is None and self._committed(self.generation):
+            self._errors.clear()
         self._store.set(f"{prefix_of(self.generation)}/{OVER}", "1")
         self._broken = now if self._broken is None else self._broken
 
@@ -199,7 +238,7 @@ class Authority:
         """Makes a generation known; None: there is none."""
         if generation is None:
             if self.roster.generation is not None:
-                self._stop("no node is left: resume from the last checkpoint")
+                self._stop(f"no node is left: resume from the last checkpoint{self._last_error()}")
             return
         self._broken = self._gave_up = None
         self._asked = False

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import selectors
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from interlace.resilience.wire import AHEAD, VERSION, Line
 PAUSE = 0.02  # seconds between two looks into the store
 SLEPT = 0.2  # seconds that this process may be late before it says so to itself
 HELLO = 10.0  # seconds for a connection to say who it is
+PREEMPTED = 128 + signal.SIGTERM
 
 
 class Supervised:
@@ -95,8 +97,8 @@ class Coordinator:
             self._journal.close()
 
     def run(self, abandoned: Callable[[], bool] = lambda: False) -> int | None:
-        """Serves until the run is over: 0 when its nodes have trained to the end, else 1. None when nobody is here and
-        none will come, as `abandoned` says."""
+        """Serves until the run is over: 0 when its nodes have trained to the end, 143 when it was saved as all nodes
+        were asked to go, else 1. None when nobody is here and none will come, as `abandoned` says."""
         while self._authority is None or not self._authority.over:
             self.turn()
             if self._authority is None and abandoned():
@@ -106,6 +108,8 @@ class Coordinator:
             each.finished = True  # it need not be counted among the lost
             self._dismiss(each, why or "the run has trained to the end", well=not why)
         self._tell("end", why=why or "trained to the end", false_alarms=self.false_alarms)
+        if self._authority.preempted:
+            return PREEMPTED
         return 1 if why else 0
 
     def turn(self) -> None:
@@ -154,7 +158,8 @@ class Coordinator:
         elif node is None or authority is None:
             raise ValueError(f"{kind!r} before hello")
         elif kind == "exited":
-            self._drop(each, "death", f"rank {int(table['local_rank'])} of the node {str(table['how'])[:500]}")
+            why = f"rank {int(table['local_rank'])} of the node {str(table['how'])[:500]}"
+            self._drop(each, "death", why, failed=int(table["code"]) > 0)
         elif kind == "done":
             each.finished = True
             authority.finish(node.id)
@@ -213,8 +218,8 @@ class Coordinator:
         each.line.say("goodbye", why=why, well=well)
         self._drop(each, "leave", why)
 
-    def _drop(self, each: Supervised, kind: Noticed, why: str) -> None:
-        """Ends with a supervisor, and with its node if that has not ended well."""
+    def _drop(self, each: Supervised, kind: Noticed, why: str, failed: bool = False) -> None:
+        """Ends with a supervisor, and with its node if that has not ended well; `failed`: by an error of its own."""
         if self._supervised.pop(each.fd, None) is None:
             return
         self._selector.unregister(each.line.socket)
@@ -223,7 +228,7 @@ class Coordinator:
             each.line.say("goodbye", why=why)
         each.line.close()
         if lost is not None and self._authority is not None:
-            self._authority.lose(Removal(lost.id, kind, why), time.monotonic())
+            self._authority.lose(Removal(lost.id, kind, why, failed), time.monotonic())
 
     def _tell(self, what: str, **values: Any) -> None:
         words = ", ".join(f"{key} {value}" for key, value in values.items())

@@ -123,8 +123,7 @@ class Roster:
             return False
         if any(node in self.leaving for node in self.generation.order()):
             return True
-        grown = self._admit(self.generation.pipelines)
-        return grown != self.generation.pipelines
+        return self._train_on(self.generation.pipelines, set()) != self.generation.pipelines
 
     def next(self, waited: float) -> Generation | None:
         """The generation that follows; None when it is not time for the first one yet, or when nobody is left.
@@ -173,24 +172,12 @@ class Roster:
 
     def _train_on(self, pipelines: Pipelines, failed: set[str]) -> Pipelines | None:
         """Pipelines without some nodes, and with those that wait; None when too few are left."""
-        sizes, faults = self._templates().sizes, self.settings.faults
-        # Nodes that wait come in after the repair, in whole pipelines where they can; before it where it needs them.
-        for start in (pipelines, _replaced(pipelines, failed, self._outside(pipelines))):
-            if sum(node not in failed for pipeline in start for node in pipeline) >= (faults + 1) * sizes[0]:
-                repaired = plan.reconfigure(start, failed, sizes, faults=faults)
-                # A merger may be longer than the largest template: what is beyond that waits.
-                return self._admit(tuple(each.nodes[: sizes[-1]] for each in repaired))
-        return None
-
-    def _admit(self, pipelines: Pipelines) -> Pipelines:
         templates = self._templates()
-        found = plan.admit(pipelines, self._outside(pipelines), templates.sizes, most=templates.microbatches)
-        return tuple(each.nodes for each in found)
-
-    def _outside(self, pipelines: Pipelines) -> list[str]:
-        """Nodes that can be taken in and are in no pipeline, in the order in which they became ready."""
-        inside = {node for pipeline in pipelines for node in pipeline}
-        return [node for node in self.ready if node not in inside and node not in self.leaving]
+        staying = [node for node in self.ready if node not in self.leaving]
+        found = plan.regroup(
+            pipelines, failed, staying, templates.sizes, faults=self.settings.faults, most=templates.microbatches
+        )
+        return None if found is None else tuple(found)
 
     def _make(
         self, kind: Kind, pipelines: Pipelines, cause: tuple[Event, ...], leaving: Sequence[str]
@@ -211,12 +198,6 @@ class Roster:
 
     def _templates(self) -> Templates:
         return self.templates or Templates.assumed(self.settings)
-
-
-def _replaced(pipelines: Pipelines, failed: set[str], spare: Sequence[str]) -> Pipelines:
-    """Pipelines in which spare nodes stand in for those that failed, as far as there are any."""
-    rest = iter(spare)
-    return tuple(tuple(next(rest, node) if node in failed else node for node in pipeline) for pipeline in pipelines)
 
 
 def _dealt(nodes: Sequence[str], sizes: Sequence[int], counts: Sequence[int]) -> Pipelines:

@@ -9,7 +9,8 @@ the
 coordinator: a node that nobody counts any more must not write anything. Ranks die with their supervisor, too.
 
 SIGTERM or Ctrl-C is a notice that the node will be gone: its layers are moved to others at the next step boundary, then
-it ends with code 0. What has not left when the notice's seconds are over is killed.
+it ends with 128 + the signal, as who is asked to go does. What has not left when the notice's seconds are over is
+killed.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from types import FrameType
 from typing import IO, Any
 from uuid import uuid4
 
-from interlace.resilience.environment import COORDINATOR, LOCAL_RANK, NODE, PROGRESS
+from interlace.resilience.environment import COORDINATOR, ERROR, LOCAL_RANK, NODE, PROGRESS, STOPPED
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.settings import Settings
 from interlace.resilience.watch import Stall, Watch
 from interlace.resilience.wire import AHEAD, VERSION, Line
 
 WELCOME = 30.0  # seconds for the coordinator to take a node in
-LAST_LINES = 3  # of a rank's log, when it ended badly
+LAST_LINES = 3  # of a rank's log, when it ended badly and does not say why
+MOST_WORDS = 400  # characters of either
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -65,13 +67,18 @@ class Supervisor:
         self.id, self.host, self._logs, self._say = f"{host}-{uuid4().hex[:8]}", host, logs, say
         self._environment = {**os.environ, **(environment or {})}
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._pages: list[Path] = []
         self._signals: list[int] = []
         self._gone_by: float | None = None  # the notice's end
         self._reported: list[Stall] = []
 
     def run(self) -> int:
-        """Supervises the node's ranks to their end: 0 when all ended well, 1 when the node is lost or the run has ended
-        without them. Raises ResilienceError when no coordinator takes the node in."""
+        """Supervises the node's ranks to their end; returns the exit code.
+
+        0 when all have trained to the end, or the run is saved for want of nodes; 128 + the signal when the node was
+        asked to go and has left, or the run is saved then; the code of a rank that failed; else 1: the node is lost, or
+        the run has ended without it. Raises ResilienceError when no coordinator takes the node in.
+        """
         previous = {number: signal.signal(number, self._noticed) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             with self._connect() as connection, tempfile.TemporaryDirectory(dir=_memory()) as pages:
@@ -83,7 +90,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _supervise(self, line: Line, pages: list[Path]) -> int:
-        store_port = self._meet(line)
+        self._pages, store_port = pages, self._meet(line)
         watch = Watch(pages, self.settings.heartbeat)
         self._start(pages, f"{line.socket.getpeername()[0]}:{store_port}")
         self._say(f"node {self.id} has joined the run of {self.coordinator}; logs of its ranks in {self._logs}")
@@ -114,7 +121,7 @@ class Supervisor:
                 heard = now
                 if table["kind"] == "goodbye":
                     self._say(f"node {self.id} ends: {table.get('why')}")
-                    return 0 if table.get("well") else 1
+                    return self._well(bool(self._signals)) if table.get("well") else 1
             if line.closed:
                 self._say(f"node {self.id} ends: {self._lost(line.closed)}")
                 return 1
@@ -218,21 +225,28 @@ class Supervisor:
         """The exit code of this supervisor, once ranks have ended; None before."""
         codes = [process.poll() for process in self.processes]
         for rank, code in enumerate(codes):
-            if code not in (None, 0):
+            if code is not None and code not in (0, STOPPED):
                 how = _how(code) + self._last_words(rank)
-                line.say("exited", local_rank=rank, how=how)
+                line.say("exited", local_rank=rank, code=code, how=how)
                 self._say(f"node {self.id} is lost: its rank {rank} {how}")
-                return 1
+                return max(code, 1)
         if None in codes:
             return None
         line.say("done")
-        return 0
+        return self._well(STOPPED in codes)
+
+    def _well(self, early: bool) -> int:
+        """The exit code of a node that has ended well; `early`: before the run's last step."""
+        return 128 + self._signals[0] if early and self._signals else 0
 
     def _last_words(self, rank: int) -> str:
         with contextlib.suppress(OSError):
+            words = Path(f"{self._pages[rank]}{ERROR}").read_text(errors="replace")
+            return f": {words[:MOST_WORDS]}"
+        with contextlib.suppress(OSError):
             text = (self._logs / f"{self.id}-{rank}.log").read_text(errors="replace")
             lines = [each.strip() for each in text.splitlines() if each.strip()]
-            return "; its last words: " + " | ".join(lines[-LAST_LINES:])[:400] if lines else ""
+            return "; its last words: " + " | ".join(lines[-LAST_LINES:])[:MOST_WORDS] if lines else ""
         return ""
 
     def _kill(self) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from interlace.plan.reconfiguration import reconfigure
+from interlace.plan.reconfiguration import regroup
 from interlace.simulate.elastic_job import Job
 from interlace.simulate.failure_trace import Change, at_once
 
@@ -211,9 +211,9 @@ class _Alive(ABC):
 class Oobleck(_Alive):
     """Runs on with what is left: the iteration in progress is lost, layers that a node lacks are copied.
 
-    Failures are repaired by `plan.reconfigure`; where nodes come, or were idle (of a model with few layers), all
-    pipelines are chosen anew. With less than (faults + 1) * least_nodes nodes it waits, and with a layer that no node
-    has left it begins from the checkpoint.
+    Pipelines are repaired, and nodes that come taken in, by `plan.regroup`, as a run does. With less than
+    (faults + 1) * least_nodes nodes it waits, and pipelines are chosen anew when there are enough again; with a layer
+    that no node has left it begins from the checkpoint.
     """
 
     def __init__(self, job: Job, rates: Rates, nodes: Sequence[Hashable]) -> None:
@@ -225,18 +225,13 @@ class Oobleck(_Alive):
         return Pace(self.rates.unit * self.job.iteration([len(nodes) for nodes in self.pipelines]))
 
     def change(self, gone: Collection[Hashable], came: Sequence[Hashable]) -> None:
-        idle = len(self.alive) > sum(map(len, self.pipelines))
-        order = [node for nodes in self.pipelines for node in nodes if node not in gone]
-        order += [node for node in self.alive if node not in gone and node not in set(order)] + list(came)
         self._live(gone, came)
-        if len(order) < self.job.fewest:
-            self._settle([])
-        elif came or idle:
-            self._settle(self._anew(order))
-        else:
-            repaired = reconfigure(self.pipelines, gone, self.job.sizes, faults=self.job.faults)
-            fits = all(len(each.nodes) <= self.job.sizes[-1] for each in repaired)  # merged ones may lack layers
-            self._settle([list(each.nodes) for each in repaired] if fits else self._anew(order))
+        if not self.pipelines:
+            self._settle(self._anew(self.alive))
+            return
+        own = self.job
+        found = regroup(self.pipelines, gone, self.alive, own.sizes, faults=own.faults, most=own.microbatches)
+        self._settle([list(nodes) for nodes in found or ()])
 
     def _anew(self, nodes: Sequence[Hashable]) -> Pipelines:
         return _dealt(nodes, self.job.chosen(len(nodes))) if len(nodes) >= self.job.fewest else []

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 from pydantic import ValidationError
 
+from interlace.resilience.environment import ERROR, PROGRESS, STOPPED
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.layouts import Templates, held_by, sizes_of
 from interlace.resilience.member import Member
@@ -67,19 +68,23 @@ LONGEST_START = 1800.0
 def run(config: Config, *, source: str, resume: str | None = None) -> int:
     """Trains as the rank that a supervisor started; returns the exit code.
 
-    0: all steps are trained, the node has left, or too few nodes were left and what they held is saved. Raises
-    ConfigError for what the user can mend; ResilienceError when the run cannot go on.
+    0: all steps are trained. `STOPPED`: the node has left, or too few nodes were left and what they held is saved.
+    Raises ConfigError for what the user can mend; ResilienceError when the run cannot go on.
     """
     check(config, source=source)
     for number in (signal.SIGINT, signal.SIGTERM):  # its supervisor has them, and decides
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.ExitStack() as cleanup:
-        each = Rank(config, source, resume, cleanup)
-        closing = each.train()
-    if closing is not None:
-        with allowing("the closing report", LONGEST_START):
-            whole_run.close(*closing, source)
-    return 0
+    try:
+        with contextlib.ExitStack() as cleanup:
+            each = Rank(config, source, resume, cleanup)
+            closing = each.train()
+        if closing is not None:
+            with allowing("the closing report", LONGEST_START):
+                whole_run.close(*closing, source)
+    except Exception as error:
+        Path(os.environ[PROGRESS] + ERROR).write_text(f"{type(error).__name__}: {error}")  # for its supervisor
+        raise
+    return 0 if each.finished else STOPPED
 
 
 class Rank:
@@ -115,6 +120,7 @@ class Rank:
         self.folder: Path | None = None
         self.nonce = ""
         self.lock: lock.RunLock | None = None
+        self.finished = False  # all steps are trained
         self.held: Held | None = None
         self.feed: Feed | None = None
         self.parallel: Any = None  # of the newest generation, which the thread that reads ahead asks
@@ -416,6 +422,7 @@ class Rank:
                 trainer.trackers.close("stopped")
         if not outcome["finished"]:
             return False, None
+        self.finished = True
         self.feed.close()
         if meeting.rank != 0:
             return True, None

@@ -25,7 +25,10 @@ def microbatches(config: Config) -> int:
 def propose(config: Config, model: Any, templates: Templates, *, source: str) -> str:
     """As `Member.propose` takes it. Raises ConfigError where a template cannot be made."""
     own = config.resilience
-    least = own.min_nodes or min_nodes(config, model, templates, source=source)
+    least = own.min_nodes
+    if least is None:
+        memory = memory_of(config, "cpu", own.ranks_per_node)
+        least = min_nodes(config, model, templates, memory, microbatches(config), source=source)
     most = templates.most_ranks // own.ranks_per_node
     if most < least:
         raise ConfigError(
@@ -39,24 +42,24 @@ def propose(config: Config, model: Any, templates: Templates, *, source: str) ->
     return roster.Templates(least, times, microbatches(config)).to_json()
 
 
-def min_nodes(config: Config, model: Any, templates: Templates, *, source: str) -> int:
-    """Fewest nodes of a pipeline whose ranks hold the model, its optimizer state and a step's activations, of
-    microbatches as they are when faults + 1 pipelines run. Raises ConfigError where no number does."""
+def min_nodes(config: Config, model: Any, templates: Templates, memory: float, total: int, *, source: str) -> int:
+    """Fewest nodes of a pipeline whose ranks, of `memory` bytes each, hold the model, its optimizer state and the
+    activations of a step, which all pipelines cut into `total` microbatches. Raises ConfigError where no number
+    does."""
     from interlace.run.traced import weights_of
 
-    per_node, limit = config.resilience.ranks_per_node, 0.0
+    per_node = config.resilience.ranks_per_node
     for nodes in count(1):
         ranks = nodes * per_node
         if ranks > templates.most_ranks:
             break
-        limit = memory_of(config, "cpu", per_node)
         layout = templates.layout([ranks])
         try:
             weights = weights_of(model, layout, sequence_parallel=False)
             activations = activations_of_config(config, model, layout)
-            loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, microbatches(config)))
+            loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, total))
             schedule = step_schedule(config, model, layout, config.train.microbatches)
-            if held_by_ranks(config, model, schedule, weights, activations, loads).peak <= limit:
+            if held_by_ranks(config, model, schedule, weights, activations, loads).peak <= memory:
                 return nodes
         except ValueError as error:
             raise ConfigError(
@@ -64,8 +67,8 @@ def min_nodes(config: Config, model: Any, templates: Templates, *, source: str) 
                 "resilience.min_nodes"
             ) from None
     raise ConfigError(
-        f"{source}: no pipeline of up to {templates.most_ranks} ranks holds the model in {limit / 2**30:.1f} GiB each: "
-        "take machines with more memory, or lower train.batch_size"
+        f"{source}: no pipeline of up to {templates.most_ranks} ranks holds the model in {memory / 2**30:.3g} GiB "
+        "each: take machines with more memory, or lower train.batch_size"
     )
 
 

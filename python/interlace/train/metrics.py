@@ -210,6 +210,12 @@ class Metrics:
         self.file.flush()
         self.trackers.log(step, values)
 
+    def complete(self, line: Mapping[str, float]) -> None:
+        """Writes a line that a rank 0 before this one may have been lost with, unless it is there."""
+        step, kept = int(line["step"]), read_metrics(self.path.parent)
+        if not kept or kept[-1]["step"] < step:
+            self.write(step, {name: value for name, value in line.items() if name != "step"})
+
     def close(self) -> None:
         """Closes the file; the trackers are told of the run's end by who began them."""
         self.file.close()

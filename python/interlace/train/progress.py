@@ -61,6 +61,8 @@ class Progress(BaseModel):
     last: dict[str, int | float]
     owed: dict[str, int | float] | None = None
     """What the last step measured, where it counts and nothing else was done after it (see `Trainer.owed`)."""
+    line: dict[str, int | float] | None = None
+    """The last line of the metrics, where it may not have been written (see `Trainer.line`)."""
     due: bool = False
     """Whether a checkpoint of it is due, or was begun and does not stand yet."""
 

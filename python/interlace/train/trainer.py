@@ -142,6 +142,8 @@ class Trainer:
         """What the last step measured, as long as nothing else is done after it: its line is not written, the held-out
         loss not measured. An elastic run does that in its next generation where one ends here."""
         self.beside: dict[str, float] = {}  # what whoever runs this has for the next line
+        self.line: dict[str, float] | None = None
+        """The last line of the metrics, with its step, on every rank: rank 0 may be lost before it has written it."""
         self.due = False  # whether a checkpoint of the last step is
         self.window = LogWindow()
         self._decoded = 0  # items, at the last line
@@ -188,7 +190,7 @@ class Trainer:
             self.loss_scale = progress.loss_scale
         self.feed.load_state_dict(progress.feed)
         self.window, self.totals, self.last = progress.window, progress.totals, progress.last
-        self.owed, self.due = progress.owed, progress.due
+        self.owed, self.due, self.line = progress.owed, progress.due, progress.line
 
     def _forget_best_if_gone(self) -> None:
         """The best validation counts only with its checkpoint, which is not there when ``checkpoint.best`` is new, or
@@ -202,6 +204,8 @@ class Trainer:
         train, every = self.config.train, self.config.checkpoint.every
         start = self.step if self.owed is None else self.step - 1  # whose line may have been written, or not
         self.metrics = Metrics(self.folder, start=start, trackers=self.trackers) if self.rank == 0 else None
+        if self.metrics is not None and self.line is not None and self.line["step"] <= start:
+            self.metrics.complete(self.line)
         last = train.last_step
         self.left = TimeLeft(last, {"validation": train.validate_every, "checkpoint": every})
         epoch_steps = self.feed.loader.batches_per_epoch or 0  # of a stream nobody knows
@@ -290,6 +294,7 @@ class Trainer:
             values |= self.beside
             self.beside = {}
             self.last |= values
+            self.line = {"step": self.step, **values}
             if self.metrics is not None:
                 self.metrics.write(self.step, values)
             self.screen.show(self.step, values, self.left.after(self.step))
@@ -437,7 +442,7 @@ class Trainer:
         """Begins a checkpoint of this step, unless there is one; `run` does not end before it stands. Collective."""
         if self.saved_step == self.step:
             return
-        progress = self.progress(self.peers.together).model_copy(update={"owed": None, "due": False})
+        progress = self.progress(self.peers.together).model_copy(update={"owed": None, "line": None, "due": False})
         write = self.checkpoints.begin if self.config.checkpoint.asynchronous else self.checkpoints.save
         best = -1 if self.config.checkpoint.best is None else self.verdict.step
         write(self.step, *self.state(), progress.model_dump(), best=best)
@@ -460,6 +465,7 @@ class Trainer:
             totals=self.totals,
             last=self.last,
             owed=self.owed,
+            line=self.line,
             due=self.due or self.checkpoints.writing,
         )
 

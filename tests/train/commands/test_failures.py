@@ -65,6 +65,16 @@ def test_bytes_are_those_of_the_model(tiny: Path, capfd: pytest.CaptureFixture[s
         assert found["checkpoint"] == found["model"]  # what is frozen lies in no folder here
 
 
+def test_the_smallest_pipeline_is_what_holds_the_model(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def least(memory: float) -> int:
+        found = simulated(tiny, capfd, "--nodes", "6", "--memory", str(memory))["min_nodes"]
+        assert isinstance(found, int)
+        return found
+
+    assert least(1.0) == 1
+    assert least(0.0004) == 2
+
+
 @pytest.mark.slow
 def test_twice_as_fast_ranks_do_twice_as_much(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     quiet = ("--nodes", "4", "--start", "0", "--regroup", "0", "--network", "1e5", "--disk", "1e5")
@@ -123,7 +133,8 @@ def test_errors_are_one_line(tiny: Path, arguments: list[str], message: str, cap
 def test_what_no_flag_says_is_that_of_the_config(tiny: Path) -> None:
     def taken(own: dict[str, Any], *flags: str) -> tuple[Any, ...]:
         options = parser().parse_args(["simulate", str(tiny), "--trace", "x.csv", *flags])
-        found = failures.with_config(options, SimpleNamespace(resilience=Resilience(**own)))  # type: ignore[arg-type]
+        config = SimpleNamespace(resilience=Resilience(**own))
+        found = failures.with_config(options, config, None, None)  # type: ignore[arg-type]
         return found.nodes, found.ranks_per_node, found.faults, found.min_nodes
 
     assert taken({}) == (None, 1, 1, 1)

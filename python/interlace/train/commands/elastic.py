@@ -60,7 +60,7 @@ def supervise(options: argparse.Namespace, config: Config, path: Path) -> int:
 
 def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) -> int:
     """The coordinator, in this process, and all nodes of the run, to try it out."""
-    from interlace.resilience.coordinator import Coordinator
+    from interlace.resilience.coordinator import PREEMPTED, Coordinator
     from interlace.train.feed import prepare
 
     prepare(config, lambda line: launcher.note(f"interlace: {line}"), source=str(path))
@@ -78,28 +78,31 @@ def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) ->
             for _ in range(own.nodes)
         ]
         try:
-            with _passing_on(nodes):
+            with _passing_on(nodes) as signals:
                 code = serving.run(abandoned=lambda: all(node.poll() is not None for node in nodes))
         finally:
             _end(nodes, KILL_AFTER if sys.exc_info()[0] is None else 0.0)
     if code is None:
         users = any(node.returncode == launcher.USER_ERROR for node in nodes)
         return launcher.USER_ERROR if users else 1
-    return code
+    return 128 + signals[0] if code == PREEMPTED and signals else code
 
 
 @contextmanager
-def _passing_on(nodes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C ask all nodes to go, which saves and stops the run; a second Ctrl-C ends it at once."""
+def _passing_on(nodes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """SIGTERM and Ctrl-C, which are listed, ask all nodes to go, which saves and stops the run; a second Ctrl-C ends it
+    at once."""
+    came: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
         for node in nodes:
             if node.poll() is None:
                 node.send_signal(number)
 
     previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield came
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -50,7 +50,7 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: at least {least}")
-    for name in ("hours", "network", "disk"):
+    for name in ("hours", "network", "disk", "memory"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value:g}: more than 0")
@@ -69,7 +69,7 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
     from interlace.simulate.recovery_picture import plot_recovery
 
     changes = read(options)
-    options = with_config(options, config)
+    options = with_config(options, config, model, costs)
     rates = rates_of(costs, options)
     nodes = options.nodes or max(config.world_size() // options.ranks_per_node, 1)
     try:
@@ -100,8 +100,9 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
     return 0
 
 
-def with_config(options: argparse.Namespace, config: Config) -> argparse.Namespace:
-    """The flags, and for those that were not given what [resilience] says; nodes only where it says how many."""
+def with_config(options: argparse.Namespace, config: Config, model: Any, costs: Any) -> argparse.Namespace:
+    """The flags, and for those that were not given what [resilience] says; nodes only where it says how many, and
+    min_nodes from the memory that the model takes, where --memory says how much of it a rank has."""
     own = config.resilience
     said = {
         "nodes": own.nodes if "nodes" in own.model_fields_set else None,
@@ -110,7 +111,23 @@ def with_config(options: argparse.Namespace, config: Config) -> argparse.Namespa
         "min_nodes": own.min_nodes or 1,
     }
     given = {name: value for name in said if (value := getattr(options, name)) is not None}
-    return argparse.Namespace(**{**vars(options), **said, **given})
+    found = argparse.Namespace(**{**vars(options), **said, **given})
+    if "min_nodes" not in given and own.min_nodes is None and options.memory is not None:
+        found.min_nodes = _held_by(found, config, model, costs)
+    return found
+
+
+def _held_by(options: argparse.Namespace, config: Config, model: Any, costs: Any) -> int:
+    """Nodes of the smallest pipeline that has the memory for the model, as a run would find them."""
+    from interlace.resilience.layouts import Templates
+    from interlace.train.elastic_plan import min_nodes
+
+    own = config.resilience.model_copy(update={"ranks_per_node": options.ranks_per_node, "faults": options.faults})
+    templates = Templates(model, costs.modules, recompute=config.train.recompute)
+    total = config.train.microbatches * config.parallel.replicas("language_model")
+    config = config.model_copy(update={"resilience": own})
+    source = f"{options.config}, --memory {options.memory:g}"
+    return min_nodes(config, model, templates, 1e9 * options.memory, total, source=source)
 
 
 def read(options: argparse.Namespace) -> list[Change]:
