@@ -35,15 +35,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Phase:
-    """What a batch of a module costs, as `balance.post_balance` counts it: its batching, quadratic and convolution.
+    """What a batch of a module costs, as `balance.post_balance` counts it: its batching and quadratic.
 
-    per_row: tokens inside the module for each row that it hands on. in_items: a token sees its own item alone.
+    per_row: tokens inside the module for each row that it hands on. in_items: a token sees its own item alone. There is
+    no `convolution`: clips that are padded for an encoder's convolutions have lost the padding before its first layer.
     """
 
     per_row: float = 1.0
     quadratic: float = 0.0
     batching: Literal["packed", "padded"] = "packed"
-    convolution: bool = False
     in_items: bool = False
 
     def lengths(self, rows: Ints) -> Ints:
@@ -52,8 +52,8 @@ class Phase:
 
     def how(self, items: Ints) -> dict[str, Any]:
         """The further arguments of `post_balance` and `batch_costs` for samples of so many items each."""
-        found = {"batching": self.batching, "quadratic": self.quadratic, "convolution": self.convolution}
-        several = self.in_items and self.batching == "packed" and not self.convolution and bool((items > 1).any())
+        found = {"batching": self.batching, "quadratic": self.quadratic}
+        several = self.in_items and self.batching == "packed" and bool((items > 1).any())
         return found | ({"items": np.maximum(items, 1)} if several else {})
 
 

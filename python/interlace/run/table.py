@@ -183,7 +183,7 @@ def step_table(
             home if replicas is None else replicas.get(name, home),
         )  # fmt: skip
     first = len(made)
-    read, sizes = _by_bin(bin_of % dp * slots + bin_of // dp, dp * slots)  # as pieces are sorted: they need not be again
+    read, sizes = _by_bin(bin_of % dp * slots + bin_of // dp, dp * slots)  # as pieces are sorted, so they need not be
     sizes = _add_chunks(made, language_model, read, sizes, slots)
     destination = np.repeat(np.arange(first, len(made)), sizes)  # of each of `read`
     edges = []
@@ -282,19 +282,19 @@ def _encoder_chunks(
     samples, sizes = together
     ends = np.concatenate([[0], np.cumsum(sizes.reshape(slots, -1).sum(1))]).tolist()
     encoded, keys = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]  # samples; replica * count + chunk of the replica
-    for turn in range(min(count, slots)):
+    turns = min(count, slots)
+    for turn in range(turns):
         # With fewer chunks than slots a turn is a chunk over several slots, with more it is a slot in several chunks.
-        span = (-(-turn * slots // count), -(-(turn + 1) * slots // count)) if count < slots else (turn, turn + 1)
-        into = range(turn, turn + 1) if count <= slots else range(-(-turn * count // slots), -(-(turn + 1) * count // slots))
-        items = samples[ends[span[0]] : ends[span[1]]]
+        slot, chunk = ([-(-at * of // turns) for at in (turn, turn + 1)] for of in (slots, count))
+        items, wide = samples[ends[slot[0]] : ends[slot[1]]], chunk[1] - chunk[0]
         items = items[rows[items] > 0]
         if home is None:
-            share = _shared_out(rows[items], len(into) * dp)
-            key = share % dp * count + into[0] + share // dp
+            share = _shared_out(rows[items], wide * dp)
+            key = share % dp * count + chunk[0] + share // dp
         else:
-            key = home[items] * count + into[0]
-            for mine in _members(home[items], dp) if len(into) > 1 else ():
-                key[mine] += _shared_out(rows[items[mine]], len(into))
+            key = home[items] * count + chunk[0]
+            for mine in _members(home[items], dp) if wide > 1 else ():
+                key[mine] += _shared_out(rows[items[mine]], wide)
         encoded.append(items)
         keys.append(key)
     each, items, key = count, np.concatenate(encoded), np.concatenate(keys)
@@ -303,10 +303,10 @@ def _encoder_chunks(
     order, sizes = _by_bin(key, dp * each)
     items, first = items[order], len(made)
     sizes = _add_chunks(made, name, items, sizes, each)
-    chunk, row = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
-    chunk[items] = np.repeat(np.arange(first, len(made)), sizes)
-    row[items] = _before(rows[items], sizes)
-    return chunk, row
+    chunk_of, row_of = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
+    chunk_of[items] = np.repeat(np.arange(first, len(made)), sizes)
+    row_of[items] = _before(rows[items], sizes)
+    return chunk_of, row_of
 
 
 def _shared_out(rows: Ints, bins: int) -> Ints:
