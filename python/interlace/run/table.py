@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -254,11 +255,9 @@ def _add_chunks(made: list[Chunk], module: str, samples: Ints, sizes: Ints, each
     filled = np.flatnonzero(sizes)
     replica = filled // each
     index = np.arange(len(filled)) - np.searchsorted(replica, replica)
-    found, begin = samples.astype(np.int32), 0
-    ends = np.cumsum(sizes[filled])
-    for r, i, end in zip(replica.tolist(), index.tolist(), ends.tolist(), strict=True):
-        made.append(Chunk(module, r, i, found[begin:end]))
-        begin = end
+    found, ends = samples.astype(np.int32), np.cumsum(sizes[filled]).tolist()
+    each_one = (found[begin:end] for begin, end in zip([0, *ends], ends))
+    made.extend(map(Chunk, repeat(module), replica.tolist(), index.tolist(), each_one))
     return sizes[filled]
 
 
