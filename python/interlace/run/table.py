@@ -178,10 +178,10 @@ def step_table(
     source: dict[str, tuple[Ints, Ints]] = {}
     for name in encoders:
         default, its = 1 if layout.placement == "shared" else slots, layout.spec(name).dp
-        home = readers if its == dp else None  # as many replicas: each encodes for its own
+        alike = readers if its == dp else None  # as many replicas: each encodes for its own
         source[name] = _encoder_chunks(
             made, name, lengths.rows[name], together, slots, given.get(name, default), its, late,
-            home if replicas is None else replicas.get(name, home),
+            alike if replicas is None else replicas.get(name, alike),
         )  # fmt: skip
     first = len(made)
     read, sizes = _by_bin(bin_of % dp * slots + bin_of // dp, dp * slots)  # as pieces are sorted, so they need not be
