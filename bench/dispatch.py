@@ -1,6 +1,6 @@
 """`train.balance`: how even each phase is on OrchMLLM's mix of tasks, how long planning takes, and what a step gains.
 
-    python -m bench.dispatch [--measured] [--out bench/results/dispatch.json]
+    python -m bench.dispatch [--measured | --keep] [--out bench/results/dispatch.json]
 
 Balance and planning need no rank: lengths as OrchMLLM's section 8 describes its data (bench/papers/mllm.py: the mix of
 tasks of bench/lengths.py, pictures up to 448 pixels; its statistics are not printed), costs of its MLLM-10B (table 1).
@@ -71,9 +71,16 @@ def dispatcher_for(ranks: int, method: Any) -> Dispatcher:
     return Dispatcher(method, graph.layout, phases, min(NODE, ranks))
 
 
-def lengths_for(ranks: int, seed: int) -> Lengths:
+def in_order(tokens: dict[str, NDArray[np.int64]], order: str) -> dict[str, NDArray[np.int64]]:
+    """Tokens of samples in one of the `ORDERS`."""
+    vision = tokens["vision"] == 0
+    place = np.arange(len(vision)) if order == "mixed" else np.argsort(vision, kind="stable")
+    return {phase: each[place] for phase, each in tokens.items()}
+
+
+def lengths_for(ranks: int, seed: int, order: str = "mixed") -> Lengths:
     """Of a step. Rows stand for tokens inside the encoders: loads are counted in these."""
-    tokens = drawn(MODELS["MLLM-10B"], ranks, EACH, seed).tokens
+    tokens = in_order(drawn(MODELS["MLLM-10B"], ranks, EACH, seed).tokens, order)
     return Lengths(tokens["llm"], np.ones(len(tokens["llm"]), np.int64), {p: tokens[p] for p in PHASES[:-1]})
 
 
@@ -109,15 +116,18 @@ def padded_least(ranks: int, seed: int) -> dict[str, Any]:
 
 
 def balance_of(ranks: int) -> dict[str, Any]:
-    """Method -> phase -> the costliest replica over the mean, the mean over seeds and the most."""
-    found: dict[str, Any] = {}
-    for method in ("none", "per_module"):
-        ratios: dict[str, list[float]] = {phase: [] for phase in PHASES}
-        for seed in range(SEEDS):
-            loads = dispatcher_for(ranks, method)(lengths_for(ranks, seed)).loads
-            for phase, load in loads.items():
-                ratios[phase].append(float(load.max() / load.mean()))
-        found[method] = {phase: {"mean": statistics.mean(each), "most": max(each)} for phase, each in ratios.items()}
+    """Order -> method -> phase -> the costliest replica over the mean, the mean over seeds and the most."""
+    found: dict[str, Any] = {order: {} for order in ORDERS}
+    for order, of_order in found.items():
+        for method in ("none", "per_module"):
+            ratios: dict[str, list[float]] = {phase: [] for phase in PHASES}
+            for seed in range(SEEDS):
+                loads = dispatcher_for(ranks, method)(lengths_for(ranks, seed, order)).loads
+                for phase, load in loads.items():
+                    ratios[phase].append(float(load.max() / load.mean()))
+            of_order[method] = {
+                phase: {"mean": statistics.mean(each), "most": max(each)} for phase, each in ratios.items()
+            }
     return found
 
 
@@ -150,9 +160,8 @@ def build_samples(mllm: MultimodalModel, ranks: int, each: int, seed: int, order
 
     order: see `ORDERS`."""
     tokens, generator = drawn(MODELS["MLLM-10B"], ranks, each, seed).tokens, torch.Generator().manual_seed(seed)
-    place = np.arange(ranks * each) if order == "mixed" else np.argsort(tokens["vision"] == 0, kind="stable")
-    samples = []
-    for vision, audio, llm in zip(*(tokens[phase][place] // SMALLER for phase in PHASES), strict=True):
+    tokens, samples = in_order(tokens, order), []
+    for vision, audio, llm in zip(*(tokens[phase] // SMALLER for phase in PHASES), strict=True):
         ids, media, rows = [1], {}, 0
         for name, size in (("vision", vision), ("audio", audio)):
             if not size:
@@ -329,7 +338,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the benchmark, print the tables, write the JSON; returns what was written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 2560], help="of which balance is counted")
-    parser.add_argument("--measured", action="store_true", help="time steps of 4 processes, too")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--measured", action="store_true", help="time steps of 4 processes, too")
+    which.add_argument("--keep", action="store_true", help="keep those that --out has, which an earlier run measured")
     parser.add_argument("--batches", type=int, default=5, help="of each order and method")
     parser.add_argument("--each", type=int, default=6, help="samples of a rank in a measured step")
     parser.add_argument("--slot", type=float, default=0.2, help="mean seconds of a compute action that sleeps")
@@ -346,10 +357,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "padded": {str(ranks): [padded_least(ranks, seed) for seed in range(SEEDS)] for ranks in options.ranks},
         "planning": planning_of(max(options.ranks)),
     }
-    for ranks, found in report["balance"].items():
-        for method, phases in found.items():
+    for ranks, orders in report["balance"].items():
+        for order, method, phases in ((o, m, p) for o, found in orders.items() for m, p in found.items()):
             shown = ", ".join(f"{phase} {each['mean']:.4f} (most {each['most']:.4f})" for phase, each in phases.items())
-            print(f"{ranks:>5} ranks, {method:10} costliest over mean: {shown}")
+            print(f"{ranks:>5} ranks, {order:7}, {method:10} costliest over mean: {shown}")
     for ranks, draws in report["padded"].items():
         shown = ", ".join(f"{each['costliest_over_mean']:.4f} ({each['batches_needed_below_it']})" for each in draws)
         print(f"{ranks:>5} ranks, padded: costliest over mean of each draw (batches that any less would need): {shown}")
@@ -360,7 +371,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     print(f"planning {plan['samples']:,} samples on {plan['ranks']:,} ranks (goal: {PLANNING} ms in all): {shown}")
     if options.measured:
-        report["measured"] = measured(options)
+        report["measured"] = {"command": report["command"], **measured(options)}
+    elif options.keep:
+        report["measured"] = json.loads(options.out.read_text())["measured"]
     write_json(options.out, report)
     return report
 

@@ -11,12 +11,21 @@
 
 namespace interlace {
 
+namespace {
+
+struct Heavier {
+    const std::vector<double> &weights;
+    bool operator()(int32_t a, int32_t b) const {
+        return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
+    }
+};
+
+}  // namespace
+
 std::vector<int32_t> descending_order(const std::vector<double> &weights) {
     const size_t n = weights.size();
     std::vector<int32_t> order(n);
-    const auto heavier = [&](int32_t a, int32_t b) {
-        return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
-    };
+    const Heavier heavier = {weights};
     if (n < 256) {
         std::iota(order.begin(), order.end(), 0);
         std::sort(order.begin(), order.end(), heavier);
@@ -63,6 +72,10 @@ std::vector<int32_t> descending_order(const std::vector<double> &weights) {
         if (end - begin > 1) interruptible_sort(order.begin() + begin, order.begin() + end, heavier);
     }
     return order;
+}
+
+bool is_descending(const std::vector<double> &weights, const std::vector<int32_t> &order) {
+    return std::is_sorted(order.begin(), order.end(), Heavier{weights});
 }
 
 bool exactly_whole(const std::vector<double> &weights) {

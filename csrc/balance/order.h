@@ -11,6 +11,9 @@ namespace interlace {
 // block counts, O(n log n) at worst.
 std::vector<int32_t> descending_order(const std::vector<double> &weights);
 
+// Whether `order` is what descending_order(weights) returns, if it names every item once. O(n).
+bool is_descending(const std::vector<double> &weights, const std::vector<int32_t> &order);
+
 // Whether all weights are whole numbers whose sum, and so every partial sum, is exact in double precision.
 bool exactly_whole(const std::vector<double> &weights);
 

@@ -18,7 +18,8 @@ std::vector<int32_t> packed_batches(const std::vector<double> &lengths, const st
 
     std::vector<double> costs(n);
     for (int64_t i = 0; i < n; ++i) costs[i] = lengths[i] + attention[i];
-    const std::vector<int32_t> by_cost = descending_order(costs);  // as `order`, but for ties that rounding makes
+    // As `order`, but for ties that rounding makes and for items of several sequences each.
+    const std::vector<int32_t> by_cost = is_descending(costs, order) ? order : descending_order(costs);
     std::vector<int32_t> best = refine(costs, by_cost, lpt(costs, order, bins, n), bins, n);
     double least = makespan(costs, best, bins);
     double total = 0.0;

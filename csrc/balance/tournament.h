@@ -40,7 +40,7 @@ class Tournament {
             const Node sibling = nodes_[node ^ 1];
             // The left child has the lower indices and wins a tie. (No key is 0.)
             const uint64_t lost = -static_cast<uint64_t>(sibling.key - (node & 1) < least);
-            least ^= (least ^ sibling.key) & lost;
+            least = sibling.key < least ? sibling.key : least;  // not by the mask: one level waits for the other here
             index ^= (index ^ sibling.index) & static_cast<int64_t>(lost);
             nodes_[node / 2] = {least, index};
         }

@@ -106,7 +106,7 @@ def dispatched(draw: st.DrawFn) -> tuple[Dispatcher, Lengths, int]:
     lengths = Lengths(np.asarray(text + sum(rows.values())), np.ones(n, np.int64), rows, items)
     phases = {
         "vision": Phase(4.0, draw(st.sampled_from([0.0, 0.01])), in_items=True),
-        "audio": draw(st.sampled_from([Phase(2.0, 0.01, "padded"), Phase(2.0, 0.01, convolution=True)])),
+        "audio": draw(st.sampled_from([Phase(2.0, 0.01, "padded"), Phase(2.0, 0.01)])),
         LLM: Phase(1.0, 0.001),
     }
     method = draw(st.sampled_from(BALANCES))
@@ -143,8 +143,6 @@ def test_tables_have_the_loads_that_the_library_predicts(drawn: Any) -> None:
             length = [round(rows[s] * phase.per_row) for s in mine]
             if mine and phase.batching == "padded":
                 costs[replica] = len(mine) * (max(length) + phase.quadratic * max(length) ** 2)
-            elif mine and phase.convolution:
-                costs[replica] = sum(length) + phase.quadratic * len(mine) * max(length) ** 2
             else:
                 share = items[mine] if phase.in_items else np.ones(len(mine), np.int64)
                 costs[replica] = sum(
@@ -154,7 +152,7 @@ def test_tables_have_the_loads_that_the_library_predicts(drawn: Any) -> None:
         if name in found.loads and len(used):
             assert np.array_equal(found.loads[name], dispatcher.computed(table, lengths)[name])
         if dispatcher.method == "per_module" or (dispatcher.method == "llm" and name == LLM):
-            how = {"batching": phase.batching, "quadratic": phase.quadratic, "convolution": phase.convolution}
+            how = {"batching": phase.batching, "quadratic": phase.quadratic}
             if phase.in_items:
                 how["items"] = items[used]
             length = np.rint(rows[used] * phase.per_row).astype(np.int64)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -35,15 +36,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Phase:
-    """What a batch of a module costs, as `balance.post_balance` counts it: its batching, quadratic and convolution.
+    """What a batch of a module costs, as `balance.post_balance` counts it: its batching and quadratic.
 
-    per_row: tokens inside the module for each row that it hands on. in_items: a token sees its own item alone.
+    per_row: tokens inside the module for each row that it hands on. in_items: a token sees its own item alone. There is
+    no `convolution`: clips that are padded for an encoder's convolutions have lost the padding before its first layer.
     """
 
     per_row: float = 1.0
     quadratic: float = 0.0
     batching: Literal["packed", "padded"] = "packed"
-    convolution: bool = False
     in_items: bool = False
 
     def lengths(self, rows: Ints) -> Ints:
@@ -52,8 +53,8 @@ class Phase:
 
     def how(self, items: Ints) -> dict[str, Any]:
         """The further arguments of `post_balance` and `batch_costs` for samples of so many items each."""
-        found = {"batching": self.batching, "quadratic": self.quadratic, "convolution": self.convolution}
-        several = self.in_items and self.batching == "packed" and not self.convolution and bool((items > 1).any())
+        found = {"batching": self.batching, "quadratic": self.quadratic}
+        several = self.in_items and self.batching == "packed" and bool((items > 1).any())
         return found | ({"items": np.maximum(items, 1)} if several else {})
 
 
@@ -77,11 +78,17 @@ class Dispatch:
     """Which replica takes which of n samples.
 
     replica: module -> int64 [n]; without an encoder that follows the language model. Of samples without an item of an
-    encoder it says nothing (-1). loads: module -> float64 [dp], what each replica computes, by `balance.batch_costs`.
+    encoder it says nothing (-1). dispatcher, lengths: what it was found by.
     """
 
     replica: Mapping[str, Ints]
-    loads: Mapping[str, Floats]
+    dispatcher: Dispatcher
+    lengths: Lengths
+
+    @cached_property
+    def loads(self) -> dict[str, Floats]:
+        """Module -> float64 [dp], what each replica computes, by `balance.batch_costs`; no step needs to know."""
+        return {name: self.dispatcher.loads(name, self.lengths, each) for name, each in self.replica.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +139,7 @@ class Dispatcher:
             else:
                 found[used] = _beside(llm[used], dp[language_model], dp[name])
             replica[name] = found
-        loads = {name: self.loads(name, lengths, each) for name, each in replica.items()}
-        return Dispatch(replica, loads)
+        return Dispatch(replica, self, lengths)
 
     def loads(self, module: str, lengths: Lengths, replica: Ints) -> Floats:
         """float64 [dp], what each replica of a module computes. replica: int64 [n], of each sample; -1: of none."""

@@ -33,8 +33,8 @@ Generator = Callable[..., Schedule]
 class Predictor:
     """A model on ranks that are joined by `links`. mllm may be on the meta device.
 
-    recompute: whether layers with a backward run their forward twice. sequence_parallel, autocast, assign,
-    balance: as `parallelize`.
+    recompute: whether layers with a backward run their forward twice. sequence_parallel, autocast, assign, balance,
+    ranks_per_node: as `parallelize`; the last three are for `step`, which makes the table.
     """
 
     mllm: Any
@@ -45,6 +45,7 @@ class Predictor:
     autocast: torch.dtype | None = None
     assign: Method = "tokens"
     balance: Balance = "llm"
+    ranks_per_node: int | None = None
     _traffic: Traffic | None = field(default=None, init=False, repr=False)
 
     def graph(self, layout: Layout) -> StageGraph:
@@ -102,6 +103,8 @@ class Predictor:
     ) -> Timeline:
         """A step over `samples`, from nothing but a layout: arguments as of `ParallelModel.table`, errors too."""
         assigner = assigner_of(self.assign, layout, self.mllm, recompute=self.recompute)
-        dispatcher = dispatcher_of(self.balance, layout, self.mllm, recompute=self.recompute)
+        dispatcher = dispatcher_of(
+            self.balance, layout, self.mllm, recompute=self.recompute, ranks_per_node=self.ranks_per_node
+        )
         table = GlobalBatch.of(samples, microbatches, chunks).table(layout, assigner, dispatcher)
         return self.predict(self.schedule(self.graph(layout), table, samples, generator), samples)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ def step_table(
         home = replicas[language_model]
         wanted = counts[0] if counts else 2 * layout.spec(language_model).pp
         bin_of = home.astype(np.int64)
-        for replica, mine in enumerate(_members(home, dp)[1] if wanted > 1 else []):
+        for replica, mine in enumerate(_members(home, dp) if wanted > 1 else ()):
             count = min(len(mine), wanted)
             if count:
                 slot = balance.assign(lengths.tokens[mine], count, capacity=-(-len(mine) // count))
@@ -165,46 +166,40 @@ def step_table(
     else:
         bins = len(groups)
         bin_of = _places(lengths, bins, groups)
-    order, members_of = _members(bin_of, bins)
     slots = -(-bins // dp)  # bin b is of replica b % dp, which takes those that are not empty in order
-    encoded = members_of
+    encoded = bin_of
     if late.any():
         assert assignment is not None
-        _, encoded = _members(assignment.encoder_slot.astype(np.int64) * dp + assignment.replica, slots * dp)
+        encoded = assignment.encoder_slot.astype(np.int64) * dp + assignment.replica
+    together = _by_bin(encoded, slots * dp)
+    readers = encoded % dp
 
     made: list[Chunk] = []
     source: dict[str, tuple[Ints, Ints]] = {}
     for name in encoders:
-        default = 1 if layout.placement == "shared" else slots
+        default, its = 1 if layout.placement == "shared" else slots, layout.spec(name).dp
+        alike = readers if its == dp else None  # as many replicas: each encodes for its own
         source[name] = _encoder_chunks(
-            made, name, lengths.rows[name], encoded, given.get(name, default), layout.spec(name).dp, dp, late,
-            None if replicas is None else replicas.get(name),
+            made, name, lengths.rows[name], together, slots, given.get(name, default), its, late,
+            alike if replicas is None else replicas.get(name, alike),
         )  # fmt: skip
-    first, numbers = len(made), [0] * bins
-    for replica in range(min(dp, bins)):
-        index = 0
-        for b in range(replica, bins, dp):
-            if len(members_of[b]):
-                numbers[b] = len(made)
-                made.append(Chunk(language_model, replica, index, members_of[b].astype(np.int32)))
-                index += 1
-
-    destination = np.array(numbers)[bin_of]  # of each sample
-    read = np.concatenate([chunk.samples for chunk in made[first:]])  # as pieces are sorted: they need not be again
+    first = len(made)
+    read, sizes = _by_bin(bin_of % dp * slots + bin_of // dp, dp * slots)  # as pieces are sorted, so they need not be
+    sizes = _add_chunks(made, language_model, read, sizes, slots)
+    destination = np.repeat(np.arange(first, len(made)), sizes)  # of each of `read`
     edges = []
     for name in encoders:
-        rows = lengths.rows[name]
-        offset = _before(rows, order, members_of)
         chunk, row = source[name]
-        used = read[rows[read] > 0]
+        rows = lengths.rows[name][read]
+        offset = _before(rows, sizes)
+        used = np.flatnonzero(rows)
+        here = read[used]
         pieces = np.empty((len(used), 5), np.int32)
-        for column, values in enumerate((chunk, row, destination, offset, rows)):
-            pieces[:, column] = values[used]
+        for column, values in enumerate((chunk[here], row[here], destination[used], offset[used], rows[used])):
+            pieces[:, column] = values
         edges.append(Edge(name, language_model, PORT, merged(pieces)))
     targets = np.zeros(len(made), np.int64)
-    targets[first:] = np.bincount(destination - first, weights=lengths.targets, minlength=len(made) - first).astype(
-        np.int64
-    )
+    targets[first:] = np.add.reduceat(lengths.targets[read], np.cumsum(sizes) - sizes)
     if assignment is None:
         return StepTable(tuple(made), tuple(edges), targets, place)
     work = np.array([assignment.work[chunk.module][chunk.samples].sum() for chunk in made], np.int64)
@@ -233,95 +228,89 @@ def _turns(counts: Sequence[int], dp: int) -> Ints:
     return np.array([slot * dp + r for slot in range(max(counts)) for r in range(dp) if slot < counts[r]], np.int64)
 
 
-def _members(bin_of: NDArray[np.integer], bins: int, of: Ints | None = None) -> tuple[Ints, list[Ints]]:
-    """The samples by bin, rising in each: all of them, and bin by bin. of: what has bins, in place of all samples."""
+def _by_bin(bin_of: NDArray[np.integer], bins: int) -> tuple[Ints, Ints]:
+    """What has bins (samples, or some of them), bin after bin and rising in each; and how many are in each bin."""
     few = bins <= np.iinfo(np.uint16).max
     order = np.argsort(bin_of.astype(np.uint16) if few else bin_of, kind="stable")  # 16 bits are sorted by radix
-    order = order if of is None else of[order]
-    ends = np.cumsum(np.bincount(bin_of, minlength=bins)).tolist()
-    return order, [order[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return order, np.bincount(bin_of, minlength=bins)
 
 
-def _before(rows: Ints, order: Ints, groups: Sequence[Ints]) -> Ints:
-    """int64 [n]: of each sample, the rows of those before it in its group; 0 of one without a group. order: the groups
-    one after the other."""
-    found = np.zeros(len(rows), np.int64)
-    behind = np.zeros(len(order) + 1, np.int64)
-    np.cumsum(rows[order], out=behind[1:])
-    sizes = np.fromiter(map(len, groups), np.int64, len(groups))
-    found[order] = behind[:-1] - np.repeat(behind[np.cumsum(sizes) - sizes], sizes)
-    return found
+def _members(bin_of: NDArray[np.integer], bins: int) -> list[Ints]:
+    """The same, bin by bin."""
+    order, sizes = _by_bin(bin_of, bins)
+    return np.split(order, np.cumsum(sizes)[:-1])
+
+
+def _before(rows: Ints, sizes: Ints) -> Ints:
+    """int64 [n]: the rows of those before each in its group. sizes: of the groups, which stand one after the other."""
+    before = np.cumsum(rows) - rows
+    return before - np.repeat(before[np.cumsum(sizes) - sizes], sizes)
+
+
+def _add_chunks(made: list[Chunk], module: str, samples: Ints, sizes: Ints, each: int) -> Ints:
+    """Adds to `made` the chunks of a module that are not empty, and returns their sizes.
+
+    samples: those of the chunks, one chunk after the other. sizes: of `each` chunks of every replica.
+    """
+    filled = np.flatnonzero(sizes)
+    replica = filled // each
+    index = np.arange(len(filled)) - np.searchsorted(replica, replica)
+    found, ends = samples.astype(np.int32), np.cumsum(sizes[filled]).tolist()
+    each_one = (found[begin:end] for begin, end in zip([0, *ends], ends))
+    made.extend(map(Chunk, repeat(module), replica.tolist(), index.tolist(), each_one))
+    return sizes[filled]
 
 
 def _encoder_chunks(
     made: list[Chunk],
     name: str,
     rows: Ints,
-    members_of: Sequence[NDArray[np.int64]],
+    together: tuple[Ints, Ints],
+    slots: int,
     count: int,
     dp: int,
-    readers: int,
     late: NDArray[np.bool_],
     home: Ints | None,
 ) -> tuple[Ints, Ints]:
     """Adds the chunks of an encoder to `made`; returns the chunk and the first row in it of each sample's items.
 
-    members_of: the samples that are encoded for each chunk of the language model, first those of slot 0 of all
-    replicas, and so on. count: chunks wanted per replica of `dp`. readers: replicas of the language model. late: the
-    deferred samples, which get a chunk of their own behind that of the others. home: the replica of each sample; None:
-    see the module's docstring.
+    together: the samples that are encoded for each chunk of the language model, first those of slot 0 of all replicas,
+    and so on; and how many for each chunk. count: chunks wanted per replica of `dp`. late: the deferred samples, which
+    get a chunk of their own behind that of the others. home: the replica of each sample; None: all replicas share.
     """
-    slots = -(-len(members_of) // readers)
-    parts: list[list[list[NDArray[np.int64]]]] = [[[] for _ in range(count)] for _ in range(dp)]
-    for turn in range(min(count, slots)):
+    samples, sizes = together
+    ends = np.concatenate([[0], np.cumsum(sizes.reshape(slots, -1).sum(1))]).tolist()
+    encoded, keys = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]  # samples; replica * count + chunk of the replica
+    turns = min(count, slots)
+    for turn in range(turns):
         # With fewer chunks than slots a turn is a chunk over several slots, with more it is a slot in several chunks.
-        span = range(-(-turn * slots // count), -(-(turn + 1) * slots // count)) if count < slots else (turn, turn)
-        into = [turn] if count <= slots else range(-(-turn * count // slots), -(-(turn + 1) * count // slots))
-        here = members_of[span[0] * readers : (span[-1] + 1) * readers]
-        for replica, items in _of_replicas(here, rows, dp, readers, home):
-            homes = range(dp) if replica < 0 else (replica,)
-            bins = len(into) * len(homes)
-            if bins == 1 or len(items) == 0:
-                parts[homes[0]][into[0]].append(items)
-                continue
-            share = balance.assign(rows[items], bins)
-            for b, mine in enumerate(_members(share, bins, items)[1]):
-                parts[homes[b % len(homes)]][into[b // len(homes)]].append(mine)
-    own, places = list[Ints](), list[tuple[int, int]]()
-    first, behind = len(made), bool(late.any())
-    for replica in range(dp):
-        index = 0
-        for pieces in parts[replica]:
-            items = pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
-            for mine in (items[~late[items]], items[late[items]]) if behind else (items,):
-                if len(mine):
-                    own.append(mine)
-                    places.append((replica, index))
-                    index += 1
-    order = np.concatenate([np.zeros(0, np.int64), *own])
-    sizes = np.fromiter(map(len, own), np.int64, len(own))
-    samples, end = order.astype(np.int32), 0
-    for (replica, index), size in zip(places, sizes.tolist(), strict=True):
-        made.append(Chunk(name, replica, index, samples[end : end + size]))
-        end += size
-    chunk = np.full(len(rows), -1, np.int64)
-    chunk[order] = np.repeat(np.arange(first, len(made)), sizes)
-    return chunk, _before(rows, order, own)
+        slot, chunk = ([-(-at * of // turns) for at in (turn, turn + 1)] for of in (slots, count))
+        items, wide = samples[ends[slot[0]] : ends[slot[1]]], chunk[1] - chunk[0]
+        items = items[rows[items] > 0]
+        if home is None:
+            share = _shared_out(rows[items], wide * dp)
+            key = share % dp * count + chunk[0] + share // dp
+        else:
+            key = home[items] * count + chunk[0]
+            for mine in _members(home[items], dp) if wide > 1 else ():
+                key[mine] += _shared_out(rows[items[mine]], wide)
+        encoded.append(items)
+        keys.append(key)
+    each, items, key = count, np.concatenate(encoded), np.concatenate(keys)
+    if late.any():
+        each, key = 2 * count, 2 * key + late[items]
+    order, sizes = _by_bin(key, dp * each)
+    items, first = items[order], len(made)
+    sizes = _add_chunks(made, name, items, sizes, each)
+    chunk_of, row_of = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
+    chunk_of[items] = np.repeat(np.arange(first, len(made)), sizes)
+    row_of[items] = _before(rows[items], sizes)
+    return chunk_of, row_of
 
 
-def _of_replicas(
-    members_of: Sequence[NDArray[np.int64]], rows: Ints, dp: int, readers: int, home: Ints | None
-) -> list[tuple[int, NDArray[np.int64]]]:
-    """(replica, the samples that it encodes) of those of one turn; replica -1: they are for all replicas to share."""
-    joined = np.concatenate(members_of) if len(members_of) else np.zeros(0, np.int64)
-    items = joined[rows[joined] > 0]
-    if home is not None:
-        return list(enumerate(_members(home[items], dp, items)[1]))
-    if dp != readers:
-        return [(-1, items)]
-    bins = [each[rows[each] > 0] for each in members_of]  # as many replicas: each encodes for its own
-    none = [np.zeros(0, np.int64)]
-    return [(replica, np.concatenate(bins[replica::readers] or none)) for replica in range(dp)]
+def _shared_out(rows: Ints, bins: int) -> Ints:
+    """int64 [n]: the bin of each sample, so that rows are even."""
+    return balance.assign(rows, bins).astype(np.int64) if bins > 1 and len(rows) else np.zeros(len(rows), np.int64)
 
 
 def nominal_table(

@@ -147,7 +147,6 @@ class Forecast:
             recompute=config.train.recompute,
             sequence_parallel=config.parallel.sequence_parallel,
             autocast=AUTOCAST[config.train.precision],
-            balance=config.train.balance,
         )
         self._rows: list[tuple[float, ...]] = []
         self._failed = False

@@ -28,6 +28,11 @@ from interlace.train.schema import Config
 MOST_SHOWN = 64
 """Ranks of a cut that `plan` prints."""
 
+ITEMS_LEFT_OUT = (
+    "left out: the items of data.reading = 'stream' that travel between ranks, as what they weigh and who reads them "
+    "is known in a run alone, where log.predict = true counts them in"
+)
+
 
 @dataclass
 class Costs:
@@ -291,11 +296,14 @@ def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
     if options.profile:
         tokenizer = tokenizer_of(config, source=source)
         model = build(config, tokenizer, source=source)
-        return config, model, _profiled(config, model, tokenizer, source)
-    model = build(config, vocabulary_of(config, source=source), source=source)
-    if options.costs is not None:
-        return config, model, _measured(config, model, options.costs)
-    return config, model, _counted(config, model, options.tflops)
+        costs = _profiled(config, model, tokenizer, source)
+    else:
+        model = build(config, vocabulary_of(config, source=source), source=source)
+        measured = options.costs is not None
+        costs = _measured(config, model, options.costs) if measured else _counted(config, model, options.tflops)
+    if config.data.reading == "stream":
+        costs.origin += f"; {ITEMS_LEFT_OUT}"
+    return config, model, costs
 
 
 def _simulated(config: Config, model: Any, layout: Any, costs: Costs, microbatches: int) -> Any:
@@ -381,6 +389,7 @@ def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
     import torch
 
     from interlace.plan import profile_model
+    from interlace.train import forecast
     from interlace.train.build import materialize
     from interlace.train.feed import datasets, indexed
     from interlace.train.launch import launcher
@@ -388,7 +397,7 @@ def _profiled(config: Config, model: Any, tokenizer: Any, source: str) -> Costs:
     torch.set_num_threads(config.parallel.threads or launcher.default_threads(config.world_size()))
     data = indexed(*datasets(config, model, tokenizer, source=source))
     materialize(model, seed=config.run.seed)
-    count = max(1, config.train.batch_size // config.parallel.replicas("language_model") // config.train.microbatches)
+    count = forecast.chunk_samples(config, data)
     samples = [data.sample(i % len(data), 0) for i in range(count)]
     origin = "timed on this machine, what ranks tell each other taken as free; "
     origin += f"{torch.get_num_threads()} threads, {count} samples of {data.name} per microbatch"
