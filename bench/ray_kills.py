@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ import numpy as np
 from PIL import Image
 
 from bench.measure import command, machine, versions, write_json
+from interlace.data.chats_bpe import LEAST, write_tokenizer
 
 LOSS, RESTARTS, BLANK = "loss_metrics/global_avg_loss", "data/worker_restarts", "data/blank_items"
 LONGEST = 300.0
 """Seconds without a new step after which the run counts as hung."""
 MEMORY = {"object_store_memory": 100_000_000}
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 CONFIG = """
 [run]
@@ -40,16 +41,30 @@ folder = "{folder}/{name}"
 
 [model.vision]
 architecture = "SiglipVisionModel"
-config = {{ hidden_size = 16, intermediate_size = 32, num_hidden_layers = 1, num_attention_heads = 2, image_size = 32, patch_size = 8 }}
+
+[model.vision.config]
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+image_size = 32
+patch_size = 8
 
 [model.language_model]
 architecture = "LlamaForCausalLM"
-config = {{ hidden_size = 32, intermediate_size = 64, num_hidden_layers = 2, num_attention_heads = 2, max_position_embeddings = 512 }}
+
+[model.language_model.config]
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+max_position_embeddings = 512
 
 [data]
 dataset = "chats"
 train = ["{folder}/train.jsonl"]
 validation = ["{folder}/validation.jsonl"]
+tokenizer = "{folder}/tokenizer"
 cache = "{folder}/cache"
 decode_first = false
 {data}
@@ -75,7 +90,7 @@ predict = false
 
 
 def write_chats(folder: Path, count: int, side: int) -> None:
-    """So many chats with a picture each, which take a few tens of ms to decode where `side` is 1,000 and more."""
+    """So many chats with a picture each, of `side` pixels (900: some 50 ms to decode), and a tokenizer."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
     lines = []
@@ -89,6 +104,7 @@ def write_chats(folder: Path, count: int, side: int) -> None:
         lines.append(json.dumps({"messages": turns, "images": [name]}))
     (folder / "train.jsonl").write_text("\n".join(lines[4:]))
     (folder / "validation.jsonl").write_text("\n".join(lines[:4]))
+    write_tokenizer(folder / "tokenizer", lines, LEAST + 50)
 
 
 class Cluster:
@@ -106,23 +122,20 @@ class Cluster:
     def nodes(self) -> list[Any]:
         return [node for node in self.local.list_all_nodes() if node is not self.local.head_node]
 
-    def kill_node(self, draw: random.Random) -> str:
-        """A node with all that it had made or was about to; another one joins."""
-        self.local.remove_node(draw.choice(self.nodes), allow_graceful=False)
-        self.local.add_node(num_cpus=1, **MEMORY)
-        return "node"
-
-    def kill_worker(self, draw: random.Random) -> str:
-        """A process that decodes."""
-        pids = [pid for node in self.nodes for pid, name in processes(raylet(node)) if name.startswith("ray::answer")]
-        os.kill(draw.choice(sorted(pids)), signal.SIGKILL)
-        return "worker"
-
-    def kill_keeper(self, draw: random.Random) -> str:
-        """The actor that hands out tasks."""
-        pids = [pid for pid, name in processes(raylet(self.local.head_node)) if name.startswith("ray::Keeper")]
-        os.kill(draw.choice(sorted(pids)), signal.SIGKILL)
-        return "keeper"
+    def kill(self, kind: str, draw: random.Random) -> bool:
+        """Kills one: a "node" with all that it had made or was about to, in whose place another one joins; a "worker",
+        a process that decodes; or the "keeper", which hands out tasks. False: none is at work just now."""
+        if kind == "node":
+            self.local.remove_node(draw.choice(self.nodes), allow_graceful=False)
+            self.local.add_node(num_cpus=1, **MEMORY)
+            return True
+        nodes, name = ([self.local.head_node], "ray::Keeper") if kind == "keeper" else (self.nodes, "ray::answer")
+        pids = sorted(pid for node in nodes for pid, called in children(raylet(node)) if called.startswith(name))
+        try:
+            os.kill(draw.choice(pids), signal.SIGKILL)
+        except (IndexError, ProcessLookupError):
+            return False
+        return True
 
     def close(self) -> None:
         for node in [*self.nodes, self.local.head_node]:
@@ -134,7 +147,7 @@ def raylet(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
-def processes(parent: int) -> Iterator[tuple[int, str]]:
+def children(parent: int) -> Iterator[tuple[int, str]]:
     """The children of a process, and what they call themselves."""
     for place in Path("/proc").iterdir():
         if not place.name.isdigit():
@@ -148,65 +161,57 @@ def processes(parent: int) -> Iterator[tuple[int, str]]:
             yield int(place.name), name
 
 
-def kills_of(kinds: Sequence[str], draw: random.Random, cluster: Cluster) -> Iterator[str]:
-    """Kills one after another, when asked for the next."""
-    for kind in kinds:
-        while True:
-            try:
-                yield {"node": cluster.kill_node, "worker": cluster.kill_worker, "keeper": cluster.kill_keeper}[kind](draw)
-                break
-            except (IndexError, ProcessLookupError):  # none is at work just now
-                time.sleep(0.02)
-
-
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """What a run has logged."""
     files = list(folder.glob("*/latest/metrics.jsonl"))
     return [json.loads(line) for line in files[0].read_text().splitlines()] if files else []
 
 
-def trained(folder: Path, name: str, data: str, given: Any, kills: Iterator[str] | None = None, every: int = 1) -> Any:
-    """What a run logs, step by step, and its seconds, where the next kill comes after so many (`every`) steps more."""
+def trained(
+    folder: Path, name: str, data: str, given: Any, kill: Callable[[], bool] = lambda: False
+) -> tuple[list[dict[str, Any]], float, int]:
+    """What a run logs, step by step, its seconds, and how many kills it saw: one each time that it has made so many
+    steps more that there is room for all."""
     path = folder / f"{name}.toml"
     path.write_text(CONFIG.format(folder=folder, name=name, data=data, steps=given.steps, batch=given.batch))
     log = folder / f"{name}.log"
     began = moved = time.monotonic()
+    every, killed = max(1, (given.steps - 8) // max(1, given.kills)), 0
     with open(log, "w") as said:
         process = subprocess.Popen([sys.executable, "-m", "interlace", "train", str(path)], stdout=said, stderr=said)
         try:
-            seen = due = 0
+            seen = 0
             while process.poll() is None:
                 time.sleep(0.05)
                 steps = len(steps_of(folder / name))
                 moved = time.monotonic() if steps > seen else moved
                 seen = steps
                 if time.monotonic() - moved > LONGEST:
-                    raise RuntimeError(f"{name}: no step for {LONGEST:g} s after step {seen}: {log.read_text()[-2000:]}")
-                if kills is not None and seen > due and next(kills, None):
-                    due = max(seen, due) + every - 1
+                    raise RuntimeError(
+                        f"{name}: no step for {LONGEST:g} s after step {seen}: {log.read_text()[-2000:]}"
+                    )
+                if seen > every * killed and killed < given.kills and kill():
+                    killed += 1
         finally:
             process.kill()
             process.wait()
     if process.returncode:
         raise RuntimeError(f"{name} ended with {process.returncode}: {log.read_text()[-2000:]}")
-    return steps_of(folder / name), time.monotonic() - began
+    return steps_of(folder / name), time.monotonic() - began, killed
 
 
 def compared(folder: Path, given: Any) -> dict[str, Any]:
     """A run of each kind of kills beside one that decodes in its thread."""
     write_chats(folder, given.samples + 4, given.side)
-    thread, seconds = trained(folder, "thread", "workers = 0", given)
+    thread, seconds, _ = trained(folder, "thread", "workers = 0", given)
     expected = [line[LOSS] for line in thread]
     rows = [{"data": "thread", "steps": len(expected), "seconds": seconds, "kills": 0}]
-    every = max(1, (given.steps - 10) // max(1, given.kills))
     for kind in given.kind:
         cluster = Cluster(given.nodes)
         try:
-            kinds, draw = [kind] * given.kills, random.Random(given.seed)
-            left = kills_of(kinds, draw, cluster)
+            kill = partial(cluster.kill, kind, random.Random(given.seed))
             data = f'workers = "ray"\nray_address = "{cluster.address}"\ncache_gb = {given.cache_gb}'
-            lines, seconds = trained(folder, f"ray-{kind}", data, given, left, every)
-            missed = len(list(left))
+            lines, seconds, killed = trained(folder, f"ray-{kind}", data, given, kill)
         finally:
             cluster.close()
         found = [line[LOSS] for line in lines]
@@ -214,7 +219,7 @@ def compared(folder: Path, given: Any) -> dict[str, Any]:
             {
                 "data": "ray",
                 "killed": kind,
-                "kills": given.kills - missed,
+                "kills": killed,
                 "steps": len(found),
                 "seconds": seconds,
                 "answers_lost_and_asked_for_again": lines[-1].get(RESTARTS, 0),

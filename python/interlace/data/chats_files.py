@@ -136,8 +136,8 @@ def _belonging(path: Path) -> list[Path]:
 
 
 def tastes(paths: Sequence[Path]) -> str:
-    """A hash of the first, a middle and the last block of what belongs to these, of TASTED files at most that lie evenly
-    among them: what tells of another file of the same name, size and time, without reading all of it."""
+    """A hash of the first, a middle and the last block of the files of these, of TASTED at most that lie evenly among
+    them: what tells of another file of the same name, size and time, without reading all of it."""
     files = [file for path in paths for file in _belonging(path)]
     digest, count = hashlib.sha256(), min(TASTED, len(files))
     for path in (files[i * len(files) // count] for i in range(count)):

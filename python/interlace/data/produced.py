@@ -141,8 +141,8 @@ class Stopped(Exception):
 
 
 class HeldOut:
-    """Samples (`indices`) of the held-out `dataset`, of which `producers` have a copy: they decode the items, once these
-    are asked for or needed."""
+    """Samples (`indices`) of the held-out `dataset`, of which `producers` have a copy: they decode the items, once
+    these are asked for or needed."""
 
     def __init__(self, producers: Producers, dataset: Any, indices: Sequence[int]) -> None:
         self.producers, self.dataset, self.pinned = producers, dataset, False
@@ -223,13 +223,15 @@ class _Batch:
         """Puts the items of an answer where `load` finds them."""
         found = self._found(bare, task, answer)
         items = self._items(task, found)
-        if any(item is None for item in items):  # it had to make room before anybody came for it, and would so again where room is scarce
+        if any(
+            item is None for item in items
+        ):  # it had to make room before anybody came for it, and would so again where room is scarce
             task = replace(task, sent=True)
             found = self._found(bare, task, self.ahead.producers.ask(task))
             items = self._items(task, found)
         if found.broken:
             self._broken(at, bare, task, found.broken)
-        for place, item in zip(task.items, items):  # noqa: B905 (of a broken sample there are none)
+        for place, item in zip(task.items, items):  # of a broken sample there are none
             assert item is not None  # they were sent
             self._taken[(at, *place)] = item.pin_memory() if self.ahead.pinned else item
         self._answers.pop(at, None)  # held-out samples stay: their items are not to be in memory twice
@@ -243,7 +245,7 @@ class _Batch:
     def _items(self, task: Task, found: Loaded) -> list[Tensor | None]:
         return [
             self.ahead.producers.kept(task, place) if raw is None else raw.tensor()
-            for place, raw in zip(task.items, found.items)  # noqa: B905 (of a broken sample there are none)
+            for place, raw in zip(task.items, found.items)  # of a broken sample there are none
         ]
 
     def _broken(self, at: int, bare: Bare, task: Task, why: str) -> None:
