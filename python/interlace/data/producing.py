@@ -208,7 +208,7 @@ class Producing:
         return Loaded([Raw.of(item) for item in found]) if len(found) == len(keys) else None
 
     def _decode(self, task: Task, key: tuple[Any, ...]) -> Loaded:
-        dataset = self.held_out if task.held_out else self.dataset
+        dataset: Any = self.held_out if task.held_out else self.dataset
         counts = hasattr(dataset, "noted")
         before = 0
         if counts:
