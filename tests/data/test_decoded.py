@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -78,24 +77,14 @@ def test_a_damaged_file_is_no_item(where, damage):
     kept.close()
 
 
-def test_one_decodes_and_the_others_wait_or_are_told(where):
+def test_one_decodes_and_the_others_are_told(where):
     kept, other = Decoded(where), Decoded(where)
-    seen: list[str] = []
-    with kept.claimed((7,), wait=False) as mine:
+    with kept.claimed((7,)) as mine:
         assert mine
-        with other.claimed((7,), wait=False) as too:
+        with other.claimed((7,)) as too:
             assert not too
-
-        def patient() -> None:
-            with other.claimed((7,), wait=True) as too:
-                seen.append(f"{too} after {seen[-1]}")
-
-        thread = threading.Thread(target=patient)
-        thread.start()
-        time.sleep(0.1)
-        seen.append("the first")
-    thread.join(10)
-    assert seen == ["the first", "True after the first"]
+    with other.claimed((7,)) as too:
+        assert too
     kept.close()
     other.close()
 
@@ -116,7 +105,7 @@ def test_the_last_user_removes_the_folder(where):
 def _die_inside(where: Place, said: Path) -> None:
     kept = Decoded(where)
     kept.put((1,), torch.ones(3))
-    with kept.claimed((2,), wait=False):
+    with kept.claimed((2,)):
         said.touch()
         signal.pause()
 
@@ -129,11 +118,11 @@ def test_what_a_killed_process_leaves_behind(where, tmp_path):
         assert process.is_alive()
         time.sleep(0.01)
     kept = Decoded(where)
-    with kept.claimed((2,), wait=False) as mine:
+    with kept.claimed((2,)) as mine:
         assert not mine
     process.kill()
     process.join()
-    with kept.claimed((2,), wait=False) as mine:
+    with kept.claimed((2,)) as mine:
         assert mine
     assert kept.has((1,))
     os.close(kept._alive)  # as if it was killed, too

@@ -1,4 +1,6 @@
-"""Data prepared on a local Ray cluster: the bits of the thread, each item once in the cluster, nodes that die."""
+"""Data prepared on a local Ray cluster: the bits of the thread, each item once in the cluster, nodes that die.
+
+One driver for all tests, so that the cluster's workers import torch once. Runs with twenty kills: `bench.ray_kills`."""
 
 from __future__ import annotations
 
@@ -11,61 +13,74 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 ray = pytest.importorskip("ray", reason="interlace[ray] is not installed")
 
-from interlace.data import Loader  # noqa: E402
-from interlace.data.ray_tasks import RayError, RayTasks  # noqa: E402
+from bench.ray_kills import Cluster  # noqa: E402
+from interlace.data import Loader, StreamLoader  # noqa: E402
+from interlace.data.produced import HeldOut  # noqa: E402
+from interlace.data.ray_tasks import RayError, RayTasks, _connect  # noqa: E402
+from interlace.layout import Layout, ParallelSpec  # noqa: E402
+from interlace.model.naming import LANGUAGE_MODEL  # noqa: E402
+from interlace.run import parallelize  # noqa: E402
 from tests.data.pictures import Pictures  # noqa: E402
+from tests.data.test_stream_workers import Recorded  # noqa: E402
+from tests.data.test_stream_workers import numbers as batch_numbers  # noqa: E402
 from tests.data.test_workers import numbers, seen, take  # noqa: E402
+from tests.tiny import tiny_mllm  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster() -> Iterator[Cluster]:
     """A head without CPUs, as a rank's node is, and two nodes that decode."""
-    from ray.cluster_utils import Cluster
-
-    memory = {"object_store_memory": 100_000_000}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **memory})
-    for _ in range(2):
-        made.add_node(num_cpus=1, **memory)
+    made = Cluster(2)
+    before = signal.getsignal(signal.SIGTERM)
+    _connect(made.address)
+    assert signal.getsignal(signal.SIGTERM) is before  # a rank saves and leaves at it
     yield made
-    for node in [*(node for node in made.list_all_nodes() if node is not made.head_node), made.head_node]:
-        made.remove_node(node, allow_graceful=False)  # to drain one may take minutes
+    ray.shutdown()
+    made.close()
 
 
 @pytest.fixture
-def tasks(cluster: Any, tmp_path: Path) -> Iterator[Any]:
-    """What asks the cluster, as a rank that is its only driver does."""
-    yield lambda loader, limit=1 << 26, **more: RayTasks(
-        loader, str(tmp_path), address=cluster.address, limit=limit, **more
-    )
-    ray.shutdown()
+def tasks(cluster: Cluster, tmp_path: Path) -> Any:
+    """What asks the cluster, as a rank does."""
+    return lambda loader, limit=1 << 26, **more: RayTasks(loader, str(tmp_path), limit=limit, **more)
 
 
-@pytest.mark.parametrize("limit", [0, 20_000, 1 << 26])
-def test_the_bits_are_those_of_the_thread(tasks, tmp_path, limit):
-    with Loader(Pictures(20, tmp_path), 6, seed=1, wanted=seen) as loader:
-        expected = take(loader, 8)
-    before = signal.getsignal(signal.SIGTERM)
-    with Loader(Pictures(20, tmp_path), 6, seed=1, wanted=seen, producers=lambda it: tasks(it, limit)) as loader:
-        assert take(loader, 8) == expected
-        assert signal.getsignal(signal.SIGTERM) is before  # a rank saves and leaves at it
+def test_the_bits_are_those_of_the_thread_where_hardly_any_are_kept(tasks, tmp_path):
+    """And no more than what comes next is decoded ahead."""
+    with Loader(Pictures(60, tmp_path), 6, seed=1, wanted=seen, shuffle=False) as loader:
+        expected = take(loader, 12)
+    (tmp_path / "decoded").unlink()
+    dataset = Pictures(60, tmp_path)
+    with Loader(dataset, 6, seed=1, wanted=seen, shuffle=False, producers=lambda it: tasks(it, 20_000)) as loader:
         batch = next(loader)
         sound = batch[1].media["audio"][0]
-        assert not sound.loaded and sound.data.shape == sound.shape  # nobody had asked for it
+        assert numbers(batch) == expected[0] and not sound.loaded
+        time.sleep(1)
+        assert max(int(line[0]) for line in dataset.decoded()) < 6 * (1 + 2 + 2)
+        assert sound.data.shape == sound.shape  # nobody had asked for it
+        assert take(loader, 11) == expected[1:]
 
 
 def test_ranks_that_share_a_cluster_decode_an_item_once(tasks, tmp_path):
-    sets = [Pictures(24, tmp_path, seconds=0.02) for _ in range(2)]
-    loaders = [Loader(one, 6, seed=1, producers=tasks) for one in sets]
+    """Held-out ones as well."""
+    sets = [Pictures(24, tmp_path, seconds=0.01) for _ in range(2)]
+    held_out = [Pictures(6, tmp_path / "held out", side=9) for _ in range(2)]
+    (tmp_path / "held out").mkdir()
+    loaders = [
+        Loader(one, 6, seed=1, producers=tasks, held_out=other) for one, other in zip(sets, held_out, strict=True)
+    ]
     found: dict[int, list[Any]] = {}
 
     def run(rank: int) -> None:
-        found[rank] = take(loaders[rank], 8)
+        of = HeldOut(loaders[rank].producers, held_out[rank], range(6))
+        items = [item for sample in of.samples for items in sample.media.values() for item in items]
+        of.ask(items)
+        found[rank] = [item.data.tolist() for item in items] + take(loaders[rank], 8)
 
     for loader in loaders:
         loader.begin()
@@ -74,67 +89,68 @@ def test_ranks_that_share_a_cluster_decode_an_item_once(tasks, tmp_path):
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert found[0] == found[1]
-    every = [line[:1] + line[2:4] for line in sets[0].decoded()]
-    assert len(every) == len(set(every)) == sum(index % 3 + 1 for index in range(24))
-    assert sets[0].read_items + sets[1].read_items == len(every)
+    for each, size in ((held_out, 6), (sets, 24)):
+        every = [line[:1] + line[2:4] for line in each[0].decoded()]
+        assert len(every) == len(set(every)) == sum(index % 3 + 1 for index in range(size))
+        assert each[0].read_items + each[1].read_items == len(every)
+    here = [Pictures(6, tmp_path, side=9).sample(index, 0) for index in range(6)]
+    own = [item.data.tolist() for sample in here for items in sample.media.values() for item in items]
+    assert found[0] == found[1] and found[0][: len(own)] == own
     for loader in reversed(loaders):
         loader.close()
 
 
 def test_errors_and_broken_samples_are_those_of_the_thread(tasks, tmp_path):
-    dataset = Pictures(6, tmp_path, broken=(1,), deadly={4: 1000, 3: 1})
+    dataset = Pictures(6, tmp_path, broken=(1,), deadly={4: 1000})
     with Loader(Pictures(6, tmp_path), 6, shuffle=False) as loader:
         (expected,) = take(loader, 1)
-    with Loader(dataset, 6, shuffle=False, prefetch=1, producers=tasks) as loader:
+    with Loader(dataset, 6, shuffle=False, prefetch=1, producers=lambda it: tasks(it, deaths=2)) as loader:
         batch = next(loader)
+        assert loader.producers.restarts >= 2
     for at in (1, 4):
         assert not any(item.data.any() for items in batch[at].media.values() for item in items)
     assert [numbers(batch)[at] for at in (0, 2, 3, 5)] == [expected[at] for at in (0, 2, 3, 5)]
-    assert "3 workers were lost at sample 4" in dataset.failures["pictures:4"]
-    assert "the disk is gone" in dataset.failures["pictures:1"] and loader.producers.restarts >= 4
+    assert "2 workers were lost at sample 4" in dataset.failures["pictures:4"]
+    assert "the disk is gone" in dataset.failures["pictures:1"]
 
 
-def test_a_node_that_dies_costs_nothing(cluster, tasks, tmp_path):
-    """Twice, with all that it had decoded and was about to."""
+def test_what_dies_costs_nothing(cluster, tasks, tmp_path):
+    """The keeper, and a node with all that it had decoded and was about to; of workers the test before tells."""
     with Loader(Pictures(60, tmp_path), 5, seed=4) as loader:
-        expected = take(loader, 18)
-    dataset = Pictures(60, tmp_path, seconds=0.03)
+        expected = take(loader, 14)
+    dataset, draw = Pictures(60, tmp_path, seconds=0.03), random.Random(3)
     with Loader(dataset, 5, seed=4, producers=tasks) as loader:
-        found = []
-        for step in range(18):
+        found, due = [], {2: "keeper", 6: "node"}
+        for step in range(14):
             found.append(numbers(next(loader)))
-            if step in (3, 9):
-                mine = {cluster.head_node.node_id, ray.get_runtime_context().get_node_id()}  # a driver needs its node
-                workers = [node for node in cluster.list_all_nodes() if node.node_id not in mine]
-                cluster.remove_node(random.Random(step).choice(workers), allow_graceful=False)
-                cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
-        assert found == expected and dataset.blank_items == 0
-
-
-def test_a_keeper_that_dies_costs_nothing(tasks, tmp_path):
-    with Loader(Pictures(30, tmp_path), 5, seed=4) as loader:
-        expected = take(loader, 12)
-    with Loader(Pictures(30, tmp_path), 5, seed=4, producers=tasks) as loader:
-        found = []
-        for step in range(12):
-            found.append(numbers(next(loader)))
-            if step in (2, 6):
-                ray.kill(loader.producers.keeper, no_restart=False)
+            deadline = time.monotonic() + 60
+            while step in due and not cluster.kill(due[step], draw) and time.monotonic() < deadline:
+                time.sleep(0.01)
         assert found == expected
+        assert dataset.blank_items == 0
+        assert loader.producers.restarts >= 1
 
 
-def test_in_flight_is_bounded(tasks, tmp_path):
-    dataset = Pictures(60, tmp_path)
-    with Loader(dataset, 3, shuffle=False, prefetch=2, producers=tasks) as loader:
-        next(loader)
-        time.sleep(2)
-        assert max(int(line[0]) for line in dataset.decoded()) < 3 * (1 + 2 + 2)
+def test_streams_have_the_batches_of_the_thread(tasks, tmp_path):
+    """Whose samples are left out that kill, or cannot be decoded."""
+    mllm = tiny_mllm(layers=1)
+    specs = {name: ParallelSpec(dp=2) for name in ("vision", "audio", LANGUAGE_MODEL)}
+    parallel = parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=120)
+    given: dict[str, Any] = {"buffer": 3, "seed": 2, "timeout": 120}
+    with StreamLoader(Recorded(mllm, (6, 6, 6), tmp_path, broken=("0/3", "1/2")), parallel, 5, **given) as loader:
+        expected = [batch_numbers(next(loader)) for _ in range(6)]
+    stream = Recorded(mllm, (6, 6, 6), tmp_path, deadly={"1/2": 1000}, broken=("0/3",))
+    parallel = parallelize(mllm, Layout.from_specs(mllm, specs, placement="shared"), timeout=120)
+    with StreamLoader(stream, parallel, 5, producers=lambda it: tasks(it, 0, deaths=1), **given) as loader:
+        assert [batch_numbers(next(loader)) for _ in range(6)] == expected
+    left = sorted(set(stream.left))
+    assert left[0] == "0/3: 0/3: the disk is gone" and "1 workers were lost at 1/2 on the Ray cluster" in left[1]
 
 
 def test_a_cluster_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray.shutdown()  # that of the other tests, if they came before
     loader = Loader(Pictures(4, tmp_path), 2)
     with pytest.raises(RayError, match=r"no Ray cluster .* start one with `ray start --head`"):
         RayTasks(loader, "run", address="127.0.0.1:1")
-    assert torch.get_num_threads() >= 1 and not ray.is_initialized()
+    assert not ray.is_initialized()

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from interlace.comm.transports.shm import born
 from interlace.data import Loader, Media, RowLoader, Sample
 from interlace.data.decoded import PREFIX, Place
 from interlace.data.media import DecodeError
+from interlace.data.producing import Task, sample_key
 from interlace.data.workers import WorkerPool, WorkersError, sensible
 from tests import forkserver
 from tests.data.pictures import Killer, Pictures
@@ -237,6 +239,34 @@ class Unready(Pictures):
 
     def __reduce__(self) -> Any:
         return os._exit, (5,)
+
+
+def test_time_that_another_rank_takes_is_not_a_workers_own(tmp_path):
+    """Who waits for a sample that somebody else decodes is not ended for it."""
+    dataset = Pictures(4, tmp_path)
+    with Loader(dataset, 4, shuffle=False, prefetch=1, producers=pooled(tmp_path, patience=1.0)) as loader:
+        loader.begin()
+        kept = loader.producers.decoded
+        with kept.claimed(sample_key(dataset, Task("load", at=2))) as mine:
+            assert mine
+            asked = loader.producers.ask(Task("load", at=2, items=(("audio", 0),)))
+            others = [loader.producers.ask(Task("load", at=at, items=(("audio", 0),))) for at in (0, 1, 3)]
+            assert all(other.result(60).items for other in others)
+            time.sleep(2.5)
+            assert not asked.done() and loader.producers.restarts == 0
+        assert asked.result(60).items and not dataset.blank_items
+
+
+def test_items_that_never_are_kept_together_are_sent(tmp_path):
+    """A place that has room for one of two items: each one that is kept drives out the other."""
+    big = Pictures(6, tmp_path, side=40)  # 2 pictures of 19,328 bytes and more
+    with Loader(big, 3, shuffle=False) as loader:
+        expected = take(loader, 2)
+    (tmp_path / "decoded").unlink()
+    with Loader(big, 3, shuffle=False, producers=pooled(tmp_path, limit=30_000)) as loader:
+        assert take(loader, 2) == expected
+    counts = Counter(line[:4] for line in big.decoded())
+    assert max(counts.values()) == 2, counts  # once for the place, and once more for the trainer
 
 
 def test_workers_that_cannot_begin_are_told(tmp_path):

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from interlace.data import DigitsDataset
+from interlace.data.workers import WorkerPool
 from interlace.train.config import ConfigError
 from interlace.train.feed import Feed, report_left_out
+from tests import forkserver
 
 
 def _feed(wanted: Callable[[list[Any]], Any] | None = None, **settings: Any) -> Feed:
@@ -49,6 +51,23 @@ def test_held_out_samples_are_all_of_them_and_wait_to_be_read() -> None:
     assert all(item.data is not None for item in _pictures(feed.held_out))
     assert feed.held_out_data.read_items == 50
     feed.close()
+
+
+def test_held_out_samples_are_decoded_by_workers_with_the_bits_of_the_rank() -> None:
+    forkserver.context()  # whose server has imported torch: workers then begin in no time
+    alone = _feed(validation_samples=50)
+    feed = _feed(validation_samples=50, producers=lambda loader: WorkerPool(loader, 1))
+    for one, other in zip(feed.held_out, alone.held_out, strict=True):
+        assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.labels, other.labels)
+    feed.ask_held_out([feed.held_out[:30], feed.held_out[30:]], lambda samples: _pictures(samples)[::2])
+    feed.held_out_data._data = None  # here nothing can be decoded
+    for one, other in zip(_pictures(feed.held_out), _pictures(alone.held_out), strict=True):
+        assert torch.equal(one.data, other.data) and one.tokens == other.tokens
+    assert feed.held_out_data.read_items == feed.decoded_items == 50
+    feed.ask_held_out([feed.held_out], _pictures)  # nothing any more
+    assert feed.loader.producers._pending == [] and not feed._apart._batch._answers
+    for each in (feed, alone):
+        each.close()
 
 
 def test_other_validation_samples_are_no_continuation() -> None:

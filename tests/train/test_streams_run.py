@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -192,7 +193,6 @@ def test_a_layout_is_chosen_for_a_stream_with_few_validation_samples(streamed: P
         ("data.reading=tape", "reading"),
         ("data.exchange_mb=0", "exchange_mb"),
         ("data.readers=0", "readers"),
-        ("data.workers=ray", "workers='ray' is for data that are read at random: .* a reader's own processes decode"),
         ("data.limit=5", "limit is for data that are read at random: a stream takes one source whole"),
         ("data.prefetch=4", "prefetch is of data that are read at random: a stream works one batch ahead"),
         ("data.cache_gb=2.0", "cache_gb is of data that are read at random"),
@@ -262,6 +262,22 @@ def test_chats_are_decoded_by_workers_with_the_bits_of_the_thread(streamed: Path
         assert stream.read_items == 2 * sum("count" not in line for line in kept(streamed))
     finally:
         pool.close()
+
+
+def test_another_file_of_the_same_size_and_time_is_another_stream(streamed: Path) -> None:
+    config = load(str(streamed / "own.toml"))
+    tokenizer = tokenizer_of(config)
+    model = build(config, tokenizer)
+
+    def fingerprint() -> str:
+        return str(datasets(config, model, tokenizer, say=lambda line: None)[0].fingerprint())
+
+    file, first = streamed / "b.jsonl", fingerprint()
+    text, about = file.read_text(), file.stat()
+    assert fingerprint() == first
+    file.write_text(text.replace("red cat, 32", "tan cat, 32"))
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert file.stat().st_size == about.st_size and fingerprint() != first
 
 
 def kept(folder: Path) -> list[str]:

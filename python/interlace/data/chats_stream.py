@@ -47,6 +47,7 @@ class ChatStream(SampleStream):
         self.files, self.format, self.rules = chats_files.find(files), chats, replace(rules, decode=False)
         self.media = cache_folder(cache) / "chats" / "media"
         self.pieces = [piece for path in self.files for piece in chats_files.pieces(path)]
+        self._fingerprint = ""
         self.lost: dict[str, str] = {}
         """Where -> why a record that this process has read was left out."""
         self.read_items = 0
@@ -64,8 +65,11 @@ class ChatStream(SampleStream):
         return len(self.pieces)
 
     def fingerprint(self) -> str:
-        said = [[chats_files.signature(path) for path in self.files], self.format.signature(), repr(self.rules)]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+        if not self._fingerprint:  # once: of the data as they were when the run began
+            files = [chats_files.signature(path) for path in self.files]
+            said = [files, chats_files.tastes(self.files), self.format.signature(), repr(self.rules)]
+            self._fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+        return self._fingerprint
 
     def read(self, shard: int, epoch: int) -> Iterator[Sample]:
         for found in examine_records(self._records(shard), self.format, self.rules):

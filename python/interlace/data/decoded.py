@@ -173,12 +173,12 @@ class Decoded:
     # ------------------------------------------------------------------ who decodes what
 
     @contextlib.contextmanager
-    def claimed(self, key: Sequence[Any], *, wait: bool) -> Iterator[bool]:
-        """Inside, nobody else decodes the sample `key`; False: somebody does, and `wait` says not to wait for that."""
+    def claimed(self, key: Sequence[Any]) -> Iterator[bool]:
+        """Inside, nobody else decodes the sample `key`; False: somebody does, for which nobody waits here."""
         stripe = int.from_bytes(hashlib.blake2b(repr(tuple(key)).encode(), digest_size=4).digest(), "little") % STRIPES
         with open(self.folder / f"lock-{stripe}", "ab") as file:  # closed, and with it the lock is given back
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield False
                 return

@@ -35,7 +35,8 @@ class Loader:
     wanted: the media of a batch that this process will read; the thread loads these, others wait until somebody asks
         for their data. None: all. Called in the thread.
     producers: makes those who prepare the data from this loader, when the first batch is asked for; None: the thread
-        does. pinned: what they decode lies in pinned memory, for a GPU.
+        does. pinned: what they decode lies in pinned memory, for a GPU. held_out: another dataset, whose samples they
+        can be asked for, too (`produced.HeldOut`).
     Raises ValueError for sizes that do not fit.
     """
 
@@ -50,6 +51,7 @@ class Loader:
         wanted: Callable[[list[Sample]], Iterable[Media]] | None = None,
         producers: Callable[[Loader], Producers] | None = None,
         pinned: bool = False,
+        held_out: Any = None,
     ) -> None:
         size = len(dataset)  # type: ignore[arg-type]
         if batch_size < 1:
@@ -58,7 +60,7 @@ class Loader:
             raise ValueError(f"the dataset has {size} samples, one batch needs {batch_size}; make batch_size smaller")
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
         self.prefetch, self.wanted = prefetch, wanted
-        self.start_producers, self.pinned = producers, pinned
+        self.start_producers, self.pinned, self.held_out = producers, pinned, held_out
         self.producers: Producers | None = None
         self.epoch = 0
         self.position = 0

@@ -11,16 +11,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from interlace.data.ahead import LONGEST, AheadThread
-from interlace.data.producing import Bare, Loaded, Made, Task, whole
+from interlace.data.producing import Bare, Loaded, Made, Task, bare_of, whole
 from interlace.model.sample import Media
 
 SAY_EVERY = 5.0  # seconds of waiting after which it is said what for
@@ -81,7 +82,8 @@ class Ahead(AheadThread):
                 made = self._wait(making, f"batch {place[1]} of epoch {place[0]}")
                 here, place = place, self._following(*place)
                 making = self.producers.ask(Task("make", *place))  # while this one is put together
-                asked.append(_Batch(self, here[0], made))
+                batch = _Batch(self, here[0], made)
+                asked.append(batch.ask(batch.every if self.wanted is None else self.wanted(batch.samples)))
             except Stopped:
                 return
             except BaseException as error:  # handed over in its turn, not swallowed
@@ -138,16 +140,34 @@ class Stopped(Exception):
     """The loader was closed while somebody waited."""
 
 
-class _Batch:
-    """A batch that was made, and whose wanted items are on their way."""
+class HeldOut:
+    """Samples (`indices`) of the held-out `dataset`, of which `producers` have a copy: they decode the items, once
+    these are asked for or needed."""
 
-    def __init__(self, ahead: Ahead, epoch: int, made: Made) -> None:
-        self.ahead, self.epoch = ahead, epoch
+    def __init__(self, producers: Producers, dataset: Any, indices: Sequence[int]) -> None:
+        self.producers, self.dataset, self.pinned = producers, dataset, False
+        made = Made([bare_of(index, dataset.sample(index, 0)) for index in indices], None)
+        self._batch = _Batch(self, 0, made, held_out=True)
+        self.samples: list[Any] = self._batch.samples
+
+    def ask(self, items: Iterable[Media]) -> None:
+        """Has those of `items` decoded that are not in memory; does not wait for them."""
+        self._batch.ask(item for item in items if not item.loaded)
+
+    def _wait(self, future: Future[Any], what: str) -> Any:
+        return answered(future, what, self.producers, lambda: False)
+
+
+class _Batch:
+    """A batch that was made, and whose items are on their way once they were asked for."""
+
+    def __init__(self, ahead: Ahead | HeldOut, epoch: int, made: Made, *, held_out: bool = False) -> None:
+        self.ahead, self.epoch, self.made, self.held_out = ahead, epoch, made, held_out
         self._answers: dict[int, tuple[Task, Future[Any]]] = {}  # place of a sample in the batch -> what was asked
         self._taken: dict[tuple[int, str, int], Tensor] = {}
         self._lock = threading.Lock()
         samples: list[Any] = [whole(bare, self._load_of(at, bare)) for at, bare in enumerate(made.samples)]
-        of = {
+        self._of = {
             id(item): (at, modality, number)
             for at, sample in enumerate(samples)
             for modality, items in sample.media.items()
@@ -155,16 +175,24 @@ class _Batch:
         }
         left = iter(samples)
         self.samples = samples if made.rows is None else [[next(left) for _ in range(count)] for count in made.rows]
-        wanted = ahead.wanted
-        self.items = [i for s in samples for items in s.media.values() for i in items]
-        if wanted is not None:
-            self.items = list(wanted(self.samples))
+        self.every = [i for s in samples for items in s.media.values() for i in items]
+        self.items: list[Media] = []
+
+    def ask(self, items: Iterable[Media]) -> _Batch:
+        """Asks for these items, but for those of samples of which some are on their way."""
+        self.items = list(items)
         places: dict[int, list[tuple[str, int]]] = {}
-        for at, modality, number in dict.fromkeys(of[id(item)] for item in self.items):
+        for at, modality, number in dict.fromkeys(self._of[id(item)] for item in self.items):
             places.setdefault(at, []).append((modality, number))
-        for at, items in places.items():
-            task = Task("load", epoch, made.samples[at].at, tuple(items))
-            self._answers[at] = (task, ahead.producers.ask(task))
+        with self._lock:
+            for at, asked in places.items():
+                if at not in self._answers:
+                    task = self._task(self.made.samples[at], *asked)
+                    self._answers[at] = (task, self.ahead.producers.ask(task))
+        return self
+
+    def _task(self, bare: Bare, *items: tuple[str, int]) -> Task:
+        return Task("load", self.epoch, bare.at, items, held_out=self.held_out)
 
     def loaded(self) -> list[Any]:
         """The samples, once all that was asked for is there."""
@@ -184,7 +212,7 @@ class _Batch:
                 if place not in self._taken:
                     task, answer = self._answers.get(at, (None, None))
                     if task is None or answer is None or (modality, number) not in task.items:  # nobody had asked
-                        task = Task("load", self.epoch, bare.at, ((modality, number),))
+                        task = self._task(bare, (modality, number))
                         answer = self.ahead.producers.ask(task)
                     self._take(at, bare, task, answer)
                 return self._taken.pop(place)
@@ -193,18 +221,32 @@ class _Batch:
 
     def _take(self, at: int, bare: Bare, task: Task, answer: Future[Any]) -> None:
         """Puts the items of an answer where `load` finds them."""
+        found = self._found(bare, task, answer)
+        items = self._items(task, found)
+        if any(
+            item is None for item in items
+        ):  # it had to make room before anybody came for it, and would so again where room is scarce
+            task = replace(task, sent=True)
+            found = self._found(bare, task, self.ahead.producers.ask(task))
+            items = self._items(task, found)
+        if found.broken:
+            self._broken(at, bare, task, found.broken)
+        for place, item in zip(task.items, items):  # of a broken sample there are none
+            assert item is not None  # they were sent
+            self._taken[(at, *place)] = item.pin_memory() if self.ahead.pinned else item
+        self._answers.pop(at, None)  # held-out samples stay: their items are not to be in memory twice
+
+    def _found(self, bare: Bare, task: Task, answer: Future[Any]) -> Loaded:
         found: Loaded = self.ahead._wait(answer, f"{task} ({bare.name})")
         if hasattr(self.ahead.dataset, "took"):
             self.ahead.dataset.took(found.read, found.lost)
-        if found.broken:
-            self._broken(at, bare, task, found.broken)
-            return
-        for place, raw in zip(task.items, found.items, strict=True):
-            item = self.ahead.producers.kept(task, place) if raw is None else raw.tensor()
-            if item is None:  # it had to make room before anybody came for it
-                self._take(at, bare, task, self.ahead.producers.ask(task))
-                return
-            self._taken[(at, *place)] = item.pin_memory() if self.ahead.pinned else item
+        return found
+
+    def _items(self, task: Task, found: Loaded) -> list[Tensor | None]:
+        return [
+            self.ahead.producers.kept(task, place) if raw is None else raw.tensor()
+            for place, raw in zip(task.items, found.items)  # of a broken sample there are none
+        ]
 
     def _broken(self, at: int, bare: Bare, task: Task, why: str) -> None:
         """Blanks in the place of a sample that nobody can decode. Raises DecodeError when these are too many."""

@@ -27,8 +27,9 @@ DEATHS = 3  # producers that one sample may cost before it counts as broken
 
 @dataclass(frozen=True)
 class Task:
-    """make: the batch at place `at` of `epoch`. load: the `items` (modality, number) of sample `at`. batches: how many
-    an epoch has. decode: of a stream's sample called `name`, what `loads` load (`packed`)."""
+    """make: the batch at place `at` of `epoch`. load: the `items` (modality, number) of sample `at`, of the held-out
+    samples where `held_out` says so. batches: how many an epoch has. decode: of a stream's sample called `name`, what
+    `loads` load (`packed`). sent: items come with the answer also where they are kept for the node."""
 
     kind: Literal["make", "load", "batches", "decode"]
     epoch: int = 0
@@ -36,10 +37,14 @@ class Task:
     items: tuple[tuple[str, int], ...] = ()
     loads: bytes = field(default=b"", repr=False)
     name: str = ""
+    held_out: bool = False
+    sent: bool = False
 
     def __str__(self) -> str:
         if self.kind == "decode":
             return self.name or "a sample"
+        if self.held_out:
+            return f"held-out sample {self.at}"
         what = {"make": f"batch {self.at}", "load": f"sample {self.at}", "batches": "the batches"}
         return f"{what[self.kind]} of epoch {self.epoch}"
 
@@ -137,13 +142,20 @@ def packed(stream: Any, loads: Sequence[Callable[[], Tensor]]) -> bytes:
 
 @dataclass(frozen=True)
 class OfStream:
-    """What workers get where samples are those of a stream: a copy of it, as `dataset`."""
+    """What workers get where samples are those of a stream: a copy of it, as `dataset`; and the held-out samples."""
 
     dataset: Any
+    held_out: Any = None
+
+    def fingerprint(self) -> str:
+        """That of the stream."""
+        return str(self.dataset.fingerprint())
 
 
 def sample_key(dataset: Any, task: Task) -> tuple[Any, ...]:
     """What a sample's items are kept under: without the epoch where that changes nothing."""
+    if task.held_out:
+        return ("held out", task.at)
     return (task.at, task.epoch) if getattr(dataset, "varies", True) else (task.at,)
 
 
@@ -152,61 +164,72 @@ class Producing:
 
     def __init__(self, loader: Any, decoded: Decoded | None = None) -> None:
         self.loader, self.dataset, self.decoded = loader, loader.dataset, decoded
+        self.held_out = getattr(loader, "held_out", None)
 
-    def answer(self, task: Task, *, wait: bool = True) -> Any:
-        """`wait`: for somebody else who decodes the same sample, in place of saying so."""
+    def answer(self, task: Task) -> Any:
+        """What the task asks for: how many batches, `Made` or `Loaded`."""
         if task.kind == "batches":
             return self.loader.batches(task.epoch)
         if task.kind == "decode":
             loads = _Unpickler(io.BytesIO(task.loads), self.dataset).load()
             return Loaded([Raw.of(load()) for load in loads], read=len(loads))
-        return self.make(task) if task.kind == "make" else self.load(task, wait)
+        return self.make(task) if task.kind == "make" else self.load(task)
 
     def make(self, task: Task) -> Made:
         """The batch of a task, as the loader's own thread would make it."""
         batch, indices = self.loader._make(task.epoch, task.at), self.loader.indices(task.epoch, task.at)
         rows = [len(row) for row in batch] if batch and isinstance(batch[0], list) else None
         flat = batch if rows is None else [sample for row in batch for sample in row]
-        return Made([_bare(index, sample) for index, sample in zip(indices, flat, strict=True)], rows)
+        return Made([bare_of(index, sample) for index, sample in zip(indices, flat, strict=True)], rows)
 
-    def load(self, task: Task, wait: bool) -> Loaded:
+    def load(self, task: Task) -> Loaded:
         """The items of a sample, decoded unless they are kept already."""
         if self.decoded is None:
             return self._decode(task, ())
         key = sample_key(self.dataset, task)
         keys = [(*key, *item) for item in task.items]
-        if all(map(self.decoded.has, keys)):
-            return Loaded([None] * len(keys))
-        with self.decoded.claimed(key, wait=wait) as mine:
+        if (kept := self._kept(task, keys)) is not None:
+            return kept
+        with self.decoded.claimed(key) as mine:
             if not mine:
                 return Loaded(busy=True)
-            if all(map(self.decoded.has, keys)):
-                return Loaded([None] * len(keys))
+            if (kept := self._kept(task, keys)) is not None:
+                return kept
             if (why := self.decoded.broken(key)) is not None:
                 return Loaded(broken=why)
             return self._decode(task, key)
 
+    def _kept(self, task: Task, keys: list[tuple[Any, ...]]) -> Loaded | None:
+        """The answer where all items are kept already."""
+        assert self.decoded is not None
+        if not task.sent:
+            return Loaded([None] * len(keys)) if all(map(self.decoded.has, keys)) else None
+        found = [item for key in keys if (item := self.decoded.get(key)) is not None]
+        return Loaded([Raw.of(item) for item in found]) if len(found) == len(keys) else None
+
     def _decode(self, task: Task, key: tuple[Any, ...]) -> Loaded:
-        counts = hasattr(self.dataset, "noted")
+        dataset: Any = self.held_out if task.held_out else self.dataset
+        counts = hasattr(dataset, "noted")
         before = 0
         if counts:
-            before, self.dataset.noted = self.dataset.read_items, []
-        sample = self.loader.sample(task.at, task.epoch)
+            before, dataset.noted = dataset.read_items, []
+        sample = dataset.sample(task.at, 0) if task.held_out else self.loader.sample(task.at, task.epoch)
         items = [_data(sample, task, *item) for item in task.items]
-        done = Loaded(read=self.dataset.read_items - before if counts else len(items))
+        done = Loaded(read=dataset.read_items - before if counts else len(items))
         if counts:
-            done.lost = self.dataset.noted
+            done.lost = dataset.noted
         keep = None if done.lost else self.decoded  # a blank is nobody else's
         for place, item in zip(task.items, items, strict=True):
             kept = keep is not None and keep.put((*key, *place), item)
-            done.items.append(None if kept else Raw.of(item))
-        if keep is not None and getattr(self.dataset, "loads_together", False):
+            done.items.append(None if kept and not task.sent else Raw.of(item))
+        if keep is not None and getattr(dataset, "loads_together", False):
             for modality, number, item in _others(sample, task):  # made on the way, and another rank's
                 keep.put((*key, modality, number), item)
         return done
 
 
-def _bare(index: int, sample: Sample) -> Bare:
+def bare_of(index: int, sample: Sample) -> Bare:
+    """A sample of a dataset on its way to where its items are put together."""
     media = {
         modality: [About(item.shape, item.tokens, dict(item.about)) for item in items]
         for modality, items in sample.media.items()

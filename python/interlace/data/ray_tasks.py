@@ -38,6 +38,7 @@ IN_FLIGHT = 64  # items' answers that a rank waits for at once
 BATCHES = 4  # and batches, which are small, and not to wait behind items
 PATIENCE = 120.0  # seconds that a task may take: one that takes longer hangs
 ASK_AGAIN = 40  # times that an answer may be lost on the way: nodes come and go
+BACK = 120.0  # and seconds that it may be so: a keeper that starts again imports torch, perhaps from a slow disk
 PAUSE = 0.25  # seconds before an answer is asked for again
 REACH = 5.0  # seconds in which the cluster's address has to answer
 BEGIN = 60.0  # seconds that the keeper may take to start
@@ -113,7 +114,10 @@ class Keeper:
 
     def give(self, task: Task, lost: str | None) -> Given:
         """Where the answer to a task is, or will be. lost: the number of one that could not be had."""
-        kind = (task.kind, task.at, task.epoch if self.varies or task.kind != "load" else -1, task.items)
+        if task.kind == "decode":  # of a stream, whose samples are asked for once
+            return Given([answer.remote(self.run, [self.loader], task, self.patience)], self._number(), True)
+        of_epoch = task.epoch if self.varies or task.kind != "load" else -1
+        kind = (task.kind, task.at, of_epoch, task.items, task.held_out)
         found = self.kept.get(kind)
         if found is not None and found.number == lost:
             self._forget(kind)
@@ -121,12 +125,15 @@ class Keeper:
         first = found is None
         if found is None:
             reference = answer.remote(self.run, [self.loader], task, self.patience)
-            found = _Kept(reference, f"{self.life}-{next(self.numbers)}")
+            found = _Kept(reference, self._number())
         if self.limit:
             self.kept[kind] = found
             self.kept.move_to_end(kind)
             self._make_room()
         return Given([found.reference], found.number, first)
+
+    def _number(self) -> str:
+        return f"{self.life}-{next(self.numbers)}"
 
     def _forget(self, kind: Any) -> None:
         self.used -= self.sizes.pop(self.kept.pop(kind).number, 0)
@@ -199,7 +206,7 @@ class RayTasks:
 
     def ask(self, task: Task) -> Future[Any]:
         """The answer to a task, in time. It fails with what the dataset raised."""
-        return (self._items if task.kind == "load" else self._batches).submit(self._answer, task)
+        return (self._items if task.kind in ("load", "decode") else self._batches).submit(self._answer, task)
 
     def kept(self, task: Task, place: tuple[str, int]) -> Tensor | None:
         """Nothing: all of an answer arrives with it."""
@@ -226,7 +233,7 @@ class RayTasks:
     # ------------------------------------------------------------------ one task, in a thread
 
     def _answer(self, task: Task) -> Any:
-        me, lost, deaths, again = threading.get_ident(), None, 0, 0
+        me, lost, deaths, again, since = threading.get_ident(), None, 0, 0, 0.0
         self._waiting[me] = task
         try:
             while True:
@@ -247,15 +254,17 @@ class RayTasks:
                         deaths += 1
                     elif isinstance(cause, GONE):
                         again += 1
+                        since = since or time.monotonic()
                     else:
                         raise RayError(
                             f"{task} cannot begin on the Ray cluster; is interlace[ray] installed on every node, in "
                             f"the same version? ({why})"
                         ) from None
                 self._tell(task, why)
-                if deaths >= self.deaths and task.kind == "load":
+                if deaths >= self.deaths and task.kind in ("load", "decode"):
                     return Loaded(broken=f"{deaths} workers were lost at {task} on the Ray cluster: {why}")
-                if deaths >= self.deaths or again >= ASK_AGAIN:  # the cluster's fault, and no sample's
+                gone = again >= ASK_AGAIN and time.monotonic() - since > BACK
+                if deaths >= self.deaths or gone:  # the cluster's fault, and no sample's
                     raise RayError(f"{deaths} workers and {again} answers were lost at {task}: {why}")
                 self._closing.wait(PAUSE)
         finally:

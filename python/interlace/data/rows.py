@@ -51,9 +51,10 @@ class RowLoader(Loader):
         wanted: Callable[[list[Any]], Iterable[Media]] | None = None,
         producers: Callable[[Loader], Producers] | None = None,
         pinned: bool = False,
+        held_out: Any = None,
     ) -> None:
         ahead: dict[str, Any] = {"prefetch": prefetch, "wanted": wanted, "producers": producers, "pinned": pinned}
-        super().__init__(dataset, 1, seed=seed, shuffle=shuffle, **ahead)
+        super().__init__(dataset, 1, seed=seed, shuffle=shuffle, held_out=held_out, **ahead)
         self.tokens = np.asarray(dataset.token_lengths, np.int64)
         if rows < 1:
             raise ValueError(f"rows is {rows}: a batch needs at least one")

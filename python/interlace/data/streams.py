@@ -67,7 +67,8 @@ class StreamLoader:
     readers: how many ranks read, spread evenly; by default all. buffer: see `Reader`. limit: bytes that a rank may send
         or be sent for a step. timeout: seconds that one wait for a rank, or for the data of this one, may last.
     producers: makes those who decode from what has the stream as its `dataset`, when the first batch is asked for or
-        `begin` called; one for all ranks of this process. None: the thread of each rank does.
+        `begin` called; one for all ranks of this process. None: the thread of each rank does. held_out: a dataset whose
+        samples they can be asked for, too (`produced.HeldOut`).
 
     Collective: all ranks make it at the same time. Raises ValueError for sizes that do not fit.
     """
@@ -86,6 +87,7 @@ class StreamLoader:
         chunks: Mapping[str, int] | None = None,
         timeout: float = 300.0,
         producers: Callable[[Any], Producers] | None = None,
+        held_out: Any = None,
     ) -> None:
         world = parallel.layout.world
         if batch_size < 1:
@@ -104,14 +106,14 @@ class StreamLoader:
         self._ended = [False] * self.readers
         self._transports: dict[int, Transport] = parallel.item_transports()
         self._ahead: dict[int, _Ahead] = {}
-        self.start_producers = producers
+        self.start_producers, self.held_out = producers, held_out
         self.producers: Producers | None = None
         self._closed = False
 
     def begin(self) -> None:
         """Starts the producers, which takes seconds, before the first batch is asked for."""
         if self.start_producers is not None and self.producers is None:
-            self.producers = self.start_producers(OfStream(self.stream))
+            self.producers = self.start_producers(OfStream(self.stream, self.held_out))
 
     def __iter__(self) -> StreamLoader:
         return self

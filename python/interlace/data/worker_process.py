@@ -16,7 +16,7 @@ READY = "ready"
 
 
 def work(pipe: Connection, loader: bytes, where: Place | None) -> None:
-    """Answers (number, task, wait) with (number, answer, error) until the other end is closed. loader: pickled."""
+    """Answers (number, task) with (number, answer, error) until the other end is closed. loader: pickled."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a whole group gets these: the trainer finishes its step and closes
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -28,9 +28,9 @@ def work(pipe: Connection, loader: bytes, where: Place | None) -> None:
         producing = Producing(pickle.loads(loader), decoded)
         pipe.send(READY)
         while True:
-            task_number, task, wait = pipe.recv()
+            task_number, task = pipe.recv()
             try:
-                answer, failed = producing.answer(task, wait=wait), None
+                answer, failed = producing.answer(task), None
             except Exception as error:
                 answer, failed = None, portable(error)
             pipe.send((task_number, answer, failed))

@@ -53,7 +53,6 @@ class _Job:
     future: Future[Any] = field(compare=False)
     deaths: int = field(default=0, compare=False)
     begun: bool = field(default=False, compare=False)
-    wait: bool = field(default=False, compare=False)
 
 
 class _Worker:
@@ -224,7 +223,7 @@ class WorkerPool:
                 worker.began = time.monotonic()
             worker.jobs.append(job)
             try:
-                worker.pipe.send((job.number, job.task, job.wait))
+                worker.pipe.send((job.number, job.task))
             except OSError:
                 return  # it is dead, which its end will tell
 
@@ -247,8 +246,7 @@ class WorkerPool:
         if failed is not None:
             job.future.set_exception(failed)
         elif isinstance(answer, Loaded) and answer.busy:
-            # Once more a little later, and when nothing else is left to do, with patience.
-            job.wait = not self._pending
+            # Once more a little later. The worker does not wait for it: that would count as time of its own.
             self._later.append((time.monotonic() + PAUSE, job))
         else:
             job.future.set_result(answer)

@@ -25,6 +25,7 @@ from interlace.train.texts import tokenizer_of
 
 if TYPE_CHECKING:
     from interlace.data import ChatDataset
+    from interlace.data.produced import HeldOut
 
 
 LEFT_OUT = "left_out.txt"
@@ -70,7 +71,7 @@ class Feed:
     `batch_size` counts samples of all replicas, or with `row_tokens` rows of at most so many tokens. `wanted`: the
     media of a batch (of samples, or of rows of them) that this process will read, which are decoded ahead; None: all.
     `producers` make them apart from training (`preparing.producers_of`), `prefetch` batches ahead, in pinned memory
-    for a GPU (`pinned`).
+    for a GPU (`pinned`), and decode the held-out ones.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Feed:
         self.train = train
         self.in_rows = row_tokens is not None
         ahead: dict[str, Any] = {"wanted": wanted, "producers": producers, "prefetch": prefetch, "pinned": pinned}
+        ahead["held_out"] = held_out
         try:
             if row_tokens is None:
                 self.loader = Loader(train, batch_size, seed=seed, **ahead)
@@ -107,13 +109,26 @@ class Feed:
         count = min(validation_samples, len(held_out))
         self.held_out_indices = [i * len(held_out) // count for i in range(count)]  # spread over the whole split
         self._held_out: list[Any] | None = None
+        self._apart: HeldOut | None = None  # who asks producers for them
 
     @property
     def held_out(self) -> list[Any]:
         """The validation samples, the same on every rank."""
-        if self._held_out is None:
+        from interlace.data.produced import HeldOut
+
+        if self._held_out is None and self.loader.producers is not None:
+            self._apart = HeldOut(self.loader.producers, self.held_out_data, self.held_out_indices)
+            self._held_out = self._apart.samples
+        elif self._held_out is None:
             self._held_out = [self.held_out_data.sample(i, 0) for i in self.held_out_indices]
         return self._held_out
+
+    def ask_held_out(self, parts: Iterable[list[Any]], wanted: Callable[[list[Any]], Iterable[Any]]) -> None:
+        """Has those who prepare the data decode what this process reads of these `parts` of the validation samples, and
+        does not wait for it. Without such, items are decoded when they are read."""
+        if self._apart is not None:
+            for part in parts:
+                self._apart.ask(wanted(part))
 
     def next(self) -> Batch:
         """The next batch."""

@@ -51,6 +51,7 @@ class StreamFeed(Feed):
                 chunks=config.chunks(),
                 timeout=config.parallel.timeout,
                 producers=producers,
+                held_out=held_out,
             )
         except ValueError as error:
             raise ConfigError(f"[data] reading = 'stream': {error}") from None

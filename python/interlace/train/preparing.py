@@ -69,7 +69,9 @@ def _on_ray(config: Config, run: Path, limit: int, source: str) -> Callable[[Any
         from interlace.data.ray_tasks import RayError, RayTasks
 
         try:
-            return RayTasks(loader, f"{run} {loader.fingerprint()}", address=config.data.ray_address, limit=limit)
+            # Of a stream every item goes to the rank that has read it, and to no other: nothing is kept.
+            keeps = limit if config.data.reading == "random" else 0
+            return RayTasks(loader, f"{run} {loader.fingerprint()}", address=config.data.ray_address, limit=keeps)
         except RayError as error:
             raise ConfigError(f"{source}: [data] workers = 'ray': {error}") from None
 

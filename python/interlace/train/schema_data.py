@@ -138,8 +138,8 @@ class Data(Section):
     """Folder for fetched files and decoded items; by default ``$INTERLACE_CACHE``, else ``~/.cache/interlace``."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto", "ray"] = "auto"
     """Who decodes: so many processes beside each rank; 0: a thread of the rank itself; ray: tasks on a Ray cluster, for
-    many nodes (not of streams). auto: of chats half of a rank's cores, at most 4, and 0 where it has fewer than 4; of
-    digits 0. Samples have the same bits with any."""
+    many nodes. auto: of chats half of a rank's cores, at most 4, and 0 where it has fewer than 4; of digits 0. Samples
+    have the same bits with any."""
     prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
     """Batches that are made ahead."""
     cache_gb: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
@@ -210,11 +210,6 @@ class Data(Section):
                 raise ValueError(
                     f"{own[0]} is for data that are read at random: a stream takes one source whole; set "
                     "reading='random'"
-                )
-            if self.workers == "ray":
-                raise ValueError(
-                    "workers='ray' is for data that are read at random: of a stream a reader's own processes decode; "
-                    "give their number, or set reading='random'"
                 )
             if said := self.set_of(NOT_STREAM):
                 raise ValueError(

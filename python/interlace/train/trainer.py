@@ -424,12 +424,18 @@ class Trainer:
         size = self.config.train.batch_size
         found: dict[str, tuple[float, int]] = {}
         averaged = self.averages is not None and self.config.train.ema_evaluate
+        groups = [
+            (name, [samples[start : start + size] for start in range(0, len(samples), size)])
+            for name, samples in self.feed.held_out_by_source()
+        ]
+        every = (part for _, parts in groups for part in parts)
+        self.feed.ask_held_out(every, lambda part: self.parallel.wanted(part, **self._cut))
         self.parallel.train(False)
         with self.averages.in_place() if self.averages is not None and averaged else contextlib.nullcontext():
-            for name, samples in self.feed.held_out_by_source():
+            for name, parts in groups:
                 loss, tokens = 0.0, 0
-                for start in range(0, len(samples), size):
-                    result = self.parallel.evaluate(samples[start : start + size], **self._cut)
+                for part in parts:
+                    result = self.parallel.evaluate(part, **self._cut)
                     loss += result.loss * result.tokens
                     tokens += result.tokens
                 found[name] = (loss, tokens)
