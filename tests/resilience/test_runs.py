@@ -263,7 +263,7 @@ def test_a_rank_that_ends_the_run_is_heard_by_all(tmp_path: Path) -> None:
 def test_a_node_that_cannot_leave_in_time_is_lost(tmp_path: Path) -> None:
     settings = Settings(nodes=3, faults=1, min_nodes=1, heartbeat=5.0, gather=60.0)
     with cluster(tmp_path, settings, (vote_on_steps, 6, 1.0), 0) as run:
-        nodes = [*run.start(1, notice=0.2), *run.start(2)]
+        nodes = [*run.start(1, notice=0.01), *run.start(2)]
         run.until(lambda: len(run.ranks()) == 3, "three nodes that train")
         nodes[0].terminate()  # a step lasts longer than its notice
         second = run.until(lambda: run.generations()[1:], "generation without the node")[0]
