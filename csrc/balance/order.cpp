@@ -15,9 +15,7 @@ namespace {
 
 struct Heavier {
     const std::vector<double> &weights;
-    bool operator()(int32_t a, int32_t b) const {
-        return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
-    }
+    bool operator()(int32_t a, int32_t b) const { return weights[a] != weights[b] ? weights[a] > weights[b] : a < b; }
 };
 
 }  // namespace
