@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from interlace.resilience.authority import TOGETHER, Authority, Removal
+from interlace.resilience.authority import SEARCH, TOGETHER, Authority, Removal
 from interlace.resilience.generation import Node
-from interlace.resilience.member import DECISION, READY, REGROUPED, prefix_of
+from interlace.resilience.member import DECISION, ENTERED, GAVE_UP, READY, REGROUPED, WHY, prefix_of
 from interlace.resilience.settings import Settings
 
 
@@ -72,3 +72,20 @@ def test_a_node_lost_as_others_end_ends_the_run(first: str) -> None:
         step()
     authority.decide({}, 1.0 + 2 * TOGETHER, 0.0)
     assert authority.over and "when others had ended already" in authority.ended
+
+
+def test_a_node_that_does_not_come_while_others_give_up_waiting_is_lost() -> None:
+    """Whatever holds it: it may be in a library without a limit of time, on a page that allows long."""
+    authority, store = started("abc")
+    assert authority.generation is not None
+    prefix = prefix_of(authority.generation)
+    for node in "ab":
+        store.add(f"{prefix}/{ENTERED}/{node}", 1)
+    store.set(f"{prefix}/{WHY}", "rank 0: rank 2 says nothing")
+    store.add(f"{prefix}/{GAVE_UP}", 1)
+    assert authority.decide({}, 1.0, 0.0) == []
+    (removal,) = authority.decide({}, 1.1 + 5.0 + SEARCH, 0.0)
+    assert (removal.node, removal.kind) == ("c", "hang") and "not all of its ranks have come" in removal.why
+    authority.lose(removal, 8.0)
+    assert authority.decide({}, 8.0 + 2 * TOGETHER, 0.0) == []
+    assert authority.generation is not None and set(authority.generation.nodes) == {"a", "b"}

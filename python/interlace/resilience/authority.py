@@ -17,6 +17,7 @@ from interlace.resilience.member import (
     COPIED,
     DECISION,
     ENDS,
+    ENTERED,
     GAVE_UP,
     GENERATION,
     NEWEST,
@@ -64,6 +65,7 @@ class Authority:
         self._broken: float | None = None  # since when the generation is over
         self._gave_up: float | None = None  # since when a rank of it has given up
         self._failures, self._asked = 0, False
+        self._absent: list[Removal] = []
         self._errors: dict[str, str] = {}  # nodes that failed since a step counted last, with what they said
         self._suspects: dict[tuple[str, int], float] = {}
 
@@ -161,7 +163,8 @@ class Authority:
             self._stop(str(error))
         for suspect in self._suspects:
             self._suspects[suspect] += slept
-        return self._judge(stalls, now)
+        absent, self._absent = self._absent, []
+        return absent or self._judge(stalls, now)
 
     def _take_ready(self) -> None:
         for node in [node for node in self.roster.nodes.values() if node.id not in self.roster.ready]:
@@ -201,13 +204,26 @@ class Authority:
             self._gave_up = now
         patience = self.roster.settings.heartbeat + SEARCH
         if self._broken is None and self._gave_up is not None and now - self._gave_up > patience:
-            self._fail(self._store.get(f"{prefix}/{WHY}").decode(errors="replace"), now)
+            self._absent = self._missed(self.generation)
+            if not self._absent:
+                self._fail(self._store.get(f"{prefix}/{WHY}").decode(errors="replace"), now)
         elif self._broken is not None:
             if now - self._broken >= TOGETHER:
                 self._publish(self.roster.next(0.0))
         elif self._store.check([f"{prefix}/{REGROUPED}"]):
             self._end_generation(now)
             self._publish(self.roster.next(0.0))
+
+    def _missed(self, generation: Generation) -> list[Removal]:
+        """Nodes whose ranks have not come to a generation for which others have waited until they gave up: they stand
+        still in what they may do for long, or in a library that has no limit of time."""
+        prefix = prefix_of(generation)
+        why = f"not all of its ranks have come to generation {generation.number}, for which others gave up waiting"
+        return [
+            Removal(node.id, "hang", why)
+            for node in generation.nodes.values()
+            if self._count(f"{prefix}/{ENTERED}/{node.id}") < node.ranks
+        ]
 
     def _fail(self, why: str, now: float) -> None:
         """A rank gave up, and nobody turned out to be lost: the same nodes meet again."""

@@ -46,7 +46,7 @@ GAVE_UP, WHY, REGROUP, REGROUPED, OVER = (
     "regrouped",
     "over",
 )  # under `prefix_of` a generation
-DECISION, COPIED = "decision", "copied"
+DECISION, COPIED, ENTERED = "decision", "copied", "entered"
 
 
 class Member:
@@ -114,6 +114,7 @@ class Member:
                         seen = newest
                         generation = Generation.from_json(self._store.get(f"{GENERATION}/{seen}"))
                         if self.node in generation.nodes:
+                            self._store.add(f"{prefix_of(generation)}/{ENTERED}/{self.node}", 1)
                             self.progress.enter(generation.number)
                             return generation
                     if self._store.check([f"{REMOVED}/{self.node}"]):

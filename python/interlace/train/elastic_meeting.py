@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +24,7 @@ from interlace.resilience.member import Member
 from interlace.train.launch.peers import Peers
 
 LOOK = 0.1  # seconds between two looks whether the generation is over
+LEFT = 2.0  # seconds in which what was being made then may still end by itself
 
 
 class Over(Exception):
@@ -43,8 +46,9 @@ class Meeting:
     def __init__(self, member: Member, generation: Generation, timeout: float) -> None:
         self.member, self.generation, self.timeout = member, generation, timeout
         self.rank, self.world = member.rank(generation), generation.world
-        self._connections = Connections()
-        self._ended = threading.Event()
+        self._of_groups = [Connections()]
+        self._copying: Any = None
+        self._ended, self._cut = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="generation", daemon=True)
 
     def __enter__(self) -> Meeting:
@@ -56,8 +60,9 @@ class Meeting:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._ended.set()
-        self._connections.cut()
+        self._cut_all()
         self._thread.join(self.timeout)
+        self._copying = None
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -69,23 +74,48 @@ class Meeting:
     def join(self, allowance: float) -> None:
         """Makes the process groups of the ranks that train. allowance: as of `Peers`."""
         if self.world > 1:
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore("group", self.store),
-                rank=self.rank,
-                world_size=self.world,
-                timeout=timedelta(seconds=self.timeout),
+            store, limit = dist.PrefixStore("group", self.store), timedelta(seconds=self.timeout)
+            self._make(
+                lambda: dist.init_process_group(
+                    "gloo", store=store, rank=self.rank, world_size=self.world, timeout=limit
+                )
             )
         self.peers = Peers(self.timeout, allowance=allowance, coordinated=True)
 
     def all_made(self) -> None:
         """All process groups have been made: connections that come later are none of theirs."""
-        self._connections.note()
+        self._of_groups[0].note()
 
     def copying(self) -> Any:
-        """A process group of all ranks that layers can be copied from, leaving ones included."""
-        store = dist.PrefixStore("copying", self.store)
-        return dist.ProcessGroupGloo(store, self.rank, self.generation.sources, timedelta(seconds=self.timeout))
+        """A process group of all ranks that layers can be copied from, leaving ones included.
+
+        It stays until the generation ends: with a group that is gone its connections are closed, at which peers fail
+        that are not done with making theirs."""
+        store, limit = dist.PrefixStore("copying", self.store), timedelta(seconds=self.timeout)
+        own = Connections()
+        self._of_groups.append(own)
+        self._copying = self._make(lambda: dist.ProcessGroupGloo(store, self.rank, self.generation.sources, limit))
+        own.note()
+        return self._copying
+
+    def _make(self, group: Callable[[], Any]) -> Any:
+        """A process group, made in a thread of its own. When the generation ends meanwhile, that is left to itself.
+
+        A peer that dies as gloo connects all with all can leave others in it for ever: no limit of time ends it, and
+        not always that connections are cut (torch 2.13)."""
+        made: Future[Any] = Future()
+
+        def make() -> None:
+            try:
+                made.set_result(group())
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=make, name="making a group", daemon=True).start()
+        while not wait([made], LOOK).done:
+            if self._cut.is_set() and not wait([made], LEFT).done:
+                raise CommError("gloo, making a process group: the generation ended meanwhile")
+        return made.result()
 
     def tell(self, what: str, text: str) -> None:
         """Says something to the others of the generation."""
@@ -107,8 +137,13 @@ class Meeting:
             except ResilienceError:  # the coordinator is gone: whoever asks it next says so
                 over = True
             if over:
-                self._connections.cut()
+                self._cut_all()
                 return
+
+    def _cut_all(self) -> None:
+        for each in list(self._of_groups):
+            each.cut()
+        self._cut.set()
 
     def _is_of_a_loss(self, error: BaseException) -> bool:
         """Whether an error comes of a peer that is lost, not of what this rank did itself."""
