@@ -177,7 +177,9 @@ def main() -> None:
     parser.add_argument("--min-nodes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--add", action="store_true", help="to the runs that the table has")
     options = parser.parse_args()
+    runs = json.loads(TABLE.read_text())["runs"] if options.add else []
     faults = ["kill"] * options.kills + ["stop"] * options.hangs + ["preempt"] * options.preemptions
     random.Random(options.seed).shuffle(faults)
     rows = []
@@ -191,7 +193,8 @@ def main() -> None:
             )
         )  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)
-        TABLE.write_text(json.dumps({"command": vars(options), "episodes": rows}, indent=1) + "\n")
+        found = {"runs": [*runs, {"options": vars(options), "episodes": rows}]}
+        TABLE.write_text(json.dumps(found, indent=1) + "\n")
         shutil.rmtree(folder)
 
 

@@ -19,7 +19,7 @@ from interlace.train.texts import tokenizer_of
 from tests.data.chat_families import pictures, trained
 from tests.data.test_chats_faults import TEMPLATE
 from tests.resilience.elastic_cluster import Cluster, table
-from tests.resilience.sweep import check, play
+from tests.resilience.sweep import KINDS, TABLE, check, play
 
 
 def test_a_run_outlives_a_node(tmp_path: Path) -> None:
@@ -68,6 +68,23 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     loaded = loading.EventAccumulator(str(next(folder.rglob("events.out*")).parent), size_guidance={"scalars": 0})
     loaded.Reload()
     return {tag: {each.step: each.value for each in loaded.Scalars(tag)} for tag in loaded.Tags()["scalars"]}
+
+
+def test_the_table_of_the_sweep_has_what_the_page_says() -> None:
+    """What is checked in an episode of it, `check` and `play` say."""
+    episodes = [row for run in json.loads(TABLE.read_text())["runs"] for row in run["episodes"]]
+    counts = {kind: sum(row["faults"].get(kind, 0) for row in episodes) for kind in KINDS}
+    assert counts["kill"] >= 50 and counts["stop"] >= 10 and counts["preempt"] >= 10
+    assert all(row["nodes"] == 8 and row["fewest_pipelines"] >= 3 for row in episodes)
+    assert all(row["worst_loss_difference"] < 1e-5 and row["false_alarms"] == 0 for row in episodes)
+    uneven = sum(steps for row in episodes for shape, steps in row["steps_of_depths"].items() if len(set(shape)) > 2)
+    worst = max(row["worst_loss_difference"] for row in episodes)
+    medians = [lost["median"] for row in episodes if (lost := row["lost_seconds"].get("death"))]
+    page = (Path(__file__).parents[2] / "docs" / "when-nodes-fail.md").read_text()
+    assert f"{counts['kill']} kills, {counts['stop']} hangs and {counts['preempt']} preemptions" in page
+    assert f"{uneven:,} of {sum(row['steps'] for row in episodes):,} steps" in page
+    assert f"no loss was more than {worst:.1e} off" in page
+    assert f"a death cost {min(medians):.1f} to {max(medians):.1f} s" in page
 
 
 @pytest.mark.slow
