@@ -199,7 +199,7 @@ def test_weights_that_are_there_twice_are_refused(tmp_path: Path) -> None:
 
 
 def test_pixels_are_scaled_as_the_folder_says(tmp_path: Path) -> None:
-    from interlace.train.feed import media_specs
+    from interlace.train.media_specs import media_specs
 
     folder = saved(tmp_path / "model", FOLDERS["vit"][0])
 

@@ -16,7 +16,8 @@ from interlace.train.build import architecture, build, build_layout, materialize
 from interlace.train.checkpoint.identity import identity_of
 from interlace.train.config import ConfigError
 from interlace.train.costs import flop_costs
-from interlace.train.feed import datasets, media_specs
+from interlace.train.feed import datasets
+from interlace.train.media_specs import media_specs
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = VISION | {"num_key_value_heads": 1, "max_position_embeddings": 128}

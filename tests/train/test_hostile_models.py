@@ -14,7 +14,7 @@ from interlace.data import ByteTokenizer
 from interlace.train import config as configs
 from interlace.train.build import build, build_layout, stored_weights
 from interlace.train.config import ConfigError
-from interlace.train.feed import media_specs
+from interlace.train.media_specs import media_specs
 from tests.train.test_build import TABLE
 
 OWN = "tests.train.own_modules"

@@ -15,7 +15,8 @@ from interlace.run import parallelize
 from interlace.train import config as configs
 from interlace.train.build import build, build_layout, initialize
 from interlace.train.commands.planning import _counted
-from interlace.train.feed import Feed, datasets, media_specs
+from interlace.train.feed import Feed, datasets
+from interlace.train.media_specs import media_specs
 from interlace.train.texts import tokenizer_of
 from interlace.train.trainer import Trainer, read_metrics
 from tests.data.package import SETTINGS, cached

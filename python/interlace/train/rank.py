@@ -21,10 +21,11 @@ from interlace.train.build import build, build_layout, initialize, materialize, 
 from interlace.train.chosen import choose, fill
 from interlace.train.config import ConfigError
 from interlace.train.costs import ranks_per_node, stated_links
-from interlace.train.feed import Feed, datasets, indexed, kinds, pixels, report_left_out
+from interlace.train.feed import Feed, datasets, indexed, report_left_out
 from interlace.train.feed_stream import StreamFeed
 from interlace.train.launch import launcher, lock
 from interlace.train.launch.startup import Startup
+from interlace.train.media_specs import kinds, pixels
 from interlace.train.metrics import BLANK, HELD_OUT, LOSS, free_memory
 from interlace.train.page import Page
 from interlace.train.page_facts import facts_of

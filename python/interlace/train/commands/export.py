@@ -91,7 +91,7 @@ def _companions(config: Config, model: Any, folder: Path, source: str) -> None:
     """
     from interlace.model.naming import LANGUAGE_MODEL
     from interlace.model.whole import copy_companions
-    from interlace.train.feed import pixels
+    from interlace.train.media_specs import pixels
     from interlace.train.texts import tokenizer_of
 
     language_model = folder / LANGUAGE_MODEL

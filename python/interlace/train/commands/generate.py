@@ -62,7 +62,7 @@ def _caption(config: Config, model: Any, tokenizer: Any, options: argparse.Names
 
     from interlace import data
     from interlace.data.digits import ASKED_IN
-    from interlace.train.feed import kinds, media_specs
+    from interlace.train.media_specs import kinds, media_specs
 
     specs = media_specs(config, model, source=str(folder / "config.toml"))
     items: list[tuple[str, Any]] = []

@@ -1,0 +1,65 @@
+"""How the files of a dataset become what the encoders of a model take."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from interlace.train.architectures import HALF, pixel_statistics
+from interlace.train.config import ConfigError
+from interlace.train.schema import Config
+
+
+def kinds(model: Any) -> dict[str, str]:
+    """What the encoders take, by name: "image" or "audio"."""
+    return {name: encoder.kind for name, encoder in model.encoders.items()}
+
+
+def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[str, Any]:
+    """How files become the encoders' inputs: encoder -> ImageSpec or AudioSpec of `interlace.data`.
+
+    Raises ConfigError for an encoder that takes neither pictures of three colours nor mel frames, and for one with
+    trained weights of whose pixels nobody says how they are scaled.
+    """
+    from interlace.data import AudioSpec, ImageSpec
+    from interlace.model.audio import AudioInputs
+    from interlace.model.projector import unit_of
+
+    specs: dict[str, Any] = {}
+    for name, kind in kinds(model).items():
+        encoder = model.encoders[name]
+        if isinstance(encoder.feed, AudioInputs):
+            specs[name] = AudioSpec(encoder.default_shape[0], config.data.max_audio_seconds)
+            continue
+        images = encoder.images
+        if images is None or images.patch[0] != images.patch[1]:
+            what = (
+                "no pictures (3, height, width) of square patches"
+                if kind == "image"
+                else "no (mel bins, frames) of 10 ms"
+            )
+            raise ConfigError(
+                f"{source}: [model.{name}] {type(encoder.module).__name__} takes {what}, which is what the dataset "
+                f"{config.data.dataset!r} has: use another encoder or another data.dataset"
+            )
+        unit = unit_of(encoder.projector)  # patches that it joins on each side
+        own = math.prod(side // images.patch[0] for side in images.size)
+        budget = max(1, config.data.image_tokens(own) // unit**2)
+        specs[name] = ImageSpec(images.patch[0] * unit, budget, *pixels(config, model, name, source))
+    return specs
+
+
+def pixels(config: Config, model: Any, name: str, source: str = "config") -> tuple[Any, Any]:
+    """Mean and standard deviation of an image encoder's pixels: the config's, its folder's, or its architecture's.
+
+    Raises ConfigError where trained weights were made with nobody knows which.
+    """
+    spec = config.model.encoders()[name]
+    known = pixel_statistics(model.encoders[name].module.config.model_type)
+    if known is None and spec.path is not None and (spec.mean is None or spec.std is None):
+        raise ConfigError(
+            f"{source}: {spec.path} has no preprocessor_config.json that says which mean and std of pixels the encoder "
+            f"was trained with: give [model.{name}] mean and std, three numbers each"
+        )
+    mean, std = known or HALF
+    return tuple(spec.mean or mean), tuple(spec.std or std)
