@@ -26,6 +26,7 @@ from interlace.resilience.supervisor import Supervisor
 from tests.forkserver import context
 from tests.resilience.hosts import enter
 
+HELD = "held"  # the file while which no rank votes
 SLOW = 0.3  # seconds that a slow step takes at most
 PATIENCE = 60.0  # seconds until something that should happen counts as a hang
 
@@ -109,6 +110,8 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
                 threading.Timer(draw.random() * 1.5 * seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
             member.progress.computing()
             time.sleep(draw.random() * (SLOW if (folder / "slowly").exists() else seconds))
+            while (folder / HELD).exists():
+                time.sleep(0.01)
             answer = member.vote(generation, step)
             note(generation=generation.number, step=step, answer=answer)
             step += answer != "abort"
@@ -139,7 +142,7 @@ def noted(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {
         path.name: [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         for path in folder.iterdir()
-        if path.name != "slowly"
+        if path.name not in ("slowly", HELD)
     }
 
 

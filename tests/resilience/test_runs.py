@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from interlace.resilience.errors import ResilienceError
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
 from interlace.resilience.supervisor import Supervisor
-from tests.resilience.cluster import cluster, vote_on_steps
+from tests.resilience.cluster import HELD, cluster, vote_on_steps
 
 STEPS = 40
 SETTINGS = Settings(nodes=4, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0)
@@ -263,9 +264,13 @@ def test_a_rank_that_ends_the_run_is_heard_by_all(tmp_path: Path) -> None:
 def test_a_node_that_cannot_leave_in_time_is_lost(tmp_path: Path) -> None:
     settings = Settings(nodes=3, faults=1, min_nodes=1, heartbeat=5.0, gather=60.0)
     with cluster(tmp_path, settings, (vote_on_steps, 6, 1.0), 0) as run:
-        nodes = [*run.start(1, notice=0.01), *run.start(2)]
+        nodes = [*run.start(1, notice=0.2), *run.start(2)]
         run.until(lambda: len(run.ranks()) == 3, "three nodes that train")
-        nodes[0].terminate()  # a step lasts longer than its notice
+        (held := tmp_path / "ranks" / HELD).touch()
+        time.sleep(0.5)  # a vote that had begun is over
+        nodes[0].terminate()  # the step lasts longer than its notice
+        run.until(lambda: nodes[0].exitcode is not None, "end of the node")
+        held.unlink()
         second = run.until(lambda: run.generations()[1:], "generation without the node")[0]
         assert [cause.split()[0] for cause in second["cause"]] == ["death"] and second["leaving"] == []
         assert run.end() == 0
