@@ -101,8 +101,8 @@ class Meeting:
     def _make(self, group: Callable[[], Any]) -> Any:
         """A process group, made in a thread of its own. When the generation ends meanwhile, that is left to itself.
 
-        A peer that dies as gloo connects all with all can leave others in it for ever: no limit of time ends it, and
-        not always that connections are cut (torch 2.13)."""
+        A peer that is gone as gloo connects all with all has been seen to leave others in it beyond their limit of
+        time, and after their connections were cut (torch 2.13)."""
         made: Future[Any] = Future()
 
         def make() -> None:
