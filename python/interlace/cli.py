@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
         description="Serve one elastic run: nodes that `interlace train CONFIG --elastic` starts connect here "
         "(resilience.coordinator). A lost node is noticed, and the others are told how to go on without it. The run "
         "does not outlive this process, so keep it off the nodes that train. Exit code: 0 when the run has trained to "
-        "the end, 143 when it was saved because its nodes were asked to go, 1 when it has not.",
+        "the end, 143 when it was saved because too many nodes were asked to go, 1 when it has not.",
     )
     coordinator.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     coordinator.add_argument("--port", type=int, required=True, help="for supervisors, one per node; 0: any")

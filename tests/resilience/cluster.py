@@ -27,7 +27,7 @@ from tests.forkserver import context
 from tests.resilience.hosts import enter
 
 HELD = "held"  # the file while which no rank votes
-SLOW = 0.3  # seconds that a slow step takes at most
+SLOW = 1.0  # seconds that a slow step takes at most
 PATIENCE = 60.0  # seconds until something that should happen counts as a hang
 
 

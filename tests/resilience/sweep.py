@@ -4,7 +4,7 @@ An episode is one run. Its faults come one after the other, each at a random mom
 every node that is gone: kills (the supervisor and with it its ranks; every fourth one hits the node of rank 0), hangs
 (SIGSTOP) and preemptions (SIGTERM). The run trains on until all have come, and then to its end.
 
-`python -m tests.resilience.sweep` writes its table (sweep.json) beside this file; tests play short episodes of it.
+`python -m tests.resilience.sweep` writes bench/results/resilience_sweep.json; tests play short episodes of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,9 +22,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.measure import machine, versions
 from tests.resilience.elastic_cluster import Cluster, losses, table, uninterrupted
 
-TABLE = Path(__file__).parent / "sweep.json"
+TABLE = Path(__file__).parents[2] / "bench" / "results" / "resilience_sweep.json"
 KINDS = {"kill": "death", "stop": "hang", "preempt": "leave"}  # what is done -> what the coordinator calls it
 
 
@@ -193,8 +195,10 @@ def main() -> None:
             )
         )  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)
-        found = {"runs": [*runs, {"options": vars(options), "episodes": rows}]}
-        TABLE.write_text(json.dumps(found, indent=1) + "\n")
+        said = " ".join(["python -m tests.resilience.sweep", *sys.argv[1:]])
+        here = {"machine": machine(), "versions": versions("torch")}
+        runs_now = [*runs, {"command": said, "options": vars(options), "episodes": rows}]
+        TABLE.write_text(json.dumps({"benchmark": "resilience_sweep", **here, "runs": runs_now}, indent=1) + "\n")
         shutil.rmtree(folder)
 
 

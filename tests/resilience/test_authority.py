@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from interlace.resilience.authority import SEARCH, TOGETHER, Authority, Removal
+from interlace.resilience.authority import LATE, SEARCH, TOGETHER, Authority, Removal
 from interlace.resilience.generation import Node
 from interlace.resilience.member import DECISION, ENTERED, GAVE_UP, READY, REGROUPED, WHY, prefix_of
 from interlace.resilience.settings import Settings
@@ -83,9 +83,9 @@ def test_a_node_that_does_not_come_while_others_give_up_waiting_is_lost() -> Non
         store.add(f"{prefix}/{ENTERED}/{node}", 1)
     store.set(f"{prefix}/{WHY}", "rank 0: rank 2 says nothing")
     store.add(f"{prefix}/{GAVE_UP}", 1)
-    assert authority.decide({}, 1.0, 0.0) == []
-    (removal,) = authority.decide({}, 1.1 + 5.0 + SEARCH, 0.0)
+    assert authority.decide({}, 0.1, 0.0) == authority.decide({}, LATE, 0.0) == []
+    (removal,) = authority.decide({}, LATE + 0.2, 0.0)
     assert (removal.node, removal.kind) == ("c", "hang") and "not all of its ranks have come" in removal.why
-    authority.lose(removal, 8.0)
-    assert authority.decide({}, 8.0 + 2 * TOGETHER, 0.0) == []
+    authority.lose(removal, 70.0)
+    assert authority.decide({}, 70.0 + 2 * TOGETHER, 0.0) == []
     assert authority.generation is not None and set(authority.generation.nodes) == {"a", "b"}

@@ -234,7 +234,8 @@ class _Batch:
         for place, item in zip(task.items, items):  # of a broken sample there are none
             assert item is not None  # they were sent
             self._taken[(at, *place)] = item.pin_memory() if self.ahead.pinned else item
-        self._answers.pop(at, None)  # held-out samples stay: their items are not to be in memory twice
+        if self._answers.get(at, (None, None))[1] is answer:  # and not one that is still under way
+            del self._answers[at]  # held-out samples stay: their items are not to be in memory twice
 
     def _found(self, bare: Bare, task: Task, answer: Future[Any]) -> Loaded:
         found: Loaded = self.ahead._wait(answer, f"{task} ({bare.name})")

@@ -148,6 +148,8 @@ class WorkerPool:
         ]
         starting = not any(worker.ready for worker in list(self._workers))
         why = "the workers are starting" if starting else "no worker is at it"
+        if later := list(self._later):
+            why = f"a worker of another rank is at {later[0][1].task}"
         return "; ".join(at) or f"{why}, {len(self._pending)} tasks wait"
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ from interlace.resilience.watch import Stall
 TOGETHER = 0.05  # seconds in which losses are one event
 SURE = 0.5  # seconds in which a rank that is suspected may still move
 SEARCH = 1.0  # seconds beyond a heartbeat in which it may turn out why a rank gave up
+LATE = 60.0  # seconds in which a rank may come to a generation in which another gives up
 MOST_FAILURES = 3  # in a row, without a committed step, in which a rank gave up and nobody was lost
 
 
@@ -66,6 +67,8 @@ class Authority:
         self._gave_up: float | None = None  # since when a rank of it has given up
         self._failures, self._asked = 0, False
         self._absent: list[Removal] = []
+        self._seen: Generation | None = None
+        self._since = now  # when it was seen first
         self._errors: dict[str, str] = {}  # nodes that failed since a step counted last, with what they said
         self._suspects: dict[tuple[str, int], float] = {}
 
@@ -193,6 +196,8 @@ class Authority:
     def _move_on(self, now: float) -> None:
         if self.over:
             return
+        if self.generation is not self._seen:
+            self._seen, self._since = self.generation, now
         if self.generation is None:
             self._publish(self.roster.next(now - self._began))
             return
@@ -204,7 +209,7 @@ class Authority:
             self._gave_up = now
         patience = self.roster.settings.heartbeat + SEARCH
         if self._broken is None and self._gave_up is not None and now - self._gave_up > patience:
-            self._absent = self._missed(self.generation)
+            self._absent = self._missed(self.generation) if now - self._since > LATE else []
             if not self._absent:
                 self._fail(self._store.get(f"{prefix}/{WHY}").decode(errors="replace"), now)
         elif self._broken is not None:
@@ -215,14 +220,14 @@ class Authority:
             self._publish(self.roster.next(0.0))
 
     def _missed(self, generation: Generation) -> list[Removal]:
-        """Nodes whose ranks have not come to a generation for which others have waited until they gave up: they stand
-        still in what they may do for long, or in a library that has no limit of time."""
+        """Nodes whose ranks have not come to a generation in which others have given up: they stand still in what they
+        may do for long, or in a library that has no limit of time."""
         prefix = prefix_of(generation)
-        why = f"not all of its ranks have come to generation {generation.number}, for which others gave up waiting"
+        why = f"not all of its ranks have come to generation {generation.number} in {LATE:g} s, and others gave up"
         return [
             Removal(node.id, "hang", why)
             for node in generation.nodes.values()
-            if self._count(f"{prefix}/{ENTERED}/{node.id}") < node.ranks
+            if node.id in self.roster.nodes and self._count(f"{prefix}/{ENTERED}/{node.id}") < node.ranks
         ]
 
     def _fail(self, why: str, now: float) -> None:

@@ -97,8 +97,8 @@ class Coordinator:
             self._journal.close()
 
     def run(self, abandoned: Callable[[], bool] = lambda: False) -> int | None:
-        """Serves until the run is over: 0 when its nodes have trained to the end, 143 when it was saved as all nodes
-        were asked to go, else 1. None when nobody is here and none will come, as `abandoned` says."""
+        """Serves until the run is over: 0 when its nodes have trained to the end, 143 when it was saved as so many were
+        asked to go that too few are left, else 1. None when nobody is here and none will come, as `abandoned` says."""
         while self._authority is None or not self._authority.over:
             self.turn()
             if self._authority is None and abandoned():

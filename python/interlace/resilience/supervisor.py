@@ -236,8 +236,9 @@ class Supervisor:
         return self._well(STOPPED in codes)
 
     def _well(self, early: bool) -> int:
-        """The exit code of a node that has ended well; `early`: before the run's last step."""
-        return 128 + self._signals[0] if early and self._signals else 0
+        """The exit code of a node that has ended well; `early`: before the run's last step, which is not 0, so that a
+        manager does not take the node for one that is done."""
+        return (128 + self._signals[0] if self._signals else 1) if early else 0
 
     def _last_words(self, rank: int) -> str:
         with contextlib.suppress(OSError):

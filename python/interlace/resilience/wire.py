@@ -12,7 +12,7 @@ import json
 import socket
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 LONGEST = 1 << 18  # bytes of a line
 AHEAD = 5.0  # signs of life in each heartbeat
 

@@ -82,7 +82,8 @@ def run(config: Config, *, source: str, resume: str | None = None) -> int:
             with allowing("the closing report", LONGEST_START):
                 whole_run.close(*closing, source)
     except Exception as error:
-        Path(os.environ[PROGRESS] + ERROR).write_text(f"{type(error).__name__}: {error}")  # for its supervisor
+        with contextlib.suppress(OSError):  # for its supervisor, which else has the log
+            Path(os.environ[PROGRESS] + ERROR).write_text(f"{type(error).__name__}: {error}")
         raise
     return 0 if each.finished else STOPPED
 

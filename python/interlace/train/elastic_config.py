@@ -63,6 +63,11 @@ def check(config: Config, *, source: str) -> None:
             f"{source}: data.reading = 'stream' cannot go back to the samples of a step that was lost: use another "
             "reading with --elastic"
         )
+    if config.data.workers == "ray":
+        raise ConfigError(
+            f"{source}: data.workers = 'ray' has an actor that goes with the node whose rank made it: with --elastic "
+            "give a number of workers"
+        )
     if config.run.device == "cuda":
         raise ConfigError(
             f"{source}: run.device = 'cuda', but --elastic has run over gloo on CPUs alone: set run.device = 'cpu'"

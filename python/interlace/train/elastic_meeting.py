@@ -74,6 +74,11 @@ class Meeting:
     def join(self, allowance: float) -> None:
         """Makes the process groups of the ranks that train. allowance: as of `Peers`."""
         if self.world > 1:
+            if dist.is_initialized():  # made after all by a thread that was left behind
+                dist.destroy_process_group()
+            # Torch names a group, and what it keeps in the store, by how many there were. One that came to nothing
+            # counts on the ranks that began it, and not on others: they would never find each other again.
+            dist.distributed_c10d._world.group_count = 0
             store, limit = dist.PrefixStore("group", self.store), timedelta(seconds=self.timeout)
             self._make(
                 lambda: dist.init_process_group(
