@@ -82,9 +82,10 @@ def test_a_node_that_does_not_come_while_others_give_up_waiting_is_lost() -> Non
     for node in "ab":
         store.add(f"{prefix}/{ENTERED}/{node}", 1)
     store.set(f"{prefix}/{WHY}", "rank 0: rank 2 says nothing")
+    assert authority.decide({}, 0.0, 0.0) == []
     store.add(f"{prefix}/{GAVE_UP}", 1)
-    assert authority.decide({}, 0.1, 0.0) == authority.decide({}, LATE, 0.0) == []
-    (removal,) = authority.decide({}, LATE + 0.2, 0.0)
+    assert authority.decide({}, LATE, 0.0) == []
+    (removal,) = authority.decide({}, LATE + 5.1 + SEARCH, 0.0)
     assert (removal.node, removal.kind) == ("c", "hang") and "not all of its ranks have come" in removal.why
     authority.lose(removal, 70.0)
     assert authority.decide({}, 70.0 + 2 * TOGETHER, 0.0) == []
