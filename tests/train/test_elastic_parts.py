@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,10 +23,12 @@ from interlace.train.costs import flop_costs
 from interlace.train.elastic import leader_of
 from interlace.train.elastic_config import check
 from interlace.train.elastic_log import PARTS, Recovery
+from interlace.train.elastic_meeting import Meeting
 from interlace.train.elastic_plan import propose
 from interlace.train.elastic_state import Note, bits_of, give
 from interlace.train.page_recovery import write_page
 from interlace.train.texts import tokenizer_of
+from tests.distributed.workers import run_ranks
 from tests.resilience.elastic_cluster import TABLE
 from tests.tiny import tiny_mllm
 
@@ -174,3 +177,33 @@ def test_a_model_that_one_rank_has_no_memory_for_needs_more_nodes(monkeypatch: p
     assert least(0.9 * state) > 1
     with pytest.raises(ConfigError, match="no pipeline of up to"):
         least(1000.0)
+
+
+class Alone:
+    """A member whose coordinator is a file."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        self.number, self.path = rank, path
+
+    def rank(self, _generation: Generation) -> int:
+        return self.number
+
+    def store(self, _generation: Generation) -> dist.Store:
+        return dist.PrefixStore("generation", dist.FileStore(self.path, 2))
+
+    def over(self, _generation: Generation) -> bool:
+        return False
+
+
+def meet(rank: int, path: str) -> list[int]:
+    dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = rank  # of rank 1 a group has come to nothing
+    nodes = {name: Node(name, 1, "here") for name in "ab"}
+    with Meeting(Alone(rank, path), Generation(1, (("a",), ("b",)), nodes), 20.0) as meeting:
+        meeting.join(1.0)
+        return meeting.gather("number", rank)
+
+
+def test_ranks_meet_though_a_group_came_to_nothing_on_one_of_them(tmp_path: Path) -> None:
+    """Torch puts into a group's keys how many were made before."""
+    assert run_ranks(2, meet, str(tmp_path / "store")) == [("returned", [0, 1])] * 2
