@@ -60,10 +60,6 @@ def test_hopper(version):
 DEALT = {version: kernel_report.tested()[place :: len(VERSIONS)] for place, version in enumerate(VERSIONS)}
 
 
-def plans(configurations: list[Configuration]) -> list[Configuration]:
-    return [configuration for configuration in configurations if configuration.part == "plan"]
-
-
 def test_each_triton_is_dealt_configurations_of_all_kinds():
     assert sorted(itertools.chain(*DEALT.values())) == sorted(kernel_report.tested())
     for dealt in DEALT.values():
@@ -74,10 +70,10 @@ def test_each_triton_is_dealt_configurations_of_all_kinds():
 @pytest.mark.timeout(1200)
 def test_every_configuration():
     with ThreadPoolExecutor() as pool:  # a process each
-        checks = [
-            pool.submit(check, version, [*sample([c for c in dealt if c.part != "plan"], 6), *plans(dealt)])
-            for version, dealt in DEALT.items()
-        ]
+        checks = []
+        for version, dealt in DEALT.items():
+            plans, others = ([c for c in dealt if (c.part == "plan") == plan] for plan in (True, False))
+            checks.append(pool.submit(check, version, [*plans, *sample(others, 6)]))
     errors = [error for check_ in checks if (error := check_.exception()) is not None]
     for error in errors:
         if not isinstance(error, triton_versions.Unavailable):

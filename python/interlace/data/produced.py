@@ -223,9 +223,8 @@ class _Batch:
         """Puts the items of an answer where `load` finds them."""
         found = self._found(bare, task, answer)
         items = self._items(task, found)
-        if any(
-            item is None for item in items
-        ):  # it had to make room before anybody came for it, and would so again where room is scarce
+        if any(item is None for item in items):
+            # It had to make room before anybody came for it, and would so again where room is scarce.
             task = replace(task, sent=True)
             found = self._found(bare, task, self.ahead.producers.ask(task))
             items = self._items(task, found)

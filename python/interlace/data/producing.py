@@ -164,7 +164,7 @@ class Producing:
 
     def __init__(self, loader: Any, decoded: Decoded | None = None) -> None:
         self.loader, self.dataset, self.decoded = loader, loader.dataset, decoded
-        self.held_out = getattr(loader, "held_out", None)
+        self.held_out = loader.held_out
 
     def answer(self, task: Task) -> Any:
         """What the task asks for: how many batches, `Made` or `Loaded`."""

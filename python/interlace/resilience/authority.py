@@ -67,8 +67,7 @@ class Authority:
         self._gave_up: float | None = None  # since when a rank of it has given up
         self._failures, self._asked = 0, False
         self._absent: list[Removal] = []
-        self._seen: Generation | None = None
-        self._since = now  # when it was seen first
+        self._since = now  # of the generation
         self._errors: dict[str, str] = {}  # nodes that failed since a step counted last, with what they said
         self._suspects: dict[tuple[str, int], float] = {}
 
@@ -196,10 +195,8 @@ class Authority:
     def _move_on(self, now: float) -> None:
         if self.over:
             return
-        if self.generation is not self._seen:
-            self._seen, self._since = self.generation, now
         if self.generation is None:
-            self._publish(self.roster.next(now - self._began))
+            self._publish(self.roster.next(now - self._began), now)
             return
         if self._broken is not None and self._finishing:  # who has ended cannot be in another generation
             self._stop("a node was lost when others had ended already: resume the run")
@@ -214,10 +211,10 @@ class Authority:
                 self._fail(self._store.get(f"{prefix}/{WHY}").decode(errors="replace"), now)
         elif self._broken is not None:
             if now - self._broken >= TOGETHER:
-                self._publish(self.roster.next(0.0))
+                self._publish(self.roster.next(0.0), now)
         elif self._store.check([f"{prefix}/{REGROUPED}"]):
             self._end_generation(now)
-            self._publish(self.roster.next(0.0))
+            self._publish(self.roster.next(0.0), now)
 
     def _missed(self, generation: Generation) -> list[Removal]:
         """Nodes whose ranks have not come to a generation in which others have given up: they stand still in what they
@@ -255,14 +252,14 @@ class Authority:
         self._store.set(f"{prefix_of(self.generation)}/{OVER}", "1")
         self._broken = now if self._broken is None else self._broken
 
-    def _publish(self, generation: Generation | None) -> None:
+    def _publish(self, generation: Generation | None, now: float) -> None:
         """Makes a generation known; None: there is none."""
         if generation is None:
             if self.roster.generation is not None:
                 self._stop(f"no node is left: resume from the last checkpoint{self._last_error()}")
             return
         self._broken = self._gave_up = None
-        self._asked = False
+        self._asked, self._since = False, now
         for node in self.roster.ready:
             if node in generation.nodes:
                 self._store.delete_key(f"{SPARE}/{node}")

@@ -75,9 +75,9 @@ class Supervisor:
     def run(self) -> int:
         """Supervises the node's ranks to their end; returns the exit code.
 
-        0 when all have trained to the end, or the run is saved for want of nodes; 128 + the signal when the node was
-        asked to go and has left, or the run is saved then; the code of a rank that failed; else 1: the node is lost, or
-        the run has ended without it. Raises ResilienceError when no coordinator takes the node in.
+        0 when all have trained to the end; 128 + the signal when the node was asked to go and has left, or the run is
+        saved then; the code of a rank that failed; else 1: the node is lost, the run is saved for want of nodes, or has
+        ended without it. Raises ResilienceError when no coordinator takes the node in.
         """
         previous = {number: signal.signal(number, self._noticed) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
