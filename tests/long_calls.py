@@ -104,7 +104,7 @@ CALLS = {
     "pipeline_makespan": (_core.pipeline_makespan, lambda: (*pipeline(4000, 1000), np.arange(4000))),
     "schedule_jobs": (_core.schedule_jobs, lambda: (*step(4 * MILLION), True)),
     "schedule_lists": (_core.schedule_lists, lambda: (*step(MILLION), *AUTOMATIC)),
-    "schedule_bound": (_core.schedule_bound, lambda: (*step(4 * MILLION), True, some(24 * MILLION))),
+    "schedule_bound": (_core.schedule_bound, lambda: (*step(4 * MILLION), True, some(16 * MILLION))),
     "schedule_check": (_core.schedule_check, lambda: scheduled(2 * MILLION)),
     "partition": (_core.partition, lambda: (some(8 * MILLION), 4 * MILLION)),
     "backward_needs": (_core.backward_needs, lambda: (some(10**8) > 0.5, False)),
@@ -148,14 +148,17 @@ def interrupted_after(moment, function, given):
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        function(*given)
-        how = "returned"
-    except KeyboardInterrupt:
-        how = "KeyboardInterrupt"
-    finally:
+        try:
+            function(*given)
+            how = "returned"
+        except KeyboardInterrupt:
+            how = "KeyboardInterrupt"
         ended = time.process_time()
         over.set()
         thread.join()
+    except KeyboardInterrupt:  # it came when the call had just returned
+        thread.join()
+        return "returned", None
     return how, ended - at[0] if at else None
 
 
