@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,20 @@ TABLE = Path(__file__).parents[2] / "bench" / "results" / "resilience_sweep.json
 KINDS = {"kill": "death", "stop": "hang", "preempt": "leave"}  # what is done -> what the coordinator calls it
 
 
-def play(folder: Path, faults: Sequence[str], *, seed: int, nodes: int, min_nodes: int, steps: int) -> dict[str, Any]:
-    """One episode; checks all that can be checked of it, and returns its figures. Raises AssertionError."""
+def play(
+    folder: Path,
+    faults: Sequence[str],
+    *,
+    seed: int,
+    nodes: int,
+    min_nodes: int,
+    steps: int,
+    lane: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """One episode; checks all that can be checked of it, and returns its figures. Raises AssertionError.
+
+    lane: tp and cp of all modules; each node then has the ranks of one lane.
+    """
     chance = random.Random(seed)
     made = table(
         folder / "runs",
@@ -39,6 +52,8 @@ def play(folder: Path, faults: Sequence[str], *, seed: int, nodes: int, min_node
         train={"steps": steps, "microbatches": 4, "batch_size": 16, "lr": 3e-4},
         resilience={"nodes": nodes, "min_nodes": min_nodes, "heartbeat": 4.0},
     )
+    if lane:
+        cut(made, lane)
     began = time.monotonic()
     with Cluster(folder, made, pace=0.3) as cluster:
         living = [f"n{i}" for i in range(nodes)]
@@ -76,6 +91,13 @@ def play(folder: Path, faults: Sequence[str], *, seed: int, nodes: int, min_node
         "faults": {fault: faults.count(fault) for fault in dict.fromkeys(faults)}, "seed": seed, "nodes": nodes,
         "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
+
+
+def cut(made: dict[str, Any], lane: Mapping[str, int]) -> None:
+    """Has a table's modules cut among the ranks of a node."""
+    made["parallel"] |= {"vision": dict(lane), "language_model": dict(lane)}
+    made["resilience"]["ranks_per_node"] = math.prod(lane.values())
+    made["model"]["language_model"]["config"]["num_key_value_heads"] = lane.get("tp", 1)  # a head for each rank
 
 
 def check(cluster: Cluster, made: dict[str, Any], living: Sequence[str]) -> dict[str, Any]:
@@ -140,21 +162,24 @@ def check_pipelines(changes: Sequence[dict[str, Any]], ready: Sequence[dict[str,
 
 def check_bytes(lines: Sequence[dict[str, Any]], made: dict[str, Any]) -> None:
     """What was copied at a change is what nodes hold after it and did not hold before, and no more."""
-    from interlace.resilience.layouts import Templates, held_by
+    from interlace.resilience.layouts import held_by
     from interlace.run.graph import parameter_layers
+    from interlace.run.lanes import numbers_held
     from interlace.train.build import build
     from interlace.train.checkpoint.identity import canonical_names
     from interlace.train.config import from_table
     from interlace.train.costs import flop_costs
+    from interlace.train.elastic_plan import templates_of
     from interlace.train.texts import tokenizer_of
 
     config = from_table(dict(made))
     model = build(config, tokenizer_of(config, source="test"))
-    templates = Templates(model, flop_costs(config, model))
+    templates = templates_of(config, model, flop_costs(config, model))
     layers, first = parameter_layers(model), canonical_names(model)
-    # fp32: a weight, two moments, an average and the number of its steps.
-    size = {name: p.numel() * 16 + 4 for name, p in model.named_parameters()}
-
+    # fp32: a weight, two moments, an average and the number of its steps; of each place in a lane.
+    own = dict(model.named_parameters())
+    pieces = numbers_held(model, templates.lane.tp) * templates.lane.cp
+    size = [{name: each.get(name, p.numel()) * 16 + 4 for name, p in own.items()} for each in pieces]
     each = made["resilience"].get("ranks_per_node", 1)
 
     def held(line: dict[str, Any]) -> dict[tuple[str, int], set[str]]:
@@ -165,8 +190,9 @@ def check_bytes(lines: Sequence[dict[str, Any]], made: dict[str, Any]) -> None:
     for before, after in pairwise(lines):
         if after["generation"] == before["generation"] + 1:  # else one between them has come to nothing
             had = held(before)
-            missing = [name for place, names in held(after).items() for name in names - had.get(place, set())]
-            assert after["bytes"] == sum(size[name] for name in missing), (before, after)
+            missing = [(place, name) for place, names in held(after).items() for name in names - had.get(place, set())]
+            expected = sum(size[rank % len(size)][name] for (_, rank), name in missing)
+            assert after["bytes"] == expected, (before, after)
 
 
 def main() -> None:

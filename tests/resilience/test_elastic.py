@@ -19,7 +19,7 @@ from interlace.train.texts import tokenizer_of
 from tests.data.chat_families import pictures, trained
 from tests.data.test_chats_faults import TEMPLATE
 from tests.resilience.elastic_cluster import Cluster, table
-from tests.resilience.sweep import KINDS, TABLE, check, play
+from tests.resilience.sweep import KINDS, TABLE, check, cut, play
 
 
 def test_a_run_outlives_a_node(tmp_path: Path) -> None:
@@ -95,9 +95,19 @@ def test_faults_of_all_kinds_at_random_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path) -> None:
+def test_faults_of_all_kinds_where_layers_are_cut_among_the_ranks_of_a_node(tmp_path: Path) -> None:
+    """The same of lanes: pipelines of two and of three nodes, each two ranks with pieces of its layers."""
+    faults = ["kill", "stop", "preempt"]
+    found = play(tmp_path, faults, seed=5, nodes=5, min_nodes=2, steps=60, lane={"tp": 2})
+    assert found["generations"] >= 4 and found["copied_mib"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path, tp: int) -> None:
     """Of two pipelines one is left, with f = 1: it saves the whole model, of the last step that counted."""
     made = table(tmp_path / "runs", train={"steps": 200, "validate_every": 0})
+    cut(made, {"tp": tp})
     with Cluster(tmp_path, made, pace=0.3) as cluster:
         cluster.start("a", "b")
         cluster.wait_for(cluster.reached(2), "step 2")
@@ -117,12 +127,21 @@ def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "faults", "names"),
-    [pytest.param(2, 1, "abc", id="two ranks a node"), pytest.param(1, 0, "a", id="one node, no fault")],
+    ("ranks", "faults", "names", "lane"),
+    [
+        pytest.param(2, 1, "abc", {}, id="two ranks a node"),
+        pytest.param(1, 0, "a", {}, id="one node, no fault"),
+        pytest.param(2, 1, "abc", {"cp": 2}, id="a node shares the tokens"),
+        pytest.param(4, 1, "abc", {"tp": 2, "cp": 2}, id="a node shares tokens and layers"),
+        pytest.param(4, 1, "abc", {"tp": 2}, id="two lanes a node"),
+    ],
 )
-def test_nodes_of_several_ranks_and_one_alone(tmp_path: Path, ranks: int, faults: int, names: str) -> None:
-    own = {"nodes": len(names), "faults": faults, "ranks_per_node": ranks}
-    made = table(tmp_path / "runs", train={"steps": 10}, resilience=own)
+def test_nodes_of_several_ranks_and_one_alone(
+    tmp_path: Path, ranks: int, faults: int, names: str, lane: dict[str, int]
+) -> None:
+    made = table(tmp_path / "runs", train={"steps": 10}, resilience={"nodes": len(names), "faults": faults})
+    cut(made, lane)
+    made["resilience"]["ranks_per_node"] = ranks
     with Cluster(tmp_path, made, pace=0.3 * faults) as cluster:
         cluster.start(*names)
         if faults:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace import plan
+from interlace.layout import ParallelSpec
 from interlace.plan import analytic_costs
 from interlace.plan.module_costs import layer_costs
 from interlace.resilience.layouts import Templates, held_by
@@ -57,6 +58,25 @@ def test_every_pipeline_has_every_layer_once_and_is_cut_as_its_template(model, t
         first += size
 
 
+@settings(max_examples=10, deadline=None)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), lane=st.sampled_from([(2, 1), (1, 3), (2, 2)]))
+def test_lanes_lie_where_ranks_would_and_a_rank_keeps_its_place(model, templates, sizes, lane) -> None:
+    tp, cp = lane
+    width = tp * cp
+    wide = Templates(model, analytic_costs(model), lane=ParallelSpec(tp=tp, cp=cp))
+    assert wide.most_ranks == width * templates.most_ranks
+    layout, narrow = wide.layout([size * width for size in sizes]), templates.layout(sizes)
+    assert layout.world == width * narrow.world and layout.spec("language_model").lane_size == width
+    for rank in range(layout.world):
+        here = [(s.module, s.index, s.start, s.stop) for s in layout.of_rank(rank)]
+        assert here == [(s.module, s.index, s.start, s.stop) for s in narrow.of_rank(rank // width)]
+        for stage in layout.of_rank(rank):
+            assert stage.lane.ranks == tuple(range(rank - rank % width, rank - rank % width + width))
+    assert wide.shares([size * width for size in sizes], 12) == templates.shares(sizes, 12)
+    with pytest.raises(ValueError, match=f"no whole number of lanes of {width} ranks"):
+        wide.layout([width + 1])
+
+
 def test_faster_pipelines_get_more_and_the_slowest_is_as_fast_as_can_be(templates) -> None:
     sizes = (1, 2, 4)
     times = [templates.time(size) for size in sizes]
@@ -86,32 +106,42 @@ def test_what_a_rank_is_said_to_hold_is_what_its_stages_have(model, templates) -
 
 NAMES = [f"p{i}" for i in range(6)]
 SIZES = {name: 2**i for i, name in enumerate(NAMES)}
+PLACES = [SIZES, {name: 3 * size for name, size in SIZES.items()}]  # of a lane of two ranks
 SETS = st.dictionaries(st.integers(0, 4), st.sets(st.sampled_from(NAMES)), min_size=5, max_size=5)
 
 
 @settings(deadline=None)
-@given(needed=SETS, held=SETS, hosts=st.lists(st.sampled_from("ab"), min_size=5, max_size=5))
-def test_all_that_is_missing_comes_once_from_one_that_has_it(needed, held, hosts) -> None:
-    takeover = assign({r: sorted(n) for r, n in needed.items()}, held, SIZES, dict(enumerate(hosts)))
+@given(
+    needed=SETS,
+    held=SETS,
+    hosts=st.lists(st.sampled_from("ab"), min_size=5, max_size=5),
+    sizes=st.sampled_from([PLACES[:1], PLACES]),
+)
+def test_all_that_is_missing_comes_once_from_one_that_has_it(needed, held, hosts, sizes) -> None:
+    """And, where ranks have pieces, from one that has the same piece."""
+    lane = len(sizes)
+    takeover = assign({r: sorted(n) for r, n in needed.items()}, held, sizes, dict(enumerate(hosts)))
     came = [(t.to, name) for t in takeover.transfers for name in t.names]
-    everywhere = set().union(*held.values())
+    there = {(name, rank % lane) for rank, names in held.items() for name in names}
     missing = {(rank, name) for rank, names in needed.items() for name in names - held[rank]}
-    assert sorted(came) == sorted((rank, name) for rank, name in missing if name in everywhere)
+    found = [(rank, name) for rank, name in missing if (name, rank % lane) in there]
+    assert sorted(came) == sorted(found)
     assert all(name in held[t.source] and name not in held[t.to] for t in takeover.transfers for name in t.names)
-    assert set(takeover.orphans) == {name for _, name in missing} - everywhere
-    assert takeover.bytes(SIZES) == sum(SIZES[name] for _, name in missing if name in everywhere)
+    assert all(t.source % lane == t.to % lane for t in takeover.transfers)
+    assert set(takeover.orphans) == {name for rank, name in missing if (name, rank % lane) not in there}
+    assert takeover.bytes(sizes) == sum(sizes[rank % lane][name] for rank, name in found)
 
 
 def test_sources_share_the_work_and_near_ones_are_taken_first() -> None:
     names = {f"p{i}": 10 for i in range(8)}
-    spread = assign({9: list(names)}, {0: names, 1: names, 9: ()}, names, {0: "a", 1: "b", 9: "c"})
+    spread = assign({9: list(names)}, {0: names, 1: names, 9: ()}, [names], {0: "a", 1: "b", 9: "c"})
     assert {t.source for t in spread.transfers} <= {0, 1}
     many = assign(
-        {8: list(names), 9: list(names)}, {0: names, 1: names, 8: (), 9: ()}, names, dict.fromkeys([0, 1, 8, 9], "a")
+        {8: list(names), 9: list(names)}, {0: names, 1: names, 8: (), 9: ()}, [names], dict.fromkeys([0, 1, 8, 9], "a")
     )
     load = {s: sum(len(t.names) for t in many.transfers if t.source == s) for s in (0, 1)}
     assert load == {0: 8, 1: 8}
-    near = assign({9: list(names)}, {0: names, 1: names, 9: ()}, names, {0: "a", 1: "b", 9: "b"})
+    near = assign({9: list(names)}, {0: names, 1: names, 9: ()}, [names], {0: "a", 1: "b", 9: "b"})
     assert {t.source for t in near.transfers} == {1} and NEARBY > 1
 
 

@@ -242,18 +242,18 @@ def test_a_redundant_stage_also_does_the_forward_of_the_next():
 
 
 def test_nodes_of_several_ranks_have_as_many_stages():
-    own = job(layers=12, nodes=4, ranks_per_node=2)
+    own = job(layers=12, nodes=4, stages_per_node=2)
     assert own.template(3).gpus.tolist() == [1] * 6
     assert [list(held) for held in own.held(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert own.pipeline_seconds(3, 4) == pytest.approx((4 + 5) * 8)
-    assert max(job(layers=5, nodes=4, ranks_per_node=2).sizes) == 2  # six stages have no layer each
+    assert max(job(layers=5, nodes=4, stages_per_node=2).sizes) == 2  # six stages have no layer each
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"least_nodes": 4}, "6 nodes cannot hold 2 pipelines of 4 nodes"),
-        ({"least_nodes": 4, "ranks_per_node": 2}, "4 nodes of 2 ranks are more stages than the model's 6 layers"),
+        ({"least_nodes": 4, "stages_per_node": 2}, "4 nodes of 2 stages are more than the model's 6 layers"),
         ({"microbatches": 1}, "1 microbatches are less than one for each of 2 pipelines"),
         ({"copied": np.ones(3)}, "different numbers of layers"),
     ],

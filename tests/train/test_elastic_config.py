@@ -25,8 +25,13 @@ def test_the_section_is_what_nodes_agree_on() -> None:
     ("change", "words"),
     [
         ("parallel.language_model.shard='optimizer'", r"parallel\.language_model\.shard = 'optimizer'.*shard = 'none'"),
-        ("parallel.language_model.tp=2", r"parallel\.language_model\.tp = 2"),
-        ("parallel.language_model.cp=2", r"parallel\.language_model\.cp = 2"),
+        ("parallel.language_model.pp=2", r"parallel\.language_model\.pp = 2"),
+        ("parallel.language_model.tp=2", r"parallel\.vision\.tp = 1, but parallel\.language_model\.tp = 2"),
+        ("parallel.vision.cp=2", r"parallel\.vision\.cp = 2, but parallel\.language_model\.cp = 1"),
+        (
+            "parallel={vision={tp=2}, language_model={tp=2}}",
+            r"resilience\.ranks_per_node = 1 is no multiple of tp \* cp = 2",
+        ),
         ("parallel.placement='replicated'", r"parallel\.placement = 'replicated'"),
         ("run.device='cuda'", r"run\.device = 'cuda'.*CPUs alone"),
         ("parallel='auto'", r"parallel\.plan = 'auto'"),

@@ -13,10 +13,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interlace.layout import Layout, ParallelSpec
+from interlace.plan.memory import StateSize
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Event, Generation, Node
 from interlace.resilience.layouts import Templates
 from interlace.resilience.roster import Templates as Proposed
+from interlace.run import parallelize
 from interlace.train.build import build
 from interlace.train.config import ConfigError, from_table
 from interlace.train.costs import flop_costs
@@ -25,7 +28,7 @@ from interlace.train.elastic_config import check
 from interlace.train.elastic_log import PARTS, Recovery
 from interlace.train.elastic_meeting import Meeting
 from interlace.train.elastic_plan import propose
-from interlace.train.elastic_state import Note, bits_of, give
+from interlace.train.elastic_state import Note, bits_of, give, sizes_of
 from interlace.train.page_recovery import write_page
 from interlace.train.texts import tokenizer_of
 from tests.distributed.workers import run_ranks
@@ -76,6 +79,20 @@ def test_weights_are_handed_on_without_a_copy_under_all_their_names() -> None:
     assert all(now[name].data_ptr() == values[name].data_ptr() for name in kept)
     tied = [name for name in now if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
     assert len(tied) == 2 and now[tied[0]] is now[tied[1]]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bytes_of_a_place_in_a_lane_are_those_of_what_its_rank_has(tp: int) -> None:
+    model = tiny_mllm(kv_heads=2)
+    spec = ParallelSpec(tp=tp)
+    ranks = parallelize(model, Layout.from_specs(model, dict.fromkeys(model.modules_order(), spec)))._ranks
+    trained = dict.fromkeys(dict(model.named_parameters()), StateSize(2, 4))
+    for module in model.modules_order():  # each has ranks of its own, one after the other
+        lane = [rank for _, rank in sorted(ranks.items()) if any(key[0] == module for key in rank.stages)]
+        for place, (sizes, rank) in enumerate(zip(sizes_of(model, trained, spec), lane, strict=True)):
+            assert {name: sizes[name] for name in rank.own} == {
+                name: 12 * p.numel() + 4 for name, p in rank.own.items()
+            }, (module, place)
 
 
 TIMES = st.floats(0.001, 50.0)

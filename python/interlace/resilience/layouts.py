@@ -1,4 +1,8 @@
-"""Which rank runs what in a generation: one chain of layers per pipeline, each cut for as many ranks as it has.
+"""Which rank runs what in a generation: one chain of layers per pipeline, each cut for as many lanes as it has ranks.
+
+A lane is `tp * cp` ranks of one node that share the work of a range of layers, as in any layout; tensor and context
+parallelism stay inside nodes, so that a lost node takes whole lanes along, and a rank keeps its place in them all its
+life: what belongs there is copied from ranks of the same place.
 
 Pure functions over sizes, so that every rank finds the same Layout alone, and all of them the microbatches that each
 pipeline gets (dissertation 2.4.1.2, 2.4.2.2 and 2.5.2).
@@ -7,6 +11,7 @@ pipeline gets (dissertation 2.4.1.2, 2.4.2.2 and 2.5.2).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
@@ -26,32 +31,48 @@ class Templates:
     any number of ranks.
 
     model: a MultimodalModel, which may be on meta. costs: of one microbatch; any unit. recompute: layers with a
-    backward take another forward.
+    backward take another forward. lane: tp and cp of every module.
     """
 
-    def __init__(self, model: Any, costs: Mapping[str, ModuleCosts], *, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        costs: Mapping[str, ModuleCosts],
+        *,
+        recompute: bool = False,
+        lane: ParallelSpec = ParallelSpec(),  # noqa: B008 - frozen
+    ) -> None:
         per_layer = layer_costs(costs, model.modules_order(), recompute=recompute)
         self.layers = {name: len(each) for name, each in per_layer.items()}
+        self.lane = lane
         self._chain = np.concatenate(list(per_layer.values()))
         self.template = cache(self._template)
 
     @cached_property
     def most_ranks(self) -> int:
-        """Of a pipeline: a layer for each."""
-        return len(self._chain)
+        """Of a pipeline: a layer for each lane."""
+        return len(self._chain) * self.lane.lane_size
 
     def _template(self, ranks: int) -> plan.PipelineTemplate:
-        """The fastest pipeline of `ranks` ranks (`plan.pipeline_template`). Raises ValueError for more than layers."""
-        if ranks > self.most_ranks:
+        """The fastest pipeline of `ranks` ranks (`plan.pipeline_template`), of which lanes are the stages: all are of
+        one size, so that their costs are in proportion.
+
+        Raises ValueError for more lanes than layers, and for a part of a lane.
+        """
+        lanes, rest = divmod(ranks, size := self.lane.lane_size)
+        if rest or lanes < 1:
+            raise ValueError(f"a pipeline of {ranks} ranks has no whole number of lanes of {size} ranks (tp * cp)")
+        if lanes > len(self._chain):
             raise ValueError(
-                f"a pipeline of {ranks} ranks needs a layer for each, and the model has {self.most_ranks}: use fewer "
-                "ranks per node, or more nodes per fault to survive"
+                f"a pipeline of {ranks} ranks needs a layer for each{f' {size} of them' if size > 1 else ''}, and the "
+                f"model has {len(self._chain)}: use fewer ranks per node, or more nodes per fault to survive"
             )
-        return plan.pipeline_template(self._chain[:, None], ranks, 1, widths=[1], microbatches_per_stage=PER_STAGE)
+        return plan.pipeline_template(self._chain[:, None], lanes, 1, widths=[1], microbatches_per_stage=PER_STAGE)
 
     def time(self, ranks: int) -> float:
         """Of a pipeline of `ranks` ranks for one microbatch, over a whole iteration (the paper's T_i)."""
-        return self.template(ranks).iteration_time / (PER_STAGE * ranks)
+        template = self.template(ranks)
+        return template.iteration_time / (PER_STAGE * (len(template.boundaries) - 1))
 
     def shares(self, sizes: Sequence[int], microbatches: int) -> tuple[int, ...]:
         """How many of `microbatches` each pipeline of `sizes` ranks takes: the slowest is as fast as can be, and each
@@ -70,14 +91,19 @@ class Templates:
                 starts = np.clip(cuts - offset, 0, layers).tolist()
                 homes = [place for place in range(len(starts) - 1) if starts[place] < starts[place + 1]]
                 stages = (
-                    Stage(name, index, starts[place], starts[place + 1], Lane((first + place,)))
+                    Stage(name, index, starts[place], starts[place + 1], Lane(self._ranks(first, place)))
                     for index, place in enumerate(homes)
                 )
                 pipelines.append(Pipeline(name, replica, tuple(stages)))
             deepest = max(len(pipeline.stages) for pipeline in pipelines)
-            modules[name] = ParallelSpec(pp=deepest, dp=len(sizes)), tuple(pipelines)
+            modules[name] = replace(self.lane, pp=deepest, dp=len(sizes)), tuple(pipelines)
             offset += layers
         return Layout(modules, sum(sizes), "chain")
+
+    def _ranks(self, first: int, place: int) -> tuple[int, ...]:
+        """Of the lane at `place` in a pipeline whose ranks begin at `first`."""
+        size = self.lane.lane_size
+        return tuple(range(first + place * size, first + (place + 1) * size))
 
 
 def sizes_of(generation: Generation) -> list[int]:

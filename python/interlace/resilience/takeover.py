@@ -42,15 +42,15 @@ class Takeover:
     transfers: tuple[Transfer, ...]
     orphans: tuple[str, ...]
 
-    def bytes(self, sizes: Mapping[str, int]) -> int:
-        """Of all transfers. sizes: name -> bytes."""
-        return sum(sizes[name] for transfer in self.transfers for name in transfer.names)
+    def bytes(self, sizes: Sequence[Mapping[str, int]]) -> int:
+        """Of all transfers. sizes: as `assign` takes them."""
+        return sum(sizes[each.to % len(sizes)][name] for each in self.transfers for name in each.names)
 
 
 def assign(
     needed: Mapping[int, Sequence[str]],
     held: Mapping[int, Collection[str]],
-    sizes: Mapping[str, int],
+    sizes: Sequence[Mapping[str, int]],
     hosts: Mapping[int, str],
 ) -> Takeover:
     """Which source sends what to whom, so that the last transfer ends early.
@@ -62,37 +62,40 @@ def assign(
     Args:
         needed: rank -> the parameters that it is to have.
         held: rank -> those that it has; ranks that only give are in it, too.
-        sizes: parameter -> bytes of all that belongs to it.
+        sizes: for each place in a lane: parameter -> bytes of all that a rank there has of it. A rank's place is its
+            number modulo that of places, and what it lacks comes from ranks of the same place.
         hosts: rank -> its host.
     """
+    lane = len(sizes)
     missing = [
         (name, rank) for rank, names in sorted(needed.items()) for name in names if name not in held.get(rank, ())
     ]
-    sources: dict[str, list[int]] = {name: [] for name, _ in missing}
+    sources: dict[tuple[str, int], list[int]] = {(name, rank % lane): [] for name, rank in missing}
     for rank, names in sorted(held.items()):
         for name in names:
-            if name in sources:
-                sources[name].append(rank)
+            if (name, rank % lane) in sources:
+                sources[name, rank % lane].append(rank)
     sends = dict.fromkeys(held, 0.0)  # when each would be free again
     takes = dict.fromkeys(needed, 0.0)
     found: dict[tuple[int, int], list[str]] = {}
-    place = {name: at for at, name in enumerate(sizes)}
-    for name, rank in sorted(missing, key=lambda each: (-sizes[each[0]], place[each[0]], each[1])):
-        if not sources[name]:
+    order = {name: at for at, name in enumerate(sizes[0])}
+    for name, rank in sorted(missing, key=lambda each: (-sizes[each[1] % lane][each[0]], order[each[0]], each[1])):
+        if not sources[name, rank % lane]:
             continue
 
         def end(source: int, name: str = name, rank: int = rank) -> tuple[float, float, int]:
-            seconds = sizes[name] / (NEARBY if hosts.get(source) == hosts.get(rank) else 1.0)
+            seconds = sizes[rank % lane][name] / (NEARBY if hosts.get(source) == hosts.get(rank) else 1.0)
             return max(sends[source], takes[rank]) + seconds, sends[source], source
 
-        source = min(sources[name], key=end)
+        source = min(sources[name, rank % lane], key=end)
         sends[source] = takes[rank] = end(source)[0]
         found.setdefault((source, rank), []).append(name)
     transfers = tuple(
-        Transfer(source, to, tuple(sorted(names, key=place.__getitem__)))
+        Transfer(source, to, tuple(sorted(names, key=order.__getitem__)))
         for (source, to), names in sorted(found.items())
     )
-    return Takeover(transfers, tuple(name for name, of in sources.items() if not of))
+    orphans = dict.fromkeys(name for (name, _), of in sources.items() if not of)
+    return Takeover(transfers, tuple(orphans))
 
 
 def copy(

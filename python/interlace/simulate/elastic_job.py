@@ -1,8 +1,8 @@
 """How fast a training is on the nodes that are left: unequal pipelines, a grid of equal ones, one that computes twice.
 
 Pipelines are cut by `plan.pipeline_template`, chosen by `plan.instantiate`, given microbatches by `plan.split_batch`
-and played as 1F1B by the event simulator. Each rank is a stage. What ranks tell each other, and the optimizer, are
-taken to take no time beside the layers.
+and played as 1F1B by the event simulator. Each rank is a stage, or each lane of tp * cp ranks. What ranks tell each
+other, and the optimizer, are taken to take no time beside the layers.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Grid(NamedTuple):
 class Job:
     """What is trained, with the pipelines that it may have. What was computed once is kept.
 
-    forward, backward: float64 [layers], of a microbatch on one rank, in any unit. batch: samples of an iteration.
-    copied: float64 [layers], bytes that a node that lacks a layer is sent. saved, loaded: bytes of a checkpoint, and
-    what is read when all begins anew. sizes: nodes per pipeline template.
+    forward, backward: float64 [layers], of a microbatch on the ranks of one stage, in any unit. batch: samples of an
+    iteration. copied: float64 [layers], bytes that a node that lacks a layer is sent. saved, loaded: bytes of a
+    checkpoint, and what is read when all begins anew. sizes: nodes per pipeline template.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Job:
         batch: int,
         microbatches: int,
         nodes: int,
-        ranks_per_node: int = 1,
+        stages_per_node: int = 1,
         faults: int = 1,
         least_nodes: int = 1,
         copied: ArrayLike,
@@ -68,19 +68,19 @@ class Job:
         self.forward, self.backward = np.asarray(forward, np.float64), np.asarray(backward, np.float64)
         self.copied = np.asarray(copied, np.float64)
         self.batch, self.microbatches = batch, microbatches
-        self.faults, self.least_nodes, self.ranks_per_node = faults, least_nodes, ranks_per_node
+        self.faults, self.least_nodes, self.stages_per_node = faults, least_nodes, stages_per_node
         self.saved, self.loaded = saved, loaded
         self.layers = len(self.forward)
         if len(self.backward) != self.layers or len(self.copied) != self.layers:
             raise ValueError("forward, backward and copied are of different numbers of layers")
-        if least_nodes * ranks_per_node > self.layers:
+        if least_nodes * stages_per_node > self.layers:
             raise ValueError(
-                f"{least_nodes} nodes of {ranks_per_node} ranks are more stages than the model's {self.layers} layers"
+                f"{least_nodes} nodes of {stages_per_node} stages are more than the model's {self.layers} layers"
             )
         if microbatches <= faults:
             raise ValueError(f"{microbatches} microbatches are less than one for each of {faults + 1} pipelines")
         counts = node_counts(nodes, faults, least_nodes)
-        self.sizes = [int(n) for n in counts if n * ranks_per_node <= self.layers]
+        self.sizes = [int(n) for n in counts if n * stages_per_node <= self.layers]
         self._templates: dict[int, PipelineTemplate] = {}
         self._makespans: dict[tuple[int, int, bool], float] = {}
         self._chosen: dict[int, tuple[int, ...]] = {}
@@ -95,12 +95,12 @@ class Job:
         """The fastest pipeline of so many nodes."""
         if nodes not in self._templates:
             costs = (self.forward + self.backward)[:, None]
-            self._templates[nodes] = pipeline_template(costs, nodes, self.ranks_per_node, widths=[1])
+            self._templates[nodes] = pipeline_template(costs, nodes, self.stages_per_node, widths=[1])
         return self._templates[nodes]
 
     def held(self, nodes: int) -> list[range]:
         """The layers that each node of a pipeline of so many nodes has."""
-        cuts = self.template(nodes).boundaries[:: self.ranks_per_node].tolist()
+        cuts = self.template(nodes).boundaries[:: self.stages_per_node].tolist()
         return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def pipeline_seconds(self, nodes: int, microbatches: int, *, redundant: bool = False) -> float:
@@ -164,7 +164,7 @@ class Job:
     def grid_depths(self, nodes: int, *, redundant: bool = False) -> tuple[int, int]:
         """Least and most nodes of a pipeline of a grid on `nodes` nodes; the least may be more than the most."""
         least = self.least_nodes * (2 if redundant else 1)
-        return least, min(nodes, self.layers // self.ranks_per_node)
+        return least, min(nodes, self.layers // self.stages_per_node)
 
     def _per_microbatch(self, nodes: int) -> float:
         made = self.template(nodes)

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from interlace.resilience.environment import ERROR, PROGRESS, STOPPED
 from interlace.resilience.errors import ResilienceError
-from interlace.resilience.layouts import Templates, held_by, sizes_of
+from interlace.resilience.layouts import held_by, sizes_of
 from interlace.resilience.member import Member
 from interlace.resilience.progress import allowing
 from interlace.resilience.takeover import assign, copy
@@ -37,13 +37,12 @@ from interlace.train import runfolder, trackers
 from interlace.train.build import architecture, build, initialize, stored_weights
 from interlace.train.checkpoint.checkpoints import Checkpoints, seconds_to_write
 from interlace.train.checkpoint.identity import canonical_names, identity_of
-from interlace.train.checkpoint.pieces import pieces_of
 from interlace.train.config import ConfigError, dumps
 from interlace.train.costs import flop_costs
-from interlace.train.elastic_config import check
+from interlace.train.elastic_config import check, lane_of
 from interlace.train.elastic_log import Clocks, Recoveries, Recovery
 from interlace.train.elastic_meeting import Meeting, Over
-from interlace.train.elastic_plan import microbatches, propose
+from interlace.train.elastic_plan import microbatches, propose, templates_of
 from interlace.train.elastic_state import Held, Note
 from interlace.train.feed import Feed, datasets
 from interlace.train.flops import Meter
@@ -107,12 +106,16 @@ class Rank:
         trackers.check(config, source=source)  # any rank may be rank 0 one day
         self.tokenizer = tokenizer_of(config, source=source)
         self.model = build(config, self.tokenizer, source=source)  # on meta; each generation has a copy
-        self.templates = Templates(self.model, flop_costs(config, self.model), recompute=config.train.recompute)
+        self.templates = templates_of(config, self.model, flop_costs(config, self.model))
         self.data = datasets(config, self.model, self.tokenizer, source=source)
         self.stored = cache(partial(stored_weights, config, self.model, source=source))
         self.first = canonical_names(self.model)
         self.order = [name for name, _ in self.model.named_parameters()]
-        self.sizes = states.sizes_of(self.model, state_sizes(config, self.model, rates(config, self.model)))
+        trained = state_sizes(config, self.model, rates(config, self.model))
+        try:
+            self.sizes = states.sizes_of(self.model, trained, lane_of(config))
+        except ValueError as error:
+            raise ConfigError(f"{source}: --elastic: {error}") from None
         self.note = Note(
             platform.node(),
             _digest(dumps(config)),
@@ -156,6 +159,8 @@ class Rank:
                     return closing
             except Over as over:
                 self.clocks.gave_up()
+                if self.parallel is not None and self.parallel.channel is not None:
+                    self.parallel.channel.close()  # its lanes have memory that they share
                 launcher.note(f"interlace: generation {number} is over: {over}")
             gc.collect()
 
@@ -181,10 +186,13 @@ class Rank:
         model = deepcopy(self.model)
         mine = held_by(layout, meeting.rank, self.layers, self.first)
         leader = leader_of(notes)
-        before = self.held.tensors if self.held is not None and leader >= 0 and self._is_current(notes) else {}
-        states.give(model, {name: before[name][states.WEIGHT] for name in mine if name in before})
+        current = self.held if self.held is not None and leader >= 0 and self._is_current(notes) else None
+        before, cut = ({}, {}) if current is None else (current.tensors, current.regions)
+        weights = {name: before[name][states.WEIGHT] for name in mine if name in before}
+        states.give(model, {name: weight for name, weight in weights.items() if name not in cut})
         with allowing("making its pipelines", LONGEST_START):
             self.parallel = self._parallelize(model, layout, meeting)
+            states.give_pieces(self.parallel, weights)
             self._make_feed(meeting)
             trainer = self._trainer(model, meeting)
         recovery = Recovery.of(generation, sum(self.shares))
@@ -195,9 +203,10 @@ class Rank:
                 self._take_over(meeting, notes, layout, trainer, before, recovery)
         # Only after the barrier may go what this rank held before and needs no more: everybody then has what it was to
         # get from it. Who is not told so any more has both.
-        self.held = Held(trainer.progress(), {**before, **states.tensors_of(trainer)})
+        now = Held.of(trainer)
+        self.held = Held(now.progress, {**before, **now.tensors}, {**cut, **now.regions})
         meeting.peers.barrier("having all layers")
-        self.held = Held.of(trainer)
+        self.held = now
         self.member.copied(generation)
         self.clocks.began(recovery)
         return self._train(meeting, trainer, model, layout)
@@ -335,6 +344,8 @@ class Rank:
                 model,
                 layout,
                 schedule=config.parallel.schedule,
+                sequence_parallel=config.parallel.sequence_parallel,
+                context_order=config.parallel.context_order,
                 transport="distributed" if meeting.world > 1 else "local",
                 device=self.device,
                 checkpointing=config.train.activation_checkpointing,
@@ -436,13 +447,14 @@ class Rank:
         meeting.all_made()
         leader = leader_of(notes)
         current = self.held if leader >= 0 and self._is_current(notes) else None
+        lane = len(self.sizes)
         there = {
-            name
-            for note in notes.values()
+            (name, rank % lane)
+            for rank, note in notes.items()
             if note.step == notes[max(leader, 0)].step
             for name in note.names(self.order)
         }
-        missing = [name for name in self.order if name not in there]
+        missing = [name for name in self.order if any((name, place) not in there for place in range(lane))]
         few = "too few nodes are left to train on"
         if missing or leader < 0:
             last = "resume from the last checkpoint" if self._has_checkpoint() else "there is no checkpoint"
@@ -457,15 +469,11 @@ class Rank:
             stored=self.stored,
             frozen={name for name, parameter in self.model.named_parameters() if not parameter.requires_grad},
         )
-        tensors = {} if current is None else current.tensors
-        weights = {name: each[states.WEIGHT] for name, each in tensors.items()}
-        state = {
-            f"{key}.{name}": t for name, each in tensors.items() for key, t in each.items() if key != states.WEIGHT
-        }
+        weights, state = ({}, {}) if current is None else current.to_save()
         # What the step still owes, its line and a validation, the run pays when it goes on.
         table = progress.model_copy(update={"due": False}).model_dump()
         best = -1 if self.config.checkpoint.best is None else progress.verdict.step
-        path = checkpoints.save(progress.step, pieces_of(weights, {}), pieces_of(state, {}), table, best=best)
+        path = checkpoints.save(progress.step, weights, state, table, best=best)
         if meeting.rank == 0:
             launcher.say(f"interlace: {few}: what they hold is saved as {path}; resume when there are more nodes")
 

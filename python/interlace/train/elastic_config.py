@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from interlace.layout import ParallelSpec
 from interlace.resilience.settings import Settings
 from interlace.train.config import ConfigError
 from interlace.train.schema import Config
@@ -18,6 +19,12 @@ def settings_of(config: Config) -> Settings:
         gather=own.gather,
         ranks_per_node=own.ranks_per_node,
     )
+
+
+def lane_of(config: Config) -> ParallelSpec:
+    """tp and cp of all modules."""
+    spec = config.parallel.language_model
+    return ParallelSpec(tp=spec.tp, cp=spec.cp)
 
 
 def check(config: Config, *, source: str) -> None:
@@ -40,12 +47,25 @@ def check(config: Config, *, source: str) -> None:
                 f"{source}: parallel.{name}.shard = {spec.shard!r} spreads a layer's state over the pipelines, so that "
                 "a lost node takes part of it along: --elastic needs shard = 'none'"
             )
-        for key in ("tp", "cp", "pp", "virtual"):
+        for key in ("pp", "virtual"):
             if getattr(spec, key) > 1:
                 raise ConfigError(
                     f"{source}: parallel.{name}.{key} = {getattr(spec, key)}, but with --elastic pipelines are cut by "
-                    "the nodes that there are, a range of layers to a rank: leave it out"
+                    "the nodes that there are, a range of layers to a rank or lane: leave it out"
                 )
+        for key in ("tp", "cp"):
+            if getattr(spec, key) != getattr(lane_of(config), key):
+                raise ConfigError(
+                    f"{source}: parallel.{name}.{key} = {getattr(spec, key)}, but parallel.language_model.{key} = "
+                    f"{getattr(lane_of(config), key)}: with --elastic a rank may hold layers of both, so give all "
+                    "modules one tp and one cp"
+                )
+    if own.ranks_per_node % lane_of(config).lane_size:
+        raise ConfigError(
+            f"{source}: resilience.ranks_per_node = {own.ranks_per_node} is no multiple of tp * cp = "
+            f"{lane_of(config).lane_size}: with --elastic the ranks that share a layer are on one node, which is lost "
+            "as a whole"
+        )
     # What spreads samples or orders actions by one replica, of which all are taken to be alike.
     for key, value, known in (
         ("parallel.schedule", parallel.schedule, ("1f1b", "gpipe", "zb_h1", "zb_h2")),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+from interlace.plan.module_costs import ModuleCosts
 from interlace.resilience import roster
 from interlace.resilience.layouts import Templates
 from interlace.train.auto.machine import memory_of
 from interlace.train.config import ConfigError
+from interlace.train.elastic_config import lane_of
 from interlace.train.rank_memory import activations_of_config, held_by_ranks
 from interlace.train.scheduling import chunk_loads, chunk_sizes, step_schedule
 from interlace.train.schema import Config
@@ -22,6 +25,11 @@ def microbatches(config: Config) -> int:
     return config.train.microbatches * (config.resilience.faults + 1)
 
 
+def templates_of(config: Config, model: Any, costs: Mapping[str, ModuleCosts]) -> Templates:
+    """The pipeline templates of a config's model. costs: of one microbatch; any unit."""
+    return Templates(model, costs, recompute=config.train.recompute, lane=lane_of(config))
+
+
 def propose(config: Config, model: Any, templates: Templates, *, source: str) -> str:
     """As `Member.propose` takes it. Raises ConfigError where a template cannot be made."""
     own = config.resilience
@@ -32,8 +40,9 @@ def propose(config: Config, model: Any, templates: Templates, *, source: str) ->
     most = templates.most_ranks // own.ranks_per_node
     if most < least:
         raise ConfigError(
-            f"{source}: a pipeline of {least} nodes of {own.ranks_per_node} ranks needs a layer for each rank, and the "
-            f"model has {templates.most_ranks}: lower resilience.ranks_per_node or min_nodes"
+            f"{source}: a pipeline of {least} nodes of {own.ranks_per_node} ranks is too long: with a layer for each "
+            f"rank, or lane of tp * cp, the model has room for {templates.most_ranks} ranks: lower "
+            "resilience.ranks_per_node or min_nodes"
         )
     _check_tied(config, model, templates, [least, most], source)
     # As many as the first nodes could need; of more that come later, further pipelines are made.
@@ -55,7 +64,7 @@ def min_nodes(config: Config, model: Any, templates: Templates, memory: float, t
             break
         layout = templates.layout([ranks])
         try:
-            weights = weights_of(model, layout, sequence_parallel=False)
+            weights = weights_of(model, layout, sequence_parallel=config.parallel.sequence_parallel)
             activations = activations_of_config(config, model, layout)
             loads = chunk_loads(config, model, activations, chunk_sizes(config, layout, total))
             schedule = step_schedule(config, model, layout, config.train.microbatches)

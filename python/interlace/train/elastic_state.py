@@ -13,9 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from interlace.layout import ParallelSpec
+from interlace.parallel.region import Region
+from interlace.plan.memory import StateSize
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.takeover import Tensors
+from interlace.run.lanes import numbers_held
 from interlace.train.checkpoint.checkpoints import AVERAGE
+from interlace.train.checkpoint.identity import canonical_names
+from interlace.train.checkpoint.pieces import Piece
 from interlace.train.progress import Progress
 from interlace.train.trainer import Trainer
 
@@ -27,10 +33,12 @@ class Held:
     """What a rank holds after the last step that counts.
 
     progress: of the run, by `Trainer.progress`. tensors: parameter -> "weight", its optimizer state by key, "ema".
+    regions: of those that are pieces, with tensor parallelism, where they lie in the whole: parameter -> key -> region.
     """
 
     progress: Progress
     tensors: dict[str, dict[str, Tensor]]
+    regions: dict[str, dict[str, Region]]
 
     @property
     def step(self) -> int:
@@ -38,21 +46,48 @@ class Held:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Held:
-        return cls(trainer.progress(), tensors_of(trainer))
+        weights, state = trainer.state()
+        tensors, regions = _by_name(weights, state)
+        return cls(trainer.progress(), tensors, regions)
+
+    def to_save(self) -> tuple[dict[str, Tensor | Piece], dict[str, Tensor | Piece]]:
+        """The weights, and the rest as `key.name`, as checkpoints take them."""
+        weights: dict[str, Tensor | Piece] = {}
+        state: dict[str, Tensor | Piece] = {}
+        for name, each in self.tensors.items():
+            for key, tensor in each.items():
+                lies = self.regions.get(name, {}).get(key)
+                found = tensor if lies is None else Piece(tensor, lies)
+                if key == WEIGHT:
+                    weights[name] = found
+                else:
+                    state[f"{key}.{name}"] = found
+        return weights, state
 
 
 def tensors_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """All that a trainer holds, in place."""
-    weights, state = trainer.state()
-    found: dict[str, dict[str, Any]] = {name: {WEIGHT: weight} for name, weight in weights.items()}
-    for key, tensor in state.items():
-        kind, _, name = key.partition(".")
-        found[name][kind] = tensor
-    return {name: {key: tensor.detach() for key, tensor in each.items()} for name, each in found.items()}
+    return _by_name(*trainer.state())[0]
+
+
+def _by_name(
+    weights: Mapping[str, Tensor | Piece], state: Mapping[str, Tensor | Piece]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Region]]]:
+    """Tensors and regions as `Held` has them, of what `Trainer.state` says."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    regions: dict[str, dict[str, Region]] = {}
+    named = [((name, WEIGHT), each) for name, each in weights.items()]
+    named += [((key.partition(".")[2], key.partition(".")[0]), each) for key, each in state.items()]
+    for (name, key), each in named:
+        if isinstance(each, Piece):
+            regions.setdefault(name, {})[key] = each.region
+        tensors.setdefault(name, {})[key] = (each.tensor if isinstance(each, Piece) else each).detach()
+    return tensors, regions
 
 
 def give(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Makes `weights` (by first names) the parameters of a model on meta, under all their names."""
+    """Makes `weights` (by first names) the parameters of a model on meta, under all their names; of pieces see
+    `give_pieces`."""
     own = dict(model.named_parameters())  # kept: ids of what is replaced must not be used again meanwhile
     made = {
         id(own[name]): nn.Parameter(weight, requires_grad=own[name].requires_grad) for name, weight in weights.items()
@@ -61,6 +96,14 @@ def give(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:
                 module._parameters[key] = made[id(parameter)]
+
+
+def give_pieces(parallel: Any, weights: Mapping[str, Tensor]) -> None:
+    """The same of pieces, which a model has when it has been parallelized: they take the places of those there."""
+    first, own = canonical_names(parallel.mllm), dict(parallel.named_parameters())
+    for name in parallel.regions():
+        if first[name] in weights:
+            own[name].data = weights[first[name]]
 
 
 def adopt(trainer: Trainer, held: Tensors) -> None:
@@ -75,15 +118,21 @@ def adopt(trainer: Trainer, held: Tensors) -> None:
         }
 
 
-def sizes_of(model: nn.Module, trained: Mapping[str, Any]) -> dict[str, int]:
-    """Parameter -> bytes of all that belongs to it, in the order of the model. trained: name -> its `StateSize`."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        state = trained.get(name)
-        found[name] = parameter.nbytes
-        if state is not None:
-            found[name] += state.moments * parameter.numel() * torch.float32.itemsize + state.bytes
-    return found
+def sizes_of(model: Any, trained: Mapping[str, StateSize], lane: ParallelSpec) -> list[dict[str, int]]:
+    """For each place in a lane: parameter -> bytes of all that a rank there has of it, in the order of the model.
+
+    trained: name -> its `StateSize`. Raises ValueError for a module that tensor parallelism cannot cut.
+    """
+    found = []
+    for pieces in numbers_held(model, lane.tp):
+        sizes = {}
+        for name, parameter in model.named_parameters():
+            state, count = trained.get(name), pieces.get(name, parameter.numel())
+            sizes[name] = count * parameter.element_size()
+            if state is not None:
+                sizes[name] += state.moments * count * torch.float32.itemsize + state.bytes
+        found.append(sizes)
+    return found * lane.cp
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,19 @@ def test_figures_add_up(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert found["systems"]["redundant"]["seconds"]["redundant"] > 0
 
 
+def test_a_lane_of_two_ranks_is_a_stage_of_twice_the_speed(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fast = ("--nodes", "4", "--network", "1e6", "--disk", "1e6", "--start", "0", "--regroup", "0")
+    lanes = [f"parallel.{name}.tp=2" for name in ("vision", "language_model")]
+    lanes = [part for each in lanes for part in ("--set", each)]
+    alone = simulated(tiny, capfd, *fast)
+    cut = simulated(tiny, capfd, *fast, *lanes, "--ranks-per-node", "2")
+    assert cut["ranks_per_node"] == 2 and cut["bytes"] == alone["bytes"]
+    ratio = cut["systems"]["restart"]["samples"] / alone["systems"]["restart"]["samples"]
+    assert ratio == pytest.approx(2.0, rel=0.02)
+    assert main(["simulate", str(tiny), "--trace", str(tiny.parent / "trace.csv"), "--tflops", "1", *lanes]) == 2
+    assert "nodes of 1 ranks cannot hold lanes of tp * cp = 2" in capfd.readouterr().err
+
+
 def test_bytes_are_those_of_the_model(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     frozen = ("--set", "model.language_model.freeze=true")
     for more in ((), frozen):

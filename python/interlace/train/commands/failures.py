@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from interlace.train.config import ConfigError
+from interlace.train.elastic_config import lane_of
 from interlace.train.schema import Config
 
 if TYPE_CHECKING:
@@ -119,11 +120,10 @@ def with_config(options: argparse.Namespace, config: Config, model: Any, costs: 
 
 def _held_by(options: argparse.Namespace, config: Config, model: Any, costs: Any) -> int:
     """Nodes of the smallest pipeline that has the memory for the model, as a run would find them."""
-    from interlace.resilience.layouts import Templates
-    from interlace.train.elastic_plan import min_nodes
+    from interlace.train.elastic_plan import min_nodes, templates_of
 
     own = config.resilience.model_copy(update={"ranks_per_node": options.ranks_per_node, "faults": options.faults})
-    templates = Templates(model, costs.modules, recompute=config.train.recompute)
+    templates = templates_of(config, model, costs.modules)
     total = config.train.microbatches * config.parallel.replicas("language_model")
     config = config.model_copy(update={"resilience": own})
     source = f"{options.config}, --memory {options.memory:g}"
@@ -170,17 +170,23 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
     from interlace.plan import layer_costs
     from interlace.simulate.elastic_job import Job
 
+    lane = lane_of(config).lane_size
+    if options.ranks_per_node % lane:
+        raise ValueError(
+            f"nodes of {options.ranks_per_node} ranks cannot hold lanes of tp * cp = {lane}: give --ranks-per-node a "
+            "multiple of it"
+        )
     order = list(model.modules_order())
     both = layer_costs(costs.modules, order, recompute=config.train.recompute)
     forward = np.concatenate([costs.modules[name].summed(costs.modules[name].times.forward) for name in order])
     copied, saved = _bytes(config, model, order)
     return Job(
-        forward,
-        np.concatenate([both[name] for name in order]) - forward,
+        forward / lane,
+        (np.concatenate([both[name] for name in order]) - forward) / lane,
         batch=config.train.batch_size,
         microbatches=config.train.microbatches * config.parallel.replicas("language_model"),
         nodes=nodes,
-        ranks_per_node=options.ranks_per_node,
+        stages_per_node=options.ranks_per_node // lane,
         faults=options.faults,
         least_nodes=options.min_nodes,
         copied=copied,
@@ -241,7 +247,7 @@ def _report(
         "costs": origin,
         "seconds": until,
         "nodes": int(there[1][0]),
-        "ranks_per_node": job.ranks_per_node,
+        "ranks_per_node": job.stages_per_node * lane_of(config).lane_size,
         "faults": job.faults,
         "min_nodes": job.least_nodes,
         "failures": int((np.diff(there[1]) < 0).sum()),
