@@ -103,6 +103,31 @@ def test_faults_of_all_kinds_where_layers_are_cut_among_the_ranks_of_a_node(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lane", [{}, {"tp": 2}], ids=["ranks", "lanes"])
+def test_a_tied_embedding_on_one_rank_of_one_pipeline_and_on_two_of_another(
+    tmp_path: Path, lane: dict[str, int]
+) -> None:
+    """Two microbatches are for two pipelines: three nodes are one of one node and one of two."""
+    made = table(tmp_path / "runs", train={"steps": 60, "microbatches": 1}, resilience={"nodes": 3})
+    cut(made, lane)
+    made["model"]["language_model"]["config"]["tie_word_embeddings"] = True
+    with Cluster(tmp_path, made, pace=0.3) as cluster:
+        cluster.start(*"abc")
+        cluster.wait_for(cluster.reached(3), "step 3")
+        (alone,) = next(p for p in cluster.events("generation")[-1]["pipelines"] if len(p) == 1)
+        victim = alone.rpartition("-")[0]
+        cluster.kill(victim)  # its copy is made of what two others have
+        cluster.start("d")
+        cluster.wait_for(cluster.reached(6, 3), "a step with d")
+        cluster.slow(0.0)
+        living = [name for name in "abcd" if name != victim]
+        codes = cluster.end()
+        assert [codes[name] for name in living] == [0, 0, 0], cluster.told()
+    found = check(cluster, made, living)
+    assert found["steps_of_depths"].keys() & {"1+2", "2+1"} and found["copied_mib"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path, tp: int) -> None:
     """Of two pipelines one is left, with f = 1: it saves the whole model, of the last step that counted."""

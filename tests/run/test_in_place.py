@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import Media
@@ -13,6 +16,7 @@ from interlace.run import PipelineError, parallelize
 from tests.run.test_parity import assert_same_gradient, oracle
 from tests.tiny import random_microbatches, tiny_mllm
 
+LLM = "language_model"
 LAYOUTS = {
     "one rank": {"ranks": 1},
     "pipeline": {"pp": 2},
@@ -143,18 +147,48 @@ def test_full_gradients_are_those_of_the_model():
         assert_same_gradient(name, gradient, gradients[name])
 
 
-def test_tied_weights_are_together_in_all_replicas_or_in_none():
-    """One replica has both ends of the language model on one rank, the other one on two."""
-    mllm = tiny_mllm(tied=True, encoders=())
+CUTS = st.lists(st.integers(1, 2), unique=True, max_size=2).map(sorted)  # of three layers
 
-    def replica(number, first, last):
-        stages = (Stage("language_model", 0, 0, 1, Lane((first,))), Stage("language_model", 1, 1, 2, Lane((last,))))
-        return Pipeline("language_model", number, stages)
 
-    spec = ParallelSpec(pp=2, dp=2)
-    with pytest.raises(ValueError, match=r"embed_tokens.weight is on one stage, or one rank, of some.*place all alike"):
-        parallelize(mllm, Layout({"language_model": (spec, (replica(0, 0, 0), replica(1, 1, 2)))}, 3))
-    parallelize(mllm, Layout({"language_model": (spec, (replica(0, 0, 0), replica(1, 1, 1)))}, 2))
+@given(
+    replicas=st.lists(st.tuples(CUTS, st.booleans()), min_size=1, max_size=4),
+    lane=st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 2)]),
+    frozen=st.booleans(),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_tied_weights_may_be_together_in_some_replicas_and_apart_in_others(replicas, lane, frozen):
+    """replicas: the cuts of each, and whether its stages are on one lane. frozen: nothing else of the layers trains."""
+    tp, cp = lane
+    mllm = tiny_mllm(tied=True, encoders=(), layers=3, kv_heads=2)
+    for path in ("language_model.model.layers", "language_model.model.norm") if frozen else ():
+        mllm.freeze(path)
+    batch = random_microbatches(mllm, "text", count=6)
+    _, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    pipelines, ranks, ends = [], 0, set()
+    for number, (cuts, together) in enumerate(replicas):
+        bounds = [0, *cuts, 3]
+        lanes = [range(ranks + (0 if together else i * tp * cp), ranks + tp * cp * (1 if together else i + 1))
+                 for i in range(len(cuts) + 1)]  # fmt: skip
+        stages = [Stage(LLM, i, bounds[i], bounds[i + 1], Lane(tuple(lanes[i]))) for i in range(len(cuts) + 1)]
+        pipelines.append(Pipeline(LLM, number, tuple(stages)))
+        ends.add((bool(cuts), len({stage.lane for stage in (stages[0], stages[-1])})))
+        ranks = lanes[-1].stop
+    spec = ParallelSpec(tp=tp, cp=cp, pp=max(len(each.stages) for each in pipelines), dp=len(pipelines))
+    layout = Layout({LLM: (spec, tuple(pipelines))}, ranks)
+    parallel = parallelize(mllm, layout, timeout=30)
+    assert bool(parallel.graph.uneven) == (len(ends) > 1)
+    for number in parallel.graph.uneven:
+        holders = {rank for p in pipelines for s in (p.stages[0], p.stages[-1]) for rank in s.ranks}
+        sums = [each.ranks for each in parallel.graph.reductions if each.tied == number]
+        assert len(sums) == tp and set().union(*sums) == holders
+    parallel.step(batch)
+    for name, gradient in parallel.full_gradients().items():
+        assert_same_gradient(name, gradient, gradients[name])
+    if len(ends) > 1:
+        sharded = Layout({LLM: (dataclasses.replace(spec, shard="optimizer"), tuple(pipelines))}, ranks)
+        with pytest.raises(ValueError, match=r"is on one stage, or one rank, of some.*place all alike"):
+            parallelize(mllm, sharded, timeout=30)
 
 
 def test_a_failed_step_leaves_no_gradients_behind():

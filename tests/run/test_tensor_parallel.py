@@ -165,8 +165,8 @@ def accepted(
             continue
         try:
             return parallelize(mllm, layout, transport=transport, timeout=30, **options)
-        except ValueError as error:  # a tied weight here on one lane and there on two, or on lanes that overlap
-            if "place all alike" not in str(error) and "share some of their ranks" not in str(error):
+        except ValueError as error:  # a tied weight on lanes that overlap
+            if "share some of their ranks" not in str(error):
                 raise
 
 

@@ -20,6 +20,7 @@ from interlace.resilience.generation import Event, Generation, Node
 from interlace.resilience.layouts import Templates
 from interlace.resilience.roster import Templates as Proposed
 from interlace.run import parallelize
+from interlace.run.lanes import HowCut
 from interlace.train.build import build
 from interlace.train.config import ConfigError, from_table
 from interlace.train.costs import flop_costs
@@ -27,7 +28,7 @@ from interlace.train.elastic import leader_of
 from interlace.train.elastic_config import check
 from interlace.train.elastic_log import PARTS, Recovery
 from interlace.train.elastic_meeting import Meeting
-from interlace.train.elastic_plan import propose
+from interlace.train.elastic_plan import propose, templates_of
 from interlace.train.elastic_state import Note, bits_of, give, sizes_of
 from interlace.train.page_recovery import write_page
 from interlace.train.texts import tokenizer_of
@@ -169,14 +170,20 @@ def test_ranks_propose_templates_of_their_model() -> None:
         propose(config_of(resilience={"nodes": 40, "min_nodes": 20}), model, templates, source="test")
 
 
-def test_weights_that_some_pipelines_would_tie_across_ranks_are_refused() -> None:
+def test_a_tied_weight_that_the_ranks_of_a_lane_use_in_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model that is known here has one: embeddings and heads lie beside the blocks, where rows are whole."""
     made = copy.deepcopy(TABLE)
-    made["model"]["language_model"]["config"]["tie_word_embeddings"] = True
-    made["resilience"] |= {"nodes": 4, "min_nodes": 1}
+    made["model"]["language_model"]["config"] |= {"tie_word_embeddings": True, "num_key_value_heads": 2}
+    made["resilience"] |= {"nodes": 4, "min_nodes": 1, "ranks_per_node": 2}
+    made["parallel"] |= {"vision": {"tp": 2}, "language_model": {"tp": 2}}
     config = from_table(made)
     model = build(config, tokenizer_of(config, source="test"))
-    with pytest.raises(ConfigError, match="tie_word_embeddings = false"):
-        propose(config, model, Templates(model, flop_costs(config, model)), source="test")
+    templates = templates_of(config, model, flop_costs(config, model))
+    propose(config, model, templates, source="test")
+    embedding = next(names for names in model.tied_parameters())[0]
+    monkeypatch.setattr("interlace.run.lanes.how_cut", lambda *_, **__: HowCut(True, {embedding}))
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight .* use it in part: .*sequence_parallel to false"):
+        propose(config, model, templates, source="test")
 
 
 @pytest.mark.slow

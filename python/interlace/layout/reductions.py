@@ -20,8 +20,8 @@ class Reduction:
     """The gradients of layers [start, stop) of `module` are summed over `ranks`.
 
     tied: the place of a group of tied weights in `StageGraph.tied`, where these alone are summed over ranks of several
-    stages (-1: the layers' own weights). in_part: of the weights that the ranks of a lane use in part each, over whole
-    lanes; otherwise of all others.
+    stages (-1: the layers' own weights): after the sums over replicas, or, where they are `uneven`, at once.
+    in_part: of the weights that the ranks of a lane use in part each, over whole lanes; otherwise of all others.
     """
 
     module: str
@@ -56,6 +56,18 @@ class Shard:
         """The ranks of all sets that own what `rank` owns, in ascending order."""
         place = self.owners.index(rank)
         return tuple(sorted(owners[place] for owners in self.sets))
+
+
+def uneven(layout: Layout, module: str, layers: Collection[int]) -> bool:
+    """Whether these layers of `module`, which have a weight in common, are on one stage or lane in some replicas and on
+    several in others: some ranks then have one gradient for all of these layers, where others have one for each."""
+    if len(set(layers)) < 2:
+        return False
+    stages = [
+        {stage for stage in pipeline.stages if any(stage.start <= layer < stage.stop for layer in layers)}
+        for pipeline in layout.pipelines(module)
+    ]
+    return len({(len(each), len({stage.lane for stage in each})) for each in stages}) > 1
 
 
 def shard_groups(layout: Layout) -> tuple[Shard, ...]:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from interlace.balance import rows_per_rank
 from interlace.layout import Layout, ParallelSpec, Reduction, Shard, Stage
+from interlace.layout.reductions import uneven
 
 SUM_BYTES = 4  # the least of an element of gradients that are added up layer by layer, in fp32
 
@@ -458,7 +459,8 @@ def summed_bytes(layout: Layout, weights: Iterable[WeightSize], reduction: Reduc
         return sum(w.count(0) * w.itemsize for w in tied if (min(w.layers), max(w.layers)) == ends)
     mine = (w for w in weights if w.module == reduction.module)
     own = _owned(layout, reduction.ranks[0], reduction.module, mine, ())
-    return sum(each.whole for each in _summed(own, reduction))
+    together = (e for e in _summed(own, reduction) if not uneven(layout, reduction.module, e.weight.layers))
+    return sum(each.whole for each in together)
 
 
 class SharedBytes(NamedTuple):

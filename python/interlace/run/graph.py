@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from interlace.layout import Layout
+from interlace.layout.reductions import uneven
 from interlace.model.rows import PACKED, ROWS
 from interlace.parallel.route import pairs as met
 from interlace.plan import ModuleCosts, layer_costs
@@ -19,8 +20,8 @@ from interlace.schedule import Op, StageGraph, StepTable
 def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
     """The nodes and links of `layout`, and what of it is trained in `mllm`.
 
-    Raises ValueError where the layout is of another model, or cuts or places replicas so that tied weights are
-    together in some and apart in others.
+    Raises ValueError where the layout is of another model, or shards tied weights that are together in some replicas
+    and apart in others.
     """
     modules = mllm.modules_order()
     if list(layout.modules) != list(modules):
@@ -102,11 +103,11 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
             {next(s for s in pipeline.stages if s.start <= layer < s.stop) for _, layer in places}
             for pipeline in layout.pipelines(places[0][0])
         ]
-        # A rank has one gradient of the weight, whatever stages it has of it, and sums it once.
-        if trained and len({(len(stages), len({stage.lane for stage in stages})) for stages in homes}) > 1:
+        spec = layout.spec(places[0][0])
+        if trained and spec.shard != "none" and uneven(layout, places[0][0], [layer for _, layer in places]):
             raise ValueError(
-                f"the tied weight {names[0]} is on one stage, or one rank, of some replicas and on several of others: "
-                "cut and place all alike"
+                f"the tied weight {names[0]} is on one stage, or one rank, of some replicas and on several of others, "
+                f"which with shard = {spec.shard!r} would keep other slices of it: cut and place all alike"
             )
         for lanes in ({stage.lane for stage in stages} for stages in homes):  # a rank has one piece of the weight
             if len({rank for lane in lanes for rank in lane.ranks}) < sum(len(lane.ranks) for lane in lanes):
@@ -114,7 +115,7 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
                     f"the tied weight {names[0]} is on lanes that share some of their ranks "
                     f"({' and '.join(sorted(map(str, lanes)))}): give its stages one lane, or lanes of their own"
                 )
-        if trained and len(homes[0]) > 1:
+        if trained and max(map(len, homes)) > 1:
             found.append(tuple(places))
     return tuple(found)
 

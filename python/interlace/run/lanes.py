@@ -110,9 +110,26 @@ def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tupl
                 rows.add(name)
             if how.in_part:
                 in_part.add(name)
+                _check_tied_in_part(graph, name, whole, how.in_part)
             if any(shard.module == name for shard in layout.shard_groups()):
                 _check_shared_out(name, layout.spec(name), whole, how.in_part)
     return replace(graph, in_part=frozenset(in_part)), rows
+
+
+def _check_tied_in_part(graph: StageGraph, name: str, whole: StageModule, in_part: set[str]) -> None:
+    """Raises ValueError for a tied weight that ranks use in part, and that is on one lane in some replicas and on
+    several in others: its gradients are neither summed over whole lanes with those of its layer nor by place."""
+    if not any(module == name for number in graph.uneven for module, _ in graph.tied[number]):
+        return
+    aliases: dict[int, list[str]] = {}
+    for key, parameter in whole.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(key)
+    tied = [keys[0] for keys in aliases.values() if len(keys) > 1 and not in_part.isdisjoint(keys)]
+    if tied:
+        raise ValueError(
+            f"the tied weight {tied[0]} is on one stage, or one rank, of some replicas and on several of others, and "
+            f"the ranks of a lane of {name} use it in part: cut and place all alike, or set sequence_parallel to false"
+        )
 
 
 class HowCut(NamedTuple):

@@ -168,7 +168,8 @@ class Rank:
         if reduction.tied >= 0:
             return [p for name, p in self.own.items() if name in self._tied[reduction.tied]]
         due = self._of_layers(reduction.module, reduction.start, reduction.stop)
-        return [parameter for name, parameter in due.items() if (name in self._in_part) == reduction.in_part]
+        apart = {name for number in self._graph.uneven for name in self._tied[number]}
+        return [p for name, p in due.items() if (name in self._in_part) == reduction.in_part and name not in apart]
 
     def follow(self) -> None:
         """Before a step: what is sharded follows weights that were moved or replaced since."""

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Reduction, Shard, Stage
+from interlace.layout.reductions import uneven
 from interlace.schedule.actions import valid_module_name
 
 Ints = NDArray[np.int32]
@@ -171,16 +172,30 @@ class StageGraph:
         for number, group in enumerate(self.tied):
             module = group[0][0]
             tp = layout.spec(module).tp
-            for pipeline in layout.pipelines(module):
-                held = [next(s for s in pipeline.stages if s.start <= layer < s.stop).lane for _, layer in group]
+            layers = [layer for _, layer in group]
+            sets: list[tuple[int, ...]] = []
+            if number in self.uneven:
+                for same_weights in zip(*(layout.same_weights(module, layer) for layer in layers), strict=True):
+                    sets.append(tuple(sorted({rank for ranks in same_weights for rank in ranks})))
+            for pipeline in layout.pipelines(module) if number not in self.uneven else ():
+                held = [next(s for s in pipeline.stages if s.start <= layer < s.stop).lane for layer in layers]
                 for same_weights in zip(*(lane.cp_groups(tp) for lane in held), strict=True):
                     # Of context-parallel ranks, which have one sum by now, each sums with those of its own place.
-                    for same_place in zip(*same_weights, strict=True):
-                        ranks = tuple(sorted(set(same_place)))
-                        if len(ranks) > 1:
-                            layers = [layer for _, layer in group]
-                            found.append(Reduction(module, min(layers), max(layers) + 1, ranks, number))
+                    sets += [tuple(sorted(set(same_place))) for same_place in zip(*same_weights, strict=True)]
+            found += [
+                Reduction(module, min(layers), max(layers) + 1, ranks, number) for ranks in sets if len(ranks) > 1
+            ]
         return tuple(found)
+
+    @cached_property
+    def uneven(self) -> frozenset[int]:
+        """The places in `tied` of what is on one lane in some replicas and on several in others: its gradients are no
+        part of the sums of layers, but summed at once over all who hold it."""
+        return frozenset(
+            number
+            for number, group in enumerate(self.tied)
+            if uneven(self.layout, group[0][0], [layer for _, layer in group])
+        )
 
     def members(self, reduction: Reduction) -> list[int]:
         """The nodes whose backward adds to what `reduction` sums.

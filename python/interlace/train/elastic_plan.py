@@ -44,7 +44,7 @@ def propose(config: Config, model: Any, templates: Templates, *, source: str) ->
             f"rank, or lane of tp * cp, the model has room for {templates.most_ranks} ranks: lower "
             "resilience.ranks_per_node or min_nodes"
         )
-    _check_tied(config, model, templates, [least, most], source)
+    _check_shared(config, model, templates, [least, most], source)
     # As many as the first nodes could need; of more that come later, further pipelines are made.
     sizes = range(least, max(least, min(most, own.nodes - own.faults * least)) + 1)
     times = tuple(templates.time(size * own.ranks_per_node) for size in sizes)
@@ -81,15 +81,17 @@ def min_nodes(config: Config, model: Any, templates: Templates, memory: float, t
     )
 
 
-def _check_tied(config: Config, model: Any, templates: Templates, sizes: list[int], source: str) -> None:
-    """Raises ConfigError for a tied weight that some templates have on one rank and others on two."""
+def _check_shared(config: Config, model: Any, templates: Templates, sizes: list[int], source: str) -> None:
+    """Raises ConfigError for a model that pipelines of different numbers of nodes cannot train together: one with a
+    weight in two modules, or a tied one that the ranks of a lane use in part."""
     from interlace.run import stage_graph
+    from interlace.run.lanes import with_lanes
 
     ranks = sorted({size * config.resilience.ranks_per_node for size in range(sizes[0], sizes[1] + 1)})
     try:
-        stage_graph(model, templates.layout(ranks))
+        graph = stage_graph(model, templates.layout(ranks))
+        with_lanes(graph, model, sequence_parallel=config.parallel.sequence_parallel)
     except ValueError as error:
         raise ConfigError(
-            f"{source}: pipelines of different numbers of nodes cannot share this model: {error} (with --elastic: "
-            "tie_word_embeddings = false in the module's config)"
+            f"{source}: with --elastic pipelines of different numbers of nodes cannot share this model: {error}"
         ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) ->
         command = [*_command(options, path), "--elastic"]
         for change in (*options.set, f'resilience.coordinator="127.0.0.1:{serving.port}"'):
             command += ["--set", change]
-        launcher.note(f"{own.nodes} nodes start on this machine; one more: {' '.join(command[1:])}")
+        launcher.note(f"{own.nodes} nodes start on this machine; one more: {shlex.join(['interlace', *command[3:]])}")
         nodes = [
             subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)
             for _ in range(own.nodes)
