@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -176,6 +177,15 @@ class Cluster:
             json.loads(line) for path in self.folder.glob("*.steps") for line in path.read_text().splitlines() if line
         ]
 
+    def received(self) -> Counter[int]:
+        """Generation -> bytes of layers that came to its ranks, as these counted them."""
+        found = Counter[int]()
+        for path in self.folder.glob("*.copied"):
+            for line in path.read_text().splitlines():
+                generation, count = map(int, line.split())
+                found[generation] += count
+        return found
+
     def reached(self, step: int, generation: int = 0) -> Callable[[], bool]:
         """Whether a step has counted, in that generation or a later one."""
         return lambda: any(each["step"] >= step and each["generation"] >= generation for each in self.steps())
@@ -279,7 +289,7 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
         write(self, step, values)
 
     Metrics.write = die_or_write  # type: ignore[method-assign]
-    steps = (folder / f"{os.getpid()}.steps").open("w")
+    steps, copied = ((folder / f"{os.getpid()}.{what}").open("w") for what in ("steps", "copied"))
 
     def commit(self: Any, meeting: Any, trainer: Any, step: int) -> None:
         real(self, meeting, trainer, step)
@@ -289,6 +299,14 @@ def _rank(config: Any, environment: Mapping[str, str], log: Path, folder: Path, 
         steps.flush()
         time.sleep(float((folder / "pace").read_text()))
 
+    take_over = elastic.Rank._take_over
+
+    def take(self: Any, meeting: Any, *arguments: Any) -> None:
+        take_over(self, meeting, *arguments)
+        copied.write(f"{meeting.generation.number} {arguments[-1].received}\n")
+        copied.flush()
+
+    elastic.Rank._take_over = take  # type: ignore[method-assign]
     elastic.Rank._commit = commit  # type: ignore[method-assign]
     return elastic.run(config, source="test", resume=resume)
 

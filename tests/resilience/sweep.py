@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import shutil
 import statistics
@@ -38,11 +37,11 @@ def play(
     nodes: int,
     min_nodes: int,
     steps: int,
-    lane: Mapping[str, int] | None = None,
+    lane: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One episode; checks all that can be checked of it, and returns its figures. Raises AssertionError.
 
-    lane: tp and cp of all modules; each node then has the ranks of one lane.
+    lane: see `cut`.
     """
     chance = random.Random(seed)
     made = table(
@@ -93,11 +92,12 @@ def play(
     }  # fmt: skip
 
 
-def cut(made: dict[str, Any], lane: Mapping[str, int]) -> None:
-    """Has a table's modules cut among the ranks of a node."""
+def cut(made: dict[str, Any], lane: Mapping[str, Any]) -> None:
+    """Has a table's modules cut, by [parallel] of each, among the ranks of a node."""
     made["parallel"] |= {"vision": dict(lane), "language_model": dict(lane)}
-    made["resilience"]["ranks_per_node"] = math.prod(lane.values())
-    made["model"]["language_model"]["config"]["num_key_value_heads"] = lane.get("tp", 1)  # a head for each rank
+    tp = lane.get("tp", 1)
+    made["resilience"]["ranks_per_node"] = tp * lane.get("cp", 1)
+    made["model"]["language_model"]["config"]["num_key_value_heads"] = tp  # a head for each rank
 
 
 def check(cluster: Cluster, made: dict[str, Any], living: Sequence[str]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def check(cluster: Cluster, made: dict[str, Any], living: Sequence[str]) -> dict
     changes = cluster.events("generation")
     check_pipelines(changes, cluster.events("ready"), made)
     lines = [json.loads(line) for line in (folder / "recovery.jsonl").read_text().splitlines()]
-    check_bytes(lines, made)
+    check_bytes(lines, cluster.received(), made)
     lost: dict[str, list[float]] = {}
     for line in lines[1:]:
         lost.setdefault(line["cause"][0][0] if line["cause"] else "", []).append(line["lost"])
@@ -160,11 +160,14 @@ def check_pipelines(changes: Sequence[dict[str, Any]], ready: Sequence[dict[str,
         assert after["pipelines"] == expected, (before, after, expected)
 
 
-def check_bytes(lines: Sequence[dict[str, Any]], made: dict[str, Any]) -> None:
-    """What was copied at a change is what nodes hold after it and did not hold before, and no more."""
+def check_bytes(lines: Sequence[dict[str, Any]], received: Mapping[int, int], made: dict[str, Any]) -> None:
+    """What was copied at a change is what nodes hold after it and did not hold before, and no more; so many bytes came.
+
+    received: generation -> bytes that all ranks together received.
+    """
     from interlace.resilience.layouts import held_by
     from interlace.run.graph import parameter_layers
-    from interlace.run.lanes import numbers_held
+    from interlace.run.ranks import held_in_lane
     from interlace.train.build import build
     from interlace.train.checkpoint.identity import canonical_names
     from interlace.train.config import from_table
@@ -177,9 +180,8 @@ def check_bytes(lines: Sequence[dict[str, Any]], made: dict[str, Any]) -> None:
     templates = templates_of(config, model, flop_costs(config, model))
     layers, first = parameter_layers(model), canonical_names(model)
     # fp32: a weight, two moments, an average and the number of its steps; of each place in a lane.
-    own = dict(model.named_parameters())
-    pieces = numbers_held(model, templates.lane.tp) * templates.lane.cp
-    size = [{name: each.get(name, p.numel()) * 16 + 4 for name, p in own.items()} for each in pieces]
+    lane = held_in_lane(model, templates.layout([templates.lane_size]), sequence_parallel=True)
+    size = [{name: count * 16 + 4 for name, count in each.items()} for each in lane]
     each = made["resilience"].get("ranks_per_node", 1)
 
     def held(line: dict[str, Any]) -> dict[tuple[str, int], set[str]]:
@@ -191,8 +193,8 @@ def check_bytes(lines: Sequence[dict[str, Any]], made: dict[str, Any]) -> None:
         if after["generation"] == before["generation"] + 1:  # else one between them has come to nothing
             had = held(before)
             missing = [(place, name) for place, names in held(after).items() for name in names - had.get(place, set())]
-            expected = sum(size[rank % len(size)][name] for (_, rank), name in missing)
-            assert after["bytes"] == expected, (before, after)
+            expected = sum(size[rank % len(size)].get(name, 0) for (_, rank), name in missing)
+            assert after["bytes"] == expected == received[after["generation"]], (before, after, received)
 
 
 def main() -> None:

@@ -94,11 +94,19 @@ def test_faults_of_all_kinds_at_random_moments(tmp_path: Path) -> None:
     assert found["generations"] >= 4
 
 
+LANES = {
+    "pieces": {"tp": 2},
+    "rows of the state": {"cp": 2, "shard": "optimizer", "shard_ranks": 2},
+    "rows of all": {"cp": 2, "shard": "full", "shard_ranks": 2},
+}
+
+
 @pytest.mark.slow
-def test_faults_of_all_kinds_where_layers_are_cut_among_the_ranks_of_a_node(tmp_path: Path) -> None:
-    """The same of lanes: pipelines of two and of three nodes, each two ranks with pieces of its layers."""
-    faults = ["kill", "stop", "preempt"]
-    found = play(tmp_path, faults, seed=5, nodes=5, min_nodes=2, steps=60, lane={"tp": 2})
+@pytest.mark.parametrize("lane", LANES)
+def test_faults_of_all_kinds_where_the_ranks_of_a_node_share_layers(tmp_path: Path, lane: str) -> None:
+    """Pipelines of two and of three nodes, each two ranks that have some of each of its layers."""
+    faults = ["kill", "stop", "preempt"] if lane == "pieces" else ["kill", "preempt"]
+    found = play(tmp_path, faults, seed=5, nodes=5, min_nodes=2, steps=60, lane=LANES[lane])
     assert found["generations"] >= 4 and found["copied_mib"] > 0
 
 
@@ -128,11 +136,11 @@ def test_a_tied_embedding_on_one_rank_of_one_pipeline_and_on_two_of_another(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
-def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path, tp: int) -> None:
+@pytest.mark.parametrize("lane", [{}, *LANES.values()], ids=["whole", *LANES])
+def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path, lane: dict[str, Any]) -> None:
     """Of two pipelines one is left, with f = 1: it saves the whole model, of the last step that counted."""
     made = table(tmp_path / "runs", train={"steps": 200, "validate_every": 0})
-    cut(made, {"tp": tp})
+    cut(made, lane)
     with Cluster(tmp_path, made, pace=0.3) as cluster:
         cluster.start("a", "b")
         cluster.wait_for(cluster.reached(2), "step 2")

@@ -63,7 +63,8 @@ def test_every_pipeline_has_every_layer_once_and_is_cut_as_its_template(model, t
 def test_lanes_lie_where_ranks_would_and_a_rank_keeps_its_place(model, templates, sizes, lane) -> None:
     tp, cp = lane
     width = tp * cp
-    wide = Templates(model, analytic_costs(model), lane=ParallelSpec(tp=tp, cp=cp))
+    specs = dict.fromkeys(model.modules_order(), ParallelSpec(tp=tp, cp=cp))
+    wide = Templates(model, analytic_costs(model), specs=specs)
     assert wide.most_ranks == width * templates.most_ranks
     layout, narrow = wide.layout([size * width for size in sizes]), templates.layout(sizes)
     assert layout.world == width * narrow.world and layout.spec("language_model").lane_size == width

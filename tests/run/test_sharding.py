@@ -223,16 +223,21 @@ def test_what_ranks_keep_covers_every_weight_once(spec: ParallelSpec, frozen: bo
 
 
 def test_slices_are_even_in_bytes() -> None:
-    """Also of weights that have fewer rows than there are ranks: what is left over goes to who has least."""
+    """Also of weights that have fewer rows than there are ranks: what is left over is dealt out in turn."""
     weights = {f"w{i}": nn.Parameter(torch.zeros(rows, 4)) for i, rows in enumerate([1, 1, 2, 5, 7, 1, 1, 3])}
     owners = (4, 2, 9, 7)
-    kept = [Sharded(Shard("m", 0, 1, owners, (owners,), True), rank, {("m", 0)}, weights, {}, ()) for rank in owners]
+    layers = dict.fromkeys(weights, 0)
+    kept = [
+        Sharded(Shard("m", 0, 1, owners, (owners,), True), rank, {("m", 0)}, weights, {}, layers, ()) for rank in owners
+    ]
     sizes = [sum(w.part.numel() for w in each.weights.values() if w.part is not None) for each in kept]
     assert sum(sizes) == 4 * 21 and max(sizes) - min(sizes) <= 4
     for name, whole in weights.items():
         rows = kept[0].weights[name].rows
         assert rows[0] == 0 and rows[-1] == len(whole) and all(each.weights[name].rows == rows for each in kept)
-    scalar = Sharded(Shard("m", 0, 1, (0, 1), ((0, 1),), True), 0, set(), {"s": nn.Parameter(torch.ones(()))}, {}, ())
+    scalar = Sharded(
+        Shard("m", 0, 1, (0, 1), ((0, 1),), True), 0, set(), {"s": nn.Parameter(torch.ones(()))}, {}, {"s": 0}, ()
+    )
     assert scalar.weights["s"].part is not None and scalar.weights["s"].part.shape == ()
 
 

@@ -24,7 +24,10 @@ def test_the_section_is_what_nodes_agree_on() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("parallel.language_model.shard='optimizer'", r"parallel\.language_model\.shard = 'optimizer'.*shard = 'none'"),
+        (
+            "parallel.language_model.shard='optimizer'",
+            r"parallel\.language_model\.shard = 'optimizer'.*shard_ranks to language_model\.cp",
+        ),
         ("parallel.language_model.pp=2", r"parallel\.language_model\.pp = 2"),
         ("parallel.language_model.tp=2", r"parallel\.vision\.tp = 1, but parallel\.language_model\.tp = 2"),
         ("parallel.vision.cp=2", r"parallel\.vision\.cp = 2, but parallel\.language_model\.cp = 1"),

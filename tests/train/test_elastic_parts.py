@@ -13,15 +13,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.layout import Layout, ParallelSpec
+from interlace.layout import ParallelSpec
+from interlace.plan import analytic_costs
 from interlace.plan.memory import StateSize
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Event, Generation, Node
-from interlace.resilience.layouts import Templates
+from interlace.resilience.layouts import Templates, held_by
 from interlace.resilience.roster import Templates as Proposed
 from interlace.run import parallelize
+from interlace.run.graph import parameter_layers
 from interlace.run.lanes import HowCut
 from interlace.train.build import build
+from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError, from_table
 from interlace.train.costs import flop_costs
 from interlace.train.elastic import leader_of
@@ -82,18 +85,32 @@ def test_weights_are_handed_on_without_a_copy_under_all_their_names() -> None:
     assert len(tied) == 2 and now[tied[0]] is now[tied[1]]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_bytes_of_a_place_in_a_lane_are_those_of_what_its_rank_has(tp: int) -> None:
-    model = tiny_mllm(kv_heads=2)
-    spec = ParallelSpec(tp=tp)
-    ranks = parallelize(model, Layout.from_specs(model, dict.fromkeys(model.modules_order(), spec)))._ranks
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ParallelSpec(),
+        ParallelSpec(tp=2),
+        ParallelSpec(cp=3, shard="optimizer", shard_ranks=3),
+        ParallelSpec(tp=2, cp=2, shard="full", shard_ranks=2),
+    ],
+)
+def test_bytes_of_a_place_in_a_lane_are_those_of_what_its_rank_has_in_every_cut(spec: ParallelSpec) -> None:
+    """Also of rows that do not divide among the ranks that share them out."""
+    model = tiny_mllm(kv_heads=2, layers=3, hidden=20)
+    specs = dict.fromkeys(model.modules_order(), spec)
+    templates = Templates(model, analytic_costs(model), specs=specs)
     trained = dict.fromkeys(dict(model.named_parameters()), StateSize(2, 4))
-    for module in model.modules_order():  # each has ranks of its own, one after the other
-        lane = [rank for _, rank in sorted(ranks.items()) if any(key[0] == module for key in rank.stages)]
-        for place, (sizes, rank) in enumerate(zip(sizes_of(model, trained, spec), lane, strict=True)):
-            assert {name: sizes[name] for name in rank.own} == {
-                name: 12 * p.numel() + 4 for name, p in rank.own.items()
-            }, (module, place)
+    size, config = spec.lane_size, config_of()
+    sizes = sizes_of(copy.deepcopy(model).to("meta"), trained, templates.layout([size]), config)
+    layers, first = parameter_layers(model), canonical_names(model)
+    for lanes in ([1, 2], [3, 5]):
+        layout = templates.layout([count * size for count in lanes])
+        ranks = parallelize(copy.deepcopy(model), layout)._ranks
+        for number, rank in ranks.items():
+            here = sizes[number % size]
+            names = [name for name in held_by(layout, number, layers, first) if name in here]
+            found = {name: 12 * p.numel() + 4 for name, p in rank.own.items()}
+            assert {name: here[name] for name in names} == found, (lanes, number)
 
 
 TIMES = st.floats(0.001, 50.0)

@@ -31,7 +31,8 @@ class Templates:
     any number of ranks.
 
     model: a MultimodalModel, which may be on meta. costs: of one microbatch; any unit. recompute: layers with a
-    backward take another forward. lane: tp and cp of every module.
+    backward take another forward. specs: tp and cp of the modules, which are the same for all, and what of them the
+    ranks of a lane share out (shard, shard_ranks); by default a lane is a rank.
     """
 
     def __init__(
@@ -40,18 +41,19 @@ class Templates:
         costs: Mapping[str, ModuleCosts],
         *,
         recompute: bool = False,
-        lane: ParallelSpec = ParallelSpec(),  # noqa: B008 - frozen
+        specs: Mapping[str, ParallelSpec] | None = None,
     ) -> None:
         per_layer = layer_costs(costs, model.modules_order(), recompute=recompute)
         self.layers = {name: len(each) for name, each in per_layer.items()}
-        self.lane = lane
+        self.specs = specs or dict.fromkeys(self.layers, ParallelSpec())
+        (self.lane_size,) = {spec.lane_size for spec in self.specs.values()}
         self._chain = np.concatenate(list(per_layer.values()))
         self.template = cache(self._template)
 
     @cached_property
     def most_ranks(self) -> int:
         """Of a pipeline: a layer for each lane."""
-        return len(self._chain) * self.lane.lane_size
+        return len(self._chain) * self.lane_size
 
     def _template(self, ranks: int) -> plan.PipelineTemplate:
         """The fastest pipeline of `ranks` ranks (`plan.pipeline_template`), of which lanes are the stages: all are of
@@ -59,7 +61,7 @@ class Templates:
 
         Raises ValueError for more lanes than layers, and for a part of a lane.
         """
-        lanes, rest = divmod(ranks, size := self.lane.lane_size)
+        lanes, rest = divmod(ranks, size := self.lane_size)
         if rest or lanes < 1:
             raise ValueError(f"a pipeline of {ranks} ranks has no whole number of lanes of {size} ranks (tp * cp)")
         if lanes > len(self._chain):
@@ -96,13 +98,13 @@ class Templates:
                 )
                 pipelines.append(Pipeline(name, replica, tuple(stages)))
             deepest = max(len(pipeline.stages) for pipeline in pipelines)
-            modules[name] = replace(self.lane, pp=deepest, dp=len(sizes)), tuple(pipelines)
+            modules[name] = replace(self.specs[name], pp=deepest, dp=len(sizes)), tuple(pipelines)
             offset += layers
         return Layout(modules, sum(sizes), "chain")
 
     def _ranks(self, first: int, place: int) -> tuple[int, ...]:
         """Of the lane at `place` in a pipeline whose ranks begin at `first`."""
-        size = self.lane.lane_size
+        size = self.lane_size
         return tuple(range(first + place * size, first + (place + 1) * size))
 
 

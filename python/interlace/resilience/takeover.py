@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def assign(
     sends = dict.fromkeys(held, 0.0)  # when each would be free again
     takes = dict.fromkeys(needed, 0.0)
     found: dict[tuple[int, int], list[str]] = {}
-    order = {name: at for at, name in enumerate(sizes[0])}
+    order = {name: at for at, name in enumerate(dict.fromkeys(chain(*sizes)))}
     for name, rank in sorted(missing, key=lambda each: (-sizes[each[1] % lane][each[0]], order[each[0]], each[1])):
         if not sources[name, rank % lane]:
             continue

@@ -16,7 +16,6 @@ stay what they are (see `interlace.parallel.tensor`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -37,7 +36,6 @@ from interlace.parallel import Ranks, check_plan, tensor_parallel, used_in_part
 from interlace.parallel.families import Unknown, around, derived_plan
 from interlace.parallel.tensor import AROUND
 from interlace.parallel.vocabulary import vocabulary_plan
-from interlace.run.weights import cut_weights
 from interlace.schedule import StageGraph
 
 
@@ -244,22 +242,6 @@ def cut(stage: StageModule, ranks: Ranks, *, rows: bool) -> set[str]:
     length = rows_of_plan if rows else None
     tensor_parallel(stage, plan, ranks, sequence_parallel=rows, length=length, sum_gradients=False)
     return in_part
-
-
-def numbers_held(mllm: Any, tp: int) -> list[dict[str, int]]:
-    """For each of `tp` tensor-parallel places: parameter -> how many of its numbers a rank there has, of those of which
-    it has a piece. mllm: on the meta device.
-
-    Raises ValueError for a module that cannot be cut among so many.
-    """
-    found: list[dict[str, int]] = [{} for _ in range(tp)]
-    for name in mllm.modules_order() if tp > 1 else ():
-        for place in range(tp):
-            stage = mllm.slice(name, 0, len(mllm.layer_list(name)), copy="modules")
-            how_cut(mllm, name, stage, tp, sequence_parallel=False)
-            cut(stage, Ranks.at(place, tp), rows=False)
-            found[place] |= {key: math.prod(each.region.sizes) for key, each in cut_weights(stage).items()}
-    return found
 
 
 def rows_of_plan() -> int:

@@ -7,6 +7,7 @@ itself is trained, in place, whatever the layout, and an optimizer over ``mllm.p
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch import nn
 
 from interlace.comm.channel import Channel
 from interlace.comm.transports import Transport
-from interlace.layout import Reduction
+from interlace.layout import Layout, Reduction
 from interlace.model import Checkpointing, StageModule
 from interlace.run.executor import Executor
-from interlace.run.graph import parameter_layers
-from interlace.run.lanes import Place, cut
+from interlace.run.graph import parameter_layers, stage_graph
+from interlace.run.lanes import Place, cut, with_lanes
 from interlace.run.layers import Layers
 from interlace.run.memory import allocate, allocate_buffers, is_bare, without_memory, without_values
 from interlace.run.sharding import Sharded
@@ -110,7 +111,8 @@ class Rank:
             }
             # What tensor-parallel ranks hold whole has the same rows on all, as what is tied has in all stages.
             whole = weights.keys() - self.cut.keys() if graph.layout.spec(shard.module).tp > 1 else set()
-            found[place] = Sharded(shard, self.number, stages, weights, self.cut, tied | whole)
+            layers = {name: self._layers[name][1] for name in weights}
+            found[place] = Sharded(shard, self.number, stages, weights, self.cut, layers, tied | whole)
         for sharded in found.values():
             sharded.keep_parts(pieces)
         return found
@@ -202,6 +204,22 @@ class Rank:
             self.number, runtimes, channel, graph.modules, lanes, graph.reductions, self.parameters, self.sharded,
             self.by_layer,
         )  # fmt: skip
+
+
+def held_in_lane(mllm: Any, layout: Layout, *, sequence_parallel: bool) -> list[dict[str, int]]:
+    """For each rank of a layout that has all of a model on one lane: parameter -> how many of its numbers it keeps, of
+    those of which it keeps any. mllm: on the meta device; it stays as it is.
+
+    A rank at the same place of another lane keeps as many of each of its layers, however these are cut into stages.
+    Raises ValueError for a module that its tp or cp cannot cut.
+    """
+    graph, rows = with_lanes(stage_graph(mllm, layout), mllm, sequence_parallel=sequence_parallel)
+    found = []
+    for number in range(layout.world):
+        own = copy.deepcopy(mllm)
+        rank = make_ranks(own, graph, [number], "none", rows, Views(), Pieces(), torch.device("meta"))[number]
+        found.append({name: parameter.numel() for name, parameter in rank.own.items()})
+    return found
 
 
 def make_ranks(

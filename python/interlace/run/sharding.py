@@ -127,21 +127,28 @@ class Sharded:
         stages: Collection[tuple[str, int]],
         weights: Mapping[str, nn.Parameter],
         cut: Mapping[str, Region],
-        tied: Collection[str],
+        layers: Mapping[str, int],
+        alike: Collection[str],
     ) -> None:
-        """tied: names of weights that other stages have too, whose slices must be the same there."""
+        """layers: name of a weight -> its layer. alike: names of weights that other ranks have too, in other shards,
+        where slices must be the same."""
         self.shard, self.stages = shard, set(stages)
         self.place = shard.owners.index(rank)
         self.places = [shard.owners.index(owner) for owner in shard.ranks]
         self.replicas = shard.replicas(rank)
         self.weights: dict[str, Weight] = {}
-        held = [0] * len(shard.owners)  # bytes
+        owners, turn = len(shard.owners), dict[int, int]()
         for name, whole in weights.items():
-            rows = whole.shape[0] if whole.dim() else 1
-            each, more = divmod(rows, len(held))
-            last = range(len(held)) if name in tied else sorted(range(len(held)), key=held.__getitem__)
-            counts = [each + (i in last[:more]) for i in range(len(held))]
-            held = [size + count * (whole.nbytes // rows) for size, count in zip(held, counts, strict=True)]
+            each, more = divmod(whole.shape[0] if whole.dim() else 1, owners)
+            # Rows that are over are dealt out in turn, from layer to layer by another one first: so slices are of one
+            # size, and a weight's are the same whatever other layers the shard has.
+            layer = layers[name]
+            first = 0
+            if name not in alike:
+                first = turn.get(layer, layer)
+                turn[layer] = first + more
+            over = {(first + i) % owners for i in range(more)}
+            counts = [each + (i in over) for i in range(owners)]
             self.weights[name] = Weight(whole, [0, *accumulate(counts)], self.place, cut.get(name))
         self.gathered = self.in_buckets(list(self.weights.values()))
         self.summed = self.in_buckets([weight for weight in self.weights.values() if weight.whole.requires_grad])

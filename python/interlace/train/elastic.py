@@ -39,7 +39,7 @@ from interlace.train.checkpoint.checkpoints import Checkpoints, seconds_to_write
 from interlace.train.checkpoint.identity import canonical_names, identity_of
 from interlace.train.config import ConfigError, dumps
 from interlace.train.costs import flop_costs
-from interlace.train.elastic_config import check, lane_of
+from interlace.train.elastic_config import check
 from interlace.train.elastic_log import Clocks, Recoveries, Recovery
 from interlace.train.elastic_meeting import Meeting, Over
 from interlace.train.elastic_plan import microbatches, propose, templates_of
@@ -113,7 +113,8 @@ class Rank:
         self.order = [name for name, _ in self.model.named_parameters()]
         trained = state_sizes(config, self.model, rates(config, self.model))
         try:
-            self.sizes = states.sizes_of(self.model, trained, lane_of(config))
+            lane = self.templates.layout([self.templates.lane_size])
+            self.sizes = states.sizes_of(self.model, trained, lane, config)
         except ValueError as error:
             raise ConfigError(f"{source}: --elastic: {error}") from None
         self.note = Note(
@@ -184,7 +185,7 @@ class Rank:
             return True, None
         layout = self.templates.layout(sizes_of(generation))
         model = deepcopy(self.model)
-        mine = held_by(layout, meeting.rank, self.layers, self.first)
+        mine = self._held_by(layout, meeting.rank)
         leader = leader_of(notes)
         current = self.held if self.held is not None and leader >= 0 and self._is_current(notes) else None
         before, cut = ({}, {}) if current is None else (current.tensors, current.regions)
@@ -244,11 +245,16 @@ class Rank:
         layout = self.templates.layout(sizes_of(meeting.generation))
         step = notes[leader_of(notes)].step
         return assign(
-            {rank: held_by(layout, rank, self.layers, self.first) for rank in range(meeting.world)},
+            {rank: self._held_by(layout, rank) for rank in range(meeting.world)},
             {rank: set(note.names(self.order)) if note.step == step else () for rank, note in notes.items()},
             self.sizes,
             {rank: note.host for rank, note in notes.items()},
         )
+
+    def _held_by(self, layout: Any, rank: int) -> list[str]:
+        """The parameters that `rank` keeps, or a part of them."""
+        sizes = self.sizes[rank % len(self.sizes)]
+        return [name for name in held_by(layout, rank, self.layers, self.first) if name in sizes]
 
     def _take_over(
         self, meeting: Meeting, notes: dict[int, Note], layout: Any, trainer: Trainer, before: Any, recovery: Recovery
@@ -454,11 +460,12 @@ class Rank:
             if note.step == notes[max(leader, 0)].step
             for name in note.names(self.order)
         }
-        missing = [name for name in self.order if any((name, place) not in there for place in range(lane))]
+        needed = {(name, place) for place, sizes in enumerate(self.sizes) for name in sizes}
+        missing = needed - there
         few = "too few nodes are left to train on"
         if missing or leader < 0:
             last = "resume from the last checkpoint" if self._has_checkpoint() else "there is no checkpoint"
-            self._end(f"{few}, and {len(missing)} of the weights are gone with others: {last}")
+            self._end(f"{few}, and {len({name for name, _ in missing})} of the weights are gone with others: {last}")
         progress = Progress.model_validate_json(meeting.hear("progress", leader))
         checkpoints = Checkpoints(
             runfolder.checkpoints_of(self.folder),

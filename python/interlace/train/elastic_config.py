@@ -21,10 +21,18 @@ def settings_of(config: Config) -> Settings:
     )
 
 
-def lane_of(config: Config) -> ParallelSpec:
-    """tp and cp of all modules."""
-    spec = config.parallel.language_model
-    return ParallelSpec(tp=spec.tp, cp=spec.cp)
+def specs_of(config: Config) -> dict[str, ParallelSpec]:
+    """What the config says of each module that is the same in every set of pipelines."""
+    found = {}
+    for name in config.modules():
+        spec = config.parallel.module(name)
+        found[name] = ParallelSpec(tp=spec.tp, cp=spec.cp, shard=spec.shard, shard_ranks=spec.shard_ranks)
+    return found
+
+
+def lane_size(config: Config) -> int:
+    """Ranks of a lane."""
+    return config.parallel.language_model.tp * config.parallel.language_model.cp
 
 
 def check(config: Config, *, source: str) -> None:
@@ -42,10 +50,11 @@ def check(config: Config, *, source: str) -> None:
         )
     for name in config.modules():
         spec = parallel.module(name)
-        if spec.shard != "none":
+        if spec.shard != "none" and (spec.shard_ranks is None or spec.cp % spec.shard_ranks):
             raise ConfigError(
-                f"{source}: parallel.{name}.shard = {spec.shard!r} spreads a layer's state over the pipelines, so that "
-                "a lost node takes part of it along: --elastic needs shard = 'none'"
+                f"{source}: parallel.{name}.shard = {spec.shard!r} spreads a layer's state over pipelines, of which a "
+                f"lost node takes a part along: with --elastic set shard_ranks to {name}.cp or a divisor of it, so "
+                "that the ranks of one lane share it out, or shard = 'none'"
             )
         for key in ("pp", "virtual"):
             if getattr(spec, key) > 1:
@@ -54,17 +63,16 @@ def check(config: Config, *, source: str) -> None:
                     "the nodes that there are, a range of layers to a rank or lane: leave it out"
                 )
         for key in ("tp", "cp"):
-            if getattr(spec, key) != getattr(lane_of(config), key):
+            degree, least = getattr(spec, key), getattr(parallel.language_model, key)
+            if degree != least:
                 raise ConfigError(
-                    f"{source}: parallel.{name}.{key} = {getattr(spec, key)}, but parallel.language_model.{key} = "
-                    f"{getattr(lane_of(config), key)}: with --elastic a rank may hold layers of both, so give all "
-                    "modules one tp and one cp"
+                    f"{source}: parallel.{name}.{key} = {degree}, but parallel.language_model.{key} = {least}: with "
+                    "--elastic a rank may hold layers of both, so give all modules one tp and one cp"
                 )
-    if own.ranks_per_node % lane_of(config).lane_size:
+    if own.ranks_per_node % lane_size(config):
         raise ConfigError(
             f"{source}: resilience.ranks_per_node = {own.ranks_per_node} is no multiple of tp * cp = "
-            f"{lane_of(config).lane_size}: with --elastic the ranks that share a layer are on one node, which is lost "
-            "as a whole"
+            f"{lane_size(config)}: with --elastic the ranks that share a layer are on one node, lost or kept as a whole"
         )
     # What spreads samples or orders actions by one replica, of which all are taken to be alike.
     for key, value, known in (

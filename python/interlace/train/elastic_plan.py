@@ -11,7 +11,7 @@ from interlace.resilience import roster
 from interlace.resilience.layouts import Templates
 from interlace.train.auto.machine import memory_of
 from interlace.train.config import ConfigError
-from interlace.train.elastic_config import lane_of
+from interlace.train.elastic_config import specs_of
 from interlace.train.rank_memory import activations_of_config, held_by_ranks
 from interlace.train.scheduling import chunk_loads, chunk_sizes, step_schedule
 from interlace.train.schema import Config
@@ -27,7 +27,7 @@ def microbatches(config: Config) -> int:
 
 def templates_of(config: Config, model: Any, costs: Mapping[str, ModuleCosts]) -> Templates:
     """The pipeline templates of a config's model. costs: of one microbatch; any unit."""
-    return Templates(model, costs, recompute=config.train.recompute, lane=lane_of(config))
+    return Templates(model, costs, recompute=config.train.recompute, specs=specs_of(config))
 
 
 def propose(config: Config, model: Any, templates: Templates, *, source: str) -> str:
@@ -83,10 +83,20 @@ def min_nodes(config: Config, model: Any, templates: Templates, memory: float, t
 
 def _check_shared(config: Config, model: Any, templates: Templates, sizes: list[int], source: str) -> None:
     """Raises ConfigError for a model that pipelines of different numbers of nodes cannot train together: one with a
-    weight in two modules, or a tied one that the ranks of a lane use in part."""
+    weight in two modules, or a tied one that the ranks of a lane use in part, or share out."""
     from interlace.run import stage_graph
+    from interlace.run.graph import parameter_layers
     from interlace.run.lanes import with_lanes
 
+    homes = parameter_layers(model)
+    for names in model.tied_parameters():
+        module, _ = homes[names[0]]
+        if (shard := templates.specs[module].shard) != "none":
+            raise ConfigError(
+                f"{source}: parallel.{module}.shard = {shard!r}, but with --elastic the tied weight {names[0]} is on "
+                "one rank of some pipelines and on two of others, which would keep other slices of it: untie it "
+                "(tie_word_embeddings = false in the module's config), or set shard = 'none'"
+            )
     ranks = sorted({size * config.resilience.ranks_per_node for size in range(sizes[0], sizes[1] + 1)})
     try:
         graph = stage_graph(model, templates.layout(ranks))

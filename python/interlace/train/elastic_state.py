@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interlace.layout import ParallelSpec
+from interlace.layout import Layout
 from interlace.parallel.region import Region
 from interlace.plan.memory import StateSize
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.takeover import Tensors
-from interlace.run.lanes import numbers_held
+from interlace.run.graph import parameter_layers
+from interlace.run.ranks import held_in_lane
 from interlace.train.checkpoint.checkpoints import AVERAGE
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.checkpoint.pieces import Piece
 from interlace.train.progress import Progress
+from interlace.train.schema import Config
 from interlace.train.trainer import Trainer
 
 WEIGHT = "weight"
@@ -99,11 +101,17 @@ def give(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def give_pieces(parallel: Any, weights: Mapping[str, Tensor]) -> None:
-    """The same of pieces, which a model has when it has been parallelized: they take the places of those there."""
+    """The same of pieces, which a model has when it has been parallelized. They take the places of those there; into
+    rows of what is sharded they are copied, as these are a part of what steps compute with."""
     first, own = canonical_names(parallel.mllm), dict(parallel.named_parameters())
+    sharded = {shard.module for shard in parallel.graph.shards}
+    layers = parameter_layers(parallel.mllm)
     for name in parallel.regions():
         if first[name] in weights:
-            own[name].data = weights[first[name]]
+            if layers[name][0] in sharded:
+                own[name].data.copy_(weights[first[name]])
+            else:
+                own[name].data = weights[first[name]]
 
 
 def adopt(trainer: Trainer, held: Tensors) -> None:
@@ -118,21 +126,20 @@ def adopt(trainer: Trainer, held: Tensors) -> None:
         }
 
 
-def sizes_of(model: Any, trained: Mapping[str, StateSize], lane: ParallelSpec) -> list[dict[str, int]]:
+def sizes_of(model: Any, trained: Mapping[str, StateSize], lane: Layout, config: Config) -> list[dict[str, int]]:
     """For each place in a lane: parameter -> bytes of all that a rank there has of it, in the order of the model.
 
-    trained: name -> its `StateSize`. Raises ValueError for a module that tensor parallelism cannot cut.
+    trained: name -> its `StateSize`. lane: with all of the model on one. Raises ValueError for a module that its tp or
+    cp cannot cut.
     """
-    found = []
-    for pieces in numbers_held(model, lane.tp):
-        sizes = {}
-        for name, parameter in model.named_parameters():
-            state, count = trained.get(name), pieces.get(name, parameter.numel())
-            sizes[name] = count * parameter.element_size()
-            if state is not None:
-                sizes[name] += state.moments * count * torch.float32.itemsize + state.bytes
+    found, own = [], dict(model.named_parameters())
+    for numbers in held_in_lane(model, lane, sequence_parallel=config.parallel.sequence_parallel):
+        sizes = {name: count * own[name].element_size() for name, count in numbers.items()}
+        for name in sizes.keys() & trained.keys():
+            state = trained[name]
+            sizes[name] += state.moments * numbers[name] * torch.float32.itemsize + state.bytes
         found.append(sizes)
-    return found * lane.cp
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from interlace.train.config import ConfigError
-from interlace.train.elastic_config import lane_of
+from interlace.train.elastic_config import lane_size
 from interlace.train.schema import Config
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
     from interlace.plan import layer_costs
     from interlace.simulate.elastic_job import Job
 
-    lane = lane_of(config).lane_size
+    lane = lane_size(config)
     if options.ranks_per_node % lane:
         raise ValueError(
             f"nodes of {options.ranks_per_node} ranks cannot hold lanes of tp * cp = {lane}: give --ranks-per-node a "
@@ -247,7 +247,7 @@ def _report(
         "costs": origin,
         "seconds": until,
         "nodes": int(there[1][0]),
-        "ranks_per_node": job.stages_per_node * lane_of(config).lane_size,
+        "ranks_per_node": job.stages_per_node * lane_size(config),
         "faults": job.faults,
         "min_nodes": job.least_nodes,
         "failures": int((np.diff(there[1]) < 0).sum()),
