@@ -9,17 +9,12 @@ from typing import Any
 
 import pytest
 
-from interlace.train.build import build
-from interlace.train.checkpoint.folder import verify
-from interlace.train.checkpoint.storage import read_manifest
-from interlace.train.config import from_table
 from interlace.train.elastic_log import PARTS, Recoveries
 from interlace.train.metrics import LOSS
-from interlace.train.texts import tokenizer_of
 from tests.data.chat_families import pictures, trained
 from tests.data.test_chats_faults import TEMPLATE
 from tests.resilience.elastic_cluster import Cluster, table
-from tests.resilience.sweep import KINDS, TABLE, check, cut, play
+from tests.resilience.sweep import KINDS, TABLE, check, play
 
 
 def test_a_run_outlives_a_node(tmp_path: Path) -> None:
@@ -92,100 +87,6 @@ def test_faults_of_all_kinds_at_random_moments(tmp_path: Path) -> None:
     """An episode of the sweep on four nodes: pipelines of different depth, rank 0's node among those that die."""
     found = play(tmp_path, ["kill", "preempt", "stop"], seed=3, nodes=4, min_nodes=1, steps=150)
     assert found["generations"] >= 4
-
-
-LANES = {
-    "pieces": {"tp": 2},
-    "rows of the state": {"cp": 2, "shard": "optimizer", "shard_ranks": 2},
-    "rows of all": {"cp": 2, "shard": "full", "shard_ranks": 2},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lane", LANES)
-def test_faults_of_all_kinds_where_the_ranks_of_a_node_share_layers(tmp_path: Path, lane: str) -> None:
-    """Pipelines of two and of three nodes, each two ranks that have some of each of its layers."""
-    faults = ["kill", "stop", "preempt"] if lane == "pieces" else ["kill", "preempt"]
-    found = play(tmp_path, faults, seed=5, nodes=5, min_nodes=2, steps=60, lane=LANES[lane])
-    assert found["generations"] >= 4 and found["copied_mib"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lane", [{}, {"tp": 2}], ids=["ranks", "lanes"])
-def test_a_tied_embedding_on_one_rank_of_one_pipeline_and_on_two_of_another(
-    tmp_path: Path, lane: dict[str, int]
-) -> None:
-    """Two microbatches are for two pipelines: three nodes are one of one node and one of two."""
-    made = table(tmp_path / "runs", train={"steps": 60, "microbatches": 1}, resilience={"nodes": 3})
-    cut(made, lane)
-    made["model"]["language_model"]["config"]["tie_word_embeddings"] = True
-    with Cluster(tmp_path, made, pace=0.3) as cluster:
-        cluster.start(*"abc")
-        cluster.wait_for(cluster.reached(3), "step 3")
-        (alone,) = next(p for p in cluster.events("generation")[-1]["pipelines"] if len(p) == 1)
-        victim = alone.rpartition("-")[0]
-        cluster.kill(victim)  # its copy is made of what two others have
-        cluster.start("d")
-        cluster.wait_for(cluster.reached(6, 3), "a step with d")
-        cluster.slow(0.0)
-        living = [name for name in "abcd" if name != victim]
-        codes = cluster.end()
-        assert [codes[name] for name in living] == [0, 0, 0], cluster.told()
-    found = check(cluster, made, living)
-    assert found["steps_of_depths"].keys() & {"1+2", "2+1"} and found["copied_mib"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lane", [{}, *LANES.values()], ids=["whole", *LANES])
-def test_too_few_nodes_save_what_they_hold_and_stop(tmp_path: Path, lane: dict[str, Any]) -> None:
-    """Of two pipelines one is left, with f = 1: it saves the whole model, of the last step that counted."""
-    made = table(tmp_path / "runs", train={"steps": 200, "validate_every": 0})
-    cut(made, lane)
-    with Cluster(tmp_path, made, pace=0.3) as cluster:
-        cluster.start("a", "b")
-        cluster.wait_for(cluster.reached(2), "step 2")
-        cluster.kill("a")
-        assert cluster.end()["b"] == 1, cluster.told()
-    assert cluster.events("generation")[-1]["of"] == "save"
-    assert "too few nodes are left" in cluster.told()
-    (saved,) = cluster.run_folder().glob("checkpoints/step-*")
-    verify(saved)
-    manifest = read_manifest(saved)
-    assert manifest.step == max(each["step"] for each in cluster.steps())
-    config = from_table(made)
-    for name, parameter in build(config, tokenizer_of(config, source="test")).named_parameters():
-        keys = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.ema")
-        assert all(manifest.tensors[f"{key}.{name}"].shape == list(parameter.shape) for key in keys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "faults", "names", "lane"),
-    [
-        pytest.param(2, 1, "abc", {}, id="two ranks a node"),
-        pytest.param(1, 0, "a", {}, id="one node, no fault"),
-        pytest.param(2, 1, "abc", {"cp": 2}, id="a node shares the tokens"),
-        pytest.param(4, 1, "abc", {"tp": 2, "cp": 2}, id="a node shares tokens and layers"),
-        pytest.param(4, 1, "abc", {"tp": 2}, id="two lanes a node"),
-    ],
-)
-def test_nodes_of_several_ranks_and_one_alone(
-    tmp_path: Path, ranks: int, faults: int, names: str, lane: dict[str, int]
-) -> None:
-    made = table(tmp_path / "runs", train={"steps": 10}, resilience={"nodes": len(names), "faults": faults})
-    cut(made, lane)
-    made["resilience"]["ranks_per_node"] = ranks
-    with Cluster(tmp_path, made, pace=0.3 * faults) as cluster:
-        cluster.start(*names)
-        if faults:
-            cluster.wait_for(cluster.reached(2), "step 2")
-            cluster.kill("a")
-            cluster.slow(0.0)
-        living = list(names[faults:])
-        codes = cluster.end()
-        assert [codes[name] for name in living] == [0] * len(living), cluster.told()
-    found = check(cluster, made, living)
-    assert found["generations"] == 1 + faults
 
 
 @pytest.mark.slow
