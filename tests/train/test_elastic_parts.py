@@ -167,6 +167,7 @@ def config_of(**changes: dict[str, Any]) -> Any:
     [
         ({"train": {"assign": "stratified"}}, "train.assign"),
         ({"train": {"balance": "per_module"}}, "train.balance"),
+        ({"train": {"balance": "none"}}, "train.balance"),
         ({"parallel": {"schedule": "auto"}}, "parallel.schedule"),
         ({"parallel": {"placement": "colocated"}}, "parallel.placement"),
     ],

@@ -78,7 +78,7 @@ def check(config: Config, *, source: str) -> None:
     for key, value, known in (
         ("parallel.schedule", parallel.schedule, ("1f1b", "gpipe", "zb_h1", "zb_h2")),
         ("train.assign", config.train.assign, ("tokens",)),
-        ("train.balance", config.train.balance, ("llm", "none")),
+        ("train.balance", config.train.balance, ("llm",)),
         ("parallel.activation_memory", parallel.activation_memory, (None,)),
     ):
         if value not in known:
