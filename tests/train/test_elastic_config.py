@@ -36,6 +36,11 @@ def test_the_section_is_what_nodes_agree_on() -> None:
             r"resilience\.ranks_per_node = 1 is no multiple of tp \* cp = 2",
         ),
         ("parallel.placement='replicated'", r"parallel\.placement = 'replicated'"),
+        ("parallel.dp=2", r"parallel\.dp = 2, but --elastic .* leave it out"),
+        ("parallel.vision.dp=2", r"parallel\.vision\.dp = 2, but --elastic .* leave it out"),
+        ("parallel={placement='chain', ranks=2}", r"parallel\.placement = 'chain', but --elastic .* leave it out"),
+        ("train.compile=true", r"train\.compile = true would compile anew"),
+        ("train.offload_optimizer=true", r"train\.offload_optimizer = true .* compute on the CPU"),
         ("run.device='cuda'", r"run\.device = 'cuda'.*CPUs alone"),
         ("parallel='auto'", r"parallel\.plan = 'auto'"),
         (

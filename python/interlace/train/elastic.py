@@ -44,7 +44,7 @@ from interlace.train.elastic_log import Clocks, Recoveries, Recovery
 from interlace.train.elastic_meeting import Meeting, Over
 from interlace.train.elastic_plan import microbatches, propose, templates_of
 from interlace.train.elastic_state import Held, Note
-from interlace.train.feed import Feed, datasets
+from interlace.train.feed import Feed, datasets, report_left_out
 from interlace.train.flops import Meter
 from interlace.train.launch import launcher, lock
 from interlace.train.optim import state_sizes
@@ -336,6 +336,9 @@ class Rank:
             if meeting.rank == 0 and self.resume is None:
                 runfolder.write_config(found, self.config)
                 runfolder.point_latest(found)
+            if meeting.rank == 0:
+                report_left_out(self.data, found, launcher.note)
+                whole_run.say_trained(self.config, self.model)
         else:
             self.folder, self.nonce = Path(known[0]), known[1]
         if meeting.rank == 0 and self.lock is None:

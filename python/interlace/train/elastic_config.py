@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from interlace.layout import ParallelSpec
 from interlace.resilience.settings import Settings
+from interlace.train import offload
 from interlace.train.config import ConfigError
 from interlace.train.schema import Config
 
@@ -41,13 +42,23 @@ def check(config: Config, *, source: str) -> None:
     if parallel.auto:
         raise ConfigError(
             f"{source}: parallel.plan = 'auto' chooses one layout for a fixed number of ranks, but --elastic makes one "
-            "for every set of nodes: leave out [parallel], or set placement = 'chain'"
+            "for every set of nodes: leave out [parallel]"
         )
-    if parallel.placement not in (None, "chain"):
+    given = {f"parallel.{key}": getattr(parallel, key) for key in ("placement", "ranks", "dp")}
+    given |= {f"parallel.{name}.dp": parallel.module(name).dp for name in config.modules()}
+    for key, value in given.items():
+        if value not in (None, 1):
+            raise ConfigError(
+                f"{source}: {key} = {value!r}, but --elastic cuts each replica of the whole model into one chain of "
+                "layers, a pipeline of nodes, and has as many as the nodes that there are make: leave it out"
+            )
+    if config.train.compile:
         raise ConfigError(
-            f"{source}: parallel.placement = {parallel.placement!r}, but --elastic cuts each replica of the whole "
-            "model into one chain of layers, a pipeline of nodes: leave it out"
+            f"{source}: train.compile = true would compile anew whenever a node is lost or comes, for longer than "
+            "that may take: leave it out with --elastic"
         )
+    if config.train.offload_optimizer:
+        offload.check_device("cpu", source=source)
     for name in config.modules():
         spec = parallel.module(name)
         if spec.shard != "none" and (spec.shard_ranks is None or spec.cp % spec.shard_ranks):
