@@ -174,16 +174,19 @@ class Cluster:
 
     def remove(self, node: Any) -> None:
         """Kills a node with all its processes, of which Ray's agents would outlive it by minutes."""
+        os.kill(raylet(node), signal.SIGSTOP)  # so that it starts none meanwhile
         pids = [pid for pid, _ in children(raylet(node))]
         self.local.remove_node(node, allow_graceful=False)  # to drain one may take minutes
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        while any(alive(pid) for pid in pids):  # and writes into the folder
+            time.sleep(0.01)
 
     def close(self) -> None:
         for node in [*self.nodes, self.local.head_node]:
             self.remove(node)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder)
 
 
 def raylet(node: Any) -> int:
@@ -203,6 +206,14 @@ def children(parent: int) -> Iterator[tuple[int, str]]:
             continue
         if of == parent:
             yield int(place.name), name
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; one that has ended may wait for whoever inherits it."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="interlace[ray] is not installed")
 
-from bench.ray_kills import Cluster, children, raylet  # noqa: E402
+from bench.ray_kills import Cluster, alive, children, raylet  # noqa: E402
 from interlace.data import Loader, StreamLoader, ray_tasks  # noqa: E402
 from interlace.data.produced import HeldOut  # noqa: E402
 from interlace.data.ray_tasks import Keeper, RayError, RayTasks, _connect  # noqa: E402
@@ -45,19 +45,8 @@ def cluster() -> Iterator[Cluster]:
     ray.shutdown()
     started = [pid for node in made.local.list_all_nodes() for pid in (raylet(node), *dict(children(raylet(node))))]
     made.close()
-    assert len(started) > 2 and not Path(made.folder).exists()
-    deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in started):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs; one that has ended may wait for whoever inherits it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert len(started) > 2 and not any(alive(pid) for pid in started)
+    assert not Path(made.folder).exists()
 
 
 @pytest.fixture
