@@ -107,7 +107,7 @@ $(DEPS): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -qq "$(TORCH)"
 	$(PIP) install -qq "setuptools>=77" "pybind11>=3" "clang-format==23.1.5"
-	$(PIP) install -qq --no-build-isolation --constraint constraints.txt --editable ".[data,lora,dev]"
+	$(PIP) install -qq --no-build-isolation --constraint constraints.txt --editable ".[data,lora,ray,dev]"
 	touch $@
 
 # Nothing to compile right after the installation above: the extension is then newer than its sources.

@@ -3,6 +3,7 @@ are those of a run that decodes in its own thread, bit for bit, so no sample was
 
 A head without CPUs, where the run is, and nodes of one CPU each that decode pictures, all on this machine. A kill comes
 when the run has logged so many steps more, so that all come while it trains; another node joins for one that is lost.
+The cluster notices a dead node within seconds; as Ray is set by default, it takes some fifteen.
 
     python -m bench.ray_kills --out bench/results/ray_kills.json
 """
@@ -10,9 +11,11 @@ when the run has logged so many steps more, so that all come while it trains; an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +25,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from PIL import Image
@@ -29,10 +33,21 @@ from PIL import Image
 from bench.measure import command, machine, versions, write_json
 from interlace.data.chats_bpe import LEAST, write_tokenizer
 
-LOSS, RESTARTS, BLANK = "loss_metrics/global_avg_loss", "data/worker_restarts", "data/blank_items"
+KINDS = ["node", "worker", "keeper", "both"]
+LOSS, MOVED = "loss_metrics/global_avg_loss", "data/moved(MiB)"
+RESTARTS, BLANK = "data/worker_restarts", "data/blank_items"
 LONGEST = 300.0
 """Seconds without a new step after which the run counts as hung."""
-MEMORY = {"object_store_memory": 100_000_000}
+MEMORY = 80_000_000
+"""Bytes of a node's object store; fewer Ray refuses."""
+# Ray asks a node each 3 s whether it lives, and gives up after five answers that do not come. One that is killed
+# refuses at once, so that asking more often finds it sooner; a busy one has 10 s for each answer, as ever.
+HEAD = {
+    "include_dashboard": False,
+    "no_monitor": True,
+    "include_log_monitor": False,
+    "_system_config": {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500},
+}
 
 CONFIG = """
 [run]
@@ -70,7 +85,8 @@ decode_first = false
 {data}
 
 [parallel]
-ranks = 1
+placement = "shared"
+dp = {ranks}
 threads = 1
 
 [train]
@@ -108,15 +124,31 @@ def write_chats(folder: Path, count: int, side: int) -> None:
 
 
 class Cluster:
-    """A local Ray cluster of processes of this machine. nodes: those that decode."""
+    """A local Ray cluster of processes of this machine, in a folder of its own that goes with it. nodes: those that
+    decode, of one CPU each, beside a head that does not."""
 
     def __init__(self, nodes: int) -> None:
         from ray.cluster_utils import Cluster as Local
 
-        self.local = Local(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **MEMORY})
+        # Not where TMPDIR says: the path of a unix socket has 107 bytes at most, and Ray's own part takes 80 of them.
+        self.folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        head = {"num_cpus": 0, "object_store_memory": MEMORY, **HEAD}
+        with self._settings():
+            self.local = Local(initialize_head=True, head_node_args=head)
         self.address = self.local.address
         for _ in range(nodes):
-            self.local.add_node(num_cpus=1, **MEMORY)
+            self.add()
+
+    def add(self, cpus: int = 1, **more: Any) -> Any:
+        """Another node, one that decodes unless it has no CPUs."""
+        with self._settings():
+            return self.local.add_node(num_cpus=cpus, object_store_memory=MEMORY, **more)
+
+    def _settings(self) -> Any:
+        """What a node that starts meanwhile reads: it writes into the folder, reports to nobody, and kills no worker
+        because others fill the memory of this machine."""
+        given = {"TMPDIR": self.folder, "USAGE_STATS_ENABLED": "0", "memory_monitor_refresh_ms": "0"}
+        return mock.patch.dict(os.environ, {f"RAY_{key}": value for key, value in given.items()})
 
     @property
     def nodes(self) -> list[Any]:
@@ -124,10 +156,13 @@ class Cluster:
 
     def kill(self, kind: str, draw: random.Random) -> bool:
         """Kills one: a "node" with all that it had made or was about to, in whose place another one joins; a "worker",
-        a process that decodes; or the "keeper", which hands out tasks. False: none is at work just now."""
+        a process that decodes; the "keeper", which hands out tasks; or "both", the keeper and then at once a node.
+        False: none is at work just now."""
+        if kind == "both":
+            return self.kill("keeper", draw) and self.kill("node", draw)
         if kind == "node":
-            self.local.remove_node(draw.choice(self.nodes), allow_graceful=False)
-            self.local.add_node(num_cpus=1, **MEMORY)
+            self.remove(draw.choice(self.nodes))
+            self.add()
             return True
         name, nodes = {"keeper": "ray::Keeper", "worker": "ray::answer"}[kind], self.local.list_all_nodes()
         pids = sorted(pid for node in nodes for pid, called in children(raylet(node)) if called.startswith(name))
@@ -137,9 +172,21 @@ class Cluster:
             return False
         return True
 
+    def remove(self, node: Any) -> None:
+        """Kills a node with all its processes, of which Ray's agents would outlive it by minutes."""
+        os.kill(raylet(node), signal.SIGSTOP)  # so that it starts none meanwhile
+        pids = [pid for pid, _ in children(raylet(node))]
+        self.local.remove_node(node, allow_graceful=False)  # to drain one may take minutes
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while any(alive(pid) for pid in pids):  # and writes into the folder
+            time.sleep(0.01)
+
     def close(self) -> None:
         for node in [*self.nodes, self.local.head_node]:
-            self.local.remove_node(node, allow_graceful=False)  # to drain one may take minutes
+            self.remove(node)
+        shutil.rmtree(self.folder)
 
 
 def raylet(node: Any) -> int:
@@ -161,6 +208,14 @@ def children(parent: int) -> Iterator[tuple[int, str]]:
             yield int(place.name), name
 
 
+def alive(pid: int) -> bool:
+    """Whether it runs; one that has ended may wait for whoever inherits it."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """What a run has logged."""
     files = list(folder.glob("*/latest/metrics.jsonl"))
@@ -173,7 +228,8 @@ def trained(
     """What a run logs, step by step, its seconds, and how many kills it saw: one each time that it has made so many
     steps more that there is room for all."""
     path = folder / f"{name}.toml"
-    path.write_text(CONFIG.format(folder=folder, name=name, data=data, steps=given.steps, batch=given.batch))
+    more = {"steps": given.steps, "batch": given.batch, "ranks": given.ranks}
+    path.write_text(CONFIG.format(folder=folder, name=name, data=f'reading = "{given.reading}"\n{data}', **more))
     log = folder / f"{name}.log"
     began = moved = time.monotonic()
     every, killed = max(1, (given.steps - 8) // max(1, given.kills)), 0
@@ -204,13 +260,15 @@ def compared(folder: Path, given: Any) -> dict[str, Any]:
     """A run of each kind of kills beside one that decodes in its thread."""
     write_chats(folder, given.samples + 4, given.side)
     thread, seconds, _ = trained(folder, "thread", "workers = 0", given)
-    expected = [line[LOSS] for line in thread]
-    rows = [{"data": "thread", "steps": len(expected), "seconds": seconds, "kills": 0}]
+    expected, moved = [line[LOSS] for line in thread], [line.get(MOVED, 0.0) for line in thread]
+    rows = [{"data": "thread", "steps": len(expected), "seconds": seconds, "kills": 0, "MiB_moved": sum(moved)}]
     for kind in given.kind:
         cluster = Cluster(given.nodes)
         try:
             kill = partial(cluster.kill, kind, random.Random(given.seed))
-            data = f'workers = "ray"\nray_address = "{cluster.address}"\ncache_gb = {given.cache_gb}'
+            data = f'workers = "ray"\nray_address = "{cluster.address}"'
+            if given.reading == "random":
+                data += f"\ncache_gb = {given.cache_gb}"
             lines, seconds, killed = trained(folder, f"ray-{kind}", data, given, kill)
         finally:
             cluster.close()
@@ -225,18 +283,22 @@ def compared(folder: Path, given: Any) -> dict[str, Any]:
                 "answers_lost_and_asked_for_again": lines[-1].get(RESTARTS, 0),
                 "blank_items": max(line.get(BLANK, 0) for line in lines),
                 "losses_bit_equal": found == expected,
+                "bytes_moved_equal": [line.get(MOVED, 0.0) for line in lines] == moved,
                 "largest_difference": max(abs(a - b) for a, b in zip(found, expected, strict=True)),
             }
         )
-    return {"nodes": given.nodes, "samples": given.samples, "batch": given.batch, "side": given.side, "rows": rows}
+    about = {key: getattr(given, key) for key in ("ranks", "reading", "nodes", "samples", "batch", "side")}
+    return {**about, "rows": rows}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", nargs="+", choices=["node", "worker", "keeper"], default=["node", "worker", "keeper"])
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--kills", type=int, default=20, help="of each kind")
     parser.add_argument("--steps", type=int, default=130)
     parser.add_argument("--batch", type=int, default=6)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--reading", choices=["random", "stream"], default="random", help="of a stream nothing is kept")
     parser.add_argument("--samples", type=int, default=300)
     parser.add_argument("--side", type=int, default=900, help="of a picture, in pixels")
     parser.add_argument("--nodes", type=int, default=2, help="that decode, of one CPU each")
@@ -252,7 +314,8 @@ def main(arguments: list[str] | None = None) -> int:
         about = {"benchmark": "ray_kills", "command": command("ray_kills", arguments)}
         write_json(given.out, {**about, "machine": machine(), "versions": versions("torch", "ray"), **report})
     whole = all(
-        row["losses_bit_equal"] and not row["blank_items"] and row["kills"] == given.kills for row in report["rows"][1:]
+        row["losses_bit_equal"] and row["bytes_moved_equal"] and not row["blank_items"] and row["kills"] == given.kills
+        for row in report["rows"][1:]
     )
     return 0 if whole else 1
 

@@ -1,5 +1,5 @@
-"""bench.ray_kills says which kills a run has survived, and compares its losses; the kills themselves are tested in
-tests/data/test_ray_tasks.py, without a run around them."""
+"""bench.ray_kills trains twice, and says what a run on Ray has survived: two ranks read a stream that their own threads
+decode, then one that a cluster decodes while its keeper and a node are killed, one right after the other."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from bench import ray_kills
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_has_the_losses_of_a_run_in_its_thread(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_a_stream_decoded_on_ray_trains_as_one_decoded_by_its_ranks(tmp_path: Path) -> None:
     out = tmp_path / "ray_kills.json"
-    given = ["--kind", "worker", "--kills", "1", "--steps", "9", "--samples", "40", "--side", "200", "--nodes", "1"]
-    ray_kills.main([*given, "--out", str(out)])
+    given = ["--reading", "stream", "--ranks", "2", "--kind", "both", "--kills", "1", "--nodes", "1"]
+    given += ["--steps", "12", "--samples", "40", "--side", "200", "--out", str(out)]
+    assert ray_kills.main(given) == 0
     thread, row = json.loads(out.read_text())["rows"]
-    assert thread["steps"] == row["steps"] == 9 and row["losses_bit_equal"] and not row["blank_items"]
-    assert row["kills"] <= 1
+    assert thread["steps"] == row["steps"] == 12 and row["kills"] == 1 and thread["MiB_moved"] > 0
+    assert row["losses_bit_equal"] and row["bytes_moved_equal"] and not row["blank_items"]
+    assert row["answers_lost_and_asked_for_again"] >= 1

@@ -3,7 +3,9 @@
 A run has one actor, the keeper, which hands out tasks and remembers the answers that lie in the object store, the ones
 used last up to a limit: what several ranks compute with, or what comes again in the next epoch, is decoded once in the
 cluster. It holds nothing that cannot be made again. When a worker or a node dies, the keeper's or another, whoever
-waits for an answer that is lost asks for it anew; a sample that costs DEATHS workers is broken.
+waits for an answer that is lost asks for it anew; a sample that costs DEATHS workers is broken. Ray starts a keeper
+again that was lost; where that takes longer than RESTART, a rank makes the next one itself, under a name that all ranks
+of the run come to in the same way.
 
 A rank has at most IN_FLIGHT answers under way, and its loader asks for `prefetch` batches ahead: a slow trainer fills
 no store. (DistTrain sections 4.3 and 6: producers on nodes of their own, lengths and order with them.)
@@ -14,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
 import os
 import pickle
 import signal
@@ -42,6 +45,7 @@ BACK = 120.0  # and seconds that it may be so: a keeper that starts again import
 PAUSE = 0.25  # seconds before an answer is asked for again
 REACH = 5.0  # seconds in which the cluster's address has to answer
 BEGIN = 60.0  # seconds that the keeper may take to start
+RESTART = 10.0  # seconds that Ray may take to start a lost one again (one import of torch): then a rank makes the next
 log = logging.getLogger("interlace.data")
 
 CRASHED = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError)
@@ -64,6 +68,13 @@ class Given(NamedTuple):
     answer: list[Any]  # one reference: bare ones are fetched on the way
     number: str
     first: bool
+
+
+class Known(NamedTuple):
+    """A keeper as a rank knows it. number: how many of this run were given up before."""
+
+    number: int
+    actor: Any
 
 
 class Answer(NamedTuple):
@@ -98,7 +109,9 @@ class _Kept(NamedTuple):
     number: str
 
 
-@ray.remote(num_cpus=0, max_restarts=-1)
+# The byte of memory is for Ray's scheduler: an actor that takes nothing is started on a node drawn at random, whatever
+# its scheduling strategy says, by way of another such node, which may be one that has just died.
+@ray.remote(num_cpus=0, memory=1, max_restarts=-1)
 class Keeper:
     """Hands out the tasks of a run. limit: bytes of answers that are kept for whoever asks again."""
 
@@ -183,21 +196,16 @@ class RayTasks:
         except Exception as error:  # whatever a class of somebody's own raises
             raise RayError(f"the data cannot be handed to tasks ({type(error).__name__}: {error})") from None
         _connect(address)
-        varies = bool(getattr(self.dataset, "varies", True))
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        try:
-            self.keeper = Keeper.options(  # type: ignore[attr-defined]
-                name=f"interlace-{self.run}", namespace=NAMESPACE, get_if_exists=True, scheduling_strategy=here
-            ).remote(self.run, sent, varies, limit, patience)
-            ray.get(self.keeper.__ray_ready__.remote(), timeout=BEGIN)
-        except exceptions.RayError as error:
-            self._leave()
-            why = " ".join(str(error).split())[-300:]
-            raise RayError(
-                f"the keeper of the data does not start; is interlace[ray] installed on every node, in the same "
-                f"version? ({why})"
-            ) from None
+        self._given = self.run, sent, bool(getattr(self.dataset, "varies", True)), limit, patience
         self._closing = threading.Event()
+        self.keeper = Known(0, None)
+        try:
+            self.keeper = self._start(0)
+        except RayError:
+            self._leave()
+            raise
+        self._missed = 0.0  # since when the keeper does not answer
+        self._replacing = threading.Lock()
         self._count = threading.Lock()
         self._told = 0.0  # when a loss was told last
         self._waiting: dict[int, Task] = {}
@@ -227,8 +235,51 @@ class RayTasks:
         self._leave()
 
     def _leave(self) -> None:
+        self.keeper = Known(0, None)  # a keeper ends when nobody has it any more
         if self._own:
             ray.shutdown()
+
+    # ------------------------------------------------------------------ the keeper
+
+    def _start(self, number: int) -> Known:
+        """The keeper of this number, made by the rank that comes first. Raises RayError for one that does not start."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        name, until = f"interlace-{self.run}-{number}", time.monotonic() + BEGIN
+        while True:
+            try:
+                actor = Keeper.options(  # type: ignore[attr-defined]
+                    name=name, namespace=NAMESPACE, get_if_exists=True, scheduling_strategy=here
+                ).remote(*self._given)
+                self._get(actor.__ray_ready__.remote(), BEGIN)
+                return Known(number, actor)
+            except exceptions.RayError as error:
+                if isinstance(error, exceptions.ActorUnavailableError) and time.monotonic() < until:
+                    self._closing.wait(PAUSE)  # another rank's, which was lost meanwhile and starts again
+                    continue
+                why = " ".join(str(error).split())[-300:]
+                raise RayError(
+                    f"the keeper of the data does not start; is interlace[ray] installed on every node, in the same "
+                    f"version? ({why})"
+                ) from None
+
+    def _give(self, task: Task, lost: str | None) -> Given:
+        """What the keeper hands out. One that Ray has not started again within RESTART seconds is given up for the
+        next."""
+        known = self.keeper
+        try:
+            given = Given(*self._get(known.actor.give.remote(task, lost)))
+        except exceptions.RayActorError:
+            with self._replacing:
+                if known is self.keeper and not self._closing.is_set():
+                    self._missed = self._missed or time.monotonic()
+                    if time.monotonic() - self._missed > RESTART:
+                        log.warning("the keeper of the data does not come back: another is made")
+                        self.keeper = self._start(known.number + 1)
+                        self._missed = 0.0
+                        ray.kill(known.actor)  # for good: ranks that reach it still come to the next one, too
+            raise
+        self._missed = 0.0
+        return given
 
     # ------------------------------------------------------------------ one task, in a thread
 
@@ -239,7 +290,7 @@ class RayTasks:
             while True:
                 why = ""
                 try:
-                    given: Given = Given(*self._get(self.keeper.give.remote(task, lost)))
+                    given = self._give(task, lost)
                     lost = given.number
                     found = Answer(*self._get(given.answer[0]))
                     if found.error is not None:
@@ -279,14 +330,18 @@ class RayTasks:
             self._told = time.monotonic()
         log.warning("lost on the Ray cluster: %s (%s); asked for again, %d in all", task, why, self.restarts)
 
-    def _get(self, reference: Any) -> Any:
-        """What lies there, once it does: a task may have to wait long for a CPU. Raises RayError when this closes."""
+    def _get(self, reference: Any, seconds: float = math.inf) -> Any:
+        """What lies there, once it does: a task may have to wait long for a CPU. Raises RayError when this closes, and
+        Ray's GetTimeoutError after so many seconds."""
+        until = time.monotonic() + seconds
         while True:
             try:
                 return ray.get(reference, timeout=0.5)
             except exceptions.GetTimeoutError:
                 if self._closing.is_set():
                     raise RayError("the data are closed") from None
+                if time.monotonic() > until:
+                    raise
 
 
 def _connect(address: str | None) -> None:
