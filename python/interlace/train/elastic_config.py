@@ -104,8 +104,8 @@ def check(config: Config, *, source: str) -> None:
         )
     if config.data.workers == "ray":
         raise ConfigError(
-            f"{source}: data.workers = 'ray' has an actor that goes with the node whose rank made it: with --elastic "
-            "give a number of workers"
+            f"{source}: data.workers = 'ray' decodes by an actor that ranks of one set of nodes agree on, and has not "
+            "been tried with nodes that come and go: with --elastic give a number of workers"
         )
     if config.run.device == "cuda":
         raise ConfigError(
