@@ -246,11 +246,7 @@ def _node(
 
         def _start(self, pages: list[Path], store: str) -> None:
             place = Path(folder)
-            for rank, page in enumerate(pages):
-                environment = {
-                    "INTERLACE_COORDINATOR": store, "INTERLACE_NODE": self.id, "INTERLACE_PROGRESS": str(page),
-                    "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(pages)),
-                }  # fmt: skip
+            for environment in self._told(pages, store):
                 log = place / f"{name}.log"
                 self.processes.append(_Forked(partial(_rank, config, environment, log, place, resume)))
             (place / f"{name}.pids").write_text(" ".join(str(process.pid) for process in self.processes))
