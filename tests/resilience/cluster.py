@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from interlace.resilience.coordinator import Coordinator
 from interlace.resilience.environment import STOPPED
-from interlace.resilience.generation import Generation
+from interlace.resilience.generation import Decision, Generation
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
+from interlace.resilience.state import StateFile
 from interlace.resilience.supervisor import Supervisor
 from tests.forkserver import context
 from tests.resilience.hosts import enter
@@ -267,6 +268,8 @@ class Cluster:
 class Mortal(Cluster):
     """A run whose coordinator is a process that may be killed and started again, with a file for its state."""
 
+    keeps = True  # its state
+
     def _begin(self, host: str) -> None:
         self._host, self._port, self._process = host, 0, None
         self.start_coordinator()
@@ -275,32 +278,56 @@ class Mortal(Cluster):
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def start_coordinator(self) -> None:
+    def start_coordinator(self, last_vote: int | None = None) -> None:
+        """last_vote: the step whose vote it dies of, when that is written down and before ranks can hear of it."""
         (self.folder / "port").unlink(missing_ok=True)
-        process = context().Process(target=coordinate, args=(str(self.folder), self._host, self._port))
+        arguments = (str(self.folder), self._host, self._port, self.keeps, last_vote)
+        process = context().Process(target=coordinate, args=arguments)
         process.start()
         self._process = process
         self.until((self.folder / "port").exists, "coordinator")
 
-    def kill_coordinator(self) -> None:
+    def kill_coordinator(self, number: int = signal.SIGKILL) -> None:
         process, self._process = self._process, None
-        process.kill()
+        assert process is not None, f"it has ended: {self.journal()[-5:]}"
+        os.kill(process.pid, number)
         process.join()
+
+    def until_dead(self) -> None:
+        """Waits until the coordinator has died by itself."""
+        self.until(lambda: self._process is None, "end of the coordinator")
 
     def _run(self) -> None:
         while self.code is None:
             process = self._process
             if process is not None and not process.is_alive() and process is self._process:
-                self.code = process.exitcode
+                self._process = None
+                self.code = process.exitcode if process.exitcode != -signal.SIGKILL else None
             time.sleep(0.01)
         if self._process is not None:
             self._process.kill()
 
 
-def coordinate(folder: str, host: str, port: int) -> None:
-    """The process of a coordinator with a state, started for the first time or again. Ends with its exit code."""
+class Mourned(Mortal):
+    """One that keeps nothing."""
+
+    keeps = False
+
+
+def coordinate(folder: str, host: str, port: int, keeps: bool, last_vote: int | None) -> None:
+    """The process of a coordinator, started for the first time or again. Ends with its exit code."""
     place = Path(folder)
-    with Coordinator(host, port, journal=place / "journal", state=place / "state") as serving:
+    real = StateFile.decide
+
+    def decide(self: StateFile, decided: Decision) -> None:
+        real(self, decided)
+        if decided.step == last_vote:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    StateFile.decide = decide  # type: ignore[method-assign]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    state = place / "state" if keeps else None
+    with Coordinator(host, port, journal=place / "journal", state=state) as serving:
         (place / "draft").write_text(str(serving.port))
         (place / "draft").rename(place / "port")
         code = serving.run()

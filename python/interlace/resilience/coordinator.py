@@ -100,14 +100,14 @@ class Coordinator:
 
     def _take_up(self, kept: StateFile) -> None:
         """Goes on with the run of a coordinator before this one, if there is one."""
+        if kept.table is not None and kept.table.get("over"):
+            why = kept.table.get("ended") or "it has trained to the end"
+            raise ResilienceError(f"the run of {kept.path} is over ({why}): remove the file, or give another")
         kept.store_port = self.store_port
+        kept.save(kept.table)  # by which the next start has another number, whatever becomes of this one
         if kept.table is None:
-            kept.save(None)
             return
         found = Authority.resumed(kept, self._store, self._tell, time.monotonic())
-        if found.over:
-            why = found.ended or "it has trained to the end"
-            raise ResilienceError(f"the run of {kept.path} is over ({why}): remove the file, or give another")
         self._authority = found
         nodes, number = len(found.roster.nodes), found.generation.number if found.generation is not None else 0
         self._tell("taken up", run=kept.run, starts=kept.starts, nodes=nodes, generation=number)
@@ -224,6 +224,7 @@ class Coordinator:
         node = Node(str(table["id"])[:200], int(table["ranks"]), str(table["host"])[:200])
         authority, again = self._authority, str(table["again"])
         known = authority.roster if authority is not None else None
+        is_away = authority is not None and authority.is_away(node.id)  # also where it was not told that it has come
         run = self._state.run if self._state is not None else ""
         if known is not None and settings != known.settings:
             problem = f"its [resilience] is {settings}, the run's {known.settings}: start all nodes with one config"
@@ -233,9 +234,9 @@ class Coordinator:
             problem = (
                 f"it is of run {again}, of which this coordinator knows nothing: was it started without its --state?"
             )
-        elif again and not (authority is not None and authority.is_away(node.id)):
+        elif again and not is_away:
             problem = "it was taken for lost while it had no connection"
-        elif not again and known is not None and node.id in known.nodes:
+        elif not is_away and known is not None and node.id in known.nodes:
             problem = f"a node {node.id!r} is here already"
         else:
             problem = ""
@@ -245,7 +246,7 @@ class Coordinator:
         if self._authority is None:
             self._authority = Authority(settings, self._store, self._tell, time.monotonic(), self._state)
         each.node = node
-        if again:
+        if is_away:
             self._authority.is_back(node.id)
         else:
             self._authority.came(node)

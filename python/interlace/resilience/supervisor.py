@@ -34,7 +34,7 @@ from interlace.resilience.environment import AWAY, COORDINATOR, ERROR, LOCAL_RAN
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.settings import Settings
 from interlace.resilience.watch import Stall, Watch
-from interlace.resilience.wire import AHEAD, VERSION, Line
+from interlace.resilience.wire import AHEAD, FOREIGN, VERSION, Line
 
 WELCOME = 30.0  # seconds for the coordinator to take a node in
 ATTEMPT = 2.0  # seconds for it to accept a connection when it is started again
@@ -88,16 +88,17 @@ class Supervisor:
         """
         previous = {number: signal.signal(number, self._noticed) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            with self._connect() as connection, tempfile.TemporaryDirectory(dir=_memory()) as pages:
-                line = Line(connection)
-                return self._supervise(line, [Path(pages) / str(rank) for rank in range(self.settings.ranks_per_node)])
+            line, store_port = self._join()
+            with contextlib.closing(line), tempfile.TemporaryDirectory(dir=_memory()) as pages:
+                ranks = range(self.settings.ranks_per_node)
+                return self._supervise(line, store_port, [Path(pages) / str(rank) for rank in ranks])
         finally:
             self._kill()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _supervise(self, line: Line, pages: list[Path]) -> int:
-        self._pages, store_port = pages, self._meet(line, WELCOME)
+    def _supervise(self, line: Line, store_port: int, pages: list[Path]) -> int:
+        self._pages = pages
         watch = Watch(pages, self.settings.heartbeat)
         self._start(pages, f"{line.socket.getpeername()[0]}:{store_port}")
         self._say(f"node {self.id} has joined the run of {self.coordinator}; logs of its ranks in {self._logs}")
@@ -153,9 +154,25 @@ class Supervisor:
 
     # -- the coordinator -------------------------------------------------------------------------------------
 
-    def _connect(self) -> socket.socket:
+    def _join(self) -> tuple[Line, int]:
+        """A connection to the coordinator, which has taken the node in, and the port of its store."""
+        deadline = time.monotonic() + WELCOME
+        while True:
+            line = Line(self._connect(deadline))
+            try:
+                return line, self._meet(line, WELCOME)
+            except Refused:
+                raise
+            except ResilienceError:
+                gone, foreign = line.closed, line.closed == FOREIGN
+                line.close()
+                if not gone or foreign or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)  # it may be started again just now
+
+    def _connect(self, deadline: float) -> socket.socket:
         host, _, port = self.coordinator.rpartition(":")
-        deadline, problem = time.monotonic() + WELCOME, ""
+        problem = ""
         while time.monotonic() < deadline and not self._signals:
             try:
                 return socket.create_connection((host, int(port)), timeout=WELCOME)

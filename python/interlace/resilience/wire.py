@@ -15,6 +15,7 @@ from typing import Any
 
 VERSION = 3
 LONGEST = 1 << 18  # bytes of a line
+FOREIGN = "the other end does not speak this protocol"
 AHEAD = 5.0  # signs of life in each heartbeat
 
 
@@ -46,7 +47,7 @@ class Line:
             while raw := self.socket.recv(1 << 16):
                 self._read += raw
                 if len(self._read) > LONGEST and b"\n" not in self._read:
-                    self.closed = "the other end does not speak this protocol"
+                    self.closed = FOREIGN
                     return []
             self.closed = self.closed or "the connection was closed"
         except BlockingIOError:
@@ -61,7 +62,7 @@ class Line:
             except (ValueError, RecursionError):
                 table = None
             if not isinstance(table, dict) or not isinstance(table.get("kind"), str):
-                self.closed = "the other end does not speak this protocol"
+                self.closed = FOREIGN
                 return found
             found.append(table)
         return found
