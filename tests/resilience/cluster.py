@@ -293,6 +293,10 @@ class Mortal(Cluster):
         os.kill(process.pid, number)
         process.join()
 
+    def signal_coordinator(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
     def until_dead(self) -> None:
         """Waits until the coordinator has died by itself."""
         self.until(lambda: self._process is None, "end of the coordinator")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from interlace.cli import main
 from interlace.resilience.coordinator import Coordinator
+from interlace.resilience.environment import AWAY
 from interlace.resilience.errors import ResilienceError
+from interlace.resilience.link import LOOK, Link
 from interlace.resilience.settings import Settings
 from tests.resilience.cluster import HELD, Mortal, Mourned, cluster, vote_on_steps
 
@@ -163,3 +168,28 @@ def test_a_run_that_is_over_is_not_taken_up(tmp_path: Path) -> None:
     assert (
         main(["coordinator", "--port", "0", "--state", str(tmp_path / "state")]) == 2
     )  # nodes would not find it again
+
+
+def test_a_rank_that_waits_for_a_silent_store_is_told_by_its_supervisor(tmp_path: Path) -> None:
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 1, 0.0), 0, Mortal) as run:
+        port = json.loads((tmp_path / "state").read_text())["store_port"]
+        link = Link(f"127.0.0.1:{port}", 20.0, 60.0, tmp_path / "page")
+        before, failed = link.store, threading.Event()
+
+        def ask() -> None:
+            with pytest.raises(dist.DistNetworkError):
+                before.check(["anything"])
+            failed.set()
+
+        run.signal_coordinator(signal.SIGSTOP)
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        assert not failed.wait(0.5)
+        (tmp_path / f"page{AWAY}").write_text("1")  # the first start
+        assert failed.wait(20.0)
+        run.kill_coordinator()
+        run.start_coordinator()
+        link.renew(before, "it was silent")
+        assert link.store is not before and not link.store.check(["anything"])
+        time.sleep(3 * LOOK)  # what was said of the one before does not cut this one off
+        assert not link.store.check(["anything"])
