@@ -68,6 +68,19 @@ def test_two_errors_without_a_step_that_counts_in_between_end_the_run(votes: int
     assert authority.over == ends and ("a, it has an error" in authority.ended) == ends
 
 
+def test_two_errors_before_the_first_generation_end_the_run_and_one_does_not() -> None:
+    """Whatever they fail of, it is there for whoever comes in their place; one may be wrong itself."""
+    store = dist.HashStore()
+    authority = Authority(Settings(nodes=4, faults=0, gather=60.0), store, lambda what, **values: None, 0.0)
+    come(authority, store, "ab")
+    authority.came(Node("c", 1, "here"))
+    fail(authority, "a", 1.0)
+    authority.lose(Removal("b", "death", "its supervisor is gone"), 2.0)
+    assert not authority.over
+    fail(authority, "c", 3.0)
+    assert authority.over and "a, it has an error" in authority.ended
+
+
 def test_nodes_that_join_with_an_error_of_their_own_end_nothing() -> None:
     authority, store = started("ab")
     assert count_a_step(authority, store) == "commit"

@@ -200,19 +200,21 @@ class Authority:
                 self._stop(f"node {node} was lost when others had ended already ({removal.why}): resume the run")
             elif removal.failed:
                 self._note_error(removal)
+        elif generation is None and removal.failed:
+            self._note_error(removal)
         self._save()
 
     def _note_error(self, removal: Removal) -> None:
-        """A node of the generation ended with an error of its own. A second one before a step counts ends the run.
+        """A node of the generation, or before the first one any, ended with an error of its own. A second one before a
+        step counts ends the run.
 
         What two nodes fail of, a third would, too: bad data, a wrong setting, a loss that is no number. Nodes that have
         just joined may be wrong themselves, with other data or files: they do not count.
         """
         generation = self.generation
-        assert generation is not None
-        has_come = generation.number > 1 and any(each.node == removal.node for each in generation.cause)
-        if has_come and not self._committed(generation):
-            return
+        if generation is not None and generation.number > 1 and not self._committed(generation):
+            if any(each.node == removal.node for each in generation.cause):
+                return
         self._errors[removal.node] = removal.why
         if len(self._errors) > 1:
             node, why = next(iter(self._errors.items()))

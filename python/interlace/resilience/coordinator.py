@@ -171,7 +171,7 @@ class Coordinator:
         for removal in self._authority.decide(stalls, now, slept):
             for each in [each for each in self._supervised.values() if each.node and each.node.id == removal.node]:
                 self._drop(each, removal.kind, removal.why)
-        if self._authority.generation is None and not self._authority.roster.nodes:
+        if self._authority.generation is None and not self._authority.roster.nodes and not self._authority.over:
             self._authority = None  # all have gone before anything began: others may come, with another config
             if self._state is not None:
                 self._state.save(None)

@@ -92,7 +92,7 @@ def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) ->
                 code = serving.run(abandoned=lambda: all(node.poll() is not None for node in nodes))
         finally:
             _end(nodes, KILL_AFTER if sys.exc_info()[0] is None else 0.0)
-    if code is None:
+    if code is None or code == 1:
         users = any(node.returncode == launcher.USER_ERROR for node in nodes)
         return launcher.USER_ERROR if users else 1
     return 128 + signals[0] if code == PREEMPTED and signals else code
