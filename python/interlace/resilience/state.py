@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from interlace.resilience.errors import ResilienceError
 from interlace.resilience.generation import Decision
 
 FORMAT = 1
+PASSING = 5.0  # seconds in which a coordinator that is being ended may still have the file
 MOST_LINES = 4096  # decided votes after which the file is written anew, with the last one alone
 
 
@@ -40,10 +42,7 @@ class StateFile:
         self._file, self._lines = -1, 0
         self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ResilienceError(f"{path} belongs to a coordinator that runs: end that one first") from None
+            self._take()
             if path.exists():
                 self._read()
         except BaseException:
@@ -89,6 +88,19 @@ class StateFile:
     def close(self) -> None:
         self._let_go()
         os.close(self._lock)
+
+    def _take(self) -> None:
+        deadline = time.monotonic() + PASSING
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ResilienceError(
+                        f"{self.path} belongs to a coordinator that runs: end that one first"
+                    ) from None
+            time.sleep(0.1)
 
     def _let_go(self) -> None:
         if self._file >= 0:
