@@ -77,6 +77,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._gone_by: float | None = None  # the notice's end
         self._reported: list[Stall] = []
+        self._line: Line | None = None  # to the coordinator that was there last
         self._run, self._starts = "", 0  # of the coordinator; "": it cannot be started again
 
     def run(self) -> int:
@@ -89,11 +90,13 @@ class Supervisor:
         previous = {number: signal.signal(number, self._noticed) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             line, store_port = self._join()
-            with contextlib.closing(line), tempfile.TemporaryDirectory(dir=_memory()) as pages:
+            with tempfile.TemporaryDirectory(dir=_memory()) as pages:
                 ranks = range(self.settings.ranks_per_node)
                 return self._supervise(line, store_port, [Path(pages) / str(rank) for rank in ranks])
         finally:
             self._kill()
+            if self._line is not None:
+                self._line.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -130,16 +133,6 @@ class Supervisor:
                 if table["kind"] == "goodbye":
                     self._say(f"node {self.id} ends: {table.get('why')}")
                     return self._well(bool(self._signals)) if table.get("well") else 1
-            silent = f"no sign of life for {heartbeat:g} s" if now - heard > heartbeat else ""
-            if line.closed or silent:
-                selector.unregister(line.socket)
-                try:
-                    line = self._come_back(line, line.closed or silent)
-                except ResilienceError as error:
-                    self._say(f"node {self.id} ends: {error}")
-                    return 1
-                selector.register(line.socket, selectors.EVENT_READ)
-                looked = spoke = heard = now = time.monotonic()
             self._leave(line, now)
             if self._gone_by is not None and now > self._gone_by:
                 self._say(f"node {self.id} could not leave within {self._notice:g} s: its ranks are killed")
@@ -151,6 +144,16 @@ class Supervisor:
             if now - spoke >= heartbeat / AHEAD:
                 spoke = now
                 line.say("alive")
+            silent = f"no sign of life for {heartbeat:g} s" if now - heard > heartbeat else ""
+            if line.closed or silent:
+                selector.unregister(line.socket)
+                try:
+                    line = self._come_back(line, line.closed or silent)
+                except ResilienceError as error:
+                    self._say(f"node {self.id} ends: {error}")
+                    return 1
+                selector.register(line.socket, selectors.EVENT_READ)
+                looked = spoke = heard = time.monotonic()
 
     # -- the coordinator -------------------------------------------------------------------------------------
 
@@ -158,7 +161,7 @@ class Supervisor:
         """A connection to the coordinator, which has taken the node in, and the port of its store."""
         deadline = time.monotonic() + WELCOME
         while True:
-            line = Line(self._connect(deadline))
+            line = self._line = Line(self._connect(deadline))
             try:
                 return line, self._meet(line, WELCOME)
             except Refused:
@@ -218,17 +221,21 @@ class Supervisor:
             draft.rename(f"{page}{AWAY}")
         host, _, port = self.coordinator.rpartition(":")
         deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and (self._gone_by is None or time.monotonic() < self._gone_by):
+        while (now := time.monotonic()) < deadline:
+            self._leave(line, now)  # the notice runs, though nobody hears of it
+            if self._gone_by is not None and now > self._gone_by:
+                break
             try:
-                found = Line(socket.create_connection((host, int(port)), timeout=ATTEMPT))
-                try:
-                    self._meet(found, ATTEMPT)
-                except BaseException:
-                    found.close()
-                    raise
+                found = self._line = Line(socket.create_connection((host, int(port)), timeout=ATTEMPT))
+            except OSError:
+                time.sleep(0.2)
+                continue
+            try:
+                self._meet(found, ATTEMPT)
             except Refused:
                 raise
-            except (OSError, ResilienceError):
+            except ResilienceError:
+                found.close()
                 time.sleep(0.2)
                 continue
             self._say(f"node {self.id} is back at the coordinator")
