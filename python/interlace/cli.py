@@ -115,13 +115,17 @@ def parser() -> argparse.ArgumentParser:
         parents=[common],
         help="say who trains together in an elastic run; on a machine that outlives the nodes",
         description="Serve one elastic run: nodes that `interlace train CONFIG --elastic` starts connect here "
-        "(resilience.coordinator). A lost node is noticed, and the others are told how to go on without it. The run "
-        "does not outlive this process, so keep it off the nodes that train. Exit code: 0 when the run has trained to "
-        "the end, 143 when it was saved because too many nodes were asked to go, 1 when it has not.",
+        "(resilience.coordinator). A lost node is noticed, and the others are told how to go on without it. With "
+        "--state it may be killed and started again, with the same words: nodes wait for it. Without, the run does not "
+        "outlive it. Keep it off the nodes that train. Exit code: 0 when the run has trained to the end, 143 when it "
+        "was saved because too many nodes were asked to go, 1 when it has not, 2 when the run of --state is over.",
     )
     coordinator.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     coordinator.add_argument("--port", type=int, required=True, help="for supervisors, one per node; 0: any")
     coordinator.add_argument("--store-port", type=int, default=0, help="for ranks (default: any that is free)")
+    coordinator.add_argument(
+        "--state", type=Path, metavar="FILE", help="keep what a coordinator that is started again has to know"
+    )
     coordinator.add_argument("--journal", type=Path, metavar="FILE", help="append what happens, as JSON lines")
 
     generate = commands.add_parser(

@@ -11,17 +11,21 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+import torch.distributed as dist
 
 from interlace.resilience.coordinator import Coordinator
 from interlace.resilience.environment import STOPPED
-from interlace.resilience.generation import Generation
+from interlace.resilience.generation import Decision, Generation
 from interlace.resilience.member import Member
 from interlace.resilience.settings import Settings
+from interlace.resilience.state import StateFile
 from interlace.resilience.supervisor import Supervisor
 from tests.forkserver import context
 from tests.resilience.hosts import enter
@@ -123,12 +127,15 @@ def vote_on_steps(folder: Path, steps: int, seconds: float, suicidal: float = 0.
 def told_by_all(member: Member, generation: Generation, step: int) -> list[int] | None:
     """What each rank of a generation says is the next step, -1 where it does not know. None: it is over before that."""
     store = member.store(generation)
-    store.set(f"step/{member.rank(generation)}", str(step))
-    while not store.check([f"step/{rank}" for rank in range(generation.world)]):
-        if member.over(generation):
-            return None
-        time.sleep(0.005)
-    return [int(store.get(f"step/{rank}")) for rank in range(generation.world)]
+    try:
+        store.set(f"step/{member.rank(generation)}", str(step))
+        while not store.check([f"step/{rank}" for rank in range(generation.world)]):
+            if member.over(generation):
+                return None
+            time.sleep(0.005)
+        return [int(store.get(f"step/{rank}")) for rank in range(generation.world)]
+    except dist.DistNetworkError:  # the coordinator is gone, and with it what others have told
+        return None
 
 
 def last_noted(folder: Path) -> int:
@@ -176,10 +183,13 @@ class Cluster:
     def __init__(self, folder: Path, settings: Settings, rank: tuple[Any, ...], host: str = "127.0.0.1") -> None:
         self.folder, self.settings, self.rank = folder, settings, rank
         (folder / "ranks").mkdir()
-        self.coordinator = Coordinator(host, 0, journal=folder / "journal")
-        self.address = f"{host}:{self.coordinator.port}"
         self.code: int | None = None
         self.supervisors: list[Any] = []
+        self._begin(host)
+
+    def _begin(self, host: str) -> None:
+        self.coordinator = Coordinator(host, 0, journal=self.folder / "journal")
+        self.address = f"{host}:{self.coordinator.port}"
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -255,10 +265,88 @@ class Cluster:
         return counted
 
 
+class Mortal(Cluster):
+    """A run whose coordinator is a process that may be killed and started again, with a file for its state."""
+
+    keeps = True  # its state
+
+    def _begin(self, host: str) -> None:
+        self._host, self._port, self._process = host, 0, None
+        self.start_coordinator()
+        self._port = int((self.folder / "port").read_text())
+        self.address = f"{host}:{self._port}"
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def start_coordinator(self, last_vote: int | None = None) -> None:
+        """last_vote: the step whose vote it dies of, when that is written down and before ranks can hear of it."""
+        (self.folder / "port").unlink(missing_ok=True)
+        arguments = (str(self.folder), self._host, self._port, self.keeps, last_vote)
+        process = context().Process(target=coordinate, args=arguments)
+        process.start()
+        self._process = process
+        self.until((self.folder / "port").exists, "coordinator")
+
+    def kill_coordinator(self, number: int = signal.SIGKILL) -> None:
+        process, self._process = self._process, None
+        assert process is not None, f"it has ended: {self.journal()[-5:]}"
+        os.kill(process.pid, number)
+        process.join()
+
+    def signal_coordinator(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    def until_dead(self) -> None:
+        """Waits until the coordinator has died by itself."""
+        self.until(lambda: self._process is None, "end of the coordinator")
+
+    def _run(self) -> None:
+        while self.code is None:
+            process = self._process
+            if process is not None and not process.is_alive() and process is self._process:
+                self._process = None
+                self.code = process.exitcode if process.exitcode != -signal.SIGKILL else None
+            time.sleep(0.01)
+        if self._process is not None:
+            self._process.kill()
+
+
+class Mourned(Mortal):
+    """One that keeps nothing."""
+
+    keeps = False
+
+
+def coordinate(folder: str, host: str, port: int, keeps: bool, last_vote: int | None) -> None:
+    """The process of a coordinator, started for the first time or again. Ends with its exit code."""
+    place = Path(folder)
+    real = StateFile.decide
+
+    def decide(self: StateFile, decided: Decision) -> None:
+        real(self, decided)
+        if decided.step == last_vote:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    StateFile.decide = decide  # type: ignore[method-assign]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    state = place / "state" if keeps else None
+    with Coordinator(host, port, journal=place / "journal", state=state) as serving:
+        (place / "draft").write_text(str(serving.port))
+        (place / "draft").rename(place / "port")
+        code = serving.run()
+    sys.exit(code)
+
+
+C = TypeVar("C", bound=Cluster)
+
+
 @contextlib.contextmanager
-def cluster(folder: Path, settings: Settings, rank: tuple[Any, ...], nodes: int, **more: Any) -> Iterator[Cluster]:
+def cluster(
+    folder: Path, settings: Settings, rank: tuple[Any, ...], nodes: int, kind: type[C] = Cluster, **more: Any
+) -> Iterator[C]:
     """A run of so many nodes; whatever happens, nothing of it is left."""
-    run = Cluster(folder, settings, rank, **more)
+    run = kind(folder, settings, rank, **more)
     try:
         if nodes:
             run.start(nodes)

@@ -88,10 +88,12 @@ class Cluster:
         resume: str | None = None,
         hosts: Hosts | None = None,
         own: Path | None = None,
+        state: bool = False,
     ) -> None:
         """pace: see `slow`. resume: what follows --resume, if that is there. hosts: on which nodes come one after the
         other, and after them the coordinator (by default all are on this one). own: a folder of which each host of
-        nodes has a copy, on a disk of its own."""
+        nodes has a copy, on a disk of its own. state: the coordinator may be killed and started again."""
+        self._state = folder / "state" if state else None
         self.folder, self.table, self.resume, self.hosts, self.own = folder, table, resume, hosts, own
         self.places: dict[str, int] = {}  # node -> its host
         folder.mkdir(exist_ok=True)
@@ -106,14 +108,24 @@ class Cluster:
         draft.rename(self.folder / "pace")
 
     def __enter__(self) -> Cluster:
+        self.address = "127.0.0.1:0" if self.hosts is None else f"{self.hosts.addresses[-1]}:0"
+        self.start_coordinator()
+        return self
+
+    def start_coordinator(self) -> None:
+        """For the first time or, at the same address, again."""
         ports = self.folder / "ports"
-        address = "127.0.0.1" if self.hosts is None else self.hosts.addresses[-1]
+        ports.unlink(missing_ok=True)
         network = None if self.hosts is None else self.hosts.names[-1]
-        self._coordinator = context().Process(target=_coordinate, args=(str(self.folder), address, network))
+        arguments = (str(self.folder), self.address, network, self._state)
+        self._coordinator = context().Process(target=_coordinate, args=arguments)
         self._coordinator.start()
         self.wait_for(ports.exists, "the coordinator")
-        self.address = f"{address}:{ports.read_text()}"
-        return self
+        self.address = f"{self.address.rpartition(':')[0]}:{ports.read_text()}"
+
+    def kill_coordinator(self) -> None:
+        self._coordinator.kill()
+        self._coordinator.join()
 
     def __exit__(self, *error: object) -> None:
         for process in (*self.nodes.values(), self._coordinator):
@@ -226,12 +238,13 @@ class Cluster:
         return sorted(Path(self.table["run"]["folder"]).glob("elastic/*Z*/checkpoints/step-*[0-9]"))
 
 
-def _coordinate(folder: str, address: str, network: str | None) -> None:
+def _coordinate(folder: str, address: str, network: str | None, state: Path | None) -> None:
     from interlace.resilience.coordinator import Coordinator
 
     if network is not None:
         enter(network)
-    with Coordinator(address, 0, journal=Path(folder) / "journal.jsonl") as serving:
+    host, _, port = address.rpartition(":")
+    with Coordinator(host, int(port), journal=Path(folder) / "journal.jsonl", state=state) as serving:
         draft = Path(folder) / "ports.draft"
         draft.write_text(str(serving.port))
         draft.rename(Path(folder) / "ports")
@@ -256,11 +269,7 @@ def _node(
 
         def _start(self, pages: list[Path], store: str) -> None:
             place = Path(folder)
-            for rank, page in enumerate(pages):
-                environment = {
-                    "INTERLACE_COORDINATOR": store, "INTERLACE_NODE": self.id, "INTERLACE_PROGRESS": str(page),
-                    "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(pages)),
-                }  # fmt: skip
+            for environment in self._told(pages, store):
                 log = place / f"{name}.log"
                 self.processes.append(_Forked(partial(_rank, config, environment, log, place, resume)))
             (place / f"{name}.pids").write_text(" ".join(str(process.pid) for process in self.processes))

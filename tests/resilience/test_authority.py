@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from interlace.resilience.authority import LATE, SEARCH, TOGETHER, Authority, Removal
 from interlace.resilience.generation import Node
-from interlace.resilience.member import DECISION, ENTERED, GAVE_UP, READY, REGROUPED, WHY, prefix_of
+from interlace.resilience.member import ENTERED, GAVE_UP, READY, WHY, cast, decided, prefix_of
 from interlace.resilience.settings import Settings
 
 
@@ -28,9 +28,14 @@ def come(authority: Authority, store: dist.HashStore, names: str) -> None:
     authority.decide({}, 0.0, 0.0)
 
 
-def count_a_step(authority: Authority, store: dist.HashStore, answer: str = "commit") -> None:
-    assert authority.generation is not None
-    store.set(f"{prefix_of(authority.generation)}/{DECISION}/7", answer)
+def count_a_step(authority: Authority, store: dist.HashStore, votes: int = 99) -> str | None:
+    """All ranks of the generation vote, or some; what becomes of it."""
+    generation = authority.generation
+    assert generation is not None
+    for _ in range(min(votes, generation.world)):
+        cast(store, generation, 7)
+    authority.decide({}, 0.0, 0.0)
+    return decided(store, generation, 7)
 
 
 def fail(authority: Authority, node: str, now: float) -> None:
@@ -38,24 +43,51 @@ def fail(authority: Authority, node: str, now: float) -> None:
     authority.decide({}, now + 2 * TOGETHER, 0.0)
 
 
-@pytest.mark.parametrize(("answer", "ends"), [("commit", False), ("abort", True), ("", True)])
-def test_two_errors_without_a_step_that_counts_in_between_end_the_run(answer: str, ends: bool) -> None:
+def test_a_step_counts_when_all_have_voted_and_never_after_the_generation() -> None:
+    authority, store = started("abc")
+    generation = authority.generation
+    assert generation is not None
+    assert count_a_step(authority, store, votes=2) is None
+    authority.lose(Removal("a", "death", "it is gone"), 0.0)
+    assert decided(store, generation, 7) == "abort"
+    cast(store, generation, 7)  # the third one comes too late
+    authority.count_votes(0.0)
+    assert decided(store, generation, 7) == "abort"
+    authority.decide({}, 2 * TOGETHER, 0.0)
+    assert authority.generation is not generation and count_a_step(authority, store) == "commit"
+
+
+@pytest.mark.parametrize(("votes", "ends"), [(99, False), (1, True), (0, True)])
+def test_two_errors_without_a_step_that_counts_in_between_end_the_run(votes: int, ends: bool) -> None:
     authority, store = started("abcd")
-    count_a_step(authority, store)
+    assert count_a_step(authority, store) == "commit"
     fail(authority, "a", 1.0)
     assert not authority.over
-    if answer:
-        count_a_step(authority, store, answer)
+    count_a_step(authority, store, votes)
     fail(authority, "b", 2.0)
     assert authority.over == ends and ("a, it has an error" in authority.ended) == ends
 
 
+def test_two_errors_before_the_first_generation_end_the_run_and_one_does_not() -> None:
+    """Whatever they fail of, it is there for whoever comes in their place; one may be wrong itself."""
+    store = dist.HashStore()
+    authority = Authority(Settings(nodes=4, faults=0, gather=60.0), store, lambda what, **values: None, 0.0)
+    come(authority, store, "ab")
+    authority.came(Node("c", 1, "here"))
+    fail(authority, "a", 1.0)
+    authority.lose(Removal("b", "death", "its supervisor is gone"), 2.0)
+    assert not authority.over
+    fail(authority, "c", 3.0)
+    assert authority.over and "a, it has an error" in authority.ended
+
+
 def test_nodes_that_join_with_an_error_of_their_own_end_nothing() -> None:
     authority, store = started("ab")
-    count_a_step(authority, store)
+    assert count_a_step(authority, store) == "commit"
     come(authority, store, "cd")
     assert authority.generation is not None
-    store.set(f"{prefix_of(authority.generation)}/{REGROUPED}", "7")
+    for _ in "ab":
+        cast(store, authority.generation, 8)
     authority.decide({}, 1.0, 0.0)
     assert authority.has("c") and authority.has("d")
     fail(authority, "c", 2.0)

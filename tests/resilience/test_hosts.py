@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +77,22 @@ def test_training_goes_on_while_a_host_is_cut_off_and_comes_back(tmp_path: Path,
     assert found["generations"] == 3 and found["false_alarms"] == 0
     # Every host has read its own disk, on which it has made its index.
     assert all(any((tmp_path / f"disk-{place}" / "cache").iterdir()) for place in range(3))
+
+
+def test_the_coordinators_host_is_cut_off_and_another_takes_it_up(tmp_path: Path, hosts: Hosts) -> None:
+    """No connection to the one before is ever closed: ranks that wait for its answer are told by their supervisors."""
+    made = table(tmp_path / "runs", train={"steps": 12, "validate_every": 0}, resilience={"nodes": 3, "heartbeat": 2.0})
+    with Cluster(tmp_path, made, pace=0.5, hosts=hosts, state=True) as run:
+        run.start("a", "b", "c")
+        run.wait_for(run.reached(2), "step 2")
+        hosts.cut(3)
+        run.kill_coordinator()  # its last words do not arrive
+        time.sleep(6.0)
+        hosts.mend(3)
+        run.start_coordinator()
+        run.slow(0.0)
+        codes = run.end()
+        assert codes == {"a": 0, "b": 0, "c": 0}, run.told()
+        assert run.events("lost") == [] and len(run.events("taken up")) == 1
+    found = check(run, made, ["a", "b", "c"])
+    assert found["generations"] == 1 and found["false_alarms"] == 0

@@ -242,6 +242,26 @@ def test_an_error_that_the_next_node_has_too_ends_the_run(tmp_path: Path) -> Non
         assert "what else" not in why
 
 
+def fail_at_once(folder: Path) -> None:
+    """A rank that fails before any generation, where one of its node's kind gets that far."""
+    (folder / f"x-{os.getpid()}").touch()
+    while len(list(folder.glob("x-*"))) < 3:
+        time.sleep(0.01)
+    if sorted(folder.glob("x-*"))[0].name != f"x-{os.getpid()}":
+        Path(os.environ[PROGRESS] + ERROR).write_text("DecodeError: chats.jsonl is broken")
+        raise ValueError("what else a process says when it ends")
+    Member.from_environment(60.0).next_generation(0, 60.0)
+
+
+def test_an_error_that_nodes_have_before_the_first_generation_ends_the_run(tmp_path: Path) -> None:
+    """Nobody waits until nobody comes any more."""
+    settings = Settings(nodes=3, faults=0, min_nodes=1, heartbeat=5.0, gather=60.0)
+    with cluster(tmp_path, settings, (fail_at_once,), 3) as run:
+        assert run.end() == 1
+        assert "chats.jsonl is broken" in run.journal("end")[0]["why"] and run.generations() == []
+        assert [each.exitcode for each in run.supervisors] == [1, 1, 1]
+
+
 def end_the_run(folder: Path) -> None:
     member = Member.from_environment(60.0)
     generation = member.next_generation(0, 60.0)

@@ -29,7 +29,7 @@ from interlace.train.config import ConfigError, from_table
 from interlace.train.costs import flop_costs
 from interlace.train.elastic import leader_of
 from interlace.train.elastic_config import check
-from interlace.train.elastic_log import PARTS, Recovery
+from interlace.train.elastic_log import PARTS, Recoveries, Recovery
 from interlace.train.elastic_meeting import Meeting
 from interlace.train.elastic_plan import propose, templates_of
 from interlace.train.elastic_state import Note, bits_of, give, sizes_of
@@ -144,6 +144,21 @@ def test_a_join_loses_no_step_and_a_start_nothing() -> None:
     assert join.split == {"detection": 0.0, "vote": 0.0, "regroup": 1.5, "copy": 0.5, "replay": 0.0}
 
 
+def test_a_line_that_went_with_its_rank_is_written_by_the_next_one(tmp_path: Path) -> None:
+    """Also where half of it was; and none is written twice, nor taken for that of a run before with its number."""
+    changes = [Recovery(number, "train", [("death", node, 1.5 * number, "it is gone")], [["a"]], 6)
+               for number, node in ((2, "x"), (1, ""), (2, "d"), (3, "e"), (4, "f"))]  # fmt: skip
+    earlier, first, second, third, fourth = changes
+    made, recoveries = config_of(), Recoveries(tmp_path)
+    recoveries.add(earlier, None, made)
+    recoveries.add(first, None, made)
+    with recoveries.path.open("a") as file:
+        file.write('{"generation": 2, "cau')  # the last words of rank 0
+    recoveries.add(third, second, made)
+    recoveries.add(fourth, third, made)
+    assert [line["cause"][0][1] for line in recoveries.read()] == ["x", "", "d", "e", "f"]
+
+
 def test_the_page_has_a_bar_for_each_part_and_escapes_what_nodes_say(tmp_path: Path) -> None:
     recovery = Recovery.of(GENERATION, 6)
     recovery.halted, recovery.step, recovery.bytes, recovery.transfers = (100.0, 1.0, 103.2), 12, 3 << 20, 2
@@ -230,7 +245,7 @@ class Alone:
     def rank(self, _generation: Generation) -> int:
         return self.number
 
-    def store(self, _generation: Generation) -> dist.Store:
+    def own_store(self, _generation: Generation) -> dist.Store:
         return dist.PrefixStore("generation", dist.FileStore(self.path, 2))
 
     def over(self, _generation: Generation) -> bool:

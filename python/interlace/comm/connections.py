@@ -34,6 +34,22 @@ class Connections:
         return count
 
 
+def cut_to(host: str, port: int) -> int:
+    """Shuts down the connections of this process to an address; returns how many there were."""
+    with contextlib.suppress(OSError):
+        there = {str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        found = [each for each in _sockets().items() if _is_to(each[0], there, port)]
+        return sum(_shut(*each) for each in found)
+    return 0
+
+
+def _is_to(number: int, hosts: set[str], port: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as own:
+        host, to = own.getpeername()[:2]
+        return to == port and host.removeprefix("::ffff:") in hosts  # IPv4 as IPv6 has it
+    return False
+
+
 def _sockets() -> dict[int, int]:
     """File descriptors of connected TCP sockets -> their inodes, which no two sockets share."""
     found = {}

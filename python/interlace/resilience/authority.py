@@ -1,6 +1,7 @@
-"""The coordinator's decisions, made known in the store: who is lost, when a generation is over, which one follows.
+"""The coordinator's decisions, made known in the store: whether a step counts, who is lost, which generation follows.
 
-What happens to connections is `interlace.resilience.coordinator`'s; which pipelines follow is
+With a `StateFile` each of them is written down before the store has it: who is started again (`Authority.resumed`)
+decides nothing twice. What happens to connections is `interlace.resilience.coordinator`'s; which pipelines follow is
 `interlace.resilience.roster`'s; who is at fault among ranks that stand still is `interlace.resilience.faults`'s.
 """
 
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.faults import CIRCLE, culprits
-from interlace.resilience.generation import Event, Generation, Node, Noticed
+from interlace.resilience.generation import Answer, Decision, Event, Generation, Node, Noticed
 from interlace.resilience.member import (
     COPIED,
     DECISION,
@@ -23,16 +24,17 @@ from interlace.resilience.member import (
     NEWEST,
     OVER,
     READY,
-    REGROUP,
-    REGROUPED,
     REMOVED,
     SPARE,
     TEMPLATES,
+    VOTED,
+    VOTES,
     WHY,
     prefix_of,
 )
 from interlace.resilience.roster import Roster, Templates
 from interlace.resilience.settings import Settings
+from interlace.resilience.state import StateFile
 from interlace.resilience.watch import Stall
 
 TOGETHER = 0.05  # seconds in which losses are one event
@@ -53,19 +55,26 @@ class Removal(NamedTuple):
 
 class Authority:
     """Who trains together in one run. store: torch's, which this process serves. tell: notes what happened.
+    state: where decisions are written down, if anywhere.
 
     Times are seconds of one clock that the caller reads. ended: why the run cannot go on; "" while it can, and after it
     has trained to the end. over: nothing more is to be decided. preempted: the run is saved, and what ended it is that
     its nodes were asked to go.
     """
 
-    def __init__(self, settings: Settings, store: Any, tell: Callable[..., None], now: float) -> None:
+    def __init__(
+        self, settings: Settings, store: Any, tell: Callable[..., None], now: float, state: StateFile | None = None
+    ) -> None:
         self.roster, self._store, self._tell, self._began = Roster(settings), store, tell, now
+        self._state = state
+        self._decided: Decision | None = None  # the vote that was decided last
+        self._away: set[str] = set()  # nodes that have not come back since the coordinator was started again
+        self._back_by = now
         self.false_alarms, self.ended, self.over, self.preempted = 0, "", False, False
         self._finishing = False  # a node has trained to the end, or saved
         self._broken: float | None = None  # since when the generation is over
         self._gave_up: float | None = None  # since when a rank of it has given up
-        self._failures, self._asked = 0, False
+        self._failures = 0
         self._absent: list[Removal] = []
         self._since = now  # of the generation
         self._errors: dict[str, str] = {}  # nodes that failed since a step counted last, with what they said
@@ -79,10 +88,93 @@ class Authority:
         """Whether a node is in the generation."""
         return self.generation is not None and node in self.generation.nodes
 
+    # -- what is kept ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def resumed(cls, state: StateFile, store: Any, tell: Callable[..., None], now: float) -> Authority:
+        """Of a coordinator that was started again: goes on from what was written down, with a store that has nothing.
+
+        A generation in which a step has counted goes on: all of its ranks have met, and need nothing more of what the
+        old store had. Another is over. Nodes have the settings' patience to come back. Raises ResilienceError.
+        """
+        try:
+            assert state.table is not None
+            table = state.table
+            roster = Roster.from_table(table["roster"])
+            found = cls(roster.settings, store, tell, now, state)
+            found.roster, found._decided, found._finishing = roster, state.decided, bool(table["finishing"])
+            found._errors = {str(node): str(why) for node, why in table["errors"].items()}
+            found._failures = int(table["failures"])
+            found.ended, found.over, found.preempted = (
+                str(table["ended"]),
+                bool(table["over"]),
+                bool(table["preempted"]),
+            )
+            found._broken = now if table["broken"] else None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ResilienceError(
+                f"{state.path} holds no state that can be taken up ({type(error).__name__}: {error}): remove it, and "
+                "resume the run from its last checkpoint"
+            ) from error
+        found._away, found._back_by = set(roster.nodes), now + roster.settings.patience
+        found._refill()
+        return found
+
+    def _refill(self) -> None:
+        """Gives a new store what ranks may still ask of the old one, or ends the generation."""
+        generation, decided, roster = self.generation, self._decided, self.roster
+        if roster.templates is not None:
+            self._store.set(TEMPLATES, roster.templates.to_json())
+        for spare in roster.ready:
+            if generation is not None and spare not in generation.nodes:
+                self._store.set(f"{SPARE}/{spare}", "1")
+        if decided is not None:
+            self._store.set(f"of generation/{decided.generation}/{DECISION}/{decided.step}", decided.answer)
+        if generation is None or self.over:
+            return
+        for number in range(max(1, generation.number - 2), generation.number):
+            self._store.set(f"of generation/{number}/{OVER}", "1")
+        all_have_met = decided is not None and decided[0] == generation.number and decided.answer == "commit"
+        if self._broken is None and (all_have_met or self._finishing):
+            prefix = prefix_of(generation)
+            self._store.add(f"{prefix}/{COPIED}", generation.world)
+            for node in generation.nodes.values():
+                self._store.add(f"{prefix}/{ENTERED}/{node.id}", node.ranks)
+            self._announce(generation)
+            return
+        if not roster.broken():
+            roster.lost(Event("restart", "", time.time(), "the coordinator was started again as ranks were to meet"))
+        self._end_generation(self._began)
+
+    def _save(self) -> None:
+        """Before the store or a node is told of it."""
+        if self._state is not None:
+            self._state.save(
+                {
+                    "roster": self.roster.to_table(),
+                    "broken": self._broken is not None,
+                    "finishing": self._finishing,
+                    "errors": self._errors,
+                    "failures": self._failures,
+                    "ended": self.ended,
+                    "over": self.over,
+                    "preempted": self.preempted,
+                }
+            )
+
+    def is_away(self, node: str) -> bool:
+        """Whether a node is to come back, since the coordinator was started again."""
+        return node in self._away
+
+    def is_back(self, node: str) -> None:
+        self._away.discard(node)
+        self._tell("back", node=node, missing=len(self._away))
+
     # -- what nodes do ---------------------------------------------------------------------------------------
 
     def came(self, node: Node) -> None:
         self.roster.came(node)
+        self._save()
         self._tell("came", node=node.id, host=node.host, nodes=len(self.roster.nodes))
 
     def leaves(self, node: str, seconds: float) -> bool:
@@ -97,6 +189,7 @@ class Authority:
         node, generation = removal.node, self.generation
         if node not in self.roster.nodes:
             return
+        self._away.discard(node)
         self._store.set(f"{REMOVED}/{node}", removal.why[:500])
         self._tell("lost", node=node, event=removal.kind, detail=removal.why)
         if generation is not None and node in generation.leaving and self._copied(generation):
@@ -107,18 +200,21 @@ class Authority:
                 self._stop(f"node {node} was lost when others had ended already ({removal.why}): resume the run")
             elif removal.failed:
                 self._note_error(removal)
+        elif generation is None and removal.failed:
+            self._note_error(removal)
+        self._save()
 
     def _note_error(self, removal: Removal) -> None:
-        """A node of the generation ended with an error of its own. A second one before a step counts ends the run.
+        """A node of the generation, or before the first one any, ended with an error of its own. A second one before a
+        step counts ends the run.
 
         What two nodes fail of, a third would, too: bad data, a wrong setting, a loss that is no number. Nodes that have
         just joined may be wrong themselves, with other data or files: they do not count.
         """
         generation = self.generation
-        assert generation is not None
-        has_come = generation.number > 1 and any(each.node == removal.node for each in generation.cause)
-        if has_come and not self._committed(generation):
-            return
+        if generation is not None and generation.number > 1 and not self._committed(generation):
+            if any(each.node == removal.node for each in generation.cause):
+                return
         self._errors[removal.node] = removal.why
         if len(self._errors) > 1:
             node, why = next(iter(self._errors.items()))
@@ -137,6 +233,8 @@ class Authority:
             if generation.kind == "save":
                 self._saved(generation)
             self.over |= not any(each in self.roster.nodes for each in generation.order())
+        self._away.discard(node)
+        self._save()
 
     def _saved(self, generation: Generation) -> None:
         """A generation has saved what it held, and the run ends with it."""
@@ -155,11 +253,16 @@ class Authority:
 
         slept: seconds in which this process should have looked and did not, which prove nothing.
         """
+        self.count_votes(now)
+        self._back_by += slept
+        for node in sorted(self._away) if now > self._back_by else ():
+            patience = self.roster.settings.patience
+            why = f"it has not come back in the {patience:g} s since the coordinator was started again"
+            self.lose(Removal(node, "death", why), now)
         try:
             if self._store.check([ENDS]):
                 raise ResilienceError(self._store.get(ENDS).decode(errors="replace"))
             self._take_ready()
-            self._ask_for_boundary()
             self._move_on(now)
         except ResilienceError as error:
             self._stop(str(error))
@@ -167,6 +270,34 @@ class Authority:
             self._suspects[suspect] += slept
         absent, self._absent = self._absent, []
         return absent or self._judge(stalls, now)
+
+    def count_votes(self, now: float) -> None:
+        """Decides the vote that all ranks of the generation have given, if there is one: nobody else does."""
+        generation = self.generation
+        if generation is None or self._broken is not None or self.over:
+            return
+        prefix, last = prefix_of(generation), self._decided
+        if not self._store.check([f"{prefix}/{VOTED}"]):
+            return
+        step = int(self._store.get(f"{prefix}/{VOTED}"))
+        self._store.delete_key(f"{prefix}/{VOTED}")
+        self._store.delete_key(f"{prefix}/{VOTES}/{step}")
+        counted = self._committed(generation)
+        if last is not None and counted and step <= last.step:
+            return  # asked again of a coordinator that was started again, whose store has the answer
+        try:
+            answer: Answer = "regroup" if not self._finishing and self.roster.wants_boundary() else "commit"
+        except ResilienceError as error:
+            self._stop(str(error))
+            return
+        self._decided = Decision(generation.number, step, answer)
+        if self._state is not None:
+            self._state.decide(self._decided)
+        self._store.set(f"{prefix}/{DECISION}/{step}", answer)
+        if last is not None and counted:  # all have voted on this step, so all have seen what became of the one before
+            self._store.delete_key(f"{prefix}/{DECISION}/{last.step}")
+        if answer == "regroup":
+            self._end_generation(now)
 
     def _take_ready(self) -> None:
         for node in [node for node in self.roster.nodes.values() if node.id not in self.roster.ready]:
@@ -177,23 +308,13 @@ class Authority:
                     except ValueError as error:
                         raise ResilienceError(f"the ranks' proposal cannot be used: {error}") from error
                 self.roster.is_ready(node.id, time.time())
+                self._save()
                 self._tell("ready", node=node.id)
                 if self.generation is not None:
                     self._store.set(f"{SPARE}/{node.id}", "1")
 
-    def _ask_for_boundary(self) -> None:
-        """Has the next vote end the generation, where nodes join or leave."""
-        if self.generation is None or self._finishing:
-            return
-        wants, key = self.roster.wants_boundary(), f"{prefix_of(self.generation)}/{REGROUP}"
-        if wants and not self._asked:
-            self._store.set(key, "1")
-        elif self._asked and not wants:
-            self._store.delete_key(key)
-        self._asked = wants
-
     def _move_on(self, now: float) -> None:
-        if self.over:
+        if self.over or self._away:  # who is lost turns out when all have had the time to come back
             return
         if self.generation is None:
             self._publish(self.roster.next(now - self._began), now)
@@ -209,11 +330,7 @@ class Authority:
             self._absent = self._missed(self.generation) if now - self._since > LATE else []
             if not self._absent:
                 self._fail(self._store.get(f"{prefix}/{WHY}").decode(errors="replace"), now)
-        elif self._broken is not None:
-            if now - self._broken >= TOGETHER:
-                self._publish(self.roster.next(0.0), now)
-        elif self._store.check([f"{prefix}/{REGROUPED}"]):
-            self._end_generation(now)
+        elif self._broken is not None and (now - self._broken >= TOGETHER or not self.roster.broken()):
             self._publish(self.roster.next(0.0), now)
 
     def _missed(self, generation: Generation) -> list[Removal]:
@@ -240,17 +357,15 @@ class Authority:
 
     def _committed(self, generation: Generation) -> bool:
         """Whether a step has counted in it."""
-        start = f"{prefix_of(generation)}/{DECISION}/"
-        return any(
-            key.startswith(start) and self._store.get(key) != b"abort" for key in map(str, self._store.list_keys())
-        )
+        return self._decided is not None and self._decided.generation == generation.number
 
     def _end_generation(self, now: float) -> None:
         assert self.generation is not None
         if self._broken is None and self._committed(self.generation):
             self._errors.clear()
-        self._store.set(f"{prefix_of(self.generation)}/{OVER}", "1")
         self._broken = now if self._broken is None else self._broken
+        self._save()
+        self._store.set(f"{prefix_of(self.generation)}/{OVER}", "1")
 
     def _publish(self, generation: Generation | None, now: float) -> None:
         """Makes a generation known; None: there is none."""
@@ -259,15 +374,15 @@ class Authority:
                 self._stop(f"no node is left: resume from the last checkpoint{self._last_error()}")
             return
         self._broken = self._gave_up = None
-        self._asked, self._since = False, now
+        self._since = now
+        self._save()
         for node in self.roster.ready:
             if node in generation.nodes:
                 self._store.delete_key(f"{SPARE}/{node}")
             else:
                 self._store.set(f"{SPARE}/{node}", "1")
         self._forget_keys(generation.number - 2)
-        self._store.set(f"{GENERATION}/{generation.number}", generation.to_json())
-        self._store.add(NEWEST, 1)
+        self._announce(generation)
         pipelines = [list(pipeline) for pipeline in generation.pipelines]
         cause = [f"{event.kind} {event.node}".strip() for event in generation.cause]
         self._tell(
@@ -279,6 +394,10 @@ class Authority:
             leaving=list(generation.leaving),
         )
 
+    def _announce(self, generation: Generation) -> None:
+        self._store.set(f"{GENERATION}/{generation.number}", generation.to_json())
+        self._store.set(NEWEST, str(generation.number))
+
     def _forget_keys(self, number: int) -> None:
         """Of a generation that no rank can be in any more."""
         start = f"of generation/{number}/"
@@ -288,6 +407,7 @@ class Authority:
 
     def _stop(self, why: str) -> None:
         self.ended, self.over = self.ended or why, True
+        self._save()
 
     def _copied(self, generation: Generation) -> bool:
         return self._count(f"{prefix_of(generation)}/{COPIED}") >= generation.world

@@ -10,10 +10,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal["train", "save"]
-Noticed = Literal["start", "death", "hang", "join", "leave", "failure"]
+Noticed = Literal["start", "death", "hang", "join", "leave", "failure", "restart"]
+Answer = Literal["commit", "regroup", "abort"]
+
+
+class Decision(NamedTuple):
+    """What became of the vote on a step in a generation."""
+
+    generation: int
+    step: int
+    answer: Answer
+
+    @classmethod
+    def from_table(cls, values: Any) -> Decision:
+        """Raises ValueError."""
+        generation, step, answer = values
+        return cls(int(generation), int(step), _one_of(answer, Answer))
 
 
 @dataclass(frozen=True)
@@ -24,13 +39,19 @@ class Node:
     ranks: int
     host: str
 
+    @classmethod
+    def from_table(cls, table: Any) -> Node:
+        """Raises ValueError."""
+        return cls(**_typed(table, {"id": str, "ranks": int, "host": str}))
+
 
 @dataclass(frozen=True)
 class Event:
     """Why there is a new generation.
 
     kind: "death" of a node, its "hang", its "join" or "leave", the run's "start"; "failure" when a rank gave up and
-    nobody is lost. node: its id; "" for a start. time: when it was noticed, in seconds since the epoch on the
+    nobody is lost; "restart" when the coordinator was started again as ranks were to meet. node: its id; ""
+    for those three. time: when it was noticed, in seconds since the epoch on the
     coordinator's clock. detail: in words.
     """
 
@@ -38,6 +59,12 @@ class Event:
     node: str
     time: float
     detail: str = ""
+
+    @classmethod
+    def from_table(cls, table: Any) -> Event:
+        """Raises ValueError."""
+        values = _typed(table, {"kind": str, "node": str, "time": float, "detail": str})
+        return cls(_one_of(values["kind"], Noticed), values["node"], values["time"], values["detail"])
 
 
 @dataclass(frozen=True)
@@ -98,13 +125,13 @@ class Generation:
         """Raises ValueError that says what is wrong."""
         try:
             table = json.loads(text)
-            nodes = [Node(**_typed(each, {"id": str, "ranks": int, "host": str})) for each in table["nodes"]]
+            nodes = [Node.from_table(each) for each in table["nodes"]]
             found = cls(
                 int(table["number"]),
                 tuple(tuple(map(str, pipeline)) for pipeline in table["pipelines"]),
                 {node.id: node for node in nodes},
                 _one_of(table["kind"], Kind),
-                tuple(_event(each) for each in table["cause"]),
+                tuple(Event.from_table(each) for each in table["cause"]),
                 int(table["faults"]),
                 tuple(map(str, table["leaving"])),
             )
@@ -114,11 +141,6 @@ class Generation:
         if missing:
             raise ValueError(f"generation {found.number} speaks of nodes that it does not describe: {sorted(missing)}")
         return found
-
-
-def _event(table: Any) -> Event:
-    values = _typed(table, {"kind": str, "node": str, "time": float, "detail": str})
-    return Event(_one_of(values["kind"], Noticed), values["node"], values["time"], values["detail"])
 
 
 def _typed(table: Any, types: Mapping[str, type]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ lost or has finished. `next` makes the generation that follows from all that:
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from interlace import plan
 from interlace.resilience.errors import ResilienceError
@@ -76,6 +77,30 @@ class Roster:
         self.leaving: dict[str, Event] = {}
         self._lost: list[Event] = []
         self._joined: dict[str, Event] = {}
+
+    def to_table(self) -> dict[str, Any]:
+        """All but who wants to leave, which nodes say again to a coordinator that was started again."""
+        return {
+            "settings": self.settings.to_table(),
+            "templates": None if self.templates is None else self.templates.to_json(),
+            "generation": None if self.generation is None else self.generation.to_json(),
+            "nodes": [asdict(node) for node in self.nodes.values()],
+            "ready": self.ready,
+            "lost": [asdict(event) for event in self._lost],
+            "joined": [asdict(event) for event in self._joined.values()],
+        }
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> Roster:
+        """Raises ValueError, KeyError, TypeError."""
+        found = cls(Settings.from_table(table["settings"]))
+        found.templates = None if table["templates"] is None else Templates.from_json(table["templates"])
+        found.generation = None if table["generation"] is None else Generation.from_json(table["generation"])
+        nodes = [Node.from_table(node) for node in table["nodes"]]
+        found.nodes, found.ready = {node.id: node for node in nodes}, [str(node) for node in table["ready"]]
+        found._lost = [Event.from_table(event) for event in table["lost"]]
+        found._joined = {event.node: event for event in map(Event.from_table, table["joined"])}
+        return found
 
     def came(self, node: Node) -> None:
         self.nodes[node.id] = node

@@ -9,7 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """See `interlace.train.schema_resilience.Resilience` for what each means. min_nodes 0: as the ranks propose."""
+    """See `interlace.train.schema_resilience.Resilience` for what each means. min_nodes 0: as the ranks propose.
+    patience: its coordinator_patience.
+    """
 
     nodes: int
     faults: int = 1
@@ -17,6 +19,7 @@ class Settings:
     heartbeat: float = 5.0
     gather: float = 60.0
     ranks_per_node: int = 1
+    patience: float = 30.0
 
     def to_table(self) -> dict[str, Any]:
         return asdict(self)
@@ -34,6 +37,6 @@ class Settings:
             raise ValueError(f"these are no settings of a run ({error})") from error
         if found.nodes < 1 or found.faults < 0 or found.min_nodes < 0 or found.ranks_per_node < 1:
             raise ValueError(f"counts of nodes must be positive, got {found}")
-        if not found.heartbeat > 0 or not found.gather >= 0:
+        if not found.heartbeat > 0 or not found.gather >= 0 or not found.patience >= 0:
             raise ValueError(f"seconds must be positive, got {found}")
         return found

@@ -5,8 +5,9 @@
 
 It imports no torch and computes nothing, so it is there in a tenth of a second and has no reason to fail. A rank that
 ends takes its node along: the other ranks are killed, since a pipeline cannot use half of a node. So does the loss of
-the
-coordinator: a node that nobody counts any more must not write anything. Ranks die with their supervisor, too.
+the coordinator: a node that nobody counts any more must not write anything. Where the coordinator keeps its state, it
+may be started again: the ranks then stay, of which none can count a step meanwhile, and the supervisor tries to come
+back for the settings' patience. Ranks die with their supervisor, too.
 
 SIGTERM or Ctrl-C is a notice that the node will be gone: its layers are moved to others at the next step boundary, then
 it ends with 128 + the signal, as who is asked to go does. What has not left when the notice's seconds are over is
@@ -29,16 +30,21 @@ from types import FrameType
 from typing import IO, Any
 from uuid import uuid4
 
-from interlace.resilience.environment import COORDINATOR, ERROR, LOCAL_RANK, NODE, PROGRESS, STOPPED
+from interlace.resilience.environment import AWAY, COORDINATOR, ERROR, LOCAL_RANK, NODE, PATIENCE, PROGRESS, STOPPED
 from interlace.resilience.errors import ResilienceError
 from interlace.resilience.settings import Settings
 from interlace.resilience.watch import Stall, Watch
-from interlace.resilience.wire import AHEAD, VERSION, Line
+from interlace.resilience.wire import AHEAD, FOREIGN, VERSION, Line
 
 WELCOME = 30.0  # seconds for the coordinator to take a node in
+ATTEMPT = 2.0  # seconds for it to accept a connection when it is started again
 LAST_LINES = 3  # of a rank's log, when it ended badly and does not say why
 MOST_WORDS = 400  # characters of either
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+class Refused(ResilienceError):
+    """The coordinator does not take the node in."""
 
 
 class Supervisor:
@@ -71,6 +77,8 @@ class Supervisor:
         self._signals: list[int] = []
         self._gone_by: float | None = None  # the notice's end
         self._reported: list[Stall] = []
+        self._line: Line | None = None  # to the coordinator that was there last
+        self._run, self._starts = "", 0  # of the coordinator; "": it cannot be started again
 
     def run(self) -> int:
         """Supervises the node's ranks to their end; returns the exit code.
@@ -81,16 +89,19 @@ class Supervisor:
         """
         previous = {number: signal.signal(number, self._noticed) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            with self._connect() as connection, tempfile.TemporaryDirectory(dir=_memory()) as pages:
-                line = Line(connection)
-                return self._supervise(line, [Path(pages) / str(rank) for rank in range(self.settings.ranks_per_node)])
+            line, store_port = self._join()
+            with tempfile.TemporaryDirectory(dir=_memory()) as pages:
+                ranks = range(self.settings.ranks_per_node)
+                return self._supervise(line, store_port, [Path(pages) / str(rank) for rank in ranks])
         finally:
             self._kill()
+            if self._line is not None:
+                self._line.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _supervise(self, line: Line, pages: list[Path]) -> int:
-        self._pages, store_port = pages, self._meet(line)
+    def _supervise(self, line: Line, store_port: int, pages: list[Path]) -> int:
+        self._pages = pages
         watch = Watch(pages, self.settings.heartbeat)
         self._start(pages, f"{line.socket.getpeername()[0]}:{store_port}")
         self._say(f"node {self.id} has joined the run of {self.coordinator}; logs of its ranks in {self._logs}")
@@ -122,9 +133,6 @@ class Supervisor:
                 if table["kind"] == "goodbye":
                     self._say(f"node {self.id} ends: {table.get('why')}")
                     return self._well(bool(self._signals)) if table.get("well") else 1
-            if line.closed:
-                self._say(f"node {self.id} ends: {self._lost(line.closed)}")
-                return 1
             self._leave(line, now)
             if self._gone_by is not None and now > self._gone_by:
                 self._say(f"node {self.id} could not leave within {self._notice:g} s: its ranks are killed")
@@ -136,15 +144,38 @@ class Supervisor:
             if now - spoke >= heartbeat / AHEAD:
                 spoke = now
                 line.say("alive")
-            if now - heard > heartbeat:
-                self._say(f"node {self.id} ends: {self._lost(f'no sign of life for {heartbeat:g} s')}")
-                return 1
+            silent = f"no sign of life for {heartbeat:g} s" if now - heard > heartbeat else ""
+            if line.closed or silent:
+                selector.unregister(line.socket)
+                try:
+                    line = self._come_back(line, line.closed or silent)
+                except ResilienceError as error:
+                    self._say(f"node {self.id} ends: {error}")
+                    return 1
+                selector.register(line.socket, selectors.EVENT_READ)
+                looked = spoke = heard = time.monotonic()
 
     # -- the coordinator -------------------------------------------------------------------------------------
 
-    def _connect(self) -> socket.socket:
+    def _join(self) -> tuple[Line, int]:
+        """A connection to the coordinator, which has taken the node in, and the port of its store."""
+        deadline = time.monotonic() + WELCOME
+        while True:
+            line = self._line = Line(self._connect(deadline))
+            try:
+                return line, self._meet(line, WELCOME)
+            except Refused:
+                raise
+            except ResilienceError:
+                gone, foreign = line.closed, line.closed == FOREIGN
+                line.close()
+                if not gone or foreign or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)  # it may be started again just now
+
+    def _connect(self, deadline: float) -> socket.socket:
         host, _, port = self.coordinator.rpartition(":")
-        deadline, problem = time.monotonic() + WELCOME, ""
+        problem = ""
         while time.monotonic() < deadline and not self._signals:
             try:
                 return socket.create_connection((host, int(port)), timeout=WELCOME)
@@ -158,29 +189,65 @@ class Supervisor:
             "coordinator` on a machine that all nodes reach, and give its address as resilience.coordinator"
         )
 
-    def _meet(self, line: Line) -> int:
-        """Says hello; the port of the store."""
-        ranks = self.settings.ranks_per_node
-        settings = self.settings.to_table()
-        line.say("hello", version=VERSION, id=self.id, host=self.host, ranks=ranks, settings=settings)
-        deadline = time.monotonic() + WELCOME
-        while time.monotonic() < deadline and not line.closed and not self._signals:
+    def _meet(self, line: Line, seconds: float) -> int:
+        """Says hello; the port of the store. Raises ResilienceError when it is not taken in within some seconds."""
+        again, ranks, settings = self._run, self.settings.ranks_per_node, self.settings.to_table()
+        line.say("hello", version=VERSION, id=self.id, host=self.host, ranks=ranks, settings=settings, again=again)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not line.closed and (again or not self._signals):
             for table in line.hear():
                 if table["kind"] == "welcome":
+                    self._run, self._starts = str(table["run"]), int(table["starts"])
                     return int(table["store_port"])
                 if table["kind"] == "goodbye":
                     why = table.get("why")
-                    raise ResilienceError(f"the coordinator at {self.coordinator} refuses this node: {why}")
+                    raise Refused(f"the coordinator at {self.coordinator} refuses this node: {why}")
             time.sleep(0.01)
         raise ResilienceError(
-            f"what answers at {self.coordinator} did not take this node in ({line.closed or f'within {WELCOME:g} s'}): "
+            f"what answers at {self.coordinator} did not take this node in ({line.closed or f'within {seconds:g} s'}): "
             "is that `interlace coordinator`?"
         )
 
-    def _lost(self, how: str) -> str:
-        return (
-            f"it has lost the coordinator at {self.coordinator} ({how}), without which no node may train: resume from "
-            "the last checkpoint"
+    def _come_back(self, line: Line, how: str) -> Line:
+        """A connection to the coordinator that was started again, after the one before was lost. Raises ResilienceError
+        when there is none within the settings' patience, or it cannot be started again."""
+        line.close()
+        patience = self.settings.patience if self._run else 0.0
+        if patience:
+            self._say(f"node {self.id}: the coordinator is gone ({how}); it may be started again within {patience:g} s")
+        for page in self._pages:
+            draft = Path(f"{page}{AWAY}.draft")
+            draft.write_text(str(self._starts))
+            draft.rename(f"{page}{AWAY}")
+        host, _, port = self.coordinator.rpartition(":")
+        deadline = time.monotonic() + patience
+        while (now := time.monotonic()) < deadline:
+            self._leave(line, now)  # the notice runs, though nobody hears of it
+            if self._gone_by is not None and now > self._gone_by:
+                break
+            try:
+                found = self._line = Line(socket.create_connection((host, int(port)), timeout=ATTEMPT))
+            except OSError:
+                time.sleep(0.2)
+                continue
+            try:
+                self._meet(found, ATTEMPT)
+            except Refused:
+                raise
+            except ResilienceError:
+                found.close()
+                time.sleep(0.2)
+                continue
+            self._say(f"node {self.id} is back at the coordinator")
+            if self._gone_by is not None:
+                found.say("leaving", seconds=max(self._gone_by - time.monotonic(), 0.0))
+            return found
+        waited = (
+            f", and was not started again within {patience:g} s (resilience.coordinator_patience)" if patience else ""
+        )
+        raise ResilienceError(
+            f"it has lost the coordinator at {self.coordinator} ({how}){waited}, without which no node may train: "
+            "resume from the last checkpoint"
         )
 
     def _report(self, line: Line, stalls: list[Stall]) -> None:
@@ -206,10 +273,15 @@ class Supervisor:
 
     def _start(self, pages: list[Path], store: str) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
-        base = {**self._environment, COORDINATOR: store, NODE: self.id, "LOCAL_WORLD_SIZE": str(len(pages))}
-        for rank, page in enumerate(pages):
+        for rank, told in enumerate(self._told(pages, store)):
             with (self._logs / f"{self.id}-{rank}.log").open("wb") as log:
-                self.processes.append(self._start_rank({**base, PROGRESS: str(page), LOCAL_RANK: str(rank)}, log))
+                self.processes.append(self._start_rank({**self._environment, **told}, log))
+
+    def _told(self, pages: list[Path], store: str) -> list[dict[str, str]]:
+        """What each rank is told in its environment."""
+        patience = self.settings.patience if self._run else 0.0
+        base = {COORDINATOR: store, NODE: self.id, PATIENCE: str(patience), "LOCAL_WORLD_SIZE": str(len(pages))}
+        return [{**base, PROGRESS: str(page), LOCAL_RANK: str(rank)} for rank, page in enumerate(pages)]
 
     def _start_rank(self, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -227,13 +299,28 @@ class Supervisor:
         for rank, code in enumerate(codes):
             if code is not None and code not in (0, STOPPED):
                 how = _how(code) + self._last_words(rank)
-                line.say("exited", local_rank=rank, code=code, how=how)
                 self._say(f"node {self.id} is lost: its rank {rank} {how}")
+                self._kill()
+                self._last_word(line, "exited", local_rank=rank, code=code, how=how)
                 return max(code, 1)
         if None in codes:
             return None
-        line.say("done")
+        self._last_word(line, "done")
         return self._well(STOPPED in codes)
+
+    def _last_word(self, line: Line, kind: str, **values: Any) -> None:
+        """Says how the node has ended, also to a coordinator that is to be started again; until that has heard it."""
+        while True:
+            line.say(kind, **values)
+            deadline = time.monotonic() + self.settings.heartbeat
+            while not line.closed and time.monotonic() < deadline:
+                if any(table["kind"] == "goodbye" for table in line.hear()):
+                    return
+                time.sleep(0.002)
+            try:
+                line = self._come_back(line, line.closed or "no answer")
+            except ResilienceError:
+                return  # it is gone for good, or knows already
 
     def _well(self, early: bool) -> int:
         """The exit code of a node that has ended well; `early`: before the run's last step, which is not 0, so that a

@@ -1,8 +1,9 @@
 """What supervisors and the coordinator tell each other: tables in JSON, one to a line. Nothing is ever executed.
 
-A supervisor says hello (who it is), alive, exited (a rank of its ended), done (all of them ended well), leaving (it was
-asked to go) and stalled (which ranks stand still). The coordinator says welcome (where the store is), alive, and
-goodbye (why the supervisor has to end its ranks and itself).
+A supervisor says hello (who it is, and of which run, if a coordinator that is gone has taken it in already), alive,
+exited (a rank of its ended), done (all of them ended well), leaving (it was asked to go) and stalled (which ranks stand
+still). The coordinator says welcome (where the store is, and whether the coordinator may be started again), alive, and
+goodbye (why the supervisor has to end its ranks and itself), which also says that exited or done has been heard.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 import socket
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 LONGEST = 1 << 18  # bytes of a line
+FOREIGN = "the other end does not speak this protocol"
 AHEAD = 5.0  # signs of life in each heartbeat
 
 
@@ -45,7 +47,7 @@ class Line:
             while raw := self.socket.recv(1 << 16):
                 self._read += raw
                 if len(self._read) > LONGEST and b"\n" not in self._read:
-                    self.closed = "the other end does not speak this protocol"
+                    self.closed = FOREIGN
                     return []
             self.closed = self.closed or "the connection was closed"
         except BlockingIOError:
@@ -60,7 +62,7 @@ class Line:
             except (ValueError, RecursionError):
                 table = None
             if not isinstance(table, dict) or not isinstance(table.get("kind"), str):
-                self.closed = "the other end does not speak this protocol"
+                self.closed = FOREIGN
                 return found
             found.append(table)
         return found

@@ -126,6 +126,7 @@ class Rank:
         self.nonce = ""
         self.lock: lock.RunLock | None = None
         self.finished = False  # all steps are trained
+        self.recovery: Recovery | None = None  # of the last generation in which a step counted
         self.held: Held | None = None
         self.feed: Feed | None = None
         self.parallel: Any = None  # of the newest generation, which the thread that reads ahead asks
@@ -427,7 +428,8 @@ class Rank:
         if recovery is not None:
             trainer.beside |= recovery.metrics()
             if meeting.rank == 0 and self.folder is not None:
-                Recoveries(self.folder).add(recovery, self.config)
+                Recoveries(self.folder).add(recovery, self.recovery, self.config)
+            self.recovery = recovery
 
     def _train(self, meeting: Meeting, trainer: Trainer, model: Any, layout: Any) -> tuple[bool, Closing | None]:
         self.member.progress.computing()

@@ -19,6 +19,7 @@ def settings_of(config: Config) -> Settings:
         heartbeat=own.heartbeat,
         gather=own.gather,
         ranks_per_node=own.ranks_per_node,
+        patience=own.coordinator_patience,
     )
 
 

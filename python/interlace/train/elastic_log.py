@@ -134,11 +134,18 @@ class Recoveries:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / NAME
 
-    def add(self, recovery: Recovery, config: Config) -> None:
+    def add(self, recovery: Recovery, before: Recovery | None, config: Config) -> None:
+        """Adds a change, and the one before it where a rank 0 before this one was lost with its line."""
         from interlace.train.page_recovery import write_page
 
+        half = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
+        there = [(line["generation"], line["cause"]) for line in self.read()]
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(recovery)) + "\n")
+            file.write("\n" if half else "")  # what a killed rank left half written takes no other along
+            for each in (before, recovery):
+                # Its cause tells it from that of a run that this one goes on from, which counted from 1, too.
+                if each is not None and (each.generation, [list(event) for event in each.cause]) not in there:
+                    file.write(json.dumps(asdict(each)) + "\n")
         write_page(self.folder, config.run.name, self.read())
 
     def read(self) -> list[dict[str, Any]]:

@@ -52,8 +52,7 @@ class Meeting:
         self._thread = threading.Thread(target=self._watch, name="generation", daemon=True)
 
     def __enter__(self) -> Meeting:
-        store: dist.Store = self.member.store(self.generation).clone()  # type: ignore[attr-defined]
-        self.store = store  # its own connection, so that cutting it ends waits
+        self.store = self.member.own_store(self.generation)  # its own connection, so that cutting it ends waits
         self.store.set_timeout(timedelta(seconds=self.timeout))
         self._thread.start()
         return self
@@ -139,7 +138,7 @@ class Meeting:
         while not self._ended.wait(LOOK):
             try:
                 over = self.member.over(self.generation)
-            except ResilienceError:  # the coordinator is gone: whoever asks it next says so
+            except ResilienceError:  # the coordinator is gone for good: whoever asks it next says so
                 over = True
             if over:
                 self._cut_all()

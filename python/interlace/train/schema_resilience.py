@@ -33,3 +33,6 @@ class Resilience(Section):
     coordinator: Annotated[str, Field(pattern=r"^\S+:[0-9]{1,5}$")] | None = None
     """host:port of ``interlace coordinator``, on a machine that outlives the nodes. By default one is started here,
     with all ``nodes`` on this machine."""
+    coordinator_patience: Annotated[float, Field(ge=0.0, le=WEEK)] = 30.0
+    """Seconds in which a coordinator that is gone may be started again, if it has a ``--state`` file: nodes wait for it
+    so long, and it for nodes that have not come back to it."""

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interlace.cli import parser
 from interlace.train.commands import cluster
 from interlace.train.commands import cluster_facts as facts
 from interlace.train.commands import cluster_links as links
@@ -347,7 +348,7 @@ def _blocks(language: str) -> list[str]:
 
 def test_the_shell_scripts_of_the_page_can_be_read_by_a_shell() -> None:
     scripts = _blocks("bash")
-    assert len(scripts) == 8
+    assert len(scripts) == 7
     for script in scripts:
         done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
         assert done.returncode == 0, (done.stderr, script)
@@ -356,7 +357,20 @@ def test_the_shell_scripts_of_the_page_can_be_read_by_a_shell() -> None:
 def test_the_manifests_of_the_page_are_yaml() -> None:
     yaml = pytest.importorskip("yaml", reason="no YAML parser is installed")
     text, elastic = _blocks("yaml")
-    job = yaml.safe_load(elastic)
+    service, claim, coordinator, job = yaml.safe_load_all(elastic)
+    pod = coordinator["spec"]["template"]
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+    assert [each["persistentVolumeClaim"]["claimName"] for each in pod["spec"]["volumes"]] == [
+        claim["metadata"]["name"]
+    ]
+    (container,) = pod["spec"]["containers"]
+    (words,) = container["args"]
+    _, _, *options = words.replace("$(hostname -i)", "127.0.0.1").split()
+    found = parser().parse_args(options)
+    assert [found.port, found.store_port] == [each["port"] for each in service["spec"]["ports"]]
+    assert str(found.state.parent) == container["volumeMounts"][0]["mountPath"]
+    (rule,) = coordinator["spec"]["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["containerName"] == container["name"] and pod["spec"]["restartPolicy"] == "Never"
     assert job["kind"] == "Job" and job["spec"]["parallelism"] == job["spec"]["completions"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert "--elastic" in container["command"] and 'resilience.coordinator="coordinator:29600"' in container["command"]

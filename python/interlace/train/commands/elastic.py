@@ -25,11 +25,21 @@ KILL_AFTER = 5.0  # seconds beyond a node's notice
 def coordinate(options: argparse.Namespace) -> int:
     """``interlace coordinator``: until its run is over."""
     from interlace.resilience.coordinator import Coordinator
+    from interlace.resilience.errors import ResilienceError
 
+    if options.state is not None and not options.port:
+        raise ConfigError(
+            "--state is for a coordinator that is started again where nodes know it: give a --port, not 0"
+        )
+    files = {"journal": options.journal, "state": options.state}
     try:
-        serving = Coordinator(options.host, options.port, options.store_port, launcher.note, options.journal)
+        serving = Coordinator(options.host, options.port, options.store_port, launcher.note, **files)
     except OSError as error:
-        raise ConfigError(f"{error}: give an address of this machine as --host and free ports") from error
+        raise ConfigError(
+            f"{error}: give an address of this machine as --host, free ports, and files that can be written"
+        ) from error
+    except ResilienceError as error:
+        raise ConfigError(f"--state: {error}") from error
     with launcher.leaving_on_sigterm(), serving:
         launcher.note(f"coordinator at {options.host}:{serving.port}, its store at port {serving.store_port}")
         return serving.run() or 0
@@ -83,7 +93,7 @@ def _on_this_machine(options: argparse.Namespace, config: Config, path: Path) ->
                 code = serving.run(abandoned=lambda: all(node.poll() is not None for node in nodes))
         finally:
             _end(nodes, KILL_AFTER if sys.exc_info()[0] is None else 0.0)
-    if code is None:
+    if code is None or code == 1:
         users = any(node.returncode == launcher.USER_ERROR for node in nodes)
         return launcher.USER_ERROR if users else 1
     return 128 + signals[0] if code == PREEMPTED and signals else code

@@ -1,0 +1,195 @@
+"""Runs of dummy ranks whose coordinator is killed and started again: every step is decided once, alike on all."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from interlace.cli import main
+from interlace.resilience.coordinator import Coordinator
+from interlace.resilience.environment import AWAY
+from interlace.resilience.errors import ResilienceError
+from interlace.resilience.link import LOOK, Link
+from interlace.resilience.settings import Settings
+from tests.resilience.cluster import HELD, Mortal, Mourned, cluster, vote_on_steps
+
+SETTINGS = Settings(nodes=4, faults=1, min_nodes=1, heartbeat=2.0, gather=60.0, patience=6.0)
+
+
+def in_the_end(run: Mortal, steps: int) -> None:
+    assert run.end() == 0, run.journal()[-5:]
+    run.check_votes(steps)
+    assert all(len(processes) == 1 for processes in run.ranks().values())
+    assert run.journal("end")[-1]["why"] == "trained to the end" and run.journal("false alarm") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_coordinator_that_is_killed_again_and_again(tmp_path: Path, seed: int) -> None:
+    """At random moments, between votes and in them, away for a moment or longer: nobody is lost, and processes stay."""
+    steps, draw = 60, random.Random(seed)
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, steps, 0.1), 4, Mortal) as run:
+        run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
+        before = run.ranks()
+        for _ in range(5):
+            time.sleep(draw.random() * 0.3)  # it may be killed before it has done anything
+            run.kill_coordinator()
+            time.sleep(draw.random() * 0.3)
+            run.start_coordinator()
+        in_the_end(run, steps)
+        assert run.ranks() == before and run.journal("lost") == []
+        assert len(run.journal("taken up")) == 5
+
+
+def said_by_supervisors(folder: Path) -> str:
+    return "".join(path.read_text() for path in folder.glob("supervisor-*"))
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["all live", "and a node with it"])
+def test_a_vote_that_was_decided_and_heard_by_nobody(tmp_path: Path, dies: bool) -> None:
+    """It was written down, so it counts: also where one of those who voted is not there any more."""
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 30, 0.03), 0, Mortal) as run:
+        run.kill_coordinator()  # the first one does not know when it is to die
+        run.start_coordinator(last_vote=9)
+        run.start(4)
+        run.until_dead()
+        if dies:
+            run.supervisors[0].kill()
+        run.start_coordinator()
+        assert run.end() == 0, run.journal()[-5:]
+        counted = run.check_votes(30)
+        assert counted[9] == 1 and counted[10] == (2 if dies else 1)
+        assert [each["event"] for each in run.journal("lost")] == ["death"] * dies
+        assert all(len(processes) == 1 for processes in run.ranks().values())
+
+
+@pytest.mark.slow
+def test_nodes_that_die_join_and_are_asked_to_go_while_it_is_away(tmp_path: Path) -> None:
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 40, 0.04), 4, Mortal) as run:
+        run.slow(True)
+        run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
+        run.kill_coordinator()
+        dead, asked = run.supervisors[:2]
+        dead.kill()
+        asked.terminate()
+        (joiner,) = run.start()
+        time.sleep(0.5)
+        run.start_coordinator()
+        run.until(lambda: run.journal("lost"), "loss of the one that died")
+        assert "has not come back in the 6 s since" in run.journal("lost")[0]["detail"]
+        asked.join(60.0)
+        assert asked.exitcode == 128 + signal.SIGTERM
+        run.until(lambda: len(run.ranks()) == 5, "a joiner that trains")
+        run.slow(False)
+        in_the_end(run, 40)
+        assert joiner.exitcode == 0 and len(run.journal("lost")) == 1
+
+
+def test_it_may_die_before_anything_and_when_nodes_end(tmp_path: Path) -> None:
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 12, 0.02), 2, Mortal) as run:
+        run.until(lambda: run.journal("came"), "first node")
+        run.kill_coordinator(signal.SIGTERM)  # as one that is moved elsewhere: nodes wait all the same
+        run.start_coordinator(last_vote=11)
+        run.start(2)
+        run.until_dead()  # before any node knows that the run has been trained to the end
+        run.start_coordinator()
+        in_the_end(run, 12)
+        assert {node.exitcode for node in run.supervisors} == {0}
+
+
+def test_nodes_wait_for_it_no_longer_than_they_should(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, patience=1.0)
+    with cluster(tmp_path, settings, (vote_on_steps, 10_000, 0.02), 4, Mortal) as run:
+        run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
+        pids = [pid for processes in run.ranks().values() for pid in processes]
+        run.kill_coordinator()
+        for node in run.supervisors:
+            node.join(30.0)
+        assert [node.exitcode for node in run.supervisors] == [1] * 4
+        assert "not started again within 1 s (resilience.coordinator_patience)" in said_by_supervisors(tmp_path)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_without_a_state_nodes_end_at_once(tmp_path: Path) -> None:
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 10_000, 0.02), 4, Mourned) as run:
+        run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
+        run.kill_coordinator()
+        for node in run.supervisors:
+            node.join(30.0)
+        assert [node.exitcode for node in run.supervisors] == [1] * 4
+        said = said_by_supervisors(tmp_path)
+        assert "without which no node may train: resume from the last checkpoint" in said
+        assert "started again" not in said
+
+
+def test_one_that_does_not_know_the_run_refuses_its_nodes(tmp_path: Path) -> None:
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 10_000, 0.02), 4, Mortal) as run:
+        run.until(lambda: len(run.ranks()) == 4, "four nodes that train")
+        run.kill_coordinator()
+        (tmp_path / "state").unlink()
+        run.start_coordinator()
+        for node in run.supervisors:
+            node.join(30.0)
+        assert [node.exitcode for node in run.supervisors] == [1] * 4
+        assert "of which this coordinator knows nothing: was it started without its --state?" in said_by_supervisors(
+            tmp_path
+        )
+
+
+def test_nodes_of_another_config_are_refused_by_one_that_was_started_again(tmp_path: Path) -> None:
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 60, 0.02), 4, Mortal) as run:
+        held = tmp_path / "ranks" / HELD
+        held.touch()
+        run.until(lambda: run.generations(), "first generation")
+        run.kill_coordinator()
+        run.start_coordinator()
+        run.settings = replace(SETTINGS, nodes=5)
+        (other,) = run.start()
+        other.join(60.0)
+        assert other.exitcode == 3 and "start all nodes with one config" in said_by_supervisors(tmp_path)
+        run.supervisors.remove(other)
+        held.unlink()
+        in_the_end(run, 60)
+
+
+def test_a_run_that_is_over_is_not_taken_up(tmp_path: Path) -> None:
+    with cluster(tmp_path, replace(SETTINGS, nodes=2), (vote_on_steps, 3, 0.01), 2, Mortal) as run:
+        in_the_end(run, 3)
+    with pytest.raises(ResilienceError, match=r"is over .*trained to the end.*remove the file"):
+        Coordinator("127.0.0.1", 0, state=tmp_path / "state")
+    assert (
+        main(["coordinator", "--port", "0", "--state", str(tmp_path / "state")]) == 2
+    )  # nodes would not find it again
+
+
+def test_a_rank_that_waits_for_a_silent_store_is_told_by_its_supervisor(tmp_path: Path) -> None:
+    with cluster(tmp_path, SETTINGS, (vote_on_steps, 1, 0.0), 0, Mortal) as run:
+        port = json.loads((tmp_path / "state").read_text())["store_port"]
+        link = Link(f"127.0.0.1:{port}", 20.0, 60.0, tmp_path / "page")
+        before, failed = link.store, threading.Event()
+
+        def ask() -> None:
+            with pytest.raises(dist.DistNetworkError):
+                before.check(["anything"])
+            failed.set()
+
+        run.signal_coordinator(signal.SIGSTOP)
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        assert not failed.wait(0.5)
+        (tmp_path / f"page{AWAY}").write_text("1")  # the first start
+        assert failed.wait(20.0)
+        run.kill_coordinator()
+        run.start_coordinator()
+        link.renew(before, "it was silent")
+        assert link.store is not before and not link.store.check(["anything"])
+        time.sleep(3 * LOOK)  # what was said of the one before does not cut this one off
+        assert not link.store.check(["anything"])
