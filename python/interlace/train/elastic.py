@@ -272,8 +272,7 @@ class Rank:
         states.adopt(trainer, before)
         with self.clocks.copying():
             if takeover.transfers:
-                into = states.tensors_of(trainer)
-                group = meeting.copying()
+                into, group = states.tensors_of(trainer), meeting.copying()
                 recovery.received = copy(takeover, meeting.rank, group, before, into, done=self.member.progress.tick)
         recovery.bytes, recovery.transfers = takeover.bytes(self.sizes), len(takeover.transfers)
         try:
