@@ -132,7 +132,7 @@ class Authority:
             self._store.set(f"of generation/{decided.generation}/{DECISION}/{decided.step}", decided.answer)
         if generation is None or self.over:
             return
-        for number in range(max(1, generation.number - 2), generation.number):
+        for number in range(1, generation.number):  # a rank may have been away for several
             self._store.set(f"of generation/{number}/{OVER}", "1")
         all_have_met = decided is not None and decided[0] == generation.number and decided.answer == "commit"
         if self._broken is None and (all_have_met or self._finishing):
@@ -399,10 +399,11 @@ class Authority:
         self._store.set(NEWEST, str(generation.number))
 
     def _forget_keys(self, number: int) -> None:
-        """Of a generation that no rank can be in any more."""
+        """Of a generation in which no rank can do anything any more. That it is over is kept: a rank that was busy, or
+        waited for the coordinator, may ask later."""
         start = f"of generation/{number}/"
         for key in map(str, self._store.list_keys()) if number > 0 else ():
-            if key.startswith(start):
+            if key.startswith(start) and key != f"{start}{OVER}":
                 self._store.delete_key(key)
 
     def _stop(self, why: str) -> None:

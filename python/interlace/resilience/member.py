@@ -21,6 +21,7 @@ beginning; the coordinator has put there what was decided.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -219,16 +220,13 @@ class Member:
             try:
                 return work(store)
             except dist.DistNetworkError as error:
-                lost = first_line(error)
+                why = "waiting for the coordinator to be started again"
                 own = threading.get_ident() == self._thread
-                if own:
-                    self.progress.idle("waiting for the coordinator to be started again", self._link.longest)
                 try:
-                    self._link.renew(store, lost)
+                    with self.progress.idle_for(why, self._link.longest) if own else contextlib.nullcontext():
+                        self._link.renew(store, first_line(error))
                 except ResilienceError as gone:
                     raise ResilienceError(f"rank {self.local_rank} of node {self.node}, {what}: {gone}") from error
-                if own:
-                    self.progress.computing()
             except RuntimeError as error:
                 if isinstance(error, ResilienceError):
                     raise

@@ -80,6 +80,19 @@ class ProgressPage:
         """From here on this rank does something outside of a step that may take `seconds`, such as a checkpoint."""
         self._set(1, (), what, seconds)
 
+    @contextlib.contextmanager
+    def idle_for(self, what: str, seconds: float) -> Iterator[None]:
+        """`idle` within the block; after it the page says what it said before."""
+        words = self._words
+        state, allowed = words[_STATE], self._seconds[_ALLOWED]
+        ranks = [self._ranks[_FIRST + place] for place in range(words[_COUNT])]
+        before = self._map[_TEXT_AT:SIZE].rstrip(b"\0").decode(errors="replace")
+        self.idle(what, seconds)
+        try:
+            yield
+        finally:
+            self._set(state, ranks, before, allowed)
+
     def enter(self, generation: int) -> None:
         """From here on the ranks that this one waits for are numbered as in a generation."""
         self._words[_GENERATION] = generation
