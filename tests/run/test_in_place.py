@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -189,6 +190,27 @@ def test_tied_weights_may_be_together_in_some_replicas_and_apart_in_others(repli
         sharded = Layout({LLM: (dataclasses.replace(spec, shard="optimizer"), tuple(pipelines))}, ranks)
         with pytest.raises(ValueError, match=r"is on one stage, or one rank, of some.*place all alike"):
             parallelize(mllm, sharded, timeout=30)
+
+
+@pytest.mark.parametrize("cuts", [([1], [1]), ([], [1, 2]), ([1], [1, 2])], ids=["alike", "together", "more apart"])
+def test_several_weights_that_are_the_same_in_three_layers(cuts):
+    """All are summed once."""
+    mllm = tiny_mllm(encoders=(), layers=3)
+    layers = mllm.language_model.model.layers
+    layers[1].mlp = layers[2].mlp = layers[0].mlp
+    batch = random_microbatches(mllm, "text", count=4)
+    _, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    pipelines, rank = [], itertools.count()
+    for number, bounds in enumerate([0, *own, 3] for own in cuts):
+        stages = [Stage(LLM, i, *ends, Lane((next(rank),))) for i, ends in enumerate(itertools.pairwise(bounds))]
+        pipelines.append(Pipeline(LLM, number, tuple(stages)))
+    spec = ParallelSpec(pp=max(len(each.stages) for each in pipelines), dp=2)
+    parallel = parallelize(mllm, Layout({LLM: (spec, tuple(pipelines))}, next(rank)), timeout=30)
+    assert bool(parallel.graph.uneven) == (cuts[0] != cuts[1])
+    parallel.step(batch)
+    for name, gradient in parallel.full_gradients().items():
+        assert_same_gradient(name, gradient, gradients[name])
 
 
 def test_a_failed_step_leaves_no_gradients_behind():
