@@ -192,9 +192,11 @@ def test_tied_weights_may_be_together_in_some_replicas_and_apart_in_others(repli
             parallelize(mllm, sharded, timeout=30)
 
 
-@pytest.mark.parametrize("cuts", [([1], [1]), ([], [1, 2]), ([1], [1, 2])], ids=["alike", "together", "more apart"])
+@pytest.mark.parametrize(
+    "cuts", [([1], [1]), ([1], [2]), ([], [1, 2]), ([1], [1, 2])], ids=["alike", "two each", "together", "more apart"]
+)
 def test_several_weights_that_are_the_same_in_three_layers(cuts):
-    """All are summed once."""
+    """All are summed once, also where each replica has two stages, but other layers together."""
     mllm = tiny_mllm(encoders=(), layers=3)
     layers = mllm.language_model.model.layers
     layers[1].mlp = layers[2].mlp = layers[0].mlp

@@ -20,8 +20,8 @@ from interlace.schedule import Op, StageGraph, StepTable
 def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
     """The nodes and links of `layout`, and what of it is trained in `mllm`.
 
-    Raises ValueError where the layout is of another model, or shards tied weights that are together in some replicas
-    and apart in others.
+    Raises ValueError where the layout is of another model, or shards tied weights whose layers are together in some
+    replicas and apart in others.
     """
     modules = mllm.modules_order()
     if list(layout.modules) != list(modules):
