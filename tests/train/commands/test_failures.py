@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,8 +64,24 @@ def test_a_lane_of_two_ranks_is_a_stage_of_twice_the_speed(tiny: Path, capfd: py
     assert cut["ranks_per_node"] == 2 and cut["bytes"] == alone["bytes"]
     ratio = cut["systems"]["restart"]["samples"] / alone["systems"]["restart"]["samples"]
     assert ratio == pytest.approx(2.0, rel=0.02)
-    assert main(["simulate", str(tiny), "--trace", str(tiny.parent / "trace.csv"), "--tflops", "1", *lanes]) == 2
-    assert "nodes of 1 ranks cannot hold lanes of tp * cp = 2" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("memory", [(), ("--memory", "1")], ids=["nodes", "memory"])
+@pytest.mark.parametrize(
+    ("modules", "ranks", "message"),
+    [
+        (["vision", "language_model"], "1", r"nodes of 1 ranks cannot hold lanes of tp \* cp = 2: give"),
+        (["language_model"], "2", r"vision\.tp = 1, but parallel\.language_model\.tp = 2: .* one tp and one cp"),
+    ],
+)
+def test_lanes_that_no_elastic_run_has_are_refused(
+    tiny: Path, capfd: pytest.CaptureFixture[str], modules: list[str], ranks: str, message: str, memory: tuple[str, ...]
+) -> None:
+    lanes = [part for name in modules for part in ("--set", f"parallel.{name}.tp=2")]
+    arguments = ["--trace", str(tiny.parent / "trace.csv"), "--tflops", "1", "--ranks-per-node", ranks, *memory]
+    assert main(["simulate", str(tiny), *arguments, *lanes]) == 2
+    said = capfd.readouterr().err
+    assert re.search(message, said) and len(said.strip().splitlines()) == 1
 
 
 def test_bytes_are_those_of_the_model(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -146,8 +163,8 @@ def test_errors_are_one_line(tiny: Path, arguments: list[str], message: str, cap
 def test_what_no_flag_says_is_that_of_the_config(tiny: Path) -> None:
     def taken(own: dict[str, Any], *flags: str) -> tuple[Any, ...]:
         options = parser().parse_args(["simulate", str(tiny), "--trace", "x.csv", *flags])
-        config = SimpleNamespace(resilience=Resilience(**own))
-        found = failures.with_config(options, config, None, None)  # type: ignore[arg-type]
+        config = load(tiny, []).model_copy(update={"resilience": Resilience(**own)})
+        found = failures.with_config(options, config, None, None)
         return found.nodes, found.ranks_per_node, found.faults, found.min_nodes
 
     assert taken({}) == (None, 1, 1, 1)

@@ -1,7 +1,7 @@
 """``interlace simulate --trace``: what the failures of a trace cost a config's training, by three ways to go on.
 
-The model is cut as a chain of all its layers, one rank to a stage, as `--elastic` trains it; degrees and placement of
-[parallel] do not count here. docs/simulated-failures.md says what is assumed.
+The model is cut as a chain of all its layers, one rank or lane of tp * cp ranks to a stage, as `--elastic` trains it;
+pp, dp and placement of [parallel] do not count here. docs/simulated-failures.md says what is assumed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from interlace.train.config import ConfigError
-from interlace.train.elastic_config import lane_size
+from interlace.train.elastic_config import check_lanes, lane_size
 from interlace.train.schema import Config
 
 if TYPE_CHECKING:
@@ -103,7 +103,10 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
 
 def with_config(options: argparse.Namespace, config: Config, model: Any, costs: Any) -> argparse.Namespace:
     """The flags, and for those that were not given what [resilience] says; nodes only where it says how many, and
-    min_nodes from the memory that the model takes, where --memory says how much of it a rank has."""
+    min_nodes from the memory that the model takes, where --memory says how much of it a rank has.
+
+    Raises ConfigError for lanes that an elastic run could not have.
+    """
     own = config.resilience
     said = {
         "nodes": own.nodes if "nodes" in own.model_fields_set else None,
@@ -113,6 +116,13 @@ def with_config(options: argparse.Namespace, config: Config, model: Any, costs: 
     }
     given = {name: value for name in said if (value := getattr(options, name)) is not None}
     found = argparse.Namespace(**{**vars(options), **said, **given})
+    source = f"{options.config}, --trace"
+    check_lanes(config, source=source)
+    if found.ranks_per_node % (lane := lane_size(config)):
+        raise ConfigError(
+            f"{source}: nodes of {found.ranks_per_node} ranks cannot hold lanes of tp * cp = {lane}: give "
+            "--ranks-per-node a multiple of it"
+        )
     if "min_nodes" not in given and own.min_nodes is None and options.memory is not None:
         found.min_nodes = _held_by(found, config, model, costs)
     return found
@@ -171,11 +181,6 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
     from interlace.simulate.elastic_job import Job
 
     lane = lane_size(config)
-    if options.ranks_per_node % lane:
-        raise ValueError(
-            f"nodes of {options.ranks_per_node} ranks cannot hold lanes of tp * cp = {lane}: give --ranks-per-node a "
-            "multiple of it"
-        )
     order = list(model.modules_order())
     both = layer_costs(costs.modules, order, recompute=config.train.recompute)
     forward = np.concatenate([costs.modules[name].summed(costs.modules[name].times.forward) for name in order])
