@@ -17,6 +17,7 @@ from interlace.plan.links import Link, Links
 from interlace.train.build import build
 from interlace.train.commands import failures
 from interlace.train.config import load
+from interlace.train.costs import flop_costs
 from interlace.train.schema_resilience import Resilience
 from interlace.train.texts import vocabulary_of
 from tests.test_cli import TINY
@@ -58,12 +59,33 @@ def test_figures_add_up(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_lane_of_two_ranks_is_a_stage_of_twice_the_speed(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fast = ("--nodes", "4", "--network", "1e6", "--disk", "1e6", "--start", "0", "--regroup", "0")
     lanes = [f"parallel.{name}.tp=2" for name in ("vision", "language_model")]
-    lanes = [part for each in lanes for part in ("--set", each)]
+    heads = "model.language_model.config.num_key_value_heads=2"  # one for each rank
+    fast, lanes = (*fast, "--set", heads), [part for each in lanes for part in ("--set", each)]
     alone = simulated(tiny, capfd, *fast)
     cut = simulated(tiny, capfd, *fast, *lanes, "--ranks-per-node", "2")
     assert cut["ranks_per_node"] == 2 and cut["bytes"] == alone["bytes"]
     ratio = cut["systems"]["restart"]["samples"] / alone["systems"]["restart"]["samples"]
     assert ratio == pytest.approx(2.0, rel=0.02)
+
+
+def test_each_rank_of_a_lane_is_sent_what_it_keeps(tiny: Path) -> None:
+    def copied(**lane: Any) -> Any:
+        heads = "model.language_model.config.num_key_value_heads=2"
+        config = load(tiny, [heads, *(f"parallel.{name}={table(lane)}" for name in ("vision", "language_model"))])
+        model = build(config, vocabulary_of(config))
+        options = parser().parse_args(["simulate", str(tiny), "--trace", "x.csv"])
+        options.ranks_per_node, options.faults, options.min_nodes = 4, 1, 1
+        costs = SimpleNamespace(modules=flop_costs(config, model))
+        return failures.job_of(config, model, costs, options, 4).copied
+
+    def table(lane: dict[str, Any]) -> str:
+        return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in lane.items()) + "}"
+
+    alone = copied()
+    assert copied(cp=2) == pytest.approx(2 * alone)
+    assert copied(cp=2, shard="full", shard_ranks=2) == pytest.approx(alone)
+    between = copied(tp=2)  # norms and embeddings are whole on both
+    assert (alone < between).all() and (between < 2 * alone).any() and (between <= 2 * alone).all()
 
 
 @pytest.mark.parametrize("memory", [(), ("--memory", "1")], ids=["nodes", "memory"])

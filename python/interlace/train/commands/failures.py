@@ -184,7 +184,8 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
     order = list(model.modules_order())
     both = layer_costs(costs.modules, order, recompute=config.train.recompute)
     forward = np.concatenate([costs.modules[name].summed(costs.modules[name].times.forward) for name in order])
-    copied, saved = _bytes(config, model, order)
+    size, saved = _bytes(config, model, order)
+    copied = size if lane == 1 else _copied(config, model, costs, order)
     return Job(
         forward / lane,
         (np.concatenate([both[name] for name in order]) - forward) / lane,
@@ -196,12 +197,12 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
         least_nodes=options.min_nodes,
         copied=copied,
         saved=saved,
-        loaded=float(copied.sum()),
+        loaded=float(size.sum()),
     )
 
 
 def _bytes(config: Config, model: Any, order: Sequence[str]) -> tuple[Floats, float]:
-    """([layers], what a node that lacks a layer is sent; what of all layers a checkpoint has).
+    """([layers], what there is of a layer; what of all layers a checkpoint has).
 
     Of what is trained two moments travel with the weights. What is frozen is saved unless it lies in a folder that the
     config names. A tied weight counts once, in its first layer.
@@ -218,6 +219,24 @@ def _bytes(config: Config, model: Any, order: Sequence[str]) -> tuple[Floats, fl
         copied[first[weight.module] + weight.layers[0]] += size
         saved += size if weight.trainable or weight.name not in stored else 0.0
     return copied, saved
+
+
+def _copied(config: Config, model: Any, costs: Any, order: Sequence[str]) -> Floats:
+    """[layers], what a node that lacks a layer is sent: to each rank of a lane what it keeps. Raises ValueError."""
+    from interlace.run.graph import parameter_layers
+    from interlace.run.ranks import held_in_lane
+    from interlace.train.elastic_plan import templates_of
+
+    first = dict(zip(order, np.cumsum([0, *(len(model.layer_list(name)) for name in order)]).tolist(), strict=False))
+    found = np.zeros(sum(len(model.layer_list(name)) for name in order))
+    layers, own = parameter_layers(model), dict(model.named_parameters())
+    lane = templates_of(config, model, costs.modules).layout([lane_size(config)])
+    for numbers in held_in_lane(model, lane, sequence_parallel=config.parallel.sequence_parallel):
+        for name, count in numbers.items():
+            module, layer = layers[name]
+            more = SAVED_MOMENTS * own[name].requires_grad
+            found[first[module] + layer] += count * own[name].element_size() * (1 + more)
+    return found
 
 
 def nodes_over_time(changes: Sequence[Change], start: int, until: float) -> tuple[Floats, Floats]:
