@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import Media
+from interlace.plan.memory import summed_bytes
 from interlace.run import PipelineError, parallelize
+from interlace.run.traced import weights_of
 from tests.run.test_parity import assert_same_gradient, oracle
 from tests.tiny import random_microbatches, tiny_mllm
 
@@ -183,6 +185,11 @@ def test_tied_weights_may_be_together_in_some_replicas_and_apart_in_others(repli
         holders = {rank for p in pipelines for s in (p.stages[0], p.stages[-1]) for rank in s.ranks}
         sums = [each.ranks for each in parallel.graph.reductions if each.tied == number]
         assert len(sums) == tp and set().union(*sums) == holders
+    weights = weights_of(mllm, layout)
+    for reduction in parallel.graph.reductions:  # what is predicted to travel is what ranks bring
+        for rank in map(parallel._ranks.__getitem__, reduction.ranks):
+            brought = sum(p.nbytes for p in rank.parameters(reduction) if p.requires_grad)
+            assert summed_bytes(layout, weights, reduction) == brought
     parallel.step(batch)
     for name, gradient in parallel.full_gradients().items():
         assert_same_gradient(name, gradient, gradients[name])
