@@ -57,6 +57,18 @@ def test_a_step_counts_when_all_have_voted_and_never_after_the_generation() -> N
     assert authority.generation is not generation and count_a_step(authority, store) == "commit"
 
 
+def test_a_rank_that_was_busy_for_three_generations_learns_that_its_own_is_over() -> None:
+    authority, store = started("abcdef")
+    first = authority.generation
+    assert first is not None
+    for at, node in enumerate("abc"):
+        authority.lose(Removal(node, "death", "it is gone"), float(at))
+        authority.decide({}, at + 2 * TOGETHER, 0.0)
+    assert authority.generation is not None and authority.generation.number == 4
+    cast(store, first, 7)
+    assert decided(store, first, 7) == "abort"
+
+
 @pytest.mark.parametrize(("votes", "ends"), [(99, False), (1, True), (0, True)])
 def test_two_errors_without_a_step_that_counts_in_between_end_the_run(votes: int, ends: bool) -> None:
     authority, store = started("abcd")

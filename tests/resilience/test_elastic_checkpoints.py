@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.resilience.elastic_cluster import Cluster, losses, table, uninterrupted
+from tests.resilience.sweep import cut
 
 pytestmark = pytest.mark.slow
 
@@ -70,13 +71,26 @@ def test_nodes_that_are_all_told_to_go_save_and_the_run_goes_on(tmp_path: Path) 
     check_unbroken(made, first, second)
 
 
-@pytest.mark.parametrize("every", [2, 0])
-def test_when_all_holders_of_a_layer_are_lost_the_run_goes_back(tmp_path: Path, every: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "lane"),
+    [
+        (2, {}),
+        (0, {}),
+        (2, {"tp": 2}),
+        (2, {"cp": 2, "shard": "full", "shard_ranks": 2}),
+    ],
+    ids=["a checkpoint", "none", "a checkpoint of pieces", "a checkpoint of rows"],
+)
+def test_when_all_holders_of_a_layer_are_lost_the_run_goes_back(
+    tmp_path: Path, every: int, lane: dict[str, Any]
+) -> None:
     """To its last checkpoint; without one it ends, and all are told why."""
     # One microbatch for each of f + 1 pipelines, so that there are no more: two, of four nodes.
     made = table(
         tmp_path / "runs", train={"steps": 12, "microbatches": 1}, resilience={"nodes": 4}, checkpoint={"every": every}
     )
+    if lane:
+        cut(made, lane)
     with Cluster(tmp_path / "run", made, pace=0.3) as cluster:
         cluster.start("a", "b", "c", "d")
         cluster.wait_for(cluster.reached(3), "step 3")

@@ -324,6 +324,29 @@ def all_move(world: World) -> None:
 # ---------------------------------------------------------------------- the file
 
 
+def test_a_rank_that_missed_several_starts_learns_that_its_generation_is_over(tmp_path: Path) -> None:
+    """No step counts between them, so each start makes another generation, and has a store that knew nothing."""
+    world = World(tmp_path / "state")
+    world.start()
+    for _ in range(FIRST):
+        world.join()
+    for rank in world.ranks:
+        world.move(rank)
+    world.turn()
+    assert world.authority is not None and world.authority.generation is not None
+    first = world.authority.generation
+    for number in range(2, 6):
+        world.kill()
+        world.start()
+        assert world.authority is not None
+        for node in first.nodes:
+            world.authority.is_back(node)
+        world.turn()
+        world.turn()
+        assert world.authority.generation is not None and world.authority.generation.number == number
+        assert decided(world.store, first, 0) == "abort"
+
+
 def written(path: Path, votes: int) -> None:
     """A file of a run in which so many votes were decided."""
     file = StateFile(path)

@@ -55,6 +55,21 @@ def test_a_page_says_what_was_written(page: tuple[ProgressPage, ProgressReader],
     assert reader.read().counter > before.counter and reader.read().thread == threading.get_native_id()
 
 
+@pytest.mark.parametrize("state", ["computing", "waiting", "idle"])
+def test_what_a_page_said_before_a_wait_it_says_after_it(page: tuple[ProgressPage, ProgressReader], state: str) -> None:
+    writer, reader = page
+    {"computing": writer.computing, "waiting": lambda: writer.waiting([3, 1]), "idle": lambda: writer.idle("é", 7.0)}[
+        state
+    ]()
+    before = reader.read()
+    with pytest.raises(RuntimeError), writer.idle_for("another", 30.0):
+        assert (reader.read().state, reader.read().what, reader.read().allowed) == ("idle", "another", 30.0)
+        raise RuntimeError
+    after = reader.read()
+    assert (after.state, after.ranks) == (before.state, before.ranks) and after.counter > before.counter
+    assert state != "idle" or (after.what, after.allowed) == (before.what, before.allowed)
+
+
 def test_the_recorder_writes_the_page(page: tuple[ProgressPage, ProgressReader]) -> None:
     writer, reader = page
     use_page(writer)

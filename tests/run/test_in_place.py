@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from interlace.layout import Lane, Layout, ParallelSpec, Pipeline, Stage
 from interlace.model import Media
+from interlace.plan.memory import summed_bytes
 from interlace.run import PipelineError, parallelize
+from interlace.run.traced import weights_of
 from tests.run.test_parity import assert_same_gradient, oracle
 from tests.tiny import random_microbatches, tiny_mllm
 
@@ -182,6 +185,11 @@ def test_tied_weights_may_be_together_in_some_replicas_and_apart_in_others(repli
         holders = {rank for p in pipelines for s in (p.stages[0], p.stages[-1]) for rank in s.ranks}
         sums = [each.ranks for each in parallel.graph.reductions if each.tied == number]
         assert len(sums) == tp and set().union(*sums) == holders
+    weights = weights_of(mllm, layout)
+    for reduction in parallel.graph.reductions:  # what is predicted to travel is what ranks bring
+        for rank in map(parallel._ranks.__getitem__, reduction.ranks):
+            brought = sum(p.nbytes for p in rank.parameters(reduction) if p.requires_grad)
+            assert summed_bytes(layout, weights, reduction) == brought
     parallel.step(batch)
     for name, gradient in parallel.full_gradients().items():
         assert_same_gradient(name, gradient, gradients[name])
@@ -189,6 +197,29 @@ def test_tied_weights_may_be_together_in_some_replicas_and_apart_in_others(repli
         sharded = Layout({LLM: (dataclasses.replace(spec, shard="optimizer"), tuple(pipelines))}, ranks)
         with pytest.raises(ValueError, match=r"is on one stage, or one rank, of some.*place all alike"):
             parallelize(mllm, sharded, timeout=30)
+
+
+@pytest.mark.parametrize(
+    "cuts", [([1], [1]), ([1], [2]), ([], [1, 2]), ([1], [1, 2])], ids=["alike", "two each", "together", "more apart"]
+)
+def test_several_weights_that_are_the_same_in_three_layers(cuts):
+    """All are summed once, also where each replica has two stages, but other layers together."""
+    mllm = tiny_mllm(encoders=(), layers=3)
+    layers = mllm.language_model.model.layers
+    layers[1].mlp = layers[2].mlp = layers[0].mlp
+    batch = random_microbatches(mllm, "text", count=4)
+    _, gradients = oracle(mllm, batch)
+    mllm.zero_grad()
+    pipelines, rank = [], itertools.count()
+    for number, bounds in enumerate([0, *own, 3] for own in cuts):
+        stages = [Stage(LLM, i, *ends, Lane((next(rank),))) for i, ends in enumerate(itertools.pairwise(bounds))]
+        pipelines.append(Pipeline(LLM, number, tuple(stages)))
+    spec = ParallelSpec(pp=max(len(each.stages) for each in pipelines), dp=2)
+    parallel = parallelize(mllm, Layout({LLM: (spec, tuple(pipelines))}, next(rank)), timeout=30)
+    assert bool(parallel.graph.uneven) == (cuts[0] != cuts[1])
+    parallel.step(batch)
+    for name, gradient in parallel.full_gradients().items():
+        assert_same_gradient(name, gradient, gradients[name])
 
 
 def test_a_failed_step_leaves_no_gradients_behind():

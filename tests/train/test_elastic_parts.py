@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from interlace.train.elastic_config import check
 from interlace.train.elastic_log import PARTS, Recoveries, Recovery
 from interlace.train.elastic_meeting import Meeting
 from interlace.train.elastic_plan import propose, templates_of
-from interlace.train.elastic_state import Note, bits_of, give, sizes_of
+from interlace.train.elastic_state import Held, Note, bits_of, give, sizes_of
 from interlace.train.page_recovery import write_page
 from interlace.train.texts import tokenizer_of
 from tests.distributed.workers import run_ranks
@@ -83,6 +84,24 @@ def test_weights_are_handed_on_without_a_copy_under_all_their_names() -> None:
     assert all(now[name].data_ptr() == values[name].data_ptr() for name in kept)
     tied = [name for name in now if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
     assert len(tied) == 2 and now[tied[0]] is now[tied[1]]
+
+
+def test_what_was_held_before_is_kept_beside_only_of_the_same_step() -> None:
+    """After going back to a checkpoint, too: what a rank had of layers that it lacks now is of a later step."""
+
+    def held(step: int, *names: str) -> Held:
+        progress: Any = SimpleNamespace(step=step)
+        region: Any = f"region of {step}"
+        return Held(
+            progress, {name: {"weight": torch.tensor(float(step))} for name in names}, {names[0]: {"weight": region}}
+        )
+
+    now = held(3, "a", "b")
+    same = now.beside(held(3, "b", "c"))
+    assert same.step == 3 and list(same.tensors) == ["b", "c", "a"] and set(same.regions) == {"a", "b"}
+    for before in (held(5, "b", "c"), None):
+        assert now.beside(before) is now
+    assert bits_of(now.beside(held(5, "c")).tensors, "abc") == "3" and bits_of(same.tensors, "abc") == "7"
 
 
 @pytest.mark.parametrize(

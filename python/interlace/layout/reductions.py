@@ -59,15 +59,16 @@ class Shard:
 
 
 def uneven(layout: Layout, module: str, layers: Collection[int]) -> bool:
-    """Whether these layers of `module`, which have a weight in common, are on one stage or lane in some replicas and on
-    several in others: some ranks then have one gradient for all of these layers, where others have one for each."""
-    if len(set(layers)) < 2:
+    """Whether these layers of `module`, which have a weight in common, are together on other stages or lanes in some
+    replicas than in others: a rank has one gradient for all of them that it holds, whichever these are."""
+    each, alike = sorted(set(layers)), set()
+    if len(each) < 2:
         return False
-    stages = [
-        {stage for stage in pipeline.stages if any(stage.start <= layer < stage.stop for layer in layers)}
-        for pipeline in layout.pipelines(module)
-    ]
-    return len({(len(each), len({stage.lane for stage in each})) for each in stages}) > 1
+    for pipeline in layout.pipelines(module):
+        homes = [next(s for s in pipeline.stages if s.start <= layer < s.stop) for layer in each]
+        lanes = [stage.lane for stage in homes]
+        alike.add((tuple(map(homes.index, homes)), tuple(map(lanes.index, lanes))))
+    return len(alike) > 1
 
 
 def shard_groups(layout: Layout) -> tuple[Shard, ...]:

@@ -20,8 +20,8 @@ from interlace.schedule import Op, StageGraph, StepTable
 def stage_graph(mllm: Any, layout: Layout) -> StageGraph:
     """The nodes and links of `layout`, and what of it is trained in `mllm`.
 
-    Raises ValueError where the layout is of another model, or shards tied weights that are together in some replicas
-    and apart in others.
+    Raises ValueError where the layout is of another model, or shards tied weights whose layers are together in some
+    replicas and apart in others.
     """
     modules = mllm.modules_order()
     if list(layout.modules) != list(modules):
@@ -82,10 +82,11 @@ def groups(graph: StageGraph) -> list[tuple[int, ...]]:
 
 
 def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """The trained weights that live in layers of several stages. Raises ValueError for what no rank could hold."""
+    """The layers of trained weights that live in several stages, once for all weights that live in the same ones.
+    Raises ValueError for what no rank could hold."""
     parameters = dict(mllm.named_parameters(remove_duplicate=False))
     layer_of = parameter_layers(mllm)
-    found = []
+    found: dict[tuple[tuple[str, int], ...], None] = {}
     for names in mllm.tied_parameters():
         places = sorted({layer_of[name] for name in names})
         if len(places) < 2:
@@ -116,7 +117,7 @@ def _tied(mllm: Any, layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
                     f"({' and '.join(sorted(map(str, lanes)))}): give its stages one lane, or lanes of their own"
                 )
         if trained and max(map(len, homes)) > 1:
-            found.append(tuple(places))
+            found[tuple(places)] = None
     return tuple(found)
 
 

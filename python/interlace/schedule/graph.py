@@ -189,8 +189,8 @@ class StageGraph:
 
     @cached_property
     def uneven(self) -> frozenset[int]:
-        """The places in `tied` of what is on one lane in some replicas and on several in others: its gradients are no
-        part of the sums of layers, but summed at once over all who hold it."""
+        """The places in `tied` of layers that are together on other stages or lanes in some replicas than in others:
+        gradients of their weight are no part of the sums of layers, but summed at once over all who hold it."""
         return frozenset(
             number
             for number, group in enumerate(self.tied)

@@ -206,7 +206,7 @@ class Rank:
         # Only after the barrier may go what this rank held before and needs no more: everybody then has what it was to
         # get from it. Who is not told so any more has both.
         now = Held.of(trainer)
-        self.held = Held(now.progress, {**before, **now.tensors}, {**cut, **now.regions})
+        self.held = now.beside(current)
         meeting.peers.barrier("having all layers")
         self.held = now
         self.member.copied(generation)

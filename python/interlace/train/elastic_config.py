@@ -37,6 +37,19 @@ def lane_size(config: Config) -> int:
     return config.parallel.language_model.tp * config.parallel.language_model.cp
 
 
+def check_lanes(config: Config, *, source: str) -> None:
+    """Refuses modules whose lanes differ. Raises ConfigError."""
+    parallel = config.parallel
+    for name in config.modules():
+        for key in ("tp", "cp"):
+            degree, others = getattr(parallel.module(name), key), getattr(parallel.language_model, key)
+            if degree != others:
+                raise ConfigError(
+                    f"{source}: parallel.{name}.{key} = {degree}, but parallel.language_model.{key} = {others}: in an "
+                    "elastic run a rank may hold layers of both, so give all modules one tp and one cp"
+                )
+
+
 def check(config: Config, *, source: str) -> None:
     """Refuses what cannot be trained elastically. Raises ConfigError that says why, and what to do."""
     parallel, own = config.parallel, config.resilience
@@ -74,13 +87,7 @@ def check(config: Config, *, source: str) -> None:
                     f"{source}: parallel.{name}.{key} = {getattr(spec, key)}, but with --elastic pipelines are cut by "
                     "the nodes that there are, a range of layers to a rank or lane: leave it out"
                 )
-        for key in ("tp", "cp"):
-            degree, least = getattr(spec, key), getattr(parallel.language_model, key)
-            if degree != least:
-                raise ConfigError(
-                    f"{source}: parallel.{name}.{key} = {degree}, but parallel.language_model.{key} = {least}: with "
-                    "--elastic a rank may hold layers of both, so give all modules one tp and one cp"
-                )
+    check_lanes(config, source=source)
     if own.ranks_per_node % lane_size(config):
         raise ConfigError(
             f"{source}: resilience.ranks_per_node = {own.ranks_per_node} is no multiple of tp * cp = "

@@ -52,6 +52,15 @@ class Held:
         tensors, regions = _by_name(weights, state)
         return cls(trainer.progress(), tensors, regions)
 
+    def beside(self, before: Held | None) -> Held:
+        """This, and what the rank held before of the same step, which others may need.
+
+        Not where that is of another step, as after going back to a checkpoint: layers of two steps are no model.
+        """
+        if before is None or before.step != self.step:
+            return self
+        return Held(self.progress, {**before.tensors, **self.tensors}, {**before.regions, **self.regions})
+
     def to_save(self) -> tuple[dict[str, Tensor | Piece], dict[str, Tensor | Piece]]:
         """The weights, and the rest as `key.name`, as checkpoints take them."""
         weights: dict[str, Tensor | Piece] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from interlace.plan.links import Link, Links
 from interlace.train.build import build
 from interlace.train.commands import failures
 from interlace.train.config import load
+from interlace.train.costs import flop_costs
 from interlace.train.schema_resilience import Resilience
 from interlace.train.texts import vocabulary_of
 from tests.test_cli import TINY
@@ -57,14 +59,51 @@ def test_figures_add_up(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_lane_of_two_ranks_is_a_stage_of_twice_the_speed(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fast = ("--nodes", "4", "--network", "1e6", "--disk", "1e6", "--start", "0", "--regroup", "0")
     lanes = [f"parallel.{name}.tp=2" for name in ("vision", "language_model")]
-    lanes = [part for each in lanes for part in ("--set", each)]
+    heads = "model.language_model.config.num_key_value_heads=2"  # one for each rank
+    fast, lanes = (*fast, "--set", heads), [part for each in lanes for part in ("--set", each)]
     alone = simulated(tiny, capfd, *fast)
     cut = simulated(tiny, capfd, *fast, *lanes, "--ranks-per-node", "2")
     assert cut["ranks_per_node"] == 2 and cut["bytes"] == alone["bytes"]
     ratio = cut["systems"]["restart"]["samples"] / alone["systems"]["restart"]["samples"]
     assert ratio == pytest.approx(2.0, rel=0.02)
-    assert main(["simulate", str(tiny), "--trace", str(tiny.parent / "trace.csv"), "--tflops", "1", *lanes]) == 2
-    assert "nodes of 1 ranks cannot hold lanes of tp * cp = 2" in capfd.readouterr().err
+
+
+def test_each_rank_of_a_lane_is_sent_what_it_keeps(tiny: Path) -> None:
+    def copied(**lane: Any) -> Any:
+        heads = "model.language_model.config.num_key_value_heads=2"
+        config = load(tiny, [heads, *(f"parallel.{name}={table(lane)}" for name in ("vision", "language_model"))])
+        model = build(config, vocabulary_of(config))
+        options = parser().parse_args(["simulate", str(tiny), "--trace", "x.csv"])
+        options.ranks_per_node, options.faults, options.min_nodes = 4, 1, 1
+        costs = SimpleNamespace(modules=flop_costs(config, model))
+        return failures.job_of(config, model, costs, options, 4).copied
+
+    def table(lane: dict[str, Any]) -> str:
+        return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in lane.items()) + "}"
+
+    alone = copied()
+    assert copied(cp=2) == pytest.approx(2 * alone)
+    assert copied(cp=2, shard="full", shard_ranks=2) == pytest.approx(alone)
+    between = copied(tp=2)  # norms and embeddings are whole on both
+    assert (alone < between).all() and (between < 2 * alone).any() and (between <= 2 * alone).all()
+
+
+@pytest.mark.parametrize("memory", [(), ("--memory", "1")], ids=["nodes", "memory"])
+@pytest.mark.parametrize(
+    ("modules", "ranks", "message"),
+    [
+        (["vision", "language_model"], "1", r"nodes of 1 ranks cannot hold lanes of tp \* cp = 2: give"),
+        (["language_model"], "2", r"vision\.tp = 1, but parallel\.language_model\.tp = 2: .* one tp and one cp"),
+    ],
+)
+def test_lanes_that_no_elastic_run_has_are_refused(
+    tiny: Path, capfd: pytest.CaptureFixture[str], modules: list[str], ranks: str, message: str, memory: tuple[str, ...]
+) -> None:
+    lanes = [part for name in modules for part in ("--set", f"parallel.{name}.tp=2")]
+    arguments = ["--trace", str(tiny.parent / "trace.csv"), "--tflops", "1", "--ranks-per-node", ranks, *memory]
+    assert main(["simulate", str(tiny), *arguments, *lanes]) == 2
+    said = capfd.readouterr().err
+    assert re.search(message, said) and len(said.strip().splitlines()) == 1
 
 
 def test_bytes_are_those_of_the_model(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -146,8 +185,8 @@ def test_errors_are_one_line(tiny: Path, arguments: list[str], message: str, cap
 def test_what_no_flag_says_is_that_of_the_config(tiny: Path) -> None:
     def taken(own: dict[str, Any], *flags: str) -> tuple[Any, ...]:
         options = parser().parse_args(["simulate", str(tiny), "--trace", "x.csv", *flags])
-        config = SimpleNamespace(resilience=Resilience(**own))
-        found = failures.with_config(options, config, None, None)  # type: ignore[arg-type]
+        config = load(tiny, []).model_copy(update={"resilience": Resilience(**own)})
+        found = failures.with_config(options, config, None, None)
         return found.nodes, found.ranks_per_node, found.faults, found.min_nodes
 
     assert taken({}) == (None, 1, 1, 1)

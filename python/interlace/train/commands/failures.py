@@ -1,7 +1,7 @@
 """``interlace simulate --trace``: what the failures of a trace cost a config's training, by three ways to go on.
 
-The model is cut as a chain of all its layers, one rank to a stage, as `--elastic` trains it; degrees and placement of
-[parallel] do not count here. docs/simulated-failures.md says what is assumed.
+The model is cut as a chain of all its layers, one rank or lane of tp * cp ranks to a stage, as `--elastic` trains it;
+pp, dp and placement of [parallel] do not count here. docs/simulated-failures.md says what is assumed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from interlace.train.config import ConfigError
-from interlace.train.elastic_config import lane_size
+from interlace.train.elastic_config import check_lanes, lane_size
 from interlace.train.schema import Config
 
 if TYPE_CHECKING:
@@ -103,7 +103,10 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
 
 def with_config(options: argparse.Namespace, config: Config, model: Any, costs: Any) -> argparse.Namespace:
     """The flags, and for those that were not given what [resilience] says; nodes only where it says how many, and
-    min_nodes from the memory that the model takes, where --memory says how much of it a rank has."""
+    min_nodes from the memory that the model takes, where --memory says how much of it a rank has.
+
+    Raises ConfigError for lanes that an elastic run could not have.
+    """
     own = config.resilience
     said = {
         "nodes": own.nodes if "nodes" in own.model_fields_set else None,
@@ -113,6 +116,13 @@ def with_config(options: argparse.Namespace, config: Config, model: Any, costs: 
     }
     given = {name: value for name in said if (value := getattr(options, name)) is not None}
     found = argparse.Namespace(**{**vars(options), **said, **given})
+    source = f"{options.config}, --trace"
+    check_lanes(config, source=source)
+    if found.ranks_per_node % (lane := lane_size(config)):
+        raise ConfigError(
+            f"{source}: nodes of {found.ranks_per_node} ranks cannot hold lanes of tp * cp = {lane}: give "
+            "--ranks-per-node a multiple of it"
+        )
     if "min_nodes" not in given and own.min_nodes is None and options.memory is not None:
         found.min_nodes = _held_by(found, config, model, costs)
     return found
@@ -171,15 +181,11 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
     from interlace.simulate.elastic_job import Job
 
     lane = lane_size(config)
-    if options.ranks_per_node % lane:
-        raise ValueError(
-            f"nodes of {options.ranks_per_node} ranks cannot hold lanes of tp * cp = {lane}: give --ranks-per-node a "
-            "multiple of it"
-        )
     order = list(model.modules_order())
     both = layer_costs(costs.modules, order, recompute=config.train.recompute)
     forward = np.concatenate([costs.modules[name].summed(costs.modules[name].times.forward) for name in order])
-    copied, saved = _bytes(config, model, order)
+    size, saved = _bytes(config, model, order)
+    copied = size if lane == 1 else _copied(config, model, costs, order)
     return Job(
         forward / lane,
         (np.concatenate([both[name] for name in order]) - forward) / lane,
@@ -191,12 +197,12 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
         least_nodes=options.min_nodes,
         copied=copied,
         saved=saved,
-        loaded=float(copied.sum()),
+        loaded=float(size.sum()),
     )
 
 
 def _bytes(config: Config, model: Any, order: Sequence[str]) -> tuple[Floats, float]:
-    """([layers], what a node that lacks a layer is sent; what of all layers a checkpoint has).
+    """([layers], what there is of a layer; what of all layers a checkpoint has).
 
     Of what is trained two moments travel with the weights. What is frozen is saved unless it lies in a folder that the
     config names. A tied weight counts once, in its first layer.
@@ -213,6 +219,24 @@ def _bytes(config: Config, model: Any, order: Sequence[str]) -> tuple[Floats, fl
         copied[first[weight.module] + weight.layers[0]] += size
         saved += size if weight.trainable or weight.name not in stored else 0.0
     return copied, saved
+
+
+def _copied(config: Config, model: Any, costs: Any, order: Sequence[str]) -> Floats:
+    """[layers], what a node that lacks a layer is sent: to each rank of a lane what it keeps. Raises ValueError."""
+    from interlace.run.graph import parameter_layers
+    from interlace.run.ranks import held_in_lane
+    from interlace.train.elastic_plan import templates_of
+
+    first = dict(zip(order, np.cumsum([0, *(len(model.layer_list(name)) for name in order)]).tolist(), strict=False))
+    found = np.zeros(sum(len(model.layer_list(name)) for name in order))
+    layers, own = parameter_layers(model), dict(model.named_parameters())
+    lane = templates_of(config, model, costs.modules).layout([lane_size(config)])
+    for numbers in held_in_lane(model, lane, sequence_parallel=config.parallel.sequence_parallel):
+        for name, count in numbers.items():
+            module, layer = layers[name]
+            more = SAVED_MOMENTS * own[name].requires_grad
+            found[first[module] + layer] += count * own[name].element_size() * (1 + more)
+    return found
 
 
 def nodes_over_time(changes: Sequence[Change], start: int, until: float) -> tuple[Floats, Floats]:
