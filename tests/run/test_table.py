@@ -181,6 +181,15 @@ def test_pieces_are_joined_where_they_follow_each_other_and_links_are_their_pair
     assert table.links.tolist() == [list(pair) for pair in sorted({(s, d) for s, _, d, _, _ in pieces})]
 
 
+def test_a_nominal_table_of_many_replicas_stays_small() -> None:
+    """792 and 1,546 replicas have some 20 million samples in common; links between chunks would be as many."""
+    table = nominal_table(layout({"vision": 792, LLM: 1546}), 32)
+    for module, dp in (("vision", 792), (LLM, 1546)):
+        sizes = np.array([len(chunk.samples) for chunk in table.chunks if chunk.module == module])
+        assert len(sizes) == 32 * dp and sizes.min() >= 16 and sizes.max() - sizes.min() <= sizes.max() / 16
+    assert len(table.links) <= 16 * 1546 * 32
+
+
 def test_a_nominal_table_gives_every_chunk_as_much() -> None:
     table = nominal_table(layout({"vision": 3, "audio": 1, LLM: 2}), 4)
     for module, count in (("vision", 12), ("audio", 4), (LLM, 8)):

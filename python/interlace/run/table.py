@@ -13,6 +13,7 @@ one chunk is encoded for several of its microbatches, with more the k-th is enco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -26,6 +27,7 @@ from interlace.layout import Layout
 from interlace.schedule.table import Chunk, Edge, StepTable, merged
 
 PORT = "embeds"
+MOST_NOMINAL = 1 << 20  # samples of a table for planning: links between chunks are as many
 
 Ints = NDArray[np.int64]
 
@@ -318,14 +320,15 @@ def nominal_table(
 ) -> StepTable:
     """A table for planning: `samples` alike, each with one item of every encoder.
 
-    By default so many that every chunk of every replica has equally many, if that can be.
+    By default so many that every chunk of every replica has equally many, if that can be; where these are more than
+    MOST_NOMINAL, so many that chunks of a module differ by a sample in sixteen at most.
     """
     *encoders, language_model = layout.modules
-    count = layout.spec(language_model).dp * microbatches
     if samples is None:
-        samples = count
-        for name in encoders:
-            samples = int(np.lcm(samples, layout.spec(name).dp * (chunks or {}).get(name, microbatches)))
+        counts = [layout.spec(language_model).dp * microbatches]
+        counts += [layout.spec(name).dp * (chunks or {}).get(name, microbatches) for name in encoders]
+        samples = math.lcm(*counts)
+        samples = samples if samples <= MOST_NOMINAL else 16 * max(counts)
     ones = np.ones(samples, np.int64)
     lengths = Lengths(ones, ones, dict.fromkeys(encoders, ones))
     return step_table(layout, lengths, microbatches=microbatches, chunks=chunks)
