@@ -31,6 +31,7 @@ from interlace.resilience.member import (
     VOTES,
     WHY,
     prefix_of,
+    prefix_of_number,
 )
 from interlace.resilience.roster import Roster, Templates
 from interlace.resilience.settings import Settings
@@ -129,12 +130,12 @@ class Authority:
             if generation is not None and spare not in generation.nodes:
                 self._store.set(f"{SPARE}/{spare}", "1")
         if decided is not None:
-            self._store.set(f"of generation/{decided.generation}/{DECISION}/{decided.step}", decided.answer)
+            self._store.set(f"{prefix_of_number(decided.generation)}/{DECISION}/{decided.step}", decided.answer)
         if generation is None or self.over:
             return
         for number in range(1, generation.number):  # a rank may have been away for several
-            self._store.set(f"of generation/{number}/{OVER}", "1")
-        all_have_met = decided is not None and decided[0] == generation.number and decided.answer == "commit"
+            self._store.set(f"{prefix_of_number(number)}/{OVER}", "1")
+        all_have_met = decided is not None and self._committed(generation) and decided.answer == "commit"
         if self._broken is None and (all_have_met or self._finishing):
             prefix = prefix_of(generation)
             self._store.add(f"{prefix}/{COPIED}", generation.world)
@@ -401,7 +402,7 @@ class Authority:
     def _forget_keys(self, number: int) -> None:
         """Of a generation in which no rank can do anything any more. That it is over is kept: a rank that was busy, or
         waited for the coordinator, may ask later."""
-        start = f"of generation/{number}/"
+        start = f"{prefix_of_number(number)}/"
         for key in map(str, self._store.list_keys()) if number > 0 else ():
             if key.startswith(start) and key != f"{start}{OVER}":
                 self._store.delete_key(key)

@@ -73,8 +73,7 @@ class Templates:
 
     def time(self, ranks: int) -> float:
         """Of a pipeline of `ranks` ranks for one microbatch, over a whole iteration (the paper's T_i)."""
-        template = self.template(ranks)
-        return template.iteration_time / (PER_STAGE * (len(template.boundaries) - 1))
+        return self.template(ranks).iteration_time / (PER_STAGE * (ranks // self.lane_size))
 
     def shares(self, sizes: Sequence[int], microbatches: int) -> tuple[int, ...]:
         """How many of `microbatches` each pipeline of `sizes` ranks takes: the slowest is as fast as can be, and each

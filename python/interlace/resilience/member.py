@@ -272,7 +272,12 @@ def _looking(seconds: float) -> Iterator[None]:
 
 def prefix_of(generation: Generation) -> str:
     """Where the store keeps what concerns a generation."""
-    return f"of generation/{generation.number}"
+    return prefix_of_number(generation.number)
+
+
+def prefix_of_number(number: int) -> str:
+    """The same of the generation of that number."""
+    return f"of generation/{number}"
 
 
 def _answer(raw: bytes) -> Answer:

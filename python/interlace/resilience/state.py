@@ -28,7 +28,7 @@ class StateFile:
     """The file of one run, which this process alone may write as long as it lives.
 
     run: what tells this run from others. starts: how often a coordinator of it was started, this one included.
-    store_port: where ranks connect, 0 before that is known. table: what was kept (`Authority.to_table`), None before
+    store_port: where ranks connect, 0 before that is known. table: what the authority keeps, None before
     the first node comes. decided: the last vote.
 
     Raises OSError; ResilienceError when the file is no state of a run, or another coordinator has it.

@@ -213,6 +213,8 @@ def held_in_lane(mllm: Any, layout: Layout, *, sequence_parallel: bool) -> list[
     A rank at the same place of another lane keeps as many of each of its layers, however these are cut into stages.
     Raises ValueError for a module that its tp or cp cannot cut.
     """
+    if layout.world == 1:
+        return [{name: parameter.numel() for name, parameter in mllm.named_parameters()}]
     graph, rows = with_lanes(stage_graph(mllm, layout), mllm, sequence_parallel=sequence_parallel)
     found = []
     for number in range(layout.world):

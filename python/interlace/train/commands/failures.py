@@ -184,8 +184,7 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
     order = list(model.modules_order())
     both = layer_costs(costs.modules, order, recompute=config.train.recompute)
     forward = np.concatenate([costs.modules[name].summed(costs.modules[name].times.forward) for name in order])
-    size, saved = _bytes(config, model, order)
-    copied = size if lane == 1 else _copied(config, model, costs, order)
+    whole, saved = _bytes(config, model)
     return Job(
         forward / lane,
         (np.concatenate([both[name] for name in order]) - forward) / lane,
@@ -195,34 +194,33 @@ def job_of(config: Config, model: Any, costs: Any, options: argparse.Namespace, 
         stages_per_node=options.ranks_per_node // lane,
         faults=options.faults,
         least_nodes=options.min_nodes,
-        copied=copied,
+        copied=_copied(config, model, costs, order),
         saved=saved,
-        loaded=float(size.sum()),
+        loaded=whole,
     )
 
 
-def _bytes(config: Config, model: Any, order: Sequence[str]) -> tuple[Floats, float]:
-    """([layers], what there is of a layer; what of all layers a checkpoint has).
+def _bytes(config: Config, model: Any) -> tuple[float, float]:
+    """(what there is of all layers, what of them a checkpoint has).
 
-    Of what is trained two moments travel with the weights. What is frozen is saved unless it lies in a folder that the
-    config names. A tied weight counts once, in its first layer.
+    Of what is trained two moments go with the weights. What is frozen is saved unless it lies in a folder that the
+    config names. A tied weight counts once.
     """
     from interlace.layout import Layout
     from interlace.run.traced import weights_of
     from interlace.train.build import stored_weights
 
-    first = dict(zip(order, np.cumsum([0, *(len(model.layer_list(name)) for name in order)]).tolist(), strict=False))
-    copied = np.zeros(sum(len(model.layer_list(name)) for name in order))
-    stored, saved = stored_weights(config, model), 0.0
+    stored, whole, saved = stored_weights(config, model), 0.0, 0.0
     for weight in weights_of(model, Layout.balanced(model, 1)):
         size = weight.count(0) * weight.itemsize * (1 + SAVED_MOMENTS * weight.trainable)
-        copied[first[weight.module] + weight.layers[0]] += size
+        whole += size
         saved += size if weight.trainable or weight.name not in stored else 0.0
-    return copied, saved
+    return whole, saved
 
 
 def _copied(config: Config, model: Any, costs: Any, order: Sequence[str]) -> Floats:
-    """[layers], what a node that lacks a layer is sent: to each rank of a lane what it keeps. Raises ValueError."""
+    """[layers], what a node that lacks a layer is sent: to each rank of a lane what it keeps, of a tied weight with its
+    first layer. Raises ValueError."""
     from interlace.run.graph import parameter_layers
     from interlace.run.ranks import held_in_lane
     from interlace.train.elastic_plan import templates_of
