@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,20 @@ class Rank:
     after: int = 0
 
 
+OPEN: list[StateFile] = []  # of the worlds that are left; a process may not have more than 1,024 files
+
+
+def close_files() -> None:
+    while OPEN:
+        OPEN.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def _files() -> Iterator[None]:
+    yield
+    close_files()
+
+
 @dataclass
 class World:
     """A run of which everything happens where the test says so."""
@@ -101,6 +115,7 @@ class World:
         self.store = dist.HashStore()
         self.fuse, self.starts, self.serving = -1, self.starts + 1, True
         self.file = StateFile(self.path)
+        OPEN.append(self.file)
         store, kept = Fragile(self.store, self.tick), Fragile(self.file, self.tick)
         tell: Callable[..., None] = lambda what, **values: None  # noqa: E731
         if self.file.table is None:
@@ -124,7 +139,7 @@ class World:
         for place in self.look:
             self.move(self.ranks[place % len(self.ranks)])
         self.serving = False
-        self.file.close()
+        close_files()
 
     def turn(self) -> None:
         self.now += 2 * TOGETHER
@@ -231,6 +246,7 @@ EPISODES = st.lists(
 def test_a_coordinator_killed_at_any_moment_decides_nothing_twice(episodes: list[Episode]) -> None:
     """Ranks that ask another start of it hear what others have heard, and every step counts once."""
     with tempfile.TemporaryDirectory() as folder:
+        close_files()  # of the example before
         world = World(Path(folder) / "state")
         world.start()
         for _ in range(FIRST):
@@ -277,6 +293,7 @@ def test_every_call_may_be_a_coordinators_last(tmp_path: Path, scene: str, lost:
     while True:
         fuse += 1
         (tmp_path / str(fuse)).mkdir()
+        close_files()
         world = World(tmp_path / str(fuse) / "state")
         world.start()
         for _ in range(FIRST):
