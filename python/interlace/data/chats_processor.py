@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interlace.data import chats_media, chats_template
+from interlace.data import chats_media
 from interlace.data.chats_load import NoVideos
 from interlace.data.chats_look import check_file
 from interlace.data.chats_parts import Part as ProcessorPart
 from interlace.data.chats_parts import Remembered, RememberedClips, Videos
 from interlace.data.chats_shapes import BrokenSampleError, Chat, Part
+from interlace.data.chats_template import Messages, render_with
 from interlace.data.chats_tokens import WORDS, ChatFormat, Encoded, Item, Tokens, tokenizer_text
 from interlace.data.chats_video import Header, frames_at, video_header
 from interlace.data.media import DecodeError
@@ -69,6 +70,7 @@ class ProcessorFormat(ChatFormat):
         placeholders: Mapping[str, int | Sequence[int]],
         tokens: Mapping[str, Tokens] | None = None,
         fps: float | None = None,
+        end: str = "",
     ) -> None:
         from transformers import ProcessorMixin
 
@@ -78,7 +80,7 @@ class ProcessorFormat(ChatFormat):
                 f"{name} writes today's date (strftime_now), so samples would be others every day: give a template "
                 "with a fixed date as data.chat_template"
             )
-        super().__init__(processor.tokenizer, template, name=name, placeholders=placeholders, tokens=tokens)
+        super().__init__(processor.tokenizer, template, name=name, placeholders=placeholders, tokens=tokens, end=end)
         self.who, self.fps, self._text = type(processor).__name__, fps, processor
         # Some processors have another default, which they hand on as if it was asked for.
         self._unasked = inspect.signature(ProcessorMixin.apply_chat_template).parameters["return_tensors"].default
@@ -127,21 +129,20 @@ class ProcessorFormat(ChatFormat):
 
     # ------------------------------------------------------------------ asking the processor
 
-    def _messages(self, chat: Chat, media: Sequence[Any]) -> chats_template.Messages:
+    def _messages(self, chat: Chat, media: Sequence[Any]) -> Messages:
         """Typed content, each medium with what it is, or its blank."""
-        left = iter(media)
-        return [
-            {
-                "role": turn.role,
-                "content": [
-                    {"type": "text", "text": part.text}
-                    if part.kind == "text"
-                    else {"type": part.kind, part.kind: next(left)}
-                    for part in turn.parts
-                ],
-            }
-            for turn in chat.turns
-        ]
+        left, made = iter(media), []
+        for turn in chat.turns:
+            content = [
+                {"type": "text", "text": part.text}
+                if part.kind == "text"
+                else {"type": part.kind, part.kind: next(left)}
+                for part in turn.parts
+            ]
+            made.append(
+                {"role": turn.role, "content": self.writing.ended(content) if turn.role == "assistant" else content}
+            )
+        return made
 
     def _ask(self, processor: Any, chat: Chat, media: Sequence[Any], videos: Mapping[str, Any]) -> _Asked:
         """HuggingFace's own inputs of the model for a chat, and where its texts came to stand. To be called by one
@@ -250,8 +251,8 @@ class ProcessorFormat(ChatFormat):
                     "no encoder", f"{part.path}: a drawing (SVG), which {self.who} does not read: save it as a PNG"
                 )
         messages = self._messages(chat, [part.path for part in chat.media])
-        text = chats_template.render_with(self.template, self.special)(messages, False)
-        spans = chats_template.answers(chat, messages, text, self.template, self.special, self.ends, self.name)
+        text = render_with(self.template, self.writing.special)(messages, False)
+        spans = self.writing.answers(chat, messages, text)
         with self._asking:
             asked = self._ask_blank(chat, sizes)
             items = self._items(chat, asked)
@@ -261,12 +262,12 @@ class ProcessorFormat(ChatFormat):
         found, told = sum(token in wanted for token in asked.ids), sum(item.tokens for item in items)
         if found != told:
             raise BrokenSampleError("placeholder", f"has {found} placeholder tokens for {told} of its media: {WORDS}")
-        return Encoded(asked.ids, self._targets(chat, spans, asked.offsets, asked.ids), items)
+        return Encoded(asked.ids, self._targets(spans, asked.offsets, asked.ids), items)
 
     def _why(self, chat: Chat) -> str:
         """Which kind of broken a chat is that the processor refuses."""
         words = "".join(part.text for turn in chat.turns for part in turn.parts)
-        if any(token in words for token in self.ends):
+        if any(token in words for token in self.writing.ends):
             return "placeholder"
         return "size" if chat.media else "template"
 
@@ -364,6 +365,7 @@ class ProcessorFormat(ChatFormat):
             [
                 tokenizer_text(self.tokenizer),
                 self.template,
+                self.writing.end,
                 self._text.to_dict(),
                 said,
                 self.placeholders,

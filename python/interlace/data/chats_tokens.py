@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from interlace.data import chats_look, chats_template
+from interlace.data import chats_look
 from interlace.data.chats_media import refused_by
 from interlace.data.chats_shapes import KINDS, BrokenSampleError, Chat, Part
+from interlace.data.chats_template import Messages, Writing, render_with
 from interlace.data.chats_video import VideoSpec, read_frames
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, fitted, to_tensor
 
@@ -76,8 +77,9 @@ def _tried(function: Callable[..., Made], *arguments: Any) -> Made | ValueError:
 class ChatFormat(ABC):
     """How chats become tokens.
 
-    tokenizer: a fast one of HuggingFace. template: the chat template's text, and `name`, how messages call it.
-    placeholders: encoder -> its token ids. tokens: encoder -> function of an item's shape (and about) to its
+    tokenizer: a fast one of HuggingFace. template: the chat template's text, and `name`, how messages call it. end: the
+    added token that is written behind each answer, as the template has none; "": nothing is. placeholders: encoder ->
+    its token ids. tokens: encoder -> function of an item's shape (and about) to its
     language-model tokens, against which runs are checked; missing ones are not.
     """
 
@@ -89,6 +91,7 @@ class ChatFormat(ABC):
         name: str,
         placeholders: Mapping[str, int | Sequence[int]],
         tokens: Mapping[str, Tokens] | None = None,
+        end: str = "",
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
@@ -100,8 +103,8 @@ class ChatFormat(ABC):
             encoder: (ids,) if isinstance(ids, int) else tuple(ids) for encoder, ids in placeholders.items()
         }
         self.tokens = dict(tokens or {})
-        self.special = dict(tokenizer.special_tokens_map)
-        self.ends = sorted({str(token) for token in tokenizer.added_tokens_encoder}, key=len, reverse=True)
+        added = sorted({str(token) for token in tokenizer.added_tokens_encoder}, key=len, reverse=True)
+        self.writing = Writing(template, name, dict(tokenizer.special_tokens_map), tuple(added), end)
         self._counts: dict[tuple[str, tuple[int, ...], tuple[Any, ...]], int | str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,18 +176,17 @@ class ChatFormat(ABC):
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     def _targets(
-        self, chat: Chat, spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]], ids: Sequence[int]
+        self, spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]], ids: Sequence[int]
     ) -> list[bool]:
-        """Whether each token is to be learnt. spans: of the answers, offsets: of the tokens, in characters."""
-        learnt = [turn.learn for turn in chat.turns if turn.role == "assistant"]
+        """Whether each token is to be learnt. spans: of what is, offsets: of the tokens, in characters."""
         never = {token for ids in self.placeholders.values() for token in ids}
         marks = [False] * len(ids)
         place = 0
-        for (start, end), learn in zip(spans, learnt, strict=True):
+        for start, end in spans:
             while place < len(offsets) and offsets[place][1] <= start:
                 place += 1
             at = place
-            while learn and at < len(offsets) and offsets[at][0] < end:
+            while at < len(offsets) and offsets[at][0] < end:
                 first, last = offsets[at]
                 marks[at] = first < last and ids[at] not in never
                 at += 1
@@ -227,15 +229,16 @@ class TokenizerFormat(ChatFormat):
         tokens: Mapping[str, Tokens],
         video: VideoSpec | None = None,
         strict: bool = False,
+        end: str = "",
     ) -> None:
         ids = {encoder: int(tokenizer.convert_tokens_to_ids(tag)) for encoder, tag in tags.items()}
-        super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens)
+        super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens, end=end)
         self.tags, self.specs, self.video = dict(tags), dict(specs), video or VideoSpec()
         self.strict = strict
 
     @cached_property
     def _render(self) -> Any:
-        return chats_template.render_with(self.template, self.special)
+        return render_with(self.template, self.writing.special)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_render"}
@@ -248,9 +251,13 @@ class TokenizerFormat(ChatFormat):
             raise BrokenSampleError("no encoder", f"the chat has a file of kind {kind}, the model no encoder for such")
         return found
 
-    def messages(self, chat: Chat) -> chats_template.Messages:
+    def messages(self, chat: Chat) -> Messages:
         """What the template is given: texts with a tag for each medium and encoder."""
-        return [{"role": turn.role, "content": "".join(map(self._text_of, turn.parts))} for turn in chat.turns]
+        made = []
+        for turn in chat.turns:
+            text = "".join(map(self._text_of, turn.parts))
+            made.append({"role": turn.role, "content": self.writing.ended(text) if turn.role == "assistant" else text})
+        return made
 
     def _text_of(self, part: Part) -> str:
         if part.kind == "text":
@@ -279,8 +286,7 @@ class TokenizerFormat(ChatFormat):
     def _write(self, chat: Chat) -> _Written:
         messages = self.messages(chat)
         text = self._render(messages, False)
-        spans = chats_template.answers(chat, messages, text, self.template, self.special, self.ends, self.name)
-        return _Written(text, spans)
+        return _Written(text, self.writing.answers(chat, messages, text))
 
     def _encoded(
         self,
@@ -317,7 +323,7 @@ class TokenizerFormat(ChatFormat):
                 items += [Item(encoder, medium, start, each, before, shape) for start in starts]
             ids += [int(token)] * count
             offsets += [(int(span[0]), int(span[1]))] * count
-        return Encoded(ids, self._targets(chat, written.spans, offsets, ids), items)
+        return Encoded(ids, self._targets(written.spans, offsets, ids), items)
 
     def _shape(self, encoder: str, size: Any, path: str) -> tuple[int, ...]:
         spec = self.specs[encoder]
@@ -360,7 +366,7 @@ class TokenizerFormat(ChatFormat):
         return made
 
     def signature(self) -> str:
-        said = (self.template, self.tags, self.specs, self.video, self.strict, self.placeholders)
+        said = (self.template, self.writing.end, self.tags, self.specs, self.video, self.strict, self.placeholders)
         return repr((tokenizer_text(self.tokenizer), *said))
 
 
