@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--speech", type=Path, action="append", default=[], help="OGG, WAV or FLAC; may be repeated")
     generate.add_argument("--prompt", default="", help="text after the media")
     _add_choice(generate)
-    generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in bytes (default: 96)")
+    generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in tokens (default: 96)")
 
     export = commands.add_parser(
         "export",
@@ -156,8 +156,8 @@ def parser() -> argparse.ArgumentParser:
         "--check",
         type=int,
         metavar="N",
-        help="then answer N held-out questions with HuggingFace's own classes from FOLDER and compare the tokens with "
-        "Interlace's answers, as trained; exit code 1 where they differ (folders of modules, not whole checkpoints)",
+        help="then answer N held-out questions with HuggingFace's own classes from FOLDER and compare prompts and "
+        "tokens with Interlace's, as trained; exit code 1 where they differ",
     )
 
     doctor = commands.add_parser("doctor", parents=[common], help="what this machine can run, or why a run failed")

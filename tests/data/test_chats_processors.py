@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.data import IGNORE
+from interlace.data import IGNORE, Media
 from interlace.data.chats import ChatDataset, load_chats
 from interlace.data.chats_examine import examine
 from interlace.data.chats_processor import ProcessorFormat
@@ -31,15 +31,18 @@ def _dataset(family: Any, file: Path, cache: Path, **rules: Any) -> ChatDataset:
     return load_chats([file], [file.with_name("validation.jsonl")], made, Rules(**rules), cache=cache)[0]
 
 
-def _expected(family: Any, record: Any) -> Any:
-    """What HuggingFace makes of the record, all by itself."""
-    marked = "generation %}" in family.processor.chat_template
+def _expected(family: Any, record: Any, *, prompt: bool = False) -> Any:
+    """What HuggingFace makes of the record, all by itself; prompt: of the turns before its first answer."""
+    messages = copy.deepcopy(record["messages"])
+    if prompt:
+        messages = messages[: [message["role"] for message in messages].index("assistant")]
     return family.processor.apply_chat_template(
-        copy.deepcopy(record["messages"]),
+        messages,
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
-        return_assistant_tokens_mask=marked,
+        add_generation_prompt=prompt,
+        return_assistant_tokens_mask=not prompt and "generation %}" in family.processor.chat_template,
     )
 
 
@@ -92,15 +95,23 @@ def compare(name: str, folder: Path, count: int) -> None:
         learnt = sample.labels[:-1] != IGNORE
         assert torch.equal(sample.labels[:-1][learnt], ids[1:][learnt])
         pictures += len(items)
-        if not items:
-            assert "pixel_values" not in out
-            continue
-        found = [item.data if len(item.shape) in (2, 4) else item.data[None] for item in items]
-        assert torch.equal(torch.cat(found), _pixels(out))
-        for key, told in (("image_grid_thw", "grid_thw"), ("image_sizes", "image_sizes")):
-            if key in out:
-                assert [list(item.about[told]) for item in items] == out[key].tolist()
+        _compare_media(items, out)
+        prompt, asked = dataset.prompt(index)[0], _expected(family, record, prompt=True)
+        assert prompt.input_ids.tolist() == asked["input_ids"][0].tolist()
+        assert not (prompt.labels != IGNORE).any()
+        _compare_media(prompt.media.get("vision", []), asked)
     assert pictures > count / 2
+
+
+def _compare_media(items: list[Media], out: Any) -> None:
+    if not items:
+        assert "pixel_values" not in out
+        return
+    found = [item.data if len(item.shape) in (2, 4) else item.data[None] for item in items]
+    assert torch.equal(torch.cat(found), _pixels(out))
+    for key, told in (("image_grid_thw", "grid_thw"), ("image_sizes", "image_sizes")):
+        if key in out:
+            assert [list(item.about[told]) for item in items] == out[key].tolist()
 
 
 def _examined(family: Any, folder: Path, text: str, *, picture: str = "") -> Any:

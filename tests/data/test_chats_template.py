@@ -51,6 +51,25 @@ def test_answers_of_both_rounds_and_what_ends_them(template: str, wanted: list[s
     assert learnt(template, *ROUNDS) == wanted
 
 
+@pytest.mark.parametrize("template", [QWEN3, LLAMA3, MISTRAL, R1, THINKING, GLM4])
+def test_prompts_are_those_of_huggingface(template: str) -> None:
+    """Rendered as for its generate; an answer cut short would end with the empty thought that Qwen3's writes."""
+    made = TokenizerFormat(TOKENIZER, template, name="the template", tags={}, specs={}, tokens={})
+    prompt = parse({"messages": list(ROUNDS)}, Path("/")).prompt()
+    wanted = TOKENIZER.apply_chat_template(
+        [ROUNDS[0]], chat_template=template, add_generation_prompt=True, tokenize=True, return_dict=True
+    )
+    _, encoded = made.encode_prompt(prompt, [])
+    assert encoded.ids == wanted["input_ids"] and not any(encoded.targets)
+
+
+def test_a_template_without_a_generation_prompt_shows_it_in_an_answer() -> None:
+    plain = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}</s>{% endfor %}"
+    made = TokenizerFormat(TOKENIZER, plain, name="the template", tags={}, specs={}, tokens={})
+    _, encoded = made.encode_prompt(parse({"messages": [user("a"), said("b")]}, Path("/")).prompt(), [])
+    assert made.decode(encoded.ids, skip_special=False) == "user: a</s>assistant: "
+
+
 def test_an_empty_thought_of_the_template_is_not_learnt() -> None:
     assert learnt(QWEN3, user("a"), said("b")) == [f"b{END}"]
     assert learnt(QWEN3, user("a"), said("<think>\n\n</think>\n\nb")) == [f"<think>\n\n</think>\n\nb{END}"]

@@ -224,9 +224,10 @@ def test_the_loss_is_huggingfaces(name: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_vl", "llava", "qwen2_audio"])
 def test_a_whole_checkpoint_trains_answers_and_is_exported(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from interlace.train.config import dumps
+    from interlace.train.commands.reloaded import ask, check
+    from interlace.train.config import dumps, load
 
     monkeypatch.delenv("INTERLACE_LAUNCHER", raising=False)
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
@@ -238,5 +239,13 @@ def test_a_whole_checkpoint_trains_answers_and_is_exported(
     given = ["--speech", "0.wav"] if _kind(name) == "audio" else ["--image", "0.png"]
     given[1] = str(tmp_path / "media" / given[1])
     assert main(["generate", str(run), *given, "--prompt", "What?", "--max-new-tokens", "3"]) == 0
-    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert main(["export", str(run), str(tmp_path / "out"), "--check", "4"]) == 0
+    assert "4 held-out questions answered by HuggingFace's own classes" in capsys.readouterr().out
     assert (tmp_path / "out" / "tokenizer.json").exists()
+    # A folder that asks otherwise is noticed.
+    template = tmp_path / "out" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{% if add_generation_prompt %}", "{% if false %}"))
+    config = load(str(run / "config.toml"))
+    model = MultimodalModel.from_pretrained(tmp_path / "out").eval()
+    checked = check(ask(model, config, 2, "config"), tmp_path / "out")
+    assert checked.other_prompts == 2 and not checked.good

@@ -124,6 +124,15 @@ class ChatDataset(Dataset[Sample], Reading):
             raise DecodeError(f"{self.store.where(place)}: its media have other sizes than when they were prepared")
         return loaded
 
+    def prompt(self, index: int) -> tuple[Sample, Chat]:
+        """The turns of a sample before its first answer, with the template's generation prompt behind them. Raises
+        BrokenSampleError, and DecodeError where its media are read."""
+        place = int(self.picks[index])
+        prompt = self.store.chat(place).prompt()
+        sizes = [self.format.look(part.kind, part.path, decode=False) for part in prompt.media]
+        chat, encoded = self.format.encode_prompt(prompt, sizes)
+        return chat_sample(encoded, partial(self.format.load, chat, encoded), self.store.where(place)), prompt
+
     def answer(self, index: int, epoch: int | None = None) -> list[int]:
         """The tokens of a sample that are learnt."""
         encoded = self.store.encoded(int(self.picks[index]))

@@ -26,7 +26,7 @@ from interlace.data.chats_look import check_file
 from interlace.data.chats_parts import Part as ProcessorPart
 from interlace.data.chats_parts import Remembered, RememberedClips, Videos
 from interlace.data.chats_shapes import BrokenSampleError, Chat, Part
-from interlace.data.chats_template import Messages, render_with
+from interlace.data.chats_template import Messages, Spans, render_with
 from interlace.data.chats_tokens import WORDS, ChatFormat, Encoded, Item, Tokens, tokenizer_text
 from interlace.data.chats_video import Header, frames_at, video_header
 from interlace.data.media import DecodeError
@@ -153,6 +153,7 @@ class ProcessorFormat(ChatFormat):
             out = processor.apply_chat_template(
                 self._messages(chat, media),
                 chat_template=self.template,
+                add_generation_prompt=chat.is_prompt,
                 tokenize=True,
                 return_dict=True,
                 return_tensors=self._unasked,
@@ -250,9 +251,11 @@ class ProcessorFormat(ChatFormat):
                 raise BrokenSampleError(
                     "no encoder", f"{part.path}: a drawing (SVG), which {self.who} does not read: save it as a PNG"
                 )
-        messages = self._messages(chat, [part.path for part in chat.media])
-        text = render_with(self.template, self.writing.special)(messages, False)
-        spans = self.writing.answers(chat, messages, text)
+        spans: Spans = []
+        if not chat.is_prompt:
+            messages = self._messages(chat, [part.path for part in chat.media])
+            text = render_with(self.template, self.writing.special)(messages, False)
+            spans = self.writing.answers(chat, messages, text)
         with self._asking:
             asked = self._ask_blank(chat, sizes)
             items = self._items(chat, asked)
@@ -262,7 +265,7 @@ class ProcessorFormat(ChatFormat):
         found, told = sum(token in wanted for token in asked.ids), sum(item.tokens for item in items)
         if found != told:
             raise BrokenSampleError("placeholder", f"has {found} placeholder tokens for {told} of its media: {WORDS}")
-        return Encoded(asked.ids, self._targets(spans, asked.offsets, asked.ids), items)
+        return Encoded(asked.ids, self._targets(chat, spans, asked.offsets, asked.ids), items)
 
     def _why(self, chat: Chat) -> str:
         """Which kind of broken a chat is that the processor refuses."""

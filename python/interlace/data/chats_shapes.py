@@ -115,6 +115,8 @@ class Turn:
 class Chat:
     """A checked record: an optional system turn, then user and assistant in turns, the assistant last.
 
+    One that ends with the user's turn is a prompt: the model's turn comes next.
+
     kind: what the record calls its question, whose first answer is then counted as right or wrong; "": it is not one.
     ignored: keys of the record that nothing reads, those of turns as "messages[].mood".
     """
@@ -127,6 +129,15 @@ class Chat:
     def media(self) -> list[Part]:
         """Its media in the order in which the text has them."""
         return [part for turn in self.turns for part in turn.parts if part.kind != "text"]
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.turns[-1].role != "assistant"
+
+    def prompt(self) -> Chat:
+        """The turns before the first answer."""
+        first = next(place for place, turn in enumerate(self.turns) if turn.role == "assistant")
+        return Chat(self.turns[:first])
 
 
 def parse(record: Any, folder: Path) -> Chat:

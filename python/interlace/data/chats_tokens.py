@@ -21,7 +21,7 @@ from torch import Tensor
 
 from interlace.data import chats_look
 from interlace.data.chats_media import refused_by
-from interlace.data.chats_shapes import KINDS, BrokenSampleError, Chat, Part
+from interlace.data.chats_shapes import KINDS, BrokenSampleError, Chat, Part, Turn
 from interlace.data.chats_template import Messages, Writing, render_with
 from interlace.data.chats_video import VideoSpec, read_frames
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, fitted, to_tensor
@@ -113,7 +113,22 @@ class ChatFormat(ABC):
 
     @abstractmethod
     def encode(self, chat: Chat, sizes: Sequence[Any]) -> Encoded:
-        """Tokens and items from the sizes of the media alone (`look`). Raises BrokenSampleError."""
+        """Tokens and items from the sizes of the media alone (`look`). Raises BrokenSampleError.
+
+        Of a prompt nothing is learnt, and the template's generation prompt ends it, as for HuggingFace's generate.
+        """
+
+    def encode_prompt(self, chat: Chat, sizes: Sequence[Any]) -> tuple[Chat, Encoded]:
+        """The tokens that the model is asked a prompt with, and the chat to `load` its media by.
+
+        A template without a generation prompt shows only in an answer where the model's turn begins.
+        """
+        if "add_generation_prompt" in self.template:
+            return chat, self.encode(chat, sizes)
+        chat = Chat((*chat.turns, Turn("assistant", (Part("text", "x"),), True)))
+        encoded = self.encode(chat, sizes)
+        stop = encoded.targets.index(True)
+        return chat, Encoded(encoded.ids[:stop], encoded.targets[:stop], encoded.items)
 
     def encode_many(self, chats: Sequence[tuple[Chat, Sequence[Any]]]) -> list[Encoded | ValueError]:
         """`encode` of each (chat, sizes of its media), or the error that it raised."""
@@ -176,7 +191,7 @@ class ChatFormat(ABC):
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     def _targets(
-        self, spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]], ids: Sequence[int]
+        self, chat: Chat, spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]], ids: Sequence[int]
     ) -> list[bool]:
         """Whether each token is to be learnt. spans: of what is, offsets: of the tokens, in characters."""
         never = {token for ids in self.placeholders.values() for token in ids}
@@ -190,7 +205,7 @@ class ChatFormat(ABC):
                 first, last = offsets[at]
                 marks[at] = first < last and ids[at] not in never
                 at += 1
-        if not any(marks):
+        if not any(marks) and not chat.is_prompt:
             raise BrokenSampleError("targets", "the answers have no tokens that could be learnt")
         return marks
 
@@ -285,8 +300,8 @@ class TokenizerFormat(ChatFormat):
 
     def _write(self, chat: Chat) -> _Written:
         messages = self.messages(chat)
-        text = self._render(messages, False)
-        return _Written(text, self.writing.answers(chat, messages, text))
+        text = self._render(messages, chat.is_prompt)
+        return _Written(text, [] if chat.is_prompt else self.writing.answers(chat, messages, text))
 
     def _encoded(
         self,
@@ -323,7 +338,7 @@ class TokenizerFormat(ChatFormat):
                 items += [Item(encoder, medium, start, each, before, shape) for start in starts]
             ids += [int(token)] * count
             offsets += [(int(span[0]), int(span[1]))] * count
-        return Encoded(ids, self._targets(written.spans, offsets, ids), items)
+        return Encoded(ids, self._targets(chat, written.spans, offsets, ids), items)
 
     def _shape(self, encoder: str, size: Any, path: str) -> tuple[int, ...]:
         spec = self.specs[encoder]

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from interlace.data.base import Reading
 from interlace.data.chats import ChatDataset, Question
+from interlace.data.chats_shapes import Chat
 from interlace.model.sample import Sample
 
 By = Literal["samples", "tokens"]
@@ -149,6 +150,11 @@ class MixedDataset(Dataset[Sample]):
 
     def set_epoch(self, epoch: int) -> None:
         """All epochs have the same samples."""
+
+    def prompt(self, index: int) -> tuple[Sample, Chat]:
+        """What a sample asks; see `ChatDataset.prompt`."""
+        data, own = self._at(index)
+        return data.prompt(own)
 
     def answer(self, index: int, epoch: int | None = None) -> list[int]:
         """The tokens of a sample that are learnt."""

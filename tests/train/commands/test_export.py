@@ -60,14 +60,17 @@ def test_tokenizer_and_pixels_of_a_run_on_chats_go_along(tmp_path: Path, monkeyp
     assert (tmp_path / "twice" / "language_model" / "tokenizer.json").exists()
 
 
-def test_a_whole_checkpoint_is_not_checked_and_refused_before_it_is_read(
+def test_a_check_without_chats_is_refused_before_a_whole_checkpoint_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = SimpleNamespace(model=SimpleNamespace(path="llava"))
+    config = SimpleNamespace(model=SimpleNamespace(path="llava"), data=SimpleNamespace(dataset="digits"))
     monkeypatch.setattr(export, "checkpoint_of", lambda run: (tmp_path, None))
     monkeypatch.setattr(export, "load", lambda *_, **__: config)
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--check", "3"]) == 2
-    assert "--check 3 compares folders of modules; a whole checkpoint is HuggingFace's" in capsys.readouterr().err
+    assert (
+        "--check 3 asks a whole checkpoint by its processor, which reads chats, and the data are digits"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("mean", ["", "mean = [0.5, 0.5, 0.5]\n"])

@@ -23,7 +23,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from interlace.model import IGNORE, Media, ModalityModule, MultimodalModel, Sample, generate
 from interlace.model.collate import JOINED
-from interlace.train.commands.reloaded import Checked, Reloaded
+from interlace.train.commands.reloaded import Checked, Prompt, Reloaded
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION, AUDIO, END = 60, 61, 1
@@ -91,14 +91,13 @@ SHAPES = st.one_of(
 def test_the_same_answers_to_media_of_any_size(both: Any, shapes: list[Any], seed: int) -> None:
     model, reloaded = both
     asked = prompt(model, shapes, seed)
-    media = {name: [item.data for item in items] for name, items in asked.media.items()}
     [own] = generate(model, [asked], max_new_tokens=6, stop=(END,))
-    theirs = reloaded.answer(asked.input_ids, media, end=END, max_new_tokens=6)
-    assert theirs == own or reloaded.tied(asked.input_ids, media, own, theirs, END)
+    theirs = reloaded.answer(Prompt(asked), end=END, max_new_tokens=6)
+    assert theirs == own or reloaded.tied(Prompt(asked), own, theirs, END)
     if shapes:
-        name, items = next(iter(media.items()))
-        features = model.encoders[name](**model.encoders[name].collate(asked.media[name]))
-        assert torch.allclose(torch.cat([reloaded.features(name, item) for item in items]), features, atol=1e-5)
+        name, items = next(iter(asked.media.items()))
+        features = model.encoders[name](**model.encoders[name].collate(items))
+        assert torch.allclose(torch.cat([reloaded.features(name, item.data) for item in items]), features, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", [True, False, JOINED])
@@ -129,9 +128,7 @@ def test_another_answer_is_no_tie(both: Any) -> None:
     asked = prompt(model, [], 0)
     [own] = generate(model, [asked], max_new_tokens=4, stop=(END,))
     other = [(own[0] + 1) % 60, *own[1:]]
-    assert not reloaded.tied(asked.input_ids, {}, own, other, END) and not reloaded.tied(
-        asked.input_ids, {}, own, own, END
-    )
+    assert not reloaded.tied(Prompt(asked), own, other, END) and not reloaded.tied(Prompt(asked), own, own, END)
     assert Checked(3, 2, 1).good and not Checked(3, 2, 0).good
     assert "3 held-out questions" in (words := Checked(3, 2, 1).words(Path("out"))) and "1 up to a tie" in words
 

@@ -20,7 +20,7 @@ def export(options: argparse.Namespace) -> int:
     """``interlace export RUN FOLDER``: a whole checkpoint key for key, other models as one folder per module.
 
     Adapters (``train.lora``) are added to the weights; with ``--adapter`` they are all that is written, for peft.
-    ``--check``: 1 where HuggingFace's own classes answer otherwise from the folder (`reloaded`).
+    ``--check``: 1 where HuggingFace's own classes are asked or answer otherwise from the folder (`reloaded`).
     """
     from safetensors import SafetensorError
 
@@ -44,10 +44,10 @@ def export(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--check {options.check}: " + ("an adapter alone answers nothing" if options.adapter else "1 or more")
         )
-    if options.check is not None and config.model.path is not None:
+    if options.check is not None and config.model.path is not None and config.data.dataset != "chats":
         raise ConfigError(
-            f"--check {options.check} compares folders of modules; a whole checkpoint is HuggingFace's own format: "
-            "leave --check out, and load what is written with the class that its config.json names"
+            f"--check {options.check} asks a whole checkpoint by its processor, which reads chats, and the data are "
+            f"{config.data.dataset}: leave --check out"
         )
     if options.adapter and config.train.lora is None:
         raise ConfigError(f"--adapter: {run} has trained none ([train.lora]): leave it out")
@@ -73,6 +73,8 @@ def export(options: argparse.Namespace) -> int:
                 model.save_pretrained(made)
                 if config.model.path is None:
                     _companions(config, model, made, source)
+                elif config.data.chat_template is not None:  # else it would be asked as before the training
+                    shutil.copyfile(config.data.chat_template, made / "chat_template.jinja")
     except (ValueError, OSError, SafetensorError) as error:
         raise ConfigError(f"export to {target}: {error}") from None
     print(f"{target}: step {step} of {run}{chosen.words and f' ({chosen.words})'}")

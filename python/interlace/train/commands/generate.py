@@ -90,19 +90,16 @@ def _chat(config: Config, model: Any, tokenizer: Any, options: argparse.Namespac
 
     from interlace.data import Media
     from interlace.data.chats_shapes import BrokenSampleError, Chat, Part, Turn
-    from interlace.data.chats_tokens import Encoded
     from interlace.train.feed import chat_format
 
     files = [("image", path) for path in options.image] + [("audio", path) for path in options.speech]
     parts = [Part(kind, path=str(path)) for kind, path in files]
     parts += [Part("text", options.prompt)] * bool(options.prompt)
-    # An answer of any kind shows where the model's turn begins.
-    chat = Chat((Turn("user", tuple(parts), False), Turn("assistant", (Part("text", "x"),), True)))
+    chat = Chat((Turn("user", tuple(parts), False),))
     chats = chat_format(config, model, tokenizer, str(folder / "config.toml"))
     try:
-        encoded = chats.encode(chat, [chats.look(part.kind, part.path, decode=False) for part in chat.media])
-        stop = encoded.targets.index(True)
-        encoded = Encoded(encoded.ids[:stop], encoded.targets[:stop], encoded.items)
+        sizes = [chats.look(part.kind, part.path, decode=False) for part in chat.media]
+        chat, encoded = chats.encode_prompt(chat, sizes)
         loaded = chats.load(chat, encoded)
     except (BrokenSampleError, ImportError) as error:
         raise ConfigError(str(error)) from None

@@ -1,15 +1,17 @@
 """``interlace export --check N``: whether what was written answers outside of Interlace as it does inside.
 
 Everything is loaded from the folder by HuggingFace's own classes and computed by their own forward and ``generate``,
-item by item and prompt by prompt, without packing; of Interlace only the projectors' classes are used, which no other
-library has. So this is also how an exported folder of modules is served: encode, project, put the features where the
-placeholders stand, and let ``generate`` go on.
+item by item and prompt by prompt, without packing. A whole checkpoint is asked as its model card shows: the processor
+of the folder renders the chat with a generation prompt and reads the files. Of a folder of modules only the projectors'
+classes are Interlace's, which no other library has. So this is also how such a folder is served: encode, project, put
+the features where the placeholders stand, and let ``generate`` go on.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,23 +21,26 @@ import torch
 from torch import Tensor
 
 from interlace.model.collate import JOINED, check_bidirectional
+from interlace.model.module_folder import FACTS
 from interlace.model.projector import PROJECTORS, ItemProjector
 from interlace.train import answers, report
 from interlace.train.config import ConfigError
 from interlace.train.schema import Config
 
+KINDS = "mm_token_type_ids"
 TIE = 1e-4
 """Logits that are no further apart may change places: sums in another order are other in their last bits."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """How many answers were compared, how many of them are equal token by token, and how many of the others only began
-    to differ where two tokens were equally likely."""
+    """How many answers were compared, how many of them are equal token by token, how many of the others only began to
+    differ where two tokens were equally likely, and how many were to another prompt."""
 
     compared: int
     equal: int
     ties: int
+    other_prompts: int = 0
 
     @property
     def good(self) -> bool:
@@ -45,14 +50,23 @@ class Checked:
         """One line."""
         ties = f", {self.ties} up to a tie of two tokens" if self.ties else ""
         who = f"held-out questions answered by HuggingFace's own classes from {folder}"
-        return f"{self.compared} {who}: {self.equal} equal to Interlace's answers{ties}"
+        other = f", {self.other_prompts} were asked with another prompt" if self.other_prompts else ""
+        return f"{self.compared} {who}: {self.equal} equal to Interlace's answers{ties}{other}"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sample that ends where the answer begins. chat: what it was made of, for a whole checkpoint's processor."""
+
+    sample: Any
+    chat: Any = None
 
 
 @dataclass(frozen=True)
 class Asked:
     """Prompts, Interlace's own answers to them, the token that ends one, how long it may be, and with its prompt."""
 
-    prompts: list[Any]
+    prompts: list[Prompt]
     own: list[list[int]]
     end: int
     most: int
@@ -60,37 +74,128 @@ class Asked:
 
 
 def ask(model: Any, config: Config, count: int, source: str) -> Asked:
-    """Interlace's answers to `count` held-out samples, kinds in turn."""
+    """Interlace's answers to `count` held-out samples, kinds in turn. Raises ConfigError."""
     from interlace.train.feed import datasets
     from interlace.train.texts import tokenizer_of
 
     tokenizer = tokenizer_of(config, source=source)
     _, held_out = datasets(config, model, tokenizer, source=source)
-    samples = [held_out.sample(index, 0) for index in report.spread_by_kind(held_out, count)]
-    prompts = [answers.prompt_of(sample, model.placeholders) for sample in samples]
+    chosen = report.spread_by_kind(held_out, count)
+    if config.model.path is None:
+        samples = (held_out.sample(index, 0) for index in chosen)
+        prompts = [Prompt(answers.prompt_of(sample, model.placeholders)) for sample in samples]
+    else:
+        every = [Prompt(*held_out.prompt(index)) for index in chosen]
+        prompts = [each for each in every if all(part.kind != "video" for part in each.chat.media)]
+        if not prompts:
+            raise ConfigError(
+                f"--check {count}: all held-out questions have videos, which transformers reads by a library of its "
+                "own: leave --check out"
+            )
     most = config.log.max_new_tokens
-    own = answers.answer(model, prompts, end=tokenizer.EOS, max_new_tokens=most)
+    own = answers.answer(model, [each.sample for each in prompts], end=tokenizer.EOS, max_new_tokens=most)
     return Asked(prompts, own, tokenizer.EOS, most, model.max_length)
 
 
 def check(asked: Asked, folder: Path) -> Checked:
     """Asks the folder the same. Raises ConfigError for what it cannot load."""
-    end, most, equal, ties = asked.end, asked.most, 0, 0
+    end, most, equal, ties, others = asked.end, asked.most, 0, 0, 0
     try:
-        other = Reloaded(folder)
+        other = Reloaded(folder) if (folder / FACTS).is_file() else ReloadedWhole(folder)
         for prompt, mine in zip(asked.prompts, asked.own, strict=True):
-            media = {name: [item.data for item in items] for name, items in prompt.media.items()}
-            room = most if asked.max_length is None else min(most, asked.max_length - len(prompt.input_ids))
-            theirs = other.answer(prompt.input_ids, media, end=end, max_new_tokens=room) if room > 0 else []
+            ids = prompt.sample.input_ids
+            if other.ids(prompt) != ids.tolist():
+                others += 1
+                continue
+            room = most if asked.max_length is None else min(most, asked.max_length - len(ids))
+            theirs = other.answer(prompt, end=end, max_new_tokens=room) if room > 0 else []
             equal += theirs == mine
-            ties += theirs != mine and other.tied(prompt.input_ids, media, mine, theirs, end)
+            ties += theirs != mine and other.tied(prompt, mine, theirs, end)
     except (ValueError, OSError) as error:
         raise ConfigError(f"--check: {error}") from None
-    return Checked(len(asked.prompts), equal, ties)
+    return Checked(len(asked.prompts), equal, ties, others)
 
 
-class Reloaded:
-    """An exported folder of modules, without Interlace. Raises ValueError for modules that it does not know how to ask.
+class Outside(ABC):
+    """A model that was exported, without Interlace."""
+
+    @abstractmethod
+    def ids(self, prompt: Prompt) -> list[int]:
+        """The token ids that it is asked the prompt with."""
+
+    @abstractmethod
+    def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
+        """The tokens that ``generate`` writes after the prompt, without `end`."""
+
+    @abstractmethod
+    def logits(self, prompt: Prompt, said: Sequence[int]) -> Tensor:
+        """[V], of the token after the prompt and the tokens `said`."""
+
+    @torch.no_grad()
+    def tied(self, prompt: Prompt, first: list[int], second: list[int], end: int) -> bool:
+        """Whether the two answers begin to differ at two tokens that are equally likely, up to TIE."""
+        first, second = [*first, end], [*second, end]
+        place = next((i for i, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), None)
+        if place is None:
+            return False
+        logits = self.logits(prompt, first[:place])
+        return bool((logits[first[place]] - logits[second[place]]).abs() <= TIE * logits.abs().max())
+
+
+class ReloadedWhole(Outside):
+    """An exported whole checkpoint. Raises ValueError for a folder that cannot be loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        from interlace.data.chats_load import load_processor
+        from interlace.model.whole import whole_class
+
+        kind = whole_class(folder)[0]
+        self.model = kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+        self.processor = load_processor(folder)
+        hearing = getattr(self.processor, "feature_extractor", None)
+        self.rate = int(getattr(hearing, "sampling_rate", 16_000))
+
+    def _inputs(self, prompt: Prompt) -> dict[str, Any]:
+        from interlace.data.chats_media import read_clip
+
+        messages = []
+        for turn in prompt.chat.turns:
+            content = []
+            for part in turn.parts:
+                given: Any = part.text if part.kind == "text" else part.path
+                if part.kind == "audio":
+                    given = read_clip(part.path, self.rate)
+                content.append({"type": part.kind, part.kind: given})
+            messages.append({"role": turn.role, "content": content})
+        made = self.processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        return dict(made)
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        found: list[int] = self._inputs(prompt)["input_ids"][0].tolist()
+        return found
+
+    @torch.no_grad()
+    def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
+        given = self._inputs(prompt)
+        made = self.model.generate(
+            **given, do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=end, pad_token_id=end
+        )[0, given["input_ids"].shape[1] :].tolist()
+        return made[:-1] if made and made[-1] == end else made
+
+    def logits(self, prompt: Prompt, said: Sequence[int]) -> Tensor:
+        given = self._inputs(prompt)
+        more = torch.tensor([list(said)], dtype=torch.int64)
+        for key, value in (("input_ids", more), ("attention_mask", torch.ones_like(more)), (KINDS, more * 0)):
+            if key in given:
+                given[key] = torch.cat([given[key], value.to(given[key].dtype)], dim=1)
+        found: Tensor = self.model(**given).logits[0, -1]
+        return found
+
+
+class Reloaded(Outside):
+    """An exported folder of modules. Raises ValueError for modules that it does not know how to ask.
 
     Encoders take pictures [3, H, W], or mel frames [bins, frames] as Whisper does.
     """
@@ -98,7 +203,7 @@ class Reloaded:
     def __init__(self, folder: Path) -> None:
         from safetensors.torch import load_file
 
-        facts = json.loads((folder / "interlace.json").read_text(encoding="utf-8"))
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         self.bidirectional = check_bidirectional(facts["bidirectional"])
         self.modules = {name: _load(folder / name, said["class"]) for name, said in facts["modules"].items()}
         self.language_model = self.modules.pop("language_model")
@@ -108,10 +213,13 @@ class Reloaded:
         if self.bidirectional and getattr(self.language_model.config, "sliding_window", None):
             raise ValueError("the language model has sliding windows, which one mask for all layers cannot say")
 
+    def ids(self, prompt: Prompt) -> list[int]:
+        found: list[int] = prompt.sample.input_ids.tolist()
+        return found
+
     @torch.no_grad()
-    def answer(self, ids: Tensor, media: Mapping[str, Sequence[Tensor]], *, end: int, max_new_tokens: int) -> list[int]:
-        """The tokens that ``generate`` writes after `ids` [n], without `end`."""
-        embeds, mask = self._inputs(ids, media)
+    def answer(self, prompt: Prompt, *, end: int, max_new_tokens: int) -> list[int]:
+        embeds, mask = self._inputs(prompt.sample.input_ids, _data(prompt.sample))
 
         def look_both_ways(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             reads = kwargs.get("inputs_embeds")  # the prompt; later calls are given ids
@@ -132,18 +240,11 @@ class Reloaded:
             hook.remove()
         return made[:-1] if made and made[-1] == end else made
 
-    @torch.no_grad()
-    def tied(
-        self, ids: Tensor, media: Mapping[str, Sequence[Tensor]], first: list[int], second: list[int], end: int
-    ) -> bool:
-        """Whether the two answers begin to differ at two tokens that are equally likely, up to TIE."""
-        first, second = [*first, end], [*second, end]
-        place = next((i for i, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), None)
-        if place is None:
-            return False
-        embeds, mask = self._inputs(torch.cat([ids, torch.tensor(first[:place], dtype=ids.dtype)]), media)
-        logits = self.language_model(inputs_embeds=embeds, attention_mask=mask).logits[0, -1]
-        return bool((logits[first[place]] - logits[second[place]]).abs() <= TIE * logits.abs().max())
+    def logits(self, prompt: Prompt, said: Sequence[int]) -> Tensor:
+        ids = prompt.sample.input_ids
+        embeds, mask = self._inputs(torch.cat([ids, torch.tensor(said, dtype=ids.dtype)]), _data(prompt.sample))
+        found: Tensor = self.language_model(inputs_embeds=embeds, attention_mask=mask).logits[0, -1]
+        return found
 
     def _inputs(self, ids: Tensor, media: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
         """Embeddings [1, n, D] with the media in their places, and what sees what: [1, 1, n, n], added to scores."""
@@ -182,6 +283,10 @@ class Reloaded:
         else:
             projected = projector(made)
         return projected
+
+
+def _data(sample: Any) -> dict[str, list[Tensor]]:
+    return {name: [item.data for item in items] for name, items in sample.media.items()}
 
 
 def _load(folder: Path, path: str) -> Any:
