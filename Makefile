@@ -28,15 +28,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: train test test-all test-asan lint bench docs wheel clean setup
 .DELETE_ON_ERROR:
 
-# A whole checkpoint (path in [model]) is HuggingFace's own format, which export --check does not compare.
-CHECK := $(if $(shell sed -n '/^\[model\]/,/^\[/s/^path *=.*/whole/p' $(CONFIG)),,--check 48)
 # The data are written by the first run (data.prepare of the config); later ones find them. A config whose run.folder is
 # another than runs/ is trained alone.
 RUN := runs/$(shell sed -n 's/^name = "\(.*\)".*/\1/p' $(CONFIG))/latest
 train: $(CORE)
 	$(BIN)/interlace train $(CONFIG)
 	@test ! -d $(RUN) || rm -rf build/exported
-	@test ! -d $(RUN) || $(BIN)/interlace export $(RUN) build/exported $(CHECK)
+	@test ! -d $(RUN) || $(BIN)/interlace export $(RUN) build/exported --check 48
 
 # Three files at a time, as many tests wait for processes that they start; one OpenMP thread per process.
 test: lint
