@@ -89,6 +89,11 @@ class Limits:
     fps: float | None = None
     nframes: int | None = None
 
+    @property
+    def resized(self) -> tuple[int, int]:
+        """(width, height) before the processor; (0, 0): as the file has it."""
+        return self.resized_width or 0, self.resized_height or 0
+
     def said(self) -> str:
         """In words, as the record has it."""
         return ", ".join(f"{key} = {value:g}" for key, value in vars(self).items() if value is not None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from interlace.data import chats_look
 from interlace.data.chats_media import refused_by
 from interlace.data.chats_shapes import KINDS, BrokenSampleError, Chat, Part
 from interlace.data.chats_template import Messages, Writing, render_with
-from interlace.data.chats_video import VideoSpec, read_frames
+from interlace.data.chats_video import VideoSpec, read_frames, shown
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, fitted, to_tensor
 
 WORDS = "the text has them as words"
@@ -316,20 +316,39 @@ class TokenizerFormat(ChatFormat):
             if token in tag_ids:
                 medium, encoder = next(places)
                 size, before = sizes[medium], first.setdefault(medium, len(ids))
-                shape = self._shape(encoder, size, media[medium].path)
-                each = self.counted(encoder, shape, {})
-                count = self.video.frames(size[2], each) * each if media[medium].kind == "video" else each
+                shape = self._shape(encoder, size, media[medium])
+                each = count = self.counted(encoder, shape, {})
+                if media[medium].kind == "video":
+                    count *= self._frames(media[medium], size[2], each)
                 starts = range(len(ids), len(ids) + count, each)
                 items += [Item(encoder, medium, start, each, before, shape) for start in starts]
             ids += [int(token)] * count
             offsets += [(int(span[0]), int(span[1]))] * count
         return Encoded(ids, self._targets(written.spans, offsets, ids), items)
 
-    def _shape(self, encoder: str, size: Any, path: str) -> tuple[int, ...]:
-        spec = self.specs[encoder]
+    def _frames(self, part: Part, seconds: float, tokens: int) -> int:
+        """How many frames are taken of a video."""
+        _, length = shown(part.path, seconds, part.limits)
+        return self.video.frames(length, tokens, part.limits)
+
+    def _shape(self, encoder: str, size: Any, part: Part) -> tuple[int, ...]:
+        spec, path, limits = self.specs[encoder], part.path, part.limits
         if isinstance(spec, ImageSpec):
             with refused_by(f"the encoder {encoder!r}"):
-                return spec.fit(size[0], size[1], path, strict=self.strict)
+                width, height = (size[0], size[1]) if limits.resized_width is None else limits.resized
+                shape = spec.fit(width, height, path, strict=self.strict or limits.resized_width is not None)
+            if limits.max_pixels is not None and shape[1] * shape[2] > limits.max_pixels:
+                try:
+                    smaller = replace(spec, max_tokens=limits.max_pixels // spec.patch_size**2)
+                    shape = smaller.fit(width, height, path)
+                except ValueError:
+                    raise BrokenSampleError(
+                        "key",
+                        f"{path}: {limits.said()}: too few for {width:g}x{height:g} in patches of {spec.patch_size}",
+                    ) from None
+            if shape[1] * shape[2] < (limits.min_pixels or 0):
+                raise BrokenSampleError("key", f"{path}: {limits.said()}: pictures are never made larger here")
+            return shape
         frames, rate = size
         if frames > spec.max_seconds * rate:
             raise BrokenSampleError("size", f"{path}: {frames / rate:.1f} s, longer than max_audio_seconds")
@@ -341,7 +360,7 @@ class TokenizerFormat(ChatFormat):
     def _check_shape(self, item: Item, part: Part) -> None:
         """Raises DecodeError for a picture or video of another size than when it was prepared."""
         size = chats_look.look_at(part.kind, part.path, decode=False)
-        shape = self._shape(item.encoder, size, part.path)
+        shape = self._shape(item.encoder, size, part)
         if shape != item.shape:
             raise DecodeError(f"{part.path}: gives {list(shape)}, and gave {list(item.shape)} when it was prepared")
 
@@ -355,7 +374,7 @@ class TokenizerFormat(ChatFormat):
                 if place not in frames:
                     self._check_shape(item, media[item.medium])
                     count = sum((other.medium, other.encoder) == place for other in encoded.items)
-                    frames[place] = iter(read_frames(path, count))
+                    frames[place] = iter(read_frames(path, count, media[item.medium].limits))
                 array = fitted(next(frames[place]), (item.shape[0], item.shape[1], item.shape[2]))
             elif isinstance(spec, ImageSpec):
                 self._check_shape(item, media[item.medium])
