@@ -35,8 +35,8 @@ class VideoSpec:
         if limits.nframes is None:
             return max(1, min(round(seconds * (limits.fps or self.fps)), most))
         if limits.nframes > most:
-            raise ValueError(
-                f"nframes = {limits.nframes}, of which data.max_video_tokens = {self.max_tokens} hold {most}"
+            raise BrokenSampleError(
+                "key", f"nframes = {limits.nframes}, of which data.max_video_tokens = {self.max_tokens} hold {most}"
             )
         return limits.nframes
 
