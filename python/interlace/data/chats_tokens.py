@@ -10,6 +10,7 @@ placeholders, which no model is to write.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,12 @@ from interlace.data.chats_video import VideoSpec, read_frames, shown
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, fitted, to_tensor
 
 WORDS = "the text has them as words"
+LIKE_TOKENS = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+"""How nearly all special tokens are written: thousands of them one by one would take long to look for."""
+NO_END = (
+    "no answer ends with a special token, so nothing teaches the model where to stop: set data.end_of_turn, such as "
+    '"{}"'
+)
 Tokens = Callable[..., int]
 Made = TypeVar("Made")
 
@@ -103,13 +110,14 @@ class ChatFormat(ABC):
             encoder: (ids,) if isinstance(ids, int) else tuple(ids) for encoder, ids in placeholders.items()
         }
         self.tokens = dict(tokens or {})
+        self.added = frozenset(int(token) for token in tokenizer.added_tokens_encoder.values())
         added = sorted({str(token) for token in tokenizer.added_tokens_encoder}, key=len, reverse=True)
         self.writing = Writing(template, name, dict(tokenizer.special_tokens_map), tuple(added), end)
         self._counts: dict[tuple[str, tuple[int, ...], tuple[Any, ...]], int | str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process reads media: what encoders say of lengths is kept with the samples, and counted here alone.
-        return {**self.__dict__, "tokens": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "_control"} | {"tokens": {}}
 
     @abstractmethod
     def encode(self, chat: Chat, sizes: Sequence[Any]) -> Encoded:
@@ -174,6 +182,25 @@ class ChatFormat(ABC):
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids`."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+
+    def ends_answer(self, encoded: Encoded) -> bool:
+        """Whether the last token that is learnt of a sample is a special one, so that it teaches where to stop."""
+        return next(token for token, learnt in zip(encoded.ids[::-1], encoded.targets[::-1]) if learnt) in self.added
+
+    @cached_property
+    def _control(self) -> tuple[re.Pattern[str], frozenset[str]]:
+        """What finds special tokens in texts, and these."""
+        tokens = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        other = sorted(
+            (re.escape(token) for token in tokens if not LIKE_TOKENS.fullmatch(token)), key=len, reverse=True
+        )
+        return re.compile("|".join((LIKE_TOKENS.pattern, *other))), frozenset(tokens)
+
+    def typed(self, chat: Chat) -> list[str]:
+        """The special tokens that a chat has as words, which are read as these tokens all the same."""
+        pattern, tokens = self._control
+        words = (word for turn in chat.turns for part in turn.parts for word in pattern.findall(part.text))
+        return [word for word in dict.fromkeys(words) if word in tokens]
 
     def _targets(
         self, spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]], ids: Sequence[int]
