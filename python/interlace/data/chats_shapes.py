@@ -195,14 +195,16 @@ class _Reading:
         self.note(where, value, (*FILE_KEYS, *STATED[kind][0], *LIMITS[kind]), REFUSED_FILE)
         return Part(kind, path=path, stated=self.sizes(kind, value, where), limits=_limits(value, kind, where))
 
-    def sizes(
-        self, kind: str, said: Mapping[str, Any], where: str, place: int = 0, count: int = 1
-    ) -> tuple[float, ...]:
+    def sizes(self, kind: str, said: Mapping[str, Any], where: str, *place: int) -> tuple[float, ...]:
         """As `stated`; keys that state no size are ignored."""
-        found = stated(kind, said, place, count)
-        if not found:
-            self.ignored |= {f"{where}.{key}" if where else key: None for key in STATED[kind][0] if said.get(key)}
-        return found
+        return stated(kind, said, *place) or self.unsized(kind, said, where)
+
+    def unsized(self, kind: str, said: Mapping[str, Any], where: str) -> tuple[()]:
+        """Notes the keys that would state a size and do not."""
+        for key in STATED[kind][0]:
+            if said.get(key) is not None:
+                self.ignored[f"{where}.{key}" if where else key] = None
+        return ()
 
 
 def _limits(said: Mapping[str, Any], kind: str, where: str) -> Limits:
@@ -239,6 +241,7 @@ class _Files:
             return Part(self.kind)  # found out by check_used, which knows how many tags there are in all
         part = self.reading.file(self.kind, self.paths[self.tags - 1], f"{self.key}[]")
         if part.stated:
+            self.reading.unsized(self.kind, self.record, "")
             return part
         return replace(part, stated=self.reading.sizes(self.kind, self.record, "", self.tags - 1, len(self.paths)))
 
@@ -275,7 +278,7 @@ def stated(kind: str, said: Any, place: int = 0, count: int = 1) -> tuple[float,
 def local_path(value: Any, kind: str, folder: Path) -> str:
     """The absolute path of what names a file. Raises BrokenSampleError for networks and inline data."""
     if isinstance(value, Mapping):  # {"path": ...}, OpenAI's {"url": ...}
-        named = [key for key in FILE_KEYS if value.get(key)]
+        named = [key for key in FILE_KEYS if value.get(key) not in NOTHING]
         if len(named) > 1 and value[named[0]] != value[named[1]]:
             raise BrokenSampleError("media key", f"{kind} has both {named[0]} and {named[1]}: give one of the two")
         value = value[named[0]] if named else None
@@ -363,11 +366,10 @@ def _typed(item: Any, number: int, where: str, reading: _Reading) -> Part:
     limits = _limits(item, kind, where)
     if NO_LIMITS not in (limits, part.limits):
         raise BrokenSampleError("key", f"{where} has {limits.said()}, and its file {part.limits.said()}: give one")
-    return replace(
-        part,
-        stated=part.stated or reading.sizes(kind, item, where),
-        limits=part.limits if limits == NO_LIMITS else limits,
-    )
+    known = part.stated or reading.sizes(kind, item, where)
+    if part.stated:
+        reading.unsized(kind, item, where)
+    return replace(part, stated=known, limits=part.limits if limits == NO_LIMITS else limits)
 
 
 def _merged(parts: list[Part]) -> tuple[Part, ...]:
