@@ -201,7 +201,7 @@ CONFIG = [
         "train {at}/parts.toml",
         (
             "/language has embeddings of 64 tokens, and the tokenizer ",
-            "name reserved tokens of it as data.placeholders",
+            "name its own tokenizer as data.tokenizer",
         ),
         lambda at: at.table("language/config.json", vocab_size=64),
     ),
