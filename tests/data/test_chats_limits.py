@@ -81,14 +81,14 @@ def test_pixel_limits_of_each_picture_are_those_of_huggingface(tmp_path: Path, q
     found, _ = load_chats([tmp_path / "a.jsonl"], [tmp_path / "a.jsonl"], of(qwen), Rules(), cache=tmp_path / "cache")
     assert len(found) == len(lines), found.report()
 
-    from transformers import Qwen2VLImageProcessorPil
+    reader = type(qwen.processor.image_processor)  # for torchvision where that is installed
 
     def own(image: Image.Image, **said: Any) -> Any:
         size = chat_families.SIZE
         given = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]} | said
         given["min_pixels"] = min(given["min_pixels"], said.get("max_pixels", given["min_pixels"]))
         given["max_pixels"] = max(given["max_pixels"], given["min_pixels"])
-        return Qwen2VLImageProcessorPil(**given)([image], return_tensors="pt")
+        return reader(**given)([image], return_tensors="pt")
 
     wanted = [own(image, **each) for each in limits]
     wanted.append(own(image.resize((4 * FACTOR, 2 * FACTOR), Image.Resampling.BICUBIC)))  # the multiples next to it

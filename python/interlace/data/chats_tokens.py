@@ -360,6 +360,7 @@ class TokenizerFormat(ChatFormat):
 
     def _shape(self, encoder: str, size: Any, part: Part) -> tuple[int, ...]:
         spec, path, limits = self.specs[encoder], part.path, part.limits
+        shape: tuple[int, ...]
         if isinstance(spec, ImageSpec):
             with refused_by(f"the encoder {encoder!r}"):
                 width, height = (size[0], size[1]) if limits.resized_width is None else limits.resized
