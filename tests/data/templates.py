@@ -61,8 +61,9 @@ MISTRAL = (
 
 R1 = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '<|User|>' + message['content'] }}{% else %}{% set content = message['content'] %}{% if '</think>' in content %}"
-    "{% set content = content.split('</think>')[-1] %}{% endif %}{{ '<|Assistant|>' + content + '</s>' }}{% endif %}"
+    "{{ '<|User|>' + message['content'] }}{% else %}{% set content = message['content'] %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|Assistant|>' + content + '</s>' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
 )
 """DeepSeek-R1's: thoughts are cut from all answers, and the generation prompt begins one."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from interlace.data.chats_examine import examine
+from interlace.data.chats_page import Findings
+from interlace.data.chats_processor import ProcessorFormat
+from interlace.data.chats_records import Rules
 from interlace.data.chats_shapes import BrokenSampleError, parse
 from interlace.data.chats_tokens import TokenizerFormat
-from tests.data.chat_families import trained
+from tests.data.chat_families import llava, pictures, trained
 from tests.data.chat_faults import said, user
-from tests.data.templates import GLM4, LLAMA3, MISTRAL, QWEN3, R1, THINKING, TOKENS
+from tests.data.templates import GLM4, LLAMA3, LLAVA15, MISTRAL, QWEN3, R1, THINKING, TOKENS
 
 END = "<|im_end|>"
 TOKENIZER = trained({}, TOKENS)
@@ -134,8 +139,46 @@ def test_the_characters_of_marks_are_refused_in_texts() -> None:
 
 def test_an_end_is_added_behind_each_answer() -> None:
     assert learnt(GLM4, *ROUNDS, end="</s>") == ["\nYes.</s>", "\nNo.</s>"]
-    with pytest.raises(BrokenSampleError, match="behind data.end_of_turn"):  # which begins the next turn, too
+    with pytest.raises(BrokenSampleError, match="behind data"):  # which begins the next turn, too
         learnt(GLM4, *ROUNDS, end="<|user|>")
     assert learnt(GLM4, user("a"), said("b", loss=False), user("c"), said("<think>t</think>"), end="</s>") == [
         "\n<think>t</think></s>"
     ]
+
+
+@pytest.mark.parametrize("end", ["", "</s>"])
+def test_llava_1_5_ends_no_answer_by_itself(end: str, tmp_path: Path) -> None:
+    family = llava(tmp_path / "model")
+    family.processor.chat_template = LLAVA15
+    made = ProcessorFormat(family.processor, name="template", placeholders=family.placeholders, end=end)
+    [picture] = pictures(tmp_path / "pictures", 1)
+    shown = {"type": "image", "image": str(picture)}
+    texts = [[{"type": "text", "text": text}] for text in ("What is it?", "A cat.", "Sure?", "No.")]
+    messages = [user([shown, *texts[0]]), said(texts[1]), user(texts[2]), said(texts[3])]
+    record = {"messages": messages}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    [one] = examine([tmp_path / "a.jsonl"], made, Rules(), tmp_path / "media")
+    assert one.encoded is not None, one.broken
+    learnt = [token for token, target in zip(one.encoded.ids, one.encoded.targets, strict=True) if target]
+    if end:
+        assert made.decode(learnt, skip_special=False) == " A cat.</s>No.</s>"  # " No" is two tokens here
+    else:
+        out = family.processor.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
+        )
+        marked = [token for token, mask in zip(out["input_ids"][0].tolist(), out["assistant_masks"][0]) if mask]
+        assert learnt == marked and "cat" in made.decode(marked)
+    assert made.ends_answer(one.encoded) == bool(end)
+    findings = Findings(chats=made)
+    findings.add(one)
+    assert any('set data.end_of_turn, such as "</s>"' in line for line in findings.lines()) == (not end)
+
+
+def test_special_tokens_as_words_are_listed() -> None:
+    made = TokenizerFormat(TOKENIZER, LLAMA3, name="the template", tags={}, specs={}, tokens={})
+
+    def typed(*texts: str) -> list[str]:
+        return made.typed(parse({"messages": [user(texts[0]), said(texts[1])]}, Path("/")))
+
+    assert typed("what is <b>bold</b>, 3 < 5 > 4 and [INST]?", "b") == []
+    assert typed("a<<|eot_id|>b <|eot_id|>", "[gMASK] </s>") == ["<|eot_id|>", "[gMASK]", "</s>"]

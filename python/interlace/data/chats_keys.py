@@ -89,6 +89,11 @@ class Limits:
     fps: float | None = None
     nframes: int | None = None
 
+    @property
+    def resized(self) -> tuple[int, int]:
+        """(width, height) before the processor; (0, 0): as the file has it."""
+        return self.resized_width or 0, self.resized_height or 0
+
     def said(self) -> str:
         """In words, as the record has it."""
         return ", ".join(f"{key} = {value:g}" for key, value in vars(self).items() if value is not None)
@@ -115,7 +120,8 @@ def limits_of(said: Mapping[str, Any], kind: str) -> Limits:
         if not number or (value == 0 and key != "video_start") or (key not in _SECONDS and value != int(value)):
             what = "number" if key in _SECONDS else "whole number"
             raise ValueError(f"{kind} has {key} = {value!r}; a {what} above 0 is wanted")
-    made = Limits(**{key: float(value) if key in _SECONDS else int(value) for key, value in given.items()})
+    kept: dict[str, Any] = {key: (float if key in _SECONDS else int)(value) for key, value in given.items()}
+    made = Limits(**kept)
     if (made.resized_height is None) != (made.resized_width is None):
         raise ValueError(f"{kind} has only one of resized_height and resized_width: give both")
     if made.resized_height is not None and (made.max_pixels or made.min_pixels):

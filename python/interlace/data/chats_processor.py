@@ -24,12 +24,12 @@ from interlace.data import chats_media
 from interlace.data.chats_load import NoVideos
 from interlace.data.chats_look import check_file
 from interlace.data.chats_parts import Part as ProcessorPart
-from interlace.data.chats_parts import Remembered, RememberedClips, Videos
+from interlace.data.chats_parts import Remembered, RememberedClips, Videos, settings_of
 from interlace.data.chats_shapes import BrokenSampleError, Chat, Part
 from interlace.data.chats_template import Messages, Spans, render_with
 from interlace.data.chats_tokens import WORDS, ChatFormat, Encoded, Item, Tokens, tokenizer_text
-from interlace.data.chats_video import Header, frames_at, video_header
-from interlace.data.media import DecodeError
+from interlace.data.chats_video import Header, clip_of, frames_at, video_header
+from interlace.data.media import DecodeError, _library
 
 DATED = re.compile(r"strftime_now\s*\(")
 ENCODER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
@@ -149,6 +149,11 @@ class ProcessorFormat(ChatFormat):
         thread at a time: parts keep what they made last."""
         from jinja2 import TemplateError as JinjaError
 
+        for kind, (attribute, part) in self._parts.items():
+            sampling = bool(videos.get("do_sample_frames", True))
+            getattr(processor, attribute).asked = [
+                settings_of(one, part, self.who, sampling=sampling) for one in chat.media if one.kind == kind
+            ]
         try:
             out = processor.apply_chat_template(
                 self._messages(chat, media),
@@ -183,7 +188,7 @@ class ProcessorFormat(ChatFormat):
         """The answer to blank media of these sizes. Raises BrokenSampleError for those that the processor refuses."""
         media = [self._blank_of(part, size) for part, size in zip(chat.media, sizes, strict=True)]
         videos: dict[str, Any] = {}
-        headers = [size for part, size in zip(chat.media, sizes) if part.kind == "video"]
+        headers = [size for _, size in self._clips(chat, sizes)]
         if headers:
             every = [_told(header, range(header.frames)) for header in headers]
             videos = {"videos_kwargs": {"return_tensors": "pt", "video_metadata": every}}
@@ -194,12 +199,31 @@ class ProcessorFormat(ChatFormat):
         except (RuntimeError, TypeError, ZeroDivisionError, ValueError) as error:
             if isinstance(error, BrokenSampleError):
                 raise
+            self._check_frames(headers)
             raise BrokenSampleError(self._why(chat), f"{self.who} refuses it: {error}") from None
+
+    def _clips(self, chat: Chat, sizes: Sequence[Any]) -> list[tuple[int, Header]]:
+        """Of each video of a chat: the first frame that is shown, and what is known of this part."""
+        pairs = zip(chat.media, sizes, strict=True)
+        return [clip_of(part.path, size, part.limits) for part, size in pairs if part.kind == "video"]
+
+    def _check_frames(self, headers: Sequence[Header]) -> None:
+        """Raises BrokenSampleError for a video with fewer frames than are merged into one: processors take none then,
+        and divide by their number."""
+        merged = getattr(self._parts["video"][1], "temporal_patch_size", 1) if headers else 1
+        for header in headers:
+            if header.frames < merged:
+                raise BrokenSampleError(
+                    "size",
+                    f"a video has {header.frames} of the {merged} frames that {self.who} makes one of: give it as a "
+                    "picture",
+                )
 
     def _blank_of(self, part: Part, size: Any) -> Any:
         if part.kind == "image":
-            return chats_media.blank_picture(size)
+            return chats_media.blank_picture(self._size(part, size))
         if part.kind == "video":
+            _, size = clip_of(part.path, size, part.limits)
             return torch.empty((size.frames, 3, size.height, size.width), dtype=torch.uint8, device="meta")
         _, hearing = self._parts["audio"]
         samples, rate = size
@@ -211,6 +235,16 @@ class ProcessorFormat(ChatFormat):
                 f"{part.path}: {length / self._rate:.1f} s, of which {self.who} keeps {most / self._rate:g}: cut it",
             )
         return chats_media.blank_clip(length, hearing)
+
+    def _size(self, part: Part, size: chats_media.Size) -> chats_media.Size:
+        """(width, height) of a picture as the processor gets it: that of `resized_width` and `resized_height` is made
+        one that it leaves as it is."""
+        if part.limits.resized == (0, 0):
+            return size
+        reader = self._parts["image"][1]
+        made = reader([chats_media.blank_picture(part.limits.resized)], return_tensors="pt")
+        _, rows, columns = (int(side) for side in made["image_grid_thw"][0])
+        return columns * reader.patch_size, rows * reader.patch_size
 
     @property
     def _rate(self) -> int:
@@ -224,9 +258,13 @@ class ProcessorFormat(ChatFormat):
         if any(part.kind == "video" for part in chat.media):
             sizes = [self.look(part.kind, part.path, decode=False) for part in chat.media]
             taken = self._ask_blank(chat, sizes).frames
-            headers = [(part.path, size) for part, size in zip(chat.media, sizes) if part.kind == "video"]
-            frames = [torch.from_numpy(frames_at(path, chosen)) for (path, _), chosen in zip(headers, taken)]
-            told = [_told(size, chosen) for (_, size), chosen in zip(headers, taken, strict=True)]
+            clips = self._clips(chat, sizes)
+            paths = [part.path for part in chat.media if part.kind == "video"]
+            frames = [
+                torch.from_numpy(frames_at(path, [first + number for number in chosen]))
+                for path, (first, _), chosen in zip(paths, clips, taken, strict=True)
+            ]
+            told = [_told(header, chosen) for (_, header), chosen in zip(clips, taken, strict=True)]
             videos = {
                 "do_sample_frames": False,
                 "videos_kwargs": {"return_tensors": "pt", "video_metadata": told},
@@ -236,17 +274,18 @@ class ProcessorFormat(ChatFormat):
         return self._ask(self._real, chat, media, videos)
 
     def _read(self, part: Part) -> Any:
-        return (
-            chats_media.read_picture(part.path)
-            if part.kind == "image"
-            else chats_media.read_clip(part.path, self._rate)
-        )
+        if part.kind == "audio":
+            return chats_media.read_clip(part.path, self._rate)
+        picture = chats_media.read_picture(part.path)
+        size = self._size(part, picture.size)
+        return picture if size == picture.size else picture.resize(size, resample=_library("PIL.Image").BICUBIC)
 
     # ------------------------------------------------------------------ what it says
 
     def encode(self, chat: Chat, sizes: Sequence[Any]) -> Encoded:
         for part in chat.media:
             self.encoders_of(part.kind)
+            settings_of(part, self._parts[part.kind][1], self.who, sampling=True)  # refuses limits
             if part.path.lower().endswith(".svg"):
                 raise BrokenSampleError(
                     "no encoder", f"{part.path}: a drawing (SVG), which {self.who} does not read: save it as a PNG"

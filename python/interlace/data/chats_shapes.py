@@ -59,7 +59,7 @@ BROKEN = {
     "role": "a role that is not known",
     "order": "roles in an order that no chat has",
     "content": "content that is neither text nor a list of typed items",
-    "type": "an item of an unknown type",
+    "type": "an item of an unknown type, or a medium in an answer",
     "empty": "a turn that says nothing",
     "key": "a key that changes the meaning and is not supported",
     "weight": "a weight that is neither 0 nor 1, or weights that contradict each other",
@@ -186,14 +186,17 @@ class _Reading:
         if isinstance(record.get("label"), bool):  # otherwise a class, of somebody's own
             raise BrokenSampleError("key", f"has label: {REFUSED_RECORD['chosen']}")
 
-    def note(self, where: str, said: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str]) -> None:
-        """Notes the keys of `said` that are ignored. where: what they are keys of, such as "messages[]". Raises
-        BrokenSampleError for one that is refused."""
+    def note(
+        self, where: str, said: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str], turn: int = 0
+    ) -> None:
+        """Notes the keys of `said` that are ignored. where: what they are keys of, such as "messages[]"; turn: its
+        number, if they are of one. Raises BrokenSampleError for one that is refused."""
         try:
             for key in unread(said, read, refused):
                 self.ignored[f"{where}.{key}" if where else str(key)] = None
         except ValueError as error:
-            raise BrokenSampleError("key", f"{where}{' ' * bool(where)}{error}") from None
+            who = f"turn {turn} " if turn else where and f"{where} "
+            raise BrokenSampleError("key", f"{who}{error}") from None
 
     def file(self, kind: str, value: Any, where: str) -> Part:
         """The file that a path, or an object with one, names."""
@@ -203,14 +206,16 @@ class _Reading:
         self.note(where, value, (*FILE_KEYS, *STATED[kind][0], *LIMITS[kind]), REFUSED_FILE)
         return Part(kind, path=path, stated=self.sizes(kind, value, where), limits=_limits(value, kind, where))
 
-    def sizes(
-        self, kind: str, said: Mapping[str, Any], where: str, place: int = 0, count: int = 1
-    ) -> tuple[float, ...]:
+    def sizes(self, kind: str, said: Mapping[str, Any], where: str, *place: int) -> tuple[float, ...]:
         """As `stated`; keys that state no size are ignored."""
-        found = stated(kind, said, place, count)
-        if not found:
-            self.ignored |= {f"{where}.{key}" if where else key: None for key in STATED[kind][0] if said.get(key)}
-        return found
+        return stated(kind, said, *place) or self.unsized(kind, said, where)
+
+    def unsized(self, kind: str, said: Mapping[str, Any], where: str) -> tuple[()]:
+        """Notes the keys that would state a size and do not."""
+        for key in STATED[kind][0]:
+            if said.get(key) is not None:
+                self.ignored[f"{where}.{key}" if where else key] = None
+        return ()
 
 
 def _limits(said: Mapping[str, Any], kind: str, where: str) -> Limits:
@@ -247,6 +252,7 @@ class _Files:
             return Part(self.kind)  # found out by check_used, which knows how many tags there are in all
         part = self.reading.file(self.kind, self.paths[self.tags - 1], f"{self.key}[]")
         if part.stated:
+            self.reading.unsized(self.kind, self.record, "")
             return part
         return replace(part, stated=self.reading.sizes(self.kind, self.record, "", self.tags - 1, len(self.paths)))
 
@@ -283,7 +289,7 @@ def stated(kind: str, said: Any, place: int = 0, count: int = 1) -> tuple[float,
 def local_path(value: Any, kind: str, folder: Path) -> str:
     """The absolute path of what names a file. Raises BrokenSampleError for networks and inline data."""
     if isinstance(value, Mapping):  # {"path": ...}, OpenAI's {"url": ...}
-        named = [key for key in FILE_KEYS if value.get(key)]
+        named = [key for key in FILE_KEYS if value.get(key) not in NOTHING]
         if len(named) > 1 and value[named[0]] != value[named[1]]:
             raise BrokenSampleError("media key", f"{kind} has both {named[0]} and {named[1]}: give one of the two")
         value = value[named[0]] if named else None
@@ -306,7 +312,7 @@ def _turn(turn: Any, number: int, reading: _Reading) -> Turn:
     role_key, text_key = TURNS[reading.key]
     if not isinstance(turn, Mapping):
         raise BrokenSampleError("turns", f"turn {number} is {_kind(turn)}, not an object")
-    reading.note(f"{reading.key}[]", turn, (role_key, text_key, *WEIGHTS), REFUSED_TURN)
+    reading.note(f"{reading.key}[]", turn, (role_key, text_key, *WEIGHTS), REFUSED_TURN, number)
     missing = [key for key in (role_key, text_key) if key not in turn]
     if missing:
         raise BrokenSampleError("turns", f"turn {number} has no {' and no '.join(missing)}")
@@ -352,7 +358,7 @@ def _typed(item: Any, number: int, where: str, reading: _Reading) -> Part:
         raise BrokenSampleError("content", f"turn {number} has an item without a type: {_kind(item)}")
     kind = item["type"].removesuffix("_url")  # image_url: OpenAI's name
     if kind == "text":
-        reading.note(where, item, ("type", "text"), REFUSED_TURN)
+        reading.note(where, item, ("type", "text"), REFUSED_TURN, number)
         if not isinstance(item.get("text"), str):
             raise BrokenSampleError("content", f"turn {number} has a text item whose text is {_kind(item.get('text'))}")
         return Part("text", item["text"])
@@ -360,7 +366,7 @@ def _typed(item: Any, number: int, where: str, reading: _Reading) -> Part:
         raise BrokenSampleError("type", f"turn {number} has an item of type {item['type']!r}; known: text, image, ...")
     names = tuple(dict.fromkeys((item["type"], kind, *FILE_KEYS)))
     refused = REFUSED_FILE | {"text": f"the text of a turn is an item of its own, no key of {kind}"}
-    reading.note(where, item, ("type", *names, *STATED[kind][0], *LIMITS[kind]), refused)
+    reading.note(where, item, ("type", *names, *STATED[kind][0], *LIMITS[kind]), refused, number)
     named = [key for key in names if item.get(key) is not None]
     if len(named) > 1:
         raise BrokenSampleError("media key", f"{kind} has both {named[0]} and {named[1]}: give one of the two")
@@ -371,11 +377,10 @@ def _typed(item: Any, number: int, where: str, reading: _Reading) -> Part:
     limits = _limits(item, kind, where)
     if NO_LIMITS not in (limits, part.limits):
         raise BrokenSampleError("key", f"{where} has {limits.said()}, and its file {part.limits.said()}: give one")
-    return replace(
-        part,
-        stated=part.stated or reading.sizes(kind, item, where),
-        limits=part.limits if limits == NO_LIMITS else limits,
-    )
+    known = part.stated or reading.sizes(kind, item, where)
+    if part.stated:
+        reading.unsized(kind, item, where)
+    return replace(part, stated=known, limits=part.limits if limits == NO_LIMITS else limits)
 
 
 def _merged(parts: list[Part]) -> tuple[Part, ...]:

@@ -271,14 +271,13 @@ def _check_vocabulary(config: Config, vocab_size: int, tokenizer: Any, source: s
         return
     outside = [f"{name} (id {id_})" for name, id_ in tokenizer.placeholders.items() if id_ >= vocab_size]
     lost = f"; the placeholders of {', '.join(outside)} would lie outside" if outside else ""
-    spec = config.model
-    if spec.path is None and "vocab_size" in (spec.language_model.config or {}):
+    folder = config.model.path or config.model.language_model.path  # whose settings are in the config, too
+    if folder is None:
         raise ConfigError(
             f"{source}: [model.language_model.config] vocab_size = {vocab_size} is less than the tokenizer's "
             f"{tokenizer.vocab_size}{lost}; leave it out or raise it to {tokenizer.vocab_size}"
         )
     way = "name reserved tokens of it as data.placeholders" if outside else "name its own tokenizer as data.tokenizer"
-    folder = spec.path or spec.language_model.path
     raise ConfigError(
         f"{source}: the model of {folder} has embeddings of {vocab_size} tokens, and the tokenizer "
         f"{tokenizer.vocab_size}{lost}; {way}"
