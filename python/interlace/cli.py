@@ -200,6 +200,9 @@ def parser() -> argparse.ArgumentParser:
     _add_set(check)
     check.add_argument("--samples", type=int, default=12, help="samples on the page; 0 writes none (default: 12)")
     check.add_argument("--out", type=Path, default=Path("data.html"), help="page to write (default: data.html)")
+    check.add_argument(
+        "--list", action="store_true", help="print each record that is left out or cut, and each key that is ignored"
+    )
     check.add_argument("--headers", action="store_true", help="read headers of pictures and clips, decode none: faster")
 
     index = actions.add_parser(

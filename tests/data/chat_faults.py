@@ -73,6 +73,9 @@ FAULTS: list[tuple[str, str, str | bytes]] = [
     ("empty", "turn 1 (user) is empty", talk(user(""), said("b"))),
     ("weight", "a turn is learnt (1) or not (0)", talk(user("a"), said("b", weight=0.5))),
     ("weight", "only answers can be", talk({"role": "user", "content": "a", "train": True}, said("b"))),
+    ("weight", "has loss 0.5; a turn is learnt (1) or not (0)", talk(user("a"), said("b", loss=0.5))),
+    ("weight", "which contradict each other", talk(user("a"), said("b", loss=True, weight=0))),
+    ("weight", "only answers can be", talk({"role": "user", "content": "a", "loss": True}, said("b"))),
     ("targets", "every answer has weight 0: nothing is left to learn", talk(user("a"), said("b", weight=0))),
     ("media count", "the text has 1 image tags, but 0 files are listed", talk(user("<image> what?"), said("b"))),
     ("media count", "has 2 image tags, but 1 files", talk(user("<image><image>"), said("b"), images=["good.png"])),
@@ -80,8 +83,12 @@ FAULTS: list[tuple[str, str, str | bytes]] = [
     ("media key", "image is a number; the path of a file is wanted", talk(user("<image>"), said("b"), images=[7])),
     ("media key", "has both image and images", talk(user("<image>"), said("b"), images=["good.png"], image="good.png")),
     ("media key", "image is missing; the path of a file is wanted", talk(user(image(None)), said("b"))),
+    ("media key", "has both image and url", talk(user([{"type": "image", "image": "a", "url": "b"}]), said("b"))),
+    ("media key", "has both path and url", talk(user(image({"path": "a.png", "url": "b.png"})), said("b"))),
+    ("type", "turn 2 is an answer with image in it", talk(user("a"), said(image("good.png")))),
     ("url", "training reads local files only", talk(user(image("https://example.org/a.png")), said("b"))),
     ("url", "save it to a file and give its path", talk(user(image("data:image/png;base64,AAAA")), said("b"))),
+    ("url", "local files only", talk(user(image("file://host/a.png")), said("b"))),
     ("missing file", "gone.png: no such file", talk(user(image("gone.png")), said("b"))),
     ("missing file", "good.png/a.png: no such file", talk(user(image("good.png/a.png")), said("b"))),
     ("missing file", "gone.wav: no such file", talk(user(sound("gone.wav")), said("b"))),
@@ -116,6 +123,66 @@ FAULTS: list[tuple[str, str, str | bytes]] = [
     ("too long", "more than data.max_tokens", talk(user("word " * 900), said("b"))),
 ]
 
+BESIDE: dict[str, Any] = {
+    "tools": [{"type": "function"}],
+    "functions": [{"name": "f"}],
+    "objects": {"bbox": [[1, 2, 3, 4]]},
+    "bbox": [1, 2, 3, 4],
+    "rejected_response": "c",
+    "chosen": [user("a")],
+    "rejected": "c",
+    "kto_tag": True,
+    "label": True,
+    "history": [["a", "b"]],
+    "max_pixels": 784,
+    "video_start": 1,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+}
+"""Keys of a record that change what its messages mean."""
+OF_TURN: dict[str, Any] = {
+    "tool_calls": [{"function": {"name": "f"}}],
+    "function_call": {"name": "f"},
+    "reasoning_content": "2 + 3",
+    "thinking": "2 + 3",
+    "images": ["good.png"],
+    "audio": "stereo.wav",
+    "objects": {"bbox": [[1, 2, 3, 4]]},
+    "train_detail": [{"begin_offset": 0}],
+}
+OF_FILE: dict[str, Any] = {
+    "detail": "low",
+    "bbox": [1, 2, 3, 4],
+    "total_pixels": 784,
+    "max_frames": 4,
+    "text": "what?",
+    "bytes": "iVBORw0KGgo",
+    "max_pixels": -1,
+    "min_pixels": True,
+    "resized_height": 28,
+}
+PICTURE = {"type": "image", "image": "good.png"}
+FAULTS += [("key", key, talk(user("a"), said("b"), **{key: value})) for key, value in BESIDE.items()]
+FAULTS += [("key", f"has {key}: ", talk(user("a"), said("b", **{key: value}))) for key, value in OF_TURN.items()]
+FAULTS += [("key", key, talk(user([{**PICTURE, key: value}]), said("b"))) for key, value in OF_FILE.items()]
+FAULTS += [
+    (
+        "key",
+        "has detail: ",
+        talk(user([{"type": "image_url", "image_url": {"url": "a", "detail": "high"}}]), said("b")),
+    ),
+    (
+        "key",
+        "both fps and nframes",
+        talk(user([{"type": "video", "video": "film.mp4", "fps": 1, "nframes": 4}]), said("b")),
+    ),
+    ("key", "the least is more", talk(user([{**PICTURE, "min_pixels": 900, "max_pixels": 90}]), said("b"))),
+    (
+        "key",
+        "the end does not come after the start",
+        talk(user([{"type": "video", "video": "film.mp4", "video_start": 2, "video_end": 1}]), said("b")),
+    ),
+]
 
 # Odd, and right as they are.
 RIGHT: dict[str, str] = {
@@ -132,8 +199,15 @@ RIGHT: dict[str, str] = {
     "two channels": talk(user(sound("stereo.wav")), said("b")),
     "8 kHz": talk(user(sound("8k.flac")), said("b")),
     "a film": talk(user(film("film.mp4")), said("b")),
-    "a picture in the answer": talk(
-        user("draw"), said([{"type": "image", "image": "good.png"}, *image("good.png")[1:]])
+    "a picture in an answer that is not learnt": talk(
+        user("draw"),
+        said([{"type": "image", "image": "good.png"}, *image("good.png")[1:]], loss=False),
+        user("and now?"),
+        said("no"),
+    ),
+    "the other list of turns is empty": talk(user("a"), said("b"), conversations=None, tools=[], rejected_response=""),
+    "no detail asked for": talk(
+        user([{"type": "image_url", "image_url": {"url": "good.png", "detail": "auto"}}]), said("b", tool_calls=None)
     ),
 }
 

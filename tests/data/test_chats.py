@@ -18,9 +18,8 @@ from PIL import Image, ImageOps
 from interlace.data import IGNORE, DecodeError, load_chats
 from interlace.data.chats_examine import examine, shortened
 from interlace.data.chats_records import Rules
-from interlace.data.chats_shapes import Chat, Part, Turn, parse
+from interlace.data.chats_shapes import BrokenSampleError, Chat, Part, Turn, parse
 from interlace.data.chats_store import prepare
-from interlace.data.chats_template import TemplateError
 from interlace.data.chats_tokens import Encoded, Item, TokenizerFormat
 from interlace.data.media import ImageSpec, load_image
 from tests.data.chat_families import trained
@@ -139,11 +138,13 @@ def test_white_space_behind_a_marked_answer_is_not_learnt() -> None:
     assert learnt[0] == learnt[1]
 
 
-def test_templates_that_rewrite_earlier_turns_are_refused_by_name() -> None:
-    forgetful = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'] | length }}")
+@pytest.mark.parametrize(("written", "says"), [("m['content'] | length", "generation"), ("''", "left out is 'a cat,")])
+def test_templates_that_rewrite_earlier_turns_are_refused_by_name(written: str, says: str) -> None:
+    forgetful = TEMPLATE.replace("{{ m['content'] }}", f"{{{{ m['content'] if loop.last else {written} }}}}")
     chat = parse(TALK, Path("/"))
-    with pytest.raises(TemplateError, match=r"the template: .*generation"):
+    with pytest.raises(BrokenSampleError, match=f"the template .*{says}") as refused:
         _format(forgetful).encode(chat, _sizes(chat))
+    assert refused.value.kind == "template"
 
 
 def test_a_slow_tokenizer_is_refused() -> None:

@@ -208,10 +208,10 @@ def test_a_processor_of_another_model_is_an_error_and_no_broken_sample(folder: P
     path = folder / "a.jsonl"
     path.write_text(GOOD)
     with pytest.raises(ChatFileError, match=r"a.jsonl:1: .*template"):
-        dropping = TEMPLATE.replace("{% if add", "{{ messages | length }}{% if add")
+        markless = TEMPLATE + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
         made = chats()
         wrong = TokenizerFormat(
-            made.tokenizer, dropping, name="the template", tags=made.tags, specs=made.specs, tokens=made.tokens
+            made.tokenizer, markless, name="the template", tags=made.tags, specs=made.specs, tokens=made.tokens
         )
         list(examine([path], wrong, Rules(), folder))
 

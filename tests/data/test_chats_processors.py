@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.data import IGNORE
+from interlace.data import IGNORE, chats_load
 from interlace.data.chats import ChatDataset, load_chats
 from interlace.data.chats_examine import examine
 from interlace.data.chats_processor import ProcessorFormat
@@ -143,3 +143,12 @@ def test_templates_with_the_date_of_today_are_refused(tmp_path: Path) -> None:
     dated = "{{ strftime_now('%d %b %Y') }}" + family.processor.chat_template
     with pytest.raises(ValueError, match="today's date"):
         ProcessorFormat(family.processor, dated, name="template", placeholders={"vision": family.placeholder})
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("PaliGemmaProcessor", "a prefix and a suffix"), ("VoxtralProcessor", "mistral-common")]
+)
+def test_processors_that_no_template_fits_are_refused_by_name(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "processor_config.json").write_text(f'{{"processor_class": "{name}"}}')
+    with pytest.raises(ValueError, match=f"{name} .*{why}.* no template makes it train on chats"):
+        chats_load.load_processor(tmp_path)

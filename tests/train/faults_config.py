@@ -199,7 +199,10 @@ CONFIG = [
     Fault(
         "a tokenizer larger than the vocabulary",
         "train {at}/parts.toml",
-        ("vocab_size = 64 is less than the tokenizer's ", "leave it out or raise it to "),
+        (
+            "/language has embeddings of 64 tokens, and the tokenizer ",
+            "name its own tokenizer as data.tokenizer",
+        ),
         lambda at: at.table("language/config.json", vocab_size=64),
     ),
     Fault(

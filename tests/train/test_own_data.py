@@ -217,3 +217,33 @@ def test_what_a_processor_decides_is_refused_beside_a_whole_checkpoint(own: Path
     config.model.path = str(own / "whole")
     with pytest.raises(ConfigError, match=rf"data\.{key.partition('=')[0]}: a whole checkpoint .* remove it"):
         tokenizer_of(config)
+
+
+@pytest.mark.parametrize("key", ["data.max_tokens=4096", 'data.on_broken="error"', "train.batch_size=4000"])
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_start_that_fails_leaves_no_run_folder(
+    own: Path, key: str, launched: bool, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the config, by the data, and by what is seen when the data are there; under torchrun, too."""
+    if launched:
+        request.getfixturevalue("in_process")
+    assert main(["train", str(own / "own.toml"), f"--set={key}"]) == 2
+    assert key.partition("=")[0].rpartition(".")[2] in capfd.readouterr().err
+    assert not (own / "runs" / "own").exists()
+
+
+def test_a_template_that_ends_no_answer_is_told_and_mended(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "endless.jinja").write_text(TEMPLATE.replace("{{ m['content'] }}<|im_end|>", "{{ m['content'] }}"))
+    command = ["data", "check", str(own / "own.toml"), "--out", str(own / "page.html")]
+    endless = f"--set=data.chat_template={own / 'endless.jinja'}"
+    assert main([*command, endless]) == 1
+    assert capsys.readouterr().out.count('set data.end_of_turn, such as "</s>"') == 2  # training and validation
+    assert main([*command, endless, '--set=data.end_of_turn="</s>"']) == 1
+    assert "end_of_turn" not in capsys.readouterr().out
+    assert 'class="t learnt special">&lt;/s&gt;<' in (own / "page.html").read_text()
+    for wrong, words in (
+        ((endless, '--set=data.end_of_turn="</w>"'), "'</w>' is no special token of the tokenizer; its eos_token is"),
+        (('--set=data.end_of_turn="</s>"',), "ends answers with <|im_end|> already: remove data.end_of_turn"),
+    ):
+        assert main([*command, *wrong]) == 2
+        assert words in capsys.readouterr().err

@@ -79,12 +79,13 @@ def test_the_page_has_all_that_a_stranger_asks(tmp_path: Path) -> None:
     text = written(
         tmp_path,
         lines,
-        answers=[Answer(sample, "one & two", "one & two"), Answer(sample, "three", "<b>")],
+        answers=[Answer(sample, "which <two>?", "one & two", "one & two"), Answer(sample, "", "three", "<b>")],
         pixels={"vision": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))},
         counted=[Accuracy("digit", 60, 0.5, 0.25, 0.125), Accuracy("a<b", 2, 1.0, 1.0, None)],
     )
     assert "<td>digit<td>60<td>50.0 %<td>25.0 %<td>12.5 %" in text and "<td>a&lt;b<td>2<td>100.0 %" in text
     assert "one &amp; two" in text and "&lt;b&gt;" in text and "the &lt;name&gt;" in text
+    assert "<b>asked</b> which &lt;two&gt;?" in text
     assert text.count("<img src") == 2 and (tmp_path / "samples.png").stat().st_size > 1000
     for words in (
         "held out",

@@ -6,11 +6,11 @@ Apart from training: producing (tasks and answers) in worker processes (workers,
 The stamps: fetch (Debian's package into a cache) -> index (what it holds) -> stamps (records; stamps_media: files;
 chats_bpe: a tokenizer) -> stamps_folder (chats like one's own; stamps_digits: what stands in for them).
 Chats: chats_files (records; chats_tar: of tars, opened: members read in place) -> chats_shapes (one shape, or broken;
-chats_records: by rules) -> chats_look (sizes; chats_index: of large data, made by processes: chats_index_pool,
-chats_index_worker) -> chats_template, chats_tokens, chats_media, chats_examine (ids, targets, items; chats_processor:
-of whole checkpoints, chats_parts: what their processors are made of; chats_video: frames; chats_load: tokenizers,
-processors) -> chats_store (prepared, kept) -> chats (samples) -> mixture (of sources) -> rows (packed batches);
-chats_page: samples as the model will see them.
+chats_keys: which keys; chats_records: by rules) -> chats_look (sizes; chats_index: of large data, made by processes:
+chats_index_pool, chats_index_worker) -> chats_template, chats_tokens, chats_media, chats_examine (ids, targets, items;
+chats_processor: of whole checkpoints, chats_parts: what their processors are made of; chats_video: frames; chats_load:
+tokenizers, processors) -> chats_store (prepared, kept) -> chats (samples) -> mixture (of sources) -> rows (packed
+batches); chats_page: samples as the model will see them.
 Streams: stream (what is read in order, and the reader of a share of it; chats_stream: of chats) -> streams (batches of
 what all readers read).
 

@@ -286,7 +286,8 @@ def _datasets(path: Path) -> Iterator[Any]:
 
 
 def _without_bytes(value: Any, media: Path) -> Any:
-    """`value` with each {"bytes": ..., "path": ...} as the path of a file in `media` that holds the bytes."""
+    """`value` with each {"bytes": ..., "path": ...} as the path of a file in `media` that holds the bytes, beside what
+    else is said of it. Columns without a value are left out."""
     if isinstance(value, dict):
         data = value.get("bytes")
         if isinstance(data, bytes):
@@ -297,7 +298,8 @@ def _without_bytes(value: Any, media: Path) -> Any:
                 temporary = target.with_name(f".{name}.{os.getpid()}")
                 temporary.write_bytes(data)
                 os.replace(temporary, target)
-            return str(target)
+            more = {key: inner for key, inner in value.items() if key not in ("bytes", "path")}
+            return {"path": str(target), **_without_bytes(more, media)} if more else str(target)
         return {key: _without_bytes(inner, media) for key, inner in value.items() if inner is not None}
     if isinstance(value, (list, tuple)):
         return [_without_bytes(inner, media) for inner in value]

@@ -36,7 +36,7 @@ from interlace.data.chats_records import Rules, Stamp
 from interlace.data.chats_shapes import KINDS
 from interlace.data.fetch import exclusive
 
-FORMAT = 1
+FORMAT = 2
 LARGE = 8 << 20
 """Bytes of data files from which on they are given an index on first use."""
 KEPT = 16

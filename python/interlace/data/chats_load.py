@@ -17,6 +17,13 @@ VIDEO = "video_processor"
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
+OWN_PROMPTS = {
+    "PaliGemmaProcessor": "takes one picture with a prefix and a suffix in the place of a chat, and writes the prompt "
+    "itself",
+    "VoxtralProcessor": "has its chats written by the package mistral-common in the place of a template",
+}
+"""Processors that no chat template fits -> why."""
+
 
 class NoVideos(dict[str, Any]):
     """In the place of a processor's part for videos: some read its settings for chats of pictures, too. A dict, as
@@ -45,6 +52,7 @@ def load_processor(folder: str | Path) -> Any:
     from transformers.utils import is_torchvision_available
 
     _check_folder(folder)
+    _refuse_own_prompts(folder, _processor_class(Path(folder)))
     try:
         if not is_torchvision_available():
             found = _without_video(Path(folder))
@@ -60,7 +68,18 @@ def load_processor(folder: str | Path) -> Any:
             f"{folder}: holds a {type(processor).__name__} without a tokenizer; name a folder with both "
             "as data.tokenizer"
         )
+    _refuse_own_prompts(folder, type(processor))
     return processor
+
+
+def _refuse_own_prompts(folder: str | Path, kind: Any) -> None:
+    name = next((each.__name__ for each in getattr(kind, "__mro__", ()) if each.__name__ in OWN_PROMPTS), None)
+    if name is not None:
+        raise ValueError(
+            f"{folder}: {name} {OWN_PROMPTS[name]}, so no template makes it train on chats here: take a checkpoint "
+            "whose processor has a chat template, or put its tower and its language model together as [model.NAME] "
+            "with folders of their own"
+        )
 
 
 def _without_video(folder: Path) -> Any:

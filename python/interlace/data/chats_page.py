@@ -13,31 +13,58 @@ import numpy as np
 
 from interlace.data.chats_examine import Examined
 from interlace.data.chats_shapes import BROKEN, Chat
-from interlace.data.chats_tokens import ChatFormat, Encoded
+from interlace.data.chats_tokens import NO_END, ChatFormat, Encoded
 from interlace.data.media import DecodeError, _library
 
 THUMBNAIL = 160  # pixels of a side
 MOST_TOKENS = 1500  # of a sample on the page
-MOST_LISTED = 200  # left-out records on the page
+MOST_KEYS = 12  # in a line
 BARS = 10
 
 
 @dataclass
+class Named:
+    """How many records have something, by its name, and the first of them."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, names: Iterable[str], where: str) -> None:
+        for name in names:
+            self.counts[name] += 1
+            self.first.setdefault(name, where)
+
+    def words(self, most: int | None = None) -> str:
+        """The commonest first, at most so many."""
+        named = ", ".join(f"{name} ({count:,})" for name, count in self.counts.most_common(most))
+        more = 0 if most is None else len(self.counts) - most
+        return f"{named} and {more} more" if more > 0 else named
+
+
+@dataclass
 class Findings:
-    """What a check found, counted record by record. strict: whether what is too long is an error for the run, too."""
+    """What a check found, counted record by record. strict: whether what is too long is an error for the run, too;
+    chats: how the model reads chats, if there is one. ignored: keys that nothing reads; typed: special tokens that
+    texts have as words; ended: whether any answer ends with a special token."""
 
     strict: bool = False
+    chats: ChatFormat | None = None
     usable: int = 0
     cut: list[str] = field(default_factory=list)
     left_out: list[tuple[str, str, str]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     targets: int = 0
     media: Counter[str] = field(default_factory=Counter)
+    ignored: Named = field(default_factory=Named)
+    typed: Named = field(default_factory=Named)
+    ended: bool = False
 
     def add(self, one: Examined) -> None:
         """Counts a record."""
+        if one.chat is not None:
+            self.ignored.add(one.chat.ignored, one.raw.where)
         if one.broken is not None:
-            self.left_out.append((one.raw.where, one.broken.kind, str(one.broken)))
+            self.left_out.append((one.raw.where, one.broken.kind, " ".join(str(one.broken).split())))
             return
         self.usable += 1
         if one.was_cut:
@@ -47,6 +74,9 @@ class Findings:
         if one.encoded is not None:
             self.lengths.append(len(one.encoded.ids))
             self.targets += sum(one.encoded.targets)
+        if self.chats is not None and one.encoded is not None and one.chat is not None:
+            self.typed.add(self.chats.typed(one.chat), one.raw.where)
+            self.ended = self.ended or self.chats.ends_answer(one.encoded)
 
     @property
     def broken(self) -> list[tuple[str, str, str]]:
@@ -67,10 +97,26 @@ class Findings:
                 f"a sample has {lengths.min():,} to {lengths.max():,}, half of them at most {int(np.median(lengths)):,}"
             )
             lines += histogram(lengths)
+        for named, what in ((self.ignored, "keys that are ignored"), (self.typed, "special tokens written as words")):
+            if named.counts:
+                where = next(iter(named.first.values()))
+                lines.append(f"{what} (records): {named.words(MOST_KEYS)}, e.g. {where}")
+        if self.chats is not None and self.lengths and not self.ended:
+            lines.append(f"warning: {NO_END.format(self.chats.tokenizer.eos_token)}")
         kinds = Counter(kind for _, kind, _ in self.left_out)
         for kind, count in kinds.most_common():
             where, _, reason = next(entry for entry in self.left_out if entry[1] == kind)
-            lines.append(f"{count:,} x {kind} ({BROKEN[kind]}), e.g. {where}: {' '.join(reason.split())}")
+            lines.append(f"{count:,} x {kind} ({BROKEN[kind]}), e.g. {where}: {reason}")
+        return lines
+
+    def listing(self) -> list[str]:
+        """Every record that is left out or cut, every key that is ignored and every token written as words, a line
+        each."""
+        lines = [f"{where}: {kind}: {reason}" for where, kind, reason in self.left_out]
+        lines += [f"{where}: cut" for where in self.cut]
+        for named, what in ((self.ignored, "key that is ignored"), (self.typed, "special token written as words")):
+            for name, count in named.counts.most_common():
+                lines.append(f"{named.first[name]}: {what}: {name} (records: {count:,})")
         return lines
 
 
@@ -92,10 +138,8 @@ def write(
     samples = "\n".join(_sample(where, chat, encoded, chats) for where, chat, encoded in shown)
     rows = "".join(
         f"<tr><td>{html.escape(where)}</td><td>{html.escape(kind)}</td><td>{html.escape(reason)}</td></tr>"
-        for where, kind, reason in findings.left_out[:MOST_LISTED]
+        for where, kind, reason in findings.left_out
     )
-    more = len(findings.left_out) - MOST_LISTED
-    rows += f"<tr><td colspan=3>and {more:,} more</td></tr>" if more > 0 else ""
     left_out = f"<h2>Left out</h2><table>{rows}</table>" if rows else ""
     report = html.escape("\n".join(findings.lines()))
     return _PAGE.format(title=html.escape(title), report=report, samples=samples, left_out=left_out)
@@ -120,7 +164,7 @@ def _sample(where: str, chat: Chat, encoded: Encoded | None, chats: ChatFormat |
 def _pieces(encoded: Encoded, chats: ChatFormat) -> Iterable[str]:
     """The tokens as spans; a media item is one."""
     starts = {item.start: item for item in encoded.items}
-    special = chats.tokenizer.added_tokens_decoder
+    special = chats.added
     place = 0
     while place < min(len(encoded.ids), MOST_TOKENS):
         item = starts.get(place)
@@ -170,7 +214,7 @@ _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>
  body {{ font: 14px system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; color: #24292f; }}
- pre {{ background: #f6f8fa; padding: .8rem; overflow-x: auto; }}
+ pre {{ background: #f6f8fa; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }}
  section {{ border: 1px solid #d0d7de; border-radius: 8px; padding: .8rem; margin: 1rem 0; }}
  h3 {{ font-size: 13px; color: #57606a; overflow-wrap: anywhere; }}
  .media {{ display: flex; flex-wrap: wrap; gap: .6rem; }}
@@ -181,6 +225,7 @@ _PAGE = """<!doctype html>
  .learnt, .t.learnt:nth-child(even) {{ background: #aceebb; }}
  .t.learnt:nth-child(even) {{ background: #8fe0a2; }}
  .item {{ background: #54aeff; color: white; border-radius: 4px; padding: 0 .4em; margin: 0 2px; }}
+ table {{ width: 100%; table-layout: fixed; }} td:nth-child(2) {{ width: 7rem; }} td:first-child {{ width: 30%; }}
  td {{ vertical-align: top; padding: 2px 8px; font-size: 12px; overflow-wrap: anywhere; }}
 </style>
 <h1>{title}</h1>

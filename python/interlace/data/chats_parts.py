@@ -7,18 +7,30 @@ call is the part's own.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from interlace.data.chats_keys import NO_LIMITS
+from interlace.data.chats_shapes import BrokenSampleError
+from interlace.data.chats_shapes import Part as Medium
 
 REMEMBERED = 4096
 
 
 class Part:
-    """A part of a processor; `last` is what it returned last, which processors drop where they only count with it."""
+    """A part of a processor; `last` is what it returned last, which processors drop where they only count with it.
+
+    asked: of each medium of the next call, attributes that the part has for this one, as if its file said so; (): all
+    are treated alike.
+    """
+
+    asked: Sequence[Mapping[str, Any]] = ()
 
     def __init__(self, part: Any) -> None:
         self._part = part
@@ -27,22 +39,65 @@ class Part:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        made = self._part(*args, **kwargs)
-        self.last = dict(made)
-        return made
+    def __call__(self, media: Any, **kwargs: Any) -> Any:
+        from transformers import BatchFeature
+
+        self.last = self._apart(media, kwargs) if any(self.asked) else self._made(media, kwargs)
+        return BatchFeature(dict(self.last))
+
+    def _made(self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        part = self._part
+        if settings:
+            part = copy.copy(part)
+            vars(part).update(settings)
+        return dict(part(media, **kwargs))
+
+    def _apart(self, media: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Each medium by itself, side by side."""
+        told = list(_flat(kwargs.get("video_metadata") or ()))
+        made = []
+        for place, (medium, settings) in enumerate(zip(_flat(media), self.asked, strict=True)):
+            own = {name: value for name, value in kwargs.items() if name not in settings}
+            made.append(
+                self._made([medium], own | ({"video_metadata": told[place : place + 1]} if told else {}), settings)
+            )
+        return {name: _beside([one[name] for one in made]) for name in made[0]}
+
+
+def settings_of(medium: Medium, part: Any, who: str, *, sampling: bool) -> dict[str, Any]:
+    """The attributes that a processor's part has for a medium whose record asks for limits. who: the processor;
+    sampling: whether the part chooses frames. Raises BrokenSampleError for limits that the part does not know."""
+    limits = medium.limits
+    if limits == NO_LIMITS:
+        return {}
+    made: dict[str, Any] = {}
+    pixels = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
+    if any(pixels.values()) or limits.resized != (0, 0):
+        known = getattr(getattr(part, "valid_kwargs", None), "__annotations__", {})
+        if not {"min_pixels", "max_pixels"} <= known.keys() or (medium.kind == "video" and limits.resized != (0, 0)):
+            raise BrokenSampleError(
+                "key", f"{medium.path}: {limits.said()}: {who} takes no such limits of one {medium.kind}: remove them"
+            )
+    if any(pixels.values()):
+        low, high = (pixels[edge] or int(part.size[edge]) for edge in pixels)
+        low, high = (min(low, high), high) if limits.max_pixels else (low, max(low, high))
+        made["size"] = type(part.size)(shortest_edge=low, longest_edge=high)
+    if sampling and (limits.fps or limits.nframes):
+        made |= {"do_sample_frames": True, "fps": limits.fps, "num_frames": limits.nframes}
+    return made
 
 
 class Videos(Part):
     """A part for videos without memory; `metadata` is what it was told of the last ones, and which frames it took."""
 
-    metadata: Any = ()
+    metadata: Sequence[Any] = ()
 
-    def __call__(self, videos: Any, **kwargs: Any) -> Any:
-        from transformers import BatchFeature
+    def __call__(self, media: Any, **kwargs: Any) -> Any:
+        self.metadata = list(_flat(kwargs.get("video_metadata") or ()))  # the part writes its choice into these
+        return super().__call__(media, **kwargs)
 
-        self.metadata = kwargs.get("video_metadata") or ()  # the part writes its choice into these
-        return BatchFeature({name: _shown(value) for name, value in super().__call__(videos, **kwargs).items()})
+    def _made(self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return {name: _shown(value) for name, value in super()._made(media, kwargs, settings).items()}
 
 
 class Remembered(Part):
@@ -55,21 +110,15 @@ class Remembered(Part):
         super().__init__(part)
         self._kept: OrderedDict[Any, dict[str, Any]] = OrderedDict()
 
-    def _of(self, media: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        key = (_sizes(media), repr(sorted(kwargs.items(), key=lambda item: item[0])))
+    def _made(self, media: Any, kwargs: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        key = (_sizes(media), repr(sorted(kwargs.items(), key=lambda item: item[0])), repr(settings or None))
         if key not in self._kept:
-            made = dict(self._part(media, **kwargs))
+            made = super()._made(media, kwargs, settings)
             self._kept[key] = {name: _light(value) for name, value in made.items()}
             if len(self._kept) > REMEMBERED:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
-
-    def __call__(self, media: Any, **kwargs: Any) -> Any:
-        from transformers import BatchFeature
-
-        self.last = self._of(media, kwargs)
-        return BatchFeature(dict(self.last))
 
 
 class RememberedClips(Remembered):
@@ -78,12 +127,30 @@ class RememberedClips(Remembered):
     def __call__(self, media: Any, **kwargs: Any) -> Any:
         from transformers import BatchFeature
 
-        found = [self._of([clip], kwargs) for clip in media]
+        found = [self._made([clip], kwargs) for clip in media]
         shapes = {tuple((name, tuple(value.shape)) for name, value in one.items()) for one in found}
         if len(shapes) > 1:
             return super().__call__(media, **kwargs)
         self.last = {name: torch.cat([torch.as_tensor(one[name]) for one in found]) for name in found[0]}
         return BatchFeature(dict(self.last))
+
+
+def _flat(media: Any) -> Iterator[Any]:
+    """The media in nested lists."""
+    if isinstance(media, (list, tuple)):
+        for one in media:
+            yield from _flat(one)
+    else:
+        yield media
+
+
+def _beside(values: Sequence[Any]) -> Any:
+    """What a part made of one medium each, as it makes it of all together."""
+    if isinstance(values[0], Tensor):
+        return torch.cat(list(values))
+    if isinstance(values[0], np.ndarray):
+        return np.concatenate(values)
+    return [one for value in values for one in value]
 
 
 def _shown(value: Any) -> Any:

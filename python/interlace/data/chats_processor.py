@@ -20,15 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interlace.data import chats_media, chats_template
+from interlace.data import chats_media
 from interlace.data.chats_load import NoVideos
 from interlace.data.chats_look import check_file
 from interlace.data.chats_parts import Part as ProcessorPart
-from interlace.data.chats_parts import Remembered, RememberedClips, Videos
+from interlace.data.chats_parts import Remembered, RememberedClips, Videos, settings_of
 from interlace.data.chats_shapes import BrokenSampleError, Chat, Part
+from interlace.data.chats_template import Messages, render_with
 from interlace.data.chats_tokens import WORDS, ChatFormat, Encoded, Item, Tokens, tokenizer_text
-from interlace.data.chats_video import Header, frames_at, video_header
-from interlace.data.media import DecodeError
+from interlace.data.chats_video import Header, clip_of, frames_at, video_header
+from interlace.data.media import DecodeError, _library
 
 DATED = re.compile(r"strftime_now\s*\(")
 ENCODER_OF = {"image": "vision", "video": "vision", "audio": "audio"}
@@ -69,6 +70,7 @@ class ProcessorFormat(ChatFormat):
         placeholders: Mapping[str, int | Sequence[int]],
         tokens: Mapping[str, Tokens] | None = None,
         fps: float | None = None,
+        end: str = "",
     ) -> None:
         from transformers import ProcessorMixin
 
@@ -78,7 +80,7 @@ class ProcessorFormat(ChatFormat):
                 f"{name} writes today's date (strftime_now), so samples would be others every day: give a template "
                 "with a fixed date as data.chat_template"
             )
-        super().__init__(processor.tokenizer, template, name=name, placeholders=placeholders, tokens=tokens)
+        super().__init__(processor.tokenizer, template, name=name, placeholders=placeholders, tokens=tokens, end=end)
         self.who, self.fps, self._text = type(processor).__name__, fps, processor
         # Some processors have another default, which they hand on as if it was asked for.
         self._unasked = inspect.signature(ProcessorMixin.apply_chat_template).parameters["return_tensors"].default
@@ -127,27 +129,31 @@ class ProcessorFormat(ChatFormat):
 
     # ------------------------------------------------------------------ asking the processor
 
-    def _messages(self, chat: Chat, media: Sequence[Any]) -> chats_template.Messages:
+    def _messages(self, chat: Chat, media: Sequence[Any]) -> Messages:
         """Typed content, each medium with what it is, or its blank."""
-        left = iter(media)
-        return [
-            {
-                "role": turn.role,
-                "content": [
-                    {"type": "text", "text": part.text}
-                    if part.kind == "text"
-                    else {"type": part.kind, part.kind: next(left)}
-                    for part in turn.parts
-                ],
-            }
-            for turn in chat.turns
-        ]
+        left, made = iter(media), []
+        for turn in chat.turns:
+            content = [
+                {"type": "text", "text": part.text}
+                if part.kind == "text"
+                else {"type": part.kind, part.kind: next(left)}
+                for part in turn.parts
+            ]
+            made.append(
+                {"role": turn.role, "content": self.writing.ended(content) if turn.role == "assistant" else content}
+            )
+        return made
 
     def _ask(self, processor: Any, chat: Chat, media: Sequence[Any], videos: Mapping[str, Any]) -> _Asked:
         """HuggingFace's own inputs of the model for a chat, and where its texts came to stand. To be called by one
         thread at a time: parts keep what they made last."""
         from jinja2 import TemplateError as JinjaError
 
+        for kind, (attribute, part) in self._parts.items():
+            sampling = bool(videos.get("do_sample_frames", True))
+            getattr(processor, attribute).asked = [
+                settings_of(one, part, self.who, sampling=sampling) for one in chat.media if one.kind == kind
+            ]
         try:
             out = processor.apply_chat_template(
                 self._messages(chat, media),
@@ -181,7 +187,7 @@ class ProcessorFormat(ChatFormat):
         """The answer to blank media of these sizes. Raises BrokenSampleError for those that the processor refuses."""
         media = [self._blank_of(part, size) for part, size in zip(chat.media, sizes, strict=True)]
         videos: dict[str, Any] = {}
-        headers = [size for part, size in zip(chat.media, sizes) if part.kind == "video"]
+        headers = [size for _, size in self._clips(chat, sizes)]
         if headers:
             every = [_told(header, range(header.frames)) for header in headers]
             videos = {"videos_kwargs": {"return_tensors": "pt", "video_metadata": every}}
@@ -192,12 +198,31 @@ class ProcessorFormat(ChatFormat):
         except (RuntimeError, TypeError, ZeroDivisionError, ValueError) as error:
             if isinstance(error, BrokenSampleError):
                 raise
+            self._check_frames(headers)
             raise BrokenSampleError(self._why(chat), f"{self.who} refuses it: {error}") from None
+
+    def _clips(self, chat: Chat, sizes: Sequence[Any]) -> list[tuple[int, Header]]:
+        """Of each video of a chat: the first frame that is shown, and what is known of this part."""
+        pairs = zip(chat.media, sizes, strict=True)
+        return [clip_of(part.path, size, part.limits) for part, size in pairs if part.kind == "video"]
+
+    def _check_frames(self, headers: Sequence[Header]) -> None:
+        """Raises BrokenSampleError for a video with fewer frames than are merged into one: processors take none then,
+        and divide by their number."""
+        merged = getattr(self._parts["video"][1], "temporal_patch_size", 1) if headers else 1
+        for header in headers:
+            if header.frames < merged:
+                raise BrokenSampleError(
+                    "size",
+                    f"a video has {header.frames} of the {merged} frames that {self.who} makes one of: give it as a "
+                    "picture",
+                )
 
     def _blank_of(self, part: Part, size: Any) -> Any:
         if part.kind == "image":
-            return chats_media.blank_picture(size)
+            return chats_media.blank_picture(self._size(part, size))
         if part.kind == "video":
+            _, size = clip_of(part.path, size, part.limits)
             return torch.empty((size.frames, 3, size.height, size.width), dtype=torch.uint8, device="meta")
         _, hearing = self._parts["audio"]
         samples, rate = size
@@ -209,6 +234,16 @@ class ProcessorFormat(ChatFormat):
                 f"{part.path}: {length / self._rate:.1f} s, of which {self.who} keeps {most / self._rate:g}: cut it",
             )
         return chats_media.blank_clip(length, hearing)
+
+    def _size(self, part: Part, size: chats_media.Size) -> chats_media.Size:
+        """(width, height) of a picture as the processor gets it: that of `resized_width` and `resized_height` is made
+        one that it leaves as it is."""
+        if part.limits.resized == (0, 0):
+            return size
+        reader = self._parts["image"][1]
+        made = reader([chats_media.blank_picture(part.limits.resized)], return_tensors="pt")
+        _, rows, columns = (int(side) for side in made["image_grid_thw"][0])
+        return columns * reader.patch_size, rows * reader.patch_size
 
     @property
     def _rate(self) -> int:
@@ -222,9 +257,13 @@ class ProcessorFormat(ChatFormat):
         if any(part.kind == "video" for part in chat.media):
             sizes = [self.look(part.kind, part.path, decode=False) for part in chat.media]
             taken = self._ask_blank(chat, sizes).frames
-            headers = [(part.path, size) for part, size in zip(chat.media, sizes) if part.kind == "video"]
-            frames = [torch.from_numpy(frames_at(path, chosen)) for (path, _), chosen in zip(headers, taken)]
-            told = [_told(size, chosen) for (_, size), chosen in zip(headers, taken, strict=True)]
+            clips = self._clips(chat, sizes)
+            paths = [part.path for part in chat.media if part.kind == "video"]
+            frames = [
+                torch.from_numpy(frames_at(path, [first + number for number in chosen]))
+                for path, (first, _), chosen in zip(paths, clips, taken, strict=True)
+            ]
+            told = [_told(header, chosen) for (_, header), chosen in zip(clips, taken, strict=True)]
             videos = {
                 "do_sample_frames": False,
                 "videos_kwargs": {"return_tensors": "pt", "video_metadata": told},
@@ -234,24 +273,25 @@ class ProcessorFormat(ChatFormat):
         return self._ask(self._real, chat, media, videos)
 
     def _read(self, part: Part) -> Any:
-        return (
-            chats_media.read_picture(part.path)
-            if part.kind == "image"
-            else chats_media.read_clip(part.path, self._rate)
-        )
+        if part.kind == "audio":
+            return chats_media.read_clip(part.path, self._rate)
+        picture = chats_media.read_picture(part.path)
+        size = self._size(part, picture.size)
+        return picture if size == picture.size else picture.resize(size, resample=_library("PIL.Image").BICUBIC)
 
     # ------------------------------------------------------------------ what it says
 
     def encode(self, chat: Chat, sizes: Sequence[Any]) -> Encoded:
         for part in chat.media:
             self.encoders_of(part.kind)
+            settings_of(part, self._parts[part.kind][1], self.who, sampling=True)  # refuses limits
             if part.path.lower().endswith(".svg"):
                 raise BrokenSampleError(
                     "no encoder", f"{part.path}: a drawing (SVG), which {self.who} does not read: save it as a PNG"
                 )
         messages = self._messages(chat, [part.path for part in chat.media])
-        text = chats_template.render_with(self.template, self.special)(messages, False)
-        spans = chats_template.answers(chat, messages, text, self.template, self.special, self.ends, self.name)
+        text = render_with(self.template, self.writing.special)(messages, False)
+        spans = self.writing.answers(chat, messages, text)
         with self._asking:
             asked = self._ask_blank(chat, sizes)
             items = self._items(chat, asked)
@@ -261,12 +301,12 @@ class ProcessorFormat(ChatFormat):
         found, told = sum(token in wanted for token in asked.ids), sum(item.tokens for item in items)
         if found != told:
             raise BrokenSampleError("placeholder", f"has {found} placeholder tokens for {told} of its media: {WORDS}")
-        return Encoded(asked.ids, self._targets(chat, spans, asked.offsets, asked.ids), items)
+        return Encoded(asked.ids, self._targets(spans, asked.offsets, asked.ids), items)
 
     def _why(self, chat: Chat) -> str:
         """Which kind of broken a chat is that the processor refuses."""
         words = "".join(part.text for turn in chat.turns for part in turn.parts)
-        if any(token in words for token in self.ends):
+        if any(token in words for token in self.writing.ends):
             return "placeholder"
         return "size" if chat.media else "template"
 
@@ -364,6 +404,7 @@ class ProcessorFormat(ChatFormat):
             [
                 tokenizer_text(self.tokenizer),
                 self.template,
+                self.writing.end,
                 self._text.to_dict(),
                 said,
                 self.placeholders,

@@ -6,16 +6,36 @@
 
 and what lies between: messages whose text has tags (<image>, <video>, <audio>) with the files listed beside them
 (`images`, `videos`, `audios`), typed items without a file that take the next of these lists, `system` beside the turns.
+
+Every key is read, refused by name or noted as ignored (`chats_keys` has the tables).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from interlace.data.chats_keys import (
+    FILE_KEYS,
+    LIMITS,
+    NO_LIMITS,
+    NOTHING,
+    RECORD,
+    REFUSED_FILE,
+    REFUSED_RECORD,
+    REFUSED_TURN,
+    STATED,
+    TURNS,
+    WEIGHTS,
+    Limits,
+    limits_of,
+    unread,
+)
 
 KINDS = ("image", "video", "audio")
 ROLES = {
@@ -29,7 +49,6 @@ ROLES = {
 TAG = re.compile(r"<(image|video|audio)>")
 NO_WORD = re.compile(r"[^\w.-]+")
 LONGEST_KIND = 40
-FILE_KEYS = ("path", "url")
 
 BROKEN = {
     "encoding": "the line is no text in UTF-8, or names halves of characters",
@@ -40,13 +59,14 @@ BROKEN = {
     "role": "a role that is not known",
     "order": "roles in an order that no chat has",
     "content": "content that is neither text nor a list of typed items",
-    "type": "an item of an unknown type",
+    "type": "an item of an unknown type, or a medium in an answer",
     "empty": "a turn that says nothing",
-    "weight": "a weight that is neither 0 nor 1",
+    "key": "a key that changes the meaning and is not supported",
+    "weight": "a weight that is neither 0 nor 1, or weights that contradict each other",
     "targets": "no turn that the model could learn from",
     "media count": "tags and files that differ in number",
     "media key": "a list of files that is no list of paths",
-    "url": "a file on a network",
+    "url": "an address on a network, or data inside of the record, in the place of a file",
     "missing file": "a file that is not there",
     "no file": "a folder or device in the place of a file, or what is no path",
     "broken file": "a file that cannot be read or decoded",
@@ -72,13 +92,14 @@ class BrokenSampleError(ValueError):
 class Part:
     """A piece of a turn: kind "text" with its text, or one of KINDS with the path of its file.
 
-    stated: what the record says that `chats_look.look_at` would find; (): nothing.
+    stated: what the record says that `chats_look.look_at` would find; (): nothing. limits: what the record asks of it.
     """
 
     kind: str
     text: str = ""
     path: str = ""
     stated: tuple[float, ...] = ()
+    limits: Limits = NO_LIMITS
 
 
 @dataclass(frozen=True)
@@ -95,10 +116,12 @@ class Chat:
     """A checked record: an optional system turn, then user and assistant in turns, the assistant last.
 
     kind: what the record calls its question, whose first answer is then counted as right or wrong; "": it is not one.
+    ignored: keys of the record that nothing reads, those of turns as "messages[].mood".
     """
 
     turns: tuple[Turn, ...]
     kind: str = ""
+    ignored: tuple[str, ...] = ()
 
     @property
     def media(self) -> list[Part]:
@@ -110,23 +133,85 @@ def parse(record: Any, folder: Path) -> Chat:
     """The chat that a record says; relative paths start at `folder`. Raises BrokenSampleError."""
     if not isinstance(record, Mapping):
         raise BrokenSampleError("record", f"the record is {_kind(record)}, not an object")
-    llava = "conversations" in record
-    key = "conversations" if llava else "messages"
-    if key not in record:
-        raise BrokenSampleError("record", f"has neither messages nor conversations, but {sorted(map(str, record))}")
-    turns = record[key]
+    reading = _Reading(record, folder)
+    turns = record[reading.key]
     if not isinstance(turns, (list, tuple)) or not turns:
-        raise BrokenSampleError("turns", f"{key} is {_kind(turns)}; a list of at least one turn is wanted")
-    files = {kind: _Files(kind, record, folder) for kind in KINDS}
-    made = [_turn(turn, number, llava, files, folder) for number, turn in enumerate(turns, 1)]
-    if isinstance(record.get("system"), str) and record["system"].strip():
-        made.insert(0, Turn("system", (Part("text", record["system"]),), False))
-    for beside in files.values():
+        raise BrokenSampleError("turns", f"{reading.key} is {_kind(turns)}; a list of at least one turn is wanted")
+    made = [_turn(turn, number, reading) for number, turn in enumerate(turns, 1)]
+    system = record.get("system")
+    if not isinstance(system, str) and system not in NOTHING:
+        raise BrokenSampleError("content", f"system is {_kind(system)}; text is wanted")
+    if system and system.strip():
+        made.insert(0, Turn("system", (Part("text", system),), False))
+    for beside in reading.files.values():
         beside.check_used()
     _check_order(made)
     if not any(turn.learn for turn in made):
         raise BrokenSampleError("targets", "every answer has weight 0: nothing is left to learn")
-    return Chat(tuple(made), _question(record.get("kind")))
+    kind = _question(record.get("kind"))
+    if not kind and record.get("kind") not in NOTHING:
+        reading.ignored["kind"] = None
+    return Chat(tuple(made), kind, tuple(reading.ignored))
+
+
+class _Reading:
+    """A record that is being read: where its turns are, its files, and the keys that nothing has read."""
+
+    def __init__(self, record: Mapping[str, Any], folder: Path) -> None:
+        given = [key for key in TURNS if record.get(key) not in NOTHING]
+        self.key = next(iter(given or [key for key in TURNS if key in record]), "")
+        if not self.key:
+            raise BrokenSampleError(
+                "record",
+                f"has neither messages nor conversations, but {sorted(map(str, record))}: write its turns as messages",
+            )
+        if len(given) > 1:
+            raise BrokenSampleError("key", "has both messages and conversations: give one of the two")
+        self.folder = folder
+        self.ignored: dict[str, None] = {}
+        self.files = {kind: _Files(kind, record, self) for kind in KINDS}
+        sizes = {key for kind in KINDS if self.files[kind].given for key in STATED[kind][0]}
+        self.note("", record, RECORD | sizes if sizes else RECORD, REFUSED_RECORD)
+        if isinstance(record.get("label"), bool):  # otherwise a class, of somebody's own
+            raise BrokenSampleError("key", f"has label: {REFUSED_RECORD['chosen']}")
+
+    def note(
+        self, where: str, said: Mapping[str, Any], read: Collection[str], refused: Mapping[str, str], turn: int = 0
+    ) -> None:
+        """Notes the keys of `said` that are ignored. where: what they are keys of, such as "messages[]"; turn: its
+        number, if they are of one. Raises BrokenSampleError for one that is refused."""
+        try:
+            for key in unread(said, read, refused):
+                self.ignored[f"{where}.{key}" if where else str(key)] = None
+        except ValueError as error:
+            who = f"turn {turn} " if turn else where and f"{where} "
+            raise BrokenSampleError("key", f"{who}{error}") from None
+
+    def file(self, kind: str, value: Any, where: str) -> Part:
+        """The file that a path, or an object with one, names."""
+        path = local_path(value, kind, self.folder)
+        if not isinstance(value, Mapping):
+            return Part(kind, path=path)
+        self.note(where, value, (*FILE_KEYS, *STATED[kind][0], *LIMITS[kind]), REFUSED_FILE)
+        return Part(kind, path=path, stated=self.sizes(kind, value, where), limits=_limits(value, kind, where))
+
+    def sizes(self, kind: str, said: Mapping[str, Any], where: str, *place: int) -> tuple[float, ...]:
+        """As `stated`; keys that state no size are ignored."""
+        return stated(kind, said, *place) or self.unsized(kind, said, where)
+
+    def unsized(self, kind: str, said: Mapping[str, Any], where: str) -> tuple[()]:
+        """Notes the keys that would state a size and do not."""
+        for key in STATED[kind][0]:
+            if said.get(key) is not None:
+                self.ignored[f"{where}.{key}" if where else key] = None
+        return ()
+
+
+def _limits(said: Mapping[str, Any], kind: str, where: str) -> Limits:
+    try:
+        return limits_of(said, kind)
+    except ValueError as error:
+        raise BrokenSampleError("key", f"{where}: {error}") from None
 
 
 def _question(kind: Any) -> str:
@@ -140,13 +225,13 @@ def _question(kind: Any) -> str:
 class _Files:
     """The files of one kind that a record lists beside its turns, handed out in order."""
 
-    def __init__(self, kind: str, record: Mapping[str, Any], folder: Path) -> None:
-        self.kind, self.folder, self.tags = kind, folder, 0
-        self.record = record
+    def __init__(self, kind: str, record: Mapping[str, Any], reading: _Reading) -> None:
+        self.kind, self.record, self.reading, self.tags = kind, record, reading, 0
         found = [key for key in (kind, f"{kind}s") if record.get(key) is not None]
         if len(found) > 1:
             raise BrokenSampleError("media key", f"has both {found[0]} and {found[1]}: give one of the two")
         value = record[found[0]] if found else []
+        self.key = found[0] if found else ""
         self.given = bool(found)
         self.paths = list(value) if isinstance(value, (list, tuple)) else [value]
 
@@ -154,23 +239,21 @@ class _Files:
         self.tags += 1
         if self.tags > len(self.paths):
             return Part(self.kind)  # found out by check_used, which knows how many tags there are in all
-        value = self.paths[self.tags - 1]
-        said = stated(self.kind, value) or stated(self.kind, self.record, self.tags - 1, len(self.paths))
-        return Part(self.kind, path=local_path(value, self.kind, self.folder), stated=said)
+        part = self.reading.file(self.kind, self.paths[self.tags - 1], f"{self.key}[]")
+        if part.stated:
+            self.reading.unsized(self.kind, self.record, "")
+            return part
+        return replace(part, stated=self.reading.sizes(self.kind, self.record, "", self.tags - 1, len(self.paths)))
 
     def check_used(self) -> None:
-        if self.tags != len(self.paths):
-            raise BrokenSampleError(
-                "media count", f"the text has {self.tags} {self.kind} tags, but {len(self.paths)} files are listed"
-            )
-
-
-STATED = {
-    "image": (("width", "height"), int),
-    "video": (("width", "height", "seconds"), float),
-    "audio": (("samples", "rate"), int),
-}
-"""Kind of media -> the keys under which a record may say a file's size, as `chats_look.look_at` finds it."""
+        if self.tags == len(self.paths):
+            return
+        way = f"put <{self.kind}> where each file belongs"
+        if self.tags > len(self.paths):
+            way = f'a tag that is meant as text goes into a typed item: {{"type": "text", "text": "<{self.kind}>"}}'
+        raise BrokenSampleError(
+            "media count", f"the text has {self.tags} {self.kind} tags, but {len(self.paths)} files are listed: {way}"
+        )
 
 
 def stated(kind: str, said: Any, place: int = 0, count: int = 1) -> tuple[float, ...]:
@@ -195,23 +278,30 @@ def stated(kind: str, said: Any, place: int = 0, count: int = 1) -> tuple[float,
 def local_path(value: Any, kind: str, folder: Path) -> str:
     """The absolute path of what names a file. Raises BrokenSampleError for networks and inline data."""
     if isinstance(value, Mapping):  # {"path": ...}, OpenAI's {"url": ...}
-        value = next((value[key] for key in FILE_KEYS if value.get(key)), None)
+        named = [key for key in FILE_KEYS if value.get(key) not in NOTHING]
+        if len(named) > 1 and value[named[0]] != value[named[1]]:
+            raise BrokenSampleError("media key", f"{kind} has both {named[0]} and {named[1]}: give one of the two")
+        value = value[named[0]] if named else None
     if not isinstance(value, str) or not value:
         raise BrokenSampleError("media key", f"{kind} is {_kind(value)}; the path of a file is wanted")
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value) or value.startswith("data:"):
-        where = "inline data" if value.startswith("data:") else value
+    if value.startswith("data:"):
+        raise BrokenSampleError("url", f"{kind} is inline data: save it to a file and give its path")
+    if value[:8].lower() == "file:///":
+        value = unquote(urlsplit(value).path)
+    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
         raise BrokenSampleError(
             "url",
-            f"{kind} is {where[:120]}: training reads local files only, as a network that fails would change the "
+            f"{kind} is {value[:120]}: training reads local files only, as a network that fails would change the "
             "samples; save it to a file and give its path",
         )
     return os.path.join(folder, value)  # an absolute value replaces the folder
 
 
-def _turn(turn: Any, number: int, llava: bool, files: Mapping[str, _Files], folder: Path) -> Turn:
-    role_key, text_key = ("from", "value") if llava else ("role", "content")
+def _turn(turn: Any, number: int, reading: _Reading) -> Turn:
+    role_key, text_key = TURNS[reading.key]
     if not isinstance(turn, Mapping):
         raise BrokenSampleError("turns", f"turn {number} is {_kind(turn)}, not an object")
+    reading.note(f"{reading.key}[]", turn, (role_key, text_key, *WEIGHTS), REFUSED_TURN, number)
     missing = [key for key in (role_key, text_key) if key not in turn]
     if missing:
         raise BrokenSampleError("turns", f"turn {number} has no {' and no '.join(missing)}")
@@ -219,15 +309,22 @@ def _turn(turn: Any, number: int, llava: bool, files: Mapping[str, _Files], fold
         raise BrokenSampleError("role", f"turn {number} is from {turn[role_key]!r}; known: {', '.join(ROLES)}")
     role, content = ROLES[turn[role_key]], turn[text_key]
     if isinstance(content, str):
-        parts = _tagged(content, files, newline=llava)
+        parts = _tagged(content, reading.files, newline=reading.key == "conversations")
     elif isinstance(content, (list, tuple)):
-        parts = [_typed(item, number, files, folder) for item in content]
+        parts = [_typed(item, number, f"{reading.key}[].{text_key}[]", reading) for item in content]
     else:
         raise BrokenSampleError("content", f"turn {number} has content {_kind(content)}; text or a list is wanted")
+    learn, media = _learns(turn, role, number), [part.kind for part in parts if part.kind != "text"]
+    if learn and media:
+        raise BrokenSampleError(
+            "type",
+            f"turn {number} is an answer with {media[0]} in it, which is not learnt: give the turn "
+            '"loss": false, or leave the medium out',
+        )
     said = "".join(part.text for part in parts).strip()
-    if not said and (role != "user" or not any(part.kind != "text" for part in parts)):
+    if not said and (role == "system" or not media):
         raise BrokenSampleError("empty", f"turn {number} ({role}) is empty")
-    return Turn(role, _merged(parts), _learns(turn, role, number))
+    return Turn(role, _merged(parts), learn)
 
 
 def _tagged(text: str, files: Mapping[str, _Files], *, newline: bool) -> list[Part]:
@@ -245,20 +342,34 @@ def _tagged(text: str, files: Mapping[str, _Files], *, newline: bool) -> list[Pa
     return [*parts, Part("text", text[at:])]
 
 
-def _typed(item: Any, number: int, files: Mapping[str, _Files], folder: Path) -> Part:
+def _typed(item: Any, number: int, where: str, reading: _Reading) -> Part:
     if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
         raise BrokenSampleError("content", f"turn {number} has an item without a type: {_kind(item)}")
     kind = item["type"].removesuffix("_url")  # image_url: OpenAI's name
     if kind == "text":
+        reading.note(where, item, ("type", "text"), REFUSED_TURN, number)
         if not isinstance(item.get("text"), str):
             raise BrokenSampleError("content", f"turn {number} has a text item whose text is {_kind(item.get('text'))}")
         return Part("text", item["text"])
     if kind not in KINDS:
         raise BrokenSampleError("type", f"turn {number} has an item of type {item['type']!r}; known: text, image, ...")
-    value = next((item[key] for key in (item["type"], kind, *FILE_KEYS) if item.get(key) is not None), None)
-    if value is None and files[kind].given:
-        return files[kind].next()
-    return Part(kind, path=local_path(value, kind, folder), stated=stated(kind, value) or stated(kind, item))
+    names = tuple(dict.fromkeys((item["type"], kind, *FILE_KEYS)))
+    refused = REFUSED_FILE | {"text": f"the text of a turn is an item of its own, no key of {kind}"}
+    reading.note(where, item, ("type", *names, *STATED[kind][0], *LIMITS[kind]), refused, number)
+    named = [key for key in names if item.get(key) is not None]
+    if len(named) > 1:
+        raise BrokenSampleError("media key", f"{kind} has both {named[0]} and {named[1]}: give one of the two")
+    if named or not reading.files[kind].given:
+        part = reading.file(kind, item[named[0]] if named else None, ".".join((where, *named)))
+    else:
+        part = reading.files[kind].next()
+    limits = _limits(item, kind, where)
+    if NO_LIMITS not in (limits, part.limits):
+        raise BrokenSampleError("key", f"{where} has {limits.said()}, and its file {part.limits.said()}: give one")
+    known = part.stated or reading.sizes(kind, item, where)
+    if part.stated:
+        reading.unsized(kind, item, where)
+    return replace(part, stated=known, limits=part.limits if limits == NO_LIMITS else limits)
 
 
 def _merged(parts: list[Part]) -> tuple[Part, ...]:
@@ -273,14 +384,16 @@ def _merged(parts: list[Part]) -> tuple[Part, ...]:
 
 
 def _learns(turn: Mapping[str, Any], role: str, number: int) -> bool:
-    """Whether a turn is learnt from: the assistant's are unless `weight` or `train` says 0."""
-    said = [turn[key] for key in ("weight", "train") if turn.get(key) is not None]
-    for value in said:
+    """Whether a turn is learnt from: the assistant's are unless one of WEIGHTS says 0."""
+    said = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
+    for key, value in said.items():
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise BrokenSampleError("weight", f"turn {number} has weight {value!r}; a turn is learnt (1) or not (0)")
-    if role != "assistant" and any(said):
+            raise BrokenSampleError("weight", f"turn {number} has {key} {value!r}; a turn is learnt (1) or not (0)")
+    if len(set(map(bool, said.values()))) > 1:
+        raise BrokenSampleError("weight", f"turn {number} has {said}, which contradict each other: give one of them")
+    if role != "assistant" and any(said.values()):
         raise BrokenSampleError("weight", f"turn {number} is to be learnt, but is the {role}'s: only answers can be")
-    return role == "assistant" and all(said)
+    return role == "assistant" and all(said.values())
 
 
 def _check_order(turns: list[Turn]) -> None:

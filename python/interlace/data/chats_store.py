@@ -40,7 +40,7 @@ from interlace.data.chats_shapes import Chat
 from interlace.data.chats_tokens import ChatFormat, Encoded, Item
 from interlace.data.fetch import exclusive
 
-FORMAT = 5
+FORMAT = 6
 KEPT_STORES = 8
 COLUMNS = {"starts": "<i8", "lines": "<i8", "hashes": "<u4", "cut": "<i8"}
 READ = ("ids.bin", "targets.bin", "items.jsonl", "records.jsonl")

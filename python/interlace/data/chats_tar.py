@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from interlace.data.chats_keys import FILE_KEYS
 from interlace.data.opened import Member, read_head
 
 META = ".nv-meta"
@@ -147,27 +148,32 @@ def _record(key: str, members: Mapping[str, Member], prompt: str | None, fields:
         texts = ["json"]
     if len(texts) > 1:
         raise NoSampleError(f"has several texts ({', '.join(texts)}) and none is called json")
+    # What nothing reads is noted as ignored, without its value, which may be long.
+    more: dict[str, None] = {f".{ending}": None for ending in members if not kind_of_ending(ending)}
+    caption = None
     if texts:
+        more.pop(f".{texts[0]}")
         said = _json(members[texts[0]])
         if isinstance(said, list):  # the turns alone, as NeMo writes LLaVA's
             said = {("messages" if said and isinstance(said[0], dict) and "role" in said[0] else "conversations"): said}
         if not isinstance(said, dict):
             raise NoSampleError("its json is neither an object nor a list of turns")
         if "messages" in said or "conversations" in said:
-            return _with_members(said, media, members)
-        caption = next((said[word] for word in WORDS if isinstance(said.get(word), str)), None)
-        if caption is None and "txt" not in members:
+            return more | _with_members(said, media, members)
+        word = next((word for word in WORDS if isinstance(said.get(word), str)), "")
+        if not word and "txt" not in members:
             raise NoSampleError(
                 f"its json has neither messages nor conversations nor a caption ({', '.join(WORDS)}), but "
                 f"{sorted(said)}"
             )
-    else:
-        caption = None
+        caption = said.get(word)
+        more |= {f"json.{key}": None for key in said if key != word}
     if caption is None:
         if "txt" not in members:
             raise NoSampleError(f"has no json and no txt, but {', '.join(sorted(members)) or 'nothing'}")
+        more.pop(".txt")
         caption = _text(members["txt"])
-    return _caption(media, caption, prompt)
+    return more | _caption(media, caption, prompt)
 
 
 def _caption(media: Mapping[str, list[Member]], caption: str, prompt: str | None) -> dict[str, Any]:
@@ -194,14 +200,22 @@ def _with_members(
         if keys:
             value = made[keys[0]]
             names = list(value) if isinstance(value, list) else [value]
-            made[keys[0]] = [str(found) for found in _resolved(names, of_kind, members, kind)]
+            found = _resolved(names, of_kind, members, kind)
+            made[keys[0]] = [_named(name, member) for name, member in zip(names, found, strict=True)]
         elif named:
             found = _resolved([item[kind] for item in named], of_kind, members, kind)
             for item, member in zip(named, found, strict=True):
-                item[kind] = str(member)
+                item[kind] = _named(item[kind], member)
         else:
             made[f"{kind}s"] = [str(member) for member in of_kind]
     return made
+
+
+def _named(name: Any, member: Member) -> Any:
+    """What names a file, with the member in the place of its path."""
+    if not isinstance(name, dict):
+        return str(member)
+    return {key: value for key, value in name.items() if key not in FILE_KEYS} | {"path": str(member)}
 
 
 def _typed(record: dict[str, Any]) -> list[dict[str, Any]]:

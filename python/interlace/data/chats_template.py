@@ -1,29 +1,78 @@
-"""A chat as the model's template writes it, and which characters of that are answers to learn.
+"""Learnt spans: which characters of a chat, as the model's template writes it, are answers to learn.
 
-A template that marks the assistant's words ({% generation %}) says it itself. Else the answers are found by rendering
-prefixes: what turns 1..k and the generation prompt give, and what turns 1..k+1 give, are the two ends of answer k + 1,
-provided that each is how the whole text begins. Templates that write earlier turns differently once later ones follow
-(that drop thoughts, for example) fail this and are refused by name: a wrong place would be learnt silently.
+A template that marks the assistant's words ({% generation %}) says it itself. Else each answer is located in one
+rendering of the whole chat: the chat is rendered again with marks around its answers, which must give the same text but
+for the marks. So it does not matter how a template would write a part of the chat alone, and what it adds by itself
+before an answer (an empty thought) is not learnt. Learnt are the answer as the record has it, the token that the
+template ends turns with, and white space between the generation prompt and the answer.
+
+A chat whose answer the template changes, cuts or leaves out is refused: a wrong place would be learnt silently.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from interlace.data.chats_shapes import BrokenSampleError, Chat
+from interlace.data.chats_shapes import BrokenSampleError, Chat, Turn
 
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+MARK = re.compile(f"{OPEN}(\\d+){CLOSE}")
+"""A mark at either end of a piece of an answer: its number between two characters that Unicode keeps out of texts."""
+THOUGHT = re.compile(r"</?think>")
+"""What a thought lies between. Templates cut answers there."""
 REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What a template's expressions raise on a chat that it was not written for, beside Jinja's own errors."""
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, bool], str]
 """(messages, whether a generation prompt ends the text) -> text."""
+Spans = list[tuple[int, int]]
 
 
 class TemplateError(ValueError):
     """A chat template with which answers cannot be told from the rest; the message names it."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a model writes chats. name: of the template, for messages; special: the tokenizer's special tokens, as
+    templates are given them; ends: the texts of all added tokens, longest first; end: the one that is written behind
+    each answer before the template has it, "" none."""
+
+    template: str
+    name: str
+    special: dict[str, Any]
+    ends: tuple[str, ...]
+    end: str = ""
+
+    def ended(self, content: Any) -> Any:
+        """The content of an answer with `end` behind it."""
+        if not self.end:
+            return content
+        if isinstance(content, str):
+            return content + self.end
+        if content[-1]["type"] != "text":
+            return [*content, {"type": "text", "text": self.end}]
+        return [*content[:-1], {**content[-1], "text": content[-1]["text"] + self.end}]
+
+    def answers(self, chat: Chat, messages: Messages, text: str) -> Spans:
+        """[start, end) in characters of `text`, the rendered `messages`, of each answer of `chat` to be learnt. Raises
+        BrokenSampleError, and TemplateError for a template that fits no chat."""
+        spans = (_marked if GENERATION.search(self.template) else _located)(chat, messages, text, self)
+        if self.end and any(text.startswith(self.end, end) for _, end in spans):
+            raise BrokenSampleError("template", f"{self.name} writes {self.end} behind data.end_of_turn: name another")
+        return spans
+
+    def token_at(self, text: str, place: int) -> str:
+        """The added token that begins at a place of a text; "": none."""
+        if not text.startswith(self.ends, place):
+            return ""
+        return next(token for token in self.ends if text.startswith(token, place))
 
 
 def render_with(template: str, special: dict[str, Any]) -> Render:
@@ -43,54 +92,167 @@ def render_with(template: str, special: dict[str, Any]) -> Render:
     return render
 
 
-def answers(
-    chat: Chat, messages: Messages, text: str, template: str, special: dict[str, Any], ends: Sequence[str], name: str
-) -> list[tuple[int, int]]:
-    """[start, end) in characters of `text` of each assistant's turn of `chat`, learnt or not, in order.
-
-    text: `messages` rendered with `template`. special: the tokenizer's special tokens, as templates are given them.
-    ends: the special tokens' texts; white space that a template writes after one is not the answer's. name: of the
-    template, for messages. Raises TemplateError.
-    """
-    spoken = [place for place, turn in enumerate(chat.turns) if turn.role == "assistant"]
-    if MARKS.search(template):
-        marked = _marked(messages, text, template, special, len(spoken), name)
-        return [(start, _end_of(text, start, end, ends)) for start, end in marked]
-    render = render_with(template, special)
-    found = []
-    for place in spoken:
-        before, upto = render(messages[:place], True), render(messages[: place + 1], False)
-        if not (upto.startswith(before) and text.startswith(upto)):
-            raise TemplateError(
-                f"{name}: the text of a chat's first {place + 1} turns is not how the text of the whole chat begins, "
-                "so answers cannot be told from the rest; mark them in the template with {% generation %} ... "
-                "{% endgeneration %} and give it as data.chat_template"
-            )
-        found.append((len(before), _end_of(upto, len(before), len(upto), ends)))
-    return found
-
-
-def _end_of(text: str, start: int, end: int, ends: Sequence[str]) -> int:
-    """Where the answer in text[start:end] ends, without white space that follows the token which ends it."""
-    kept = text[start:end].rstrip()
-    return start + len(kept) if any(kept.endswith(token) for token in ends) else end
-
-
-def _marked(
-    messages: Messages, text: str, template: str, special: dict[str, Any], count: int, name: str
-) -> list[tuple[int, int]]:
+def _marked(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spans:
+    """By the template's own marks."""
     from jinja2 import TemplateError as JinjaError
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    name = writing.name
     try:
         texts, spans = render_jinja_template(
-            conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, **special
+            conversations=[messages],
+            chat_template=writing.template,
+            return_assistant_tokens_mask=True,
+            **writing.special,
         )
     except (JinjaError, *REFUSALS) as error:
         raise BrokenSampleError("template", f"the chat template refuses it: {error}") from None
     if texts[0] != text:
         raise TemplateError(f"{name}: writes another text when it is asked which words are the assistant's")
-    found = [(int(start), int(end)) for start, end in spans[0]]
-    if len(found) != count:
-        raise TemplateError(f"{name}: marks {len(found)} answers with {{% generation %}} of a chat that has {count}")
-    return found
+    spoken = [place for place, turn in enumerate(chat.turns) if turn.role == "assistant"]
+    if len(spans[0]) != len(spoken):
+        raise TemplateError(
+            f"{name}: marks {len(spans[0])} answers with {{% generation %}} of a chat that has {len(spoken)}"
+        )
+    learnt = []
+    for place, (start, end) in zip(spoken, spans[0], strict=True):
+        if not chat.turns[place].learn:
+            continue
+        at = int(start)
+        for piece in _pieces(chat.turns[place]):
+            at = text.find(piece, at, end)
+            if at < 0:
+                raise _lost(name, place, piece)
+            at += len(piece)
+        kept = text[start:end].rstrip()
+        learnt.append((int(start), int(start) + len(kept) if kept.endswith(writing.ends) else int(end)))
+    return learnt
+
+
+def _located(chat: Chat, messages: Messages, text: str, writing: Writing) -> Spans:
+    """By marks that are written into a second rendering."""
+    render, name = render_with(writing.template, writing.special), writing.name
+    if OPEN in text:
+        raise BrokenSampleError("template", "its text has the character U+FDD0, by which answers are found here")
+    spoken = [place for place, turn in enumerate(chat.turns) if turn.role == "assistant"]
+    marked, count = list(messages), itertools.count()
+    marks: dict[int, list[int]] = {}  # of each answer, the numbers before its pieces; those behind are one more
+    for place in spoken:
+        first = next(count) + 1
+        marked[place] = {**messages[place], "content": _with_marks(messages[place]["content"], writing.end, count)}
+        marks[place] = list(range(first, next(count), 2))
+    found, plain = _places(render(marked, False))
+    if plain != text:
+        raise BrokenSampleError(
+            "template",
+            f"{name} writes another text when answers have marks around them, so they cannot be told from the rest; "
+            "mark them in the template with {% generation %} ... {% endgeneration %} and give it as data.chat_template",
+        )
+    learnt = [place for place in spoken if chat.turns[place].learn]
+    for place in learnt:
+        pieces = _pieces(chat.turns[place])
+        if not pieces:
+            raise BrokenSampleError("empty", f"turn {place + 1} has tags of thoughts and nothing in or behind them")
+        for number, piece in zip(marks[place], pieces, strict=True):
+            start, end = found.get(number, -1), found.get(number + 1, -1)
+            if start < 0 or text[start:end] != piece:
+                raise _lost(name, place, piece)
+    last, ends = spoken[-1], writing.ends
+    if marks[last] and (end := found.get(marks[last][-1] + 1, -1)) >= 0:
+        # What ends the last turn ends all. Behind earlier ones the next turn begins, maybe with a token, too.
+        ends = (writing.token_at(text, _behind_space(text, _behind_tags(chat.turns[last], text, end))),)
+    prompt, gap = render(messages[:last], True), ""
+    spans = []
+    for place in reversed(learnt):
+        turn, start, end = chat.turns[place], found[marks[place][0]], found[marks[place][-1] + 1]
+        own = _before_tags(turn, text, start)
+        if place == last and text.startswith(prompt):
+            if own < len(prompt) <= start:  # the prompt has the tag of a thought
+                own = len(prompt)
+            elif not text[len(prompt) : own].strip():
+                gap = text[len(prompt) : own]
+        if text.endswith(gap, 0, own):
+            own -= len(gap)
+        end = _behind_tags(turn, text, end)
+        behind = _behind_space(text, end)
+        if any(ends) and text.startswith(ends, behind):
+            end = behind + len(writing.token_at(text, behind))
+        spans.append((own, end))
+    return spans[::-1]
+
+
+def _said(turn: Turn) -> str:
+    return "".join(part.text for part in turn.parts)
+
+
+def _pieces(turn: Turn) -> list[str]:
+    """What an answer says, cut at the tags of thoughts, without white space around."""
+    return [piece.strip() for part in turn.parts for piece in THOUGHT.split(part.text) if piece.strip()]
+
+
+def _with_marks(content: Any, ending: str, count: Iterator[int]) -> Any:
+    """The content of a message with marks around its pieces. ending: behind the answer."""
+    if not isinstance(content, str):
+        return [
+            {**item, "text": _with_marks(item["text"], ending, count)} if item["type"] == "text" else item
+            for item in content
+        ]
+    words, made, at = content.removesuffix(ending), [], 0
+    for tag in (*THOUGHT.finditer(words), None):
+        piece = words[at : tag.start() if tag else len(words)]
+        core = piece.strip()
+        if core:
+            lead, trail = piece.split(core, 1)
+            piece = f"{lead}{OPEN}{next(count)}{CLOSE}{core}{OPEN}{next(count)}{CLOSE}{trail}"
+        made += [piece, tag[0] if tag else ""]
+        at = tag.end() if tag else at
+    return "".join((*made, content[len(words) :]))
+
+
+def _places(written: str) -> tuple[dict[int, int], str]:
+    """Where each mark stands in the text without marks, -1 for one that stands there twice; and this text."""
+    found: dict[int, int] = {}
+    kept: list[str] = []
+    at = length = 0
+    for mark in MARK.finditer(written):
+        kept.append(written[at : mark.start()])
+        length += mark.start() - at
+        at = mark.end()
+        found[int(mark[1])] = -1 if int(mark[1]) in found else length
+    return found, "".join((*kept, written[at:]))
+
+
+def _lost(name: str, place: int, piece: str) -> BrokenSampleError:
+    shown = textwrap.shorten(piece, 60, placeholder=" ...")
+    return BrokenSampleError(
+        "template",
+        f"turn {place + 1} is an answer that {name} does not write as it is; changed or left out is {shown!r}. "
+        'Give the turn "loss": false, or another template as data.chat_template',
+    )
+
+
+def _outer_tags(turn: Turn) -> tuple[list[str], list[str]]:
+    """The tags of thoughts before the first piece of a turn, and those behind the last."""
+    said = _said(turn)
+    tags, filled = THOUGHT.findall(said), [number for number, piece in enumerate(THOUGHT.split(said)) if piece.strip()]
+    return (tags[: filled[0]], tags[filled[-1] :]) if filled else ([], [])
+
+
+def _before_tags(turn: Turn, text: str, start: int) -> int:
+    """Where an answer begins whose first piece stands at `start`: tags of thoughts before it are the answer's, too."""
+    tags, _ = _outer_tags(turn)
+    found = re.search(r"\s*".join(map(re.escape, tags)) + r"\s*\Z", text[:start]) if tags else None
+    return found.start() if found else start
+
+
+def _behind_tags(turn: Turn, text: str, end: int) -> int:
+    """Where an answer ends whose last piece ends at `end`."""
+    _, tags = _outer_tags(turn)
+    found = re.compile(r"\s*" + r"\s*".join(map(re.escape, tags))).match(text, end) if tags else None
+    return found.end() if found else end
+
+
+def _behind_space(text: str, place: int) -> int:
+    while place < len(text) and text[place].isspace():
+        place += 1
+    return place

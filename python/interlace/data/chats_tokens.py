@@ -10,22 +10,30 @@ placeholders, which no model is to write.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from interlace.data import chats_look, chats_template
+from interlace.data import chats_look
 from interlace.data.chats_media import refused_by
 from interlace.data.chats_shapes import KINDS, BrokenSampleError, Chat, Part
-from interlace.data.chats_video import VideoSpec, read_frames
+from interlace.data.chats_template import Messages, Writing, render_with
+from interlace.data.chats_video import VideoSpec, read_frames, shown
 from interlace.data.media import AudioSpec, DecodeError, ImageSpec, decode_audio, decode_image, fitted, to_tensor
 
 WORDS = "the text has them as words"
+LIKE_TOKENS = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+"""How nearly all special tokens are written: thousands of them one by one would take long to look for."""
+NO_END = (
+    "no answer ends with a special token, so nothing teaches the model where to stop: set data.end_of_turn, such as "
+    '"{}"'
+)
 Tokens = Callable[..., int]
 Made = TypeVar("Made")
 
@@ -76,8 +84,9 @@ def _tried(function: Callable[..., Made], *arguments: Any) -> Made | ValueError:
 class ChatFormat(ABC):
     """How chats become tokens.
 
-    tokenizer: a fast one of HuggingFace. template: the chat template's text, and `name`, how messages call it.
-    placeholders: encoder -> its token ids. tokens: encoder -> function of an item's shape (and about) to its
+    tokenizer: a fast one of HuggingFace. template: the chat template's text, and `name`, how messages call it. end: the
+    added token that is written behind each answer, as the template has none; "": nothing is. placeholders: encoder ->
+    its token ids. tokens: encoder -> function of an item's shape (and about) to its
     language-model tokens, against which runs are checked; missing ones are not.
     """
 
@@ -89,6 +98,7 @@ class ChatFormat(ABC):
         name: str,
         placeholders: Mapping[str, int | Sequence[int]],
         tokens: Mapping[str, Tokens] | None = None,
+        end: str = "",
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
@@ -100,13 +110,14 @@ class ChatFormat(ABC):
             encoder: (ids,) if isinstance(ids, int) else tuple(ids) for encoder, ids in placeholders.items()
         }
         self.tokens = dict(tokens or {})
-        self.special = dict(tokenizer.special_tokens_map)
-        self.ends = sorted({str(token) for token in tokenizer.added_tokens_encoder}, key=len, reverse=True)
+        self.added = frozenset(int(token) for token in tokenizer.added_tokens_encoder.values())
+        added = sorted({str(token) for token in tokenizer.added_tokens_encoder}, key=len, reverse=True)
+        self.writing = Writing(template, name, dict(tokenizer.special_tokens_map), tuple(added), end)
         self._counts: dict[tuple[str, tuple[int, ...], tuple[Any, ...]], int | str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process reads media: what encoders say of lengths is kept with the samples, and counted here alone.
-        return {**self.__dict__, "tokens": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "_control"} | {"tokens": {}}
 
     @abstractmethod
     def encode(self, chat: Chat, sizes: Sequence[Any]) -> Encoded:
@@ -172,19 +183,37 @@ class ChatFormat(ABC):
         """The text of `ids`."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
+    def ends_answer(self, encoded: Encoded) -> bool:
+        """Whether the last token that is learnt of a sample is a special one, so that it teaches where to stop."""
+        return next(token for token, learnt in zip(encoded.ids[::-1], encoded.targets[::-1]) if learnt) in self.added
+
+    @cached_property
+    def _control(self) -> tuple[re.Pattern[str], frozenset[str]]:
+        """What finds special tokens in texts, and these."""
+        tokens = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        other = sorted(
+            (re.escape(token) for token in tokens if not LIKE_TOKENS.fullmatch(token)), key=len, reverse=True
+        )
+        return re.compile("|".join((LIKE_TOKENS.pattern, *other))), frozenset(tokens)
+
+    def typed(self, chat: Chat) -> list[str]:
+        """The special tokens that a chat has as words, which are read as these tokens all the same."""
+        pattern, tokens = self._control
+        words = (word for turn in chat.turns for part in turn.parts for word in pattern.findall(part.text))
+        return [word for word in dict.fromkeys(words) if word in tokens]
+
     def _targets(
-        self, chat: Chat, spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]], ids: Sequence[int]
+        self, spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]], ids: Sequence[int]
     ) -> list[bool]:
-        """Whether each token is to be learnt. spans: of the answers, offsets: of the tokens, in characters."""
-        learnt = [turn.learn for turn in chat.turns if turn.role == "assistant"]
+        """Whether each token is to be learnt. spans: of what is, offsets: of the tokens, in characters."""
         never = {token for ids in self.placeholders.values() for token in ids}
         marks = [False] * len(ids)
         place = 0
-        for (start, end), learn in zip(spans, learnt, strict=True):
+        for start, end in spans:
             while place < len(offsets) and offsets[place][1] <= start:
                 place += 1
             at = place
-            while learn and at < len(offsets) and offsets[at][0] < end:
+            while at < len(offsets) and offsets[at][0] < end:
                 first, last = offsets[at]
                 marks[at] = first < last and ids[at] not in never
                 at += 1
@@ -227,15 +256,16 @@ class TokenizerFormat(ChatFormat):
         tokens: Mapping[str, Tokens],
         video: VideoSpec | None = None,
         strict: bool = False,
+        end: str = "",
     ) -> None:
         ids = {encoder: int(tokenizer.convert_tokens_to_ids(tag)) for encoder, tag in tags.items()}
-        super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens)
+        super().__init__(tokenizer, template, name=name, placeholders=ids, tokens=tokens, end=end)
         self.tags, self.specs, self.video = dict(tags), dict(specs), video or VideoSpec()
         self.strict = strict
 
     @cached_property
     def _render(self) -> Any:
-        return chats_template.render_with(self.template, self.special)
+        return render_with(self.template, self.writing.special)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_render"}
@@ -248,9 +278,13 @@ class TokenizerFormat(ChatFormat):
             raise BrokenSampleError("no encoder", f"the chat has a file of kind {kind}, the model no encoder for such")
         return found
 
-    def messages(self, chat: Chat) -> chats_template.Messages:
+    def messages(self, chat: Chat) -> Messages:
         """What the template is given: texts with a tag for each medium and encoder."""
-        return [{"role": turn.role, "content": "".join(map(self._text_of, turn.parts))} for turn in chat.turns]
+        made = []
+        for turn in chat.turns:
+            text = "".join(map(self._text_of, turn.parts))
+            made.append({"role": turn.role, "content": self.writing.ended(text) if turn.role == "assistant" else text})
+        return made
 
     def _text_of(self, part: Part) -> str:
         if part.kind == "text":
@@ -279,8 +313,7 @@ class TokenizerFormat(ChatFormat):
     def _write(self, chat: Chat) -> _Written:
         messages = self.messages(chat)
         text = self._render(messages, False)
-        spans = chats_template.answers(chat, messages, text, self.template, self.special, self.ends, self.name)
-        return _Written(text, spans)
+        return _Written(text, self.writing.answers(chat, messages, text))
 
     def _encoded(
         self,
@@ -310,20 +343,40 @@ class TokenizerFormat(ChatFormat):
             if token in tag_ids:
                 medium, encoder = next(places)
                 size, before = sizes[medium], first.setdefault(medium, len(ids))
-                shape = self._shape(encoder, size, media[medium].path)
-                each = self.counted(encoder, shape, {})
-                count = self.video.frames(size[2], each) * each if media[medium].kind == "video" else each
+                shape = self._shape(encoder, size, media[medium])
+                each = count = self.counted(encoder, shape, {})
+                if media[medium].kind == "video":
+                    count *= self._frames(media[medium], size[2], each)
                 starts = range(len(ids), len(ids) + count, each)
                 items += [Item(encoder, medium, start, each, before, shape) for start in starts]
             ids += [int(token)] * count
             offsets += [(int(span[0]), int(span[1]))] * count
-        return Encoded(ids, self._targets(chat, written.spans, offsets, ids), items)
+        return Encoded(ids, self._targets(written.spans, offsets, ids), items)
 
-    def _shape(self, encoder: str, size: Any, path: str) -> tuple[int, ...]:
-        spec = self.specs[encoder]
+    def _frames(self, part: Part, seconds: float, tokens: int) -> int:
+        """How many frames are taken of a video."""
+        _, length = shown(part.path, seconds, part.limits)
+        return self.video.frames(length, tokens, part.limits)
+
+    def _shape(self, encoder: str, size: Any, part: Part) -> tuple[int, ...]:
+        spec, path, limits = self.specs[encoder], part.path, part.limits
+        shape: tuple[int, ...]
         if isinstance(spec, ImageSpec):
             with refused_by(f"the encoder {encoder!r}"):
-                return spec.fit(size[0], size[1], path, strict=self.strict)
+                width, height = (size[0], size[1]) if limits.resized_width is None else limits.resized
+                shape = spec.fit(width, height, path, strict=self.strict or limits.resized_width is not None)
+            if limits.max_pixels is not None and shape[1] * shape[2] > limits.max_pixels:
+                try:
+                    smaller = replace(spec, max_tokens=limits.max_pixels // spec.patch_size**2)
+                    shape = smaller.fit(width, height, path)
+                except ValueError:
+                    raise BrokenSampleError(
+                        "key",
+                        f"{path}: {limits.said()}: too few for {width:g}x{height:g} in patches of {spec.patch_size}",
+                    ) from None
+            if shape[1] * shape[2] < (limits.min_pixels or 0):
+                raise BrokenSampleError("key", f"{path}: {limits.said()}: pictures are never made larger here")
+            return shape
         frames, rate = size
         if frames > spec.max_seconds * rate:
             raise BrokenSampleError("size", f"{path}: {frames / rate:.1f} s, longer than max_audio_seconds")
@@ -335,7 +388,7 @@ class TokenizerFormat(ChatFormat):
     def _check_shape(self, item: Item, part: Part) -> None:
         """Raises DecodeError for a picture or video of another size than when it was prepared."""
         size = chats_look.look_at(part.kind, part.path, decode=False)
-        shape = self._shape(item.encoder, size, part.path)
+        shape = self._shape(item.encoder, size, part)
         if shape != item.shape:
             raise DecodeError(f"{part.path}: gives {list(shape)}, and gave {list(item.shape)} when it was prepared")
 
@@ -349,7 +402,7 @@ class TokenizerFormat(ChatFormat):
                 if place not in frames:
                     self._check_shape(item, media[item.medium])
                     count = sum((other.medium, other.encoder) == place for other in encoded.items)
-                    frames[place] = iter(read_frames(path, count))
+                    frames[place] = iter(read_frames(path, count, media[item.medium].limits))
                 array = fitted(next(frames[place]), (item.shape[0], item.shape[1], item.shape[2]))
             elif isinstance(spec, ImageSpec):
                 self._check_shape(item, media[item.medium])
@@ -360,7 +413,7 @@ class TokenizerFormat(ChatFormat):
         return made
 
     def signature(self) -> str:
-        said = (self.template, self.tags, self.specs, self.video, self.strict, self.placeholders)
+        said = (self.template, self.writing.end, self.tags, self.specs, self.video, self.strict, self.placeholders)
         return repr((tokenizer_text(self.tokenizer), *said))
 
 

@@ -7,12 +7,14 @@ to the last one wanted (a frame can only be made from those before it).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from interlace.data.chats_keys import NO_LIMITS, Limits
 from interlace.data.chats_shapes import BrokenSampleError
 from interlace.data.media import DecodeError, _library
 from interlace.data.opened import opened
@@ -27,9 +29,25 @@ class VideoSpec:
     fps: float = 1.0
     max_tokens: int = 512
 
-    def frames(self, seconds: float, tokens: int) -> int:
-        """How many frames a video of this length gives, of `tokens` tokens each."""
-        return max(1, min(round(seconds * self.fps), self.max_tokens // tokens))
+    def frames(self, seconds: float, tokens: int, limits: Limits = NO_LIMITS) -> int:
+        """How many frames a video of this length gives, of `tokens` tokens each. Raises BrokenSampleError."""
+        most = max(1, self.max_tokens // tokens)
+        if limits.nframes is None:
+            return max(1, min(round(seconds * (limits.fps or self.fps)), most))
+        if limits.nframes > most:
+            raise BrokenSampleError(
+                "key", f"nframes = {limits.nframes}, of which data.max_video_tokens = {self.max_tokens} hold {most}"
+            )
+        return limits.nframes
+
+
+def shown(path: str, seconds: float, limits: Limits) -> tuple[float, float]:
+    """(start, length) in seconds of the part of a video that is shown. Raises BrokenSampleError."""
+    start = limits.video_start or 0.0
+    end = seconds if limits.video_end is None else min(limits.video_end, seconds)
+    if start >= end:
+        raise BrokenSampleError("key", f"{path}: {limits.said()}, and it lasts {seconds:g} s")
+    return start, end - start
 
 
 def video_size(path: str, *, decode: bool) -> tuple[int, int, float]:
@@ -88,6 +106,16 @@ def video_header(path: str, *, decode: bool) -> Header:
     return Header(width, height, frames, fps)
 
 
+def clip_of(path: str, header: Header, limits: Limits) -> tuple[int, Header]:
+    """The number of the first frame that is shown, and what a file with these frames alone would say of itself. Frames
+    are those that begin in the part. Raises BrokenSampleError."""
+    start, length = shown(path, header.frames / header.fps, limits)
+    first, end = (math.ceil(round(seconds * header.fps, 6)) for seconds in (start, start + length))
+    if first >= min(end, header.frames):
+        raise BrokenSampleError("key", f"{path}: {limits.said()}: no frame begins in there")
+    return first, header._replace(frames=min(end, header.frames) - first)
+
+
 def frames_at(path: str, numbers: Sequence[int]) -> np.ndarray:
     """uint8 [len(numbers), 3, H, W], upright, of these frames, counted from 0. Raises DecodeError."""
     av = _av(path)
@@ -106,14 +134,14 @@ def frames_at(path: str, numbers: Sequence[int]) -> np.ndarray:
         raise DecodeError(f"{path}: {error}") from error
 
 
-def read_frames(path: str, count: int) -> list[Any]:
-    """`count` frames as upright pictures (PIL), from the middles of equal parts. Raises DecodeError."""
+def read_frames(path: str, count: int, limits: Limits = NO_LIMITS) -> list[Any]:
+    """`count` frames as upright pictures (PIL), from the middles of equal parts of it. Raises DecodeError."""
     av = _av(path)
     try:
         with opened(path) as file, av.open(file) as container:
             stream = container.streams.video[0]
-            seconds = _seconds(container, stream)
-            times = [(part + 0.5) * seconds / count for part in range(count)]
+            start, seconds = shown(path, _seconds(container, stream), limits)
+            times = [start + (part + 0.5) * seconds / count for part in range(count)]
             return _at(container.decode(stream), times)
     except (av.FFmpegError, OSError, IndexError, ValueError) as error:
         raise DecodeError(f"{path}: {error}") from error

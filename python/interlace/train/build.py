@@ -41,11 +41,12 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     spec = config.model
     if spec.path is not None:
         model = _whole(Path(spec.path), tokenizer, source)
+        _check_vocabulary(config, model.vocab_size, tokenizer, source)
         freeze(config, model, source)
         return model
     with torch.device("meta"):
         language_model = make_language_model(spec.language_model, tokenizer.vocab_size, source)
-        _check_vocabulary(language_model.config.vocab_size, tokenizer, source)
+        _check_vocabulary(config, language_model.config.vocab_size, tokenizer, source)
         encoders = {name: make_encoder(name, encoder, source) for name, encoder in spec.encoders().items()}
     _as_stored("language_model", spec.language_model, language_model, source)
     for name, encoder in spec.encoders().items():
@@ -110,7 +111,6 @@ def _whole(folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
                 f"{source}: the data writes {ours} where the model of {folder} wants {given}, its placeholder for "
                 f"{name}: use data whose tokenizer is the model's"
             )
-    _check_vocabulary(model.vocab_size, tokenizer, source)
     return model
 
 
@@ -288,11 +288,19 @@ def transformers_missing() -> str:
     )
 
 
-def _check_vocabulary(vocab_size: int, tokenizer: Any, source: str) -> None:
-    if vocab_size < tokenizer.vocab_size:
-        outside = [f"{name} (id {id_})" for name, id_ in tokenizer.placeholders.items() if id_ >= vocab_size]
-        lost = f"; the placeholders of {', '.join(outside)} would lie outside" if outside else ""
+def _check_vocabulary(config: Config, vocab_size: int, tokenizer: Any, source: str) -> None:
+    if vocab_size >= tokenizer.vocab_size:
+        return
+    outside = [f"{name} (id {id_})" for name, id_ in tokenizer.placeholders.items() if id_ >= vocab_size]
+    lost = f"; the placeholders of {', '.join(outside)} would lie outside" if outside else ""
+    folder = config.model.path or config.model.language_model.path  # whose settings are in the config, too
+    if folder is None:
         raise ConfigError(
             f"{source}: [model.language_model.config] vocab_size = {vocab_size} is less than the tokenizer's "
             f"{tokenizer.vocab_size}{lost}; leave it out or raise it to {tokenizer.vocab_size}"
         )
+    way = "name reserved tokens of it as data.placeholders" if outside else "name its own tokenizer as data.tokenizer"
+    raise ConfigError(
+        f"{source}: the model of {folder} has embeddings of {vocab_size} tokens, and the tokenizer "
+        f"{tokenizer.vocab_size}{lost}; {way}"
+    )

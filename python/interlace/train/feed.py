@@ -352,11 +352,14 @@ def prepare(config: Config, say: Callable[[str], None], *, source: str = "config
     own = config.data.dataset == "chats"  # whose files may have changed; what was prepared of them is kept by itself
     if not own and marker.exists():
         return
+    from interlace.data.chats_tokens import NO_END
     from interlace.train.build import build
 
     if config.data.prepare is not None:
         _write_stamps(config, say, source)
     tokenizer = tokenizer_of(config, source=source)
+    if own and not tokenizer.ends_answers:
+        say(NO_END.format(tokenizer.tokenizer.eos_token))
     datasets(config, build(config, tokenizer, source=source), tokenizer, source=source, say=say)
     if own:
         return

@@ -1,4 +1,4 @@
-"""Held-out answers as cards of a page and as one picture: what was shown, what was wanted, what the model said."""
+"""Held-out answers as cards of a page and as one picture: what was shown, asked and wanted, what the model said."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def cards(answers: Sequence[Answer], pixels: Pixels) -> str:
         made.append(
             f'<div class="card"><div class="media">{pictures or "<em>text only</em>"}</div>'
             f"<p class=name>{html.escape(answer.sample.name)}</p>"
+            f"<p><b>asked</b> {html.escape(answer.asked)}</p>"
             f"<p><b>wanted</b> {html.escape(answer.truth)}</p>"
             f'<p class="{verdict}"><b>said</b> {html.escape(answer.said)}</p></div>'
         )
@@ -83,7 +84,7 @@ def draw(answers: Sequence[Answer], path: Path, name: str, pixels: Pixels) -> No
         else:
             axes.text(0.5, 0.5, "(no media)", ha="center", va="center", fontsize=8, color="#57606a")
         colour = "#1a7f37" if answer.right else "#24292f"
-        text = f"wanted: {_short(answer.truth)}\nsaid: {_short(answer.said)}"
+        text = f"asked: {_short(answer.asked)}\nwanted: {_short(answer.truth)}\nsaid: {_short(answer.said)}"
         axes.set_title(text, fontsize=7, color=colour, loc="left", parse_math=False)
     figure.suptitle(f"{name}: held-out samples", fontsize=10)
     figure.savefig(path, dpi=110)

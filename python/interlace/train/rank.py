@@ -124,6 +124,8 @@ def _train(
     if folder is None:
         folder, at, held = agree_on_folder(config, resume, startup, take_over)
         if held is not None:
+            if resume is None:
+                cleanup.push(partial(_discard_after, folder))
             cleanup.callback(held.release)
     if chosen and rank == 0:
         runfolder.write_whole(folder / planlock.NAME, chosen)
@@ -301,6 +303,12 @@ def foresee(
         return None
     forecasts.save(folder, costs, links)
     return forecasts.Forecast(config, parallel, costs, links)
+
+
+def _discard_after(folder: Path, kind: type[BaseException] | None, *_: object) -> None:
+    """At the end of a run, by an error of this kind: a start that the user's config has failed leaves no folder."""
+    if kind is not None and issubclass(kind, ConfigError):
+        runfolder.discard(folder)
 
 
 def say_trained(config: Config, model: Any) -> None:

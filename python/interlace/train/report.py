@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.data.chats_shapes import BrokenSampleError
+from interlace.model.placeholders import token_ids
 from interlace.train import answers as greedy
 from interlace.train.runfolder import write_whole
 from interlace.train.schema import Config
@@ -22,9 +23,11 @@ from interlace.train.schema import Config
 
 @dataclass
 class Answer:
-    """One held-out sample: what it shows, what it wants, what the model said."""
+    """One held-out sample: what it shows, what it asks (its prompt without media), what it wants, what the model
+    said."""
 
     sample: Any
+    asked: str
     truth: str
     said: str
 
@@ -41,15 +44,22 @@ def held_out_answers(model: Any, dataset: Any, indices: Sequence[int], tokenizer
 
 def answers_to(samples: Sequence[Any], model: Any, tokenizer: Any, config: Config) -> list[Answer]:
     """The model's greedy answers to samples."""
+    prompts = [greedy.prompt_of(sample, model.placeholders) for sample in samples]
     said = greedy.answer(
         model,
-        [greedy.prompt_of(sample, model.placeholders) for sample in samples],
+        prompts,
         end=tokenizer.EOS,
         max_new_tokens=config.log.max_new_tokens,
     )
+    media = {token for given in model.placeholders.values() for token in token_ids(given)}
     return [
-        Answer(sample, tokenizer.decode(greedy.truth_of(sample, tokenizer.EOS)), tokenizer.decode(tokens))
-        for sample, tokens in zip(samples, said, strict=True)
+        Answer(
+            sample,
+            tokenizer.decode([token for token in prompt.input_ids.tolist() if token not in media]).strip(),
+            tokenizer.decode(greedy.truth_of(sample, tokenizer.EOS)),
+            tokenizer.decode(tokens),
+        )
+        for sample, prompt, tokens in zip(samples, prompts, said, strict=True)
     ]
 
 

@@ -53,6 +53,19 @@ def create(config: Config) -> Path:
     raise ConfigError(f"{parent} already holds 1000 runs of {stamp}")
 
 
+def discard(folder: Path) -> None:
+    """Removes a run folder whose start has failed: one without a checkpoint or a logged step."""
+    metrics = folder / "metrics.jsonl"
+    if has_checkpoint(folder) or (metrics.exists() and metrics.stat().st_size):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    link = folder.parent / "latest"
+    with contextlib.suppress(OSError):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+        folder.parent.rmdir()  # unless other runs are there
+
+
 def checkpoints_of(folder: Path) -> Path:
     """Where a run folder keeps its checkpoints."""
     return folder / "checkpoints"

@@ -21,6 +21,7 @@ CHATS = (
         "media",
         "tokenizer",
         "chat_template",
+        "end_of_turn",
         "placeholders",
         "max_tokens",
         "pack",
@@ -102,6 +103,9 @@ class Data(Section):
     """Folder with the tokenizer, and for whole checkpoints the processor; by default that of the model (chats)."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     """File with a chat template (Jinja) in place of the tokenizer's own (chats)."""
+    end_of_turn: Annotated[str, Field(min_length=1)] | None = None
+    """Special token that is written and learnt behind each answer, such as ``</s>``, where the template ends answers
+    with none (LLaVA-1.5's): a model that never learns it does not stop (chats)."""
     video_fps: Annotated[float, Field(gt=0.0, le=1000.0)] | None = None
     """Frames that are taken of a video per second; by default 1, and for a whole checkpoint what its video processor is
     set to, which may be all (chats)."""

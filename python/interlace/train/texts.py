@@ -104,7 +104,13 @@ class ModelTokenizer:
         self.strict = data.on_too_large == "error"
         self.video_fps = data.video_fps
         self.video = VideoSpec(data.video_fps or VideoSpec.fps, data.max_video_tokens)
-        self.EOS = self._end()
+        self.end = ""
+        last = self._last_learnt()
+        self.ends_answers = last in self.tokenizer.added_tokens_decoder
+        """Whether the last token that is learnt of an answer is a special one, so that models learn to stop."""
+        if data.end_of_turn is not None:
+            last = self._ended_by(data.end_of_turn, last)
+        self.EOS = self._end(last)
 
     def _tag(self, config: Config, name: str) -> str:
         return config.data.placeholders.get(name, TAGS.get(name, f"<{name}>"))
@@ -141,6 +147,7 @@ class ModelTokenizer:
                 placeholders=placeholders,
                 tokens=tokens,
                 fps=self.video_fps,
+                end=self.end,
             )
         tags = {name: self.tags[name] for name in placeholders}
         return TokenizerFormat(
@@ -152,10 +159,11 @@ class ModelTokenizer:
             tokens=tokens,
             video=self.video,
             strict=self.strict,
+            end=self.end,
         )
 
-    def _end(self) -> int:
-        """The token that ends an answer: the last that is learnt, if that is none of words, else the end of text."""
+    def _last_learnt(self) -> int:
+        """The last token that is learnt of an answer."""
         from interlace.data.chats_shapes import BrokenSampleError, Chat, Part, Turn
 
         turns = (Turn("user", (Part("text", "a"),), False), Turn("assistant", (Part("text", "b"),), True))
@@ -165,9 +173,26 @@ class ModelTokenizer:
             raise ValueError(
                 f"{self.name} cannot be used: {error}; a template for questions and answers is wanted, in text alone"
             ) from None
-        last = [token for token, learnt in zip(encoded.ids, encoded.targets, strict=True) if learnt][-1]
-        if last in self.tokenizer.added_tokens_decoder:
-            return int(last)
+        return [token for token, learnt in zip(encoded.ids, encoded.targets, strict=True) if learnt][-1]
+
+    def _ended_by(self, end: str, last: int) -> int:
+        """The token that `data.end_of_turn` names, which answers have behind them from now on."""
+        if self.ends_answers:
+            own = self.tokenizer.convert_ids_to_tokens(last)
+            raise ValueError(f"{self.name} ends answers with {own} already: remove data.end_of_turn = {end!r}")
+        known = self.tokenizer.added_tokens_encoder
+        if end not in known:
+            raise ValueError(
+                f"data.end_of_turn = {end!r} is no special token of the tokenizer; its eos_token is "
+                f"{self.tokenizer.eos_token!r}"
+            )
+        self.end, self.ends_answers = end, True
+        return int(known[end])
+
+    def _end(self, last: int) -> int:
+        """The token that ends an answer: the last that is learnt, if that is none of words, else the end of text."""
+        if self.ends_answers:
+            return last
         if self.tokenizer.eos_token_id is None:
             raise ValueError(f"{self.name} ends answers with no special token, and the tokenizer has no eos_token")
         return int(self.tokenizer.eos_token_id)

@@ -50,13 +50,13 @@ def check(options: argparse.Namespace) -> int:
     if options.samples:
         _check_out(options.out, [*options.files, *(file for split in splits for file in split.files)])
     strict = splits[0].rules.on_too_long == "error"
-    findings = chats_page.Findings(strict)
+    findings = chats_page.Findings(strict, chats)
     shown: list[Any] = []
     trained: dict[str, set[int]] = {}
     tokens: dict[str, np.ndarray] = {}
     overlaps = False
     for place, split in enumerate(splits):
-        own = chats_page.Findings(strict)
+        own = chats_page.Findings(strict, chats)
         seen = 0
         room = len(shown) + -(-(options.samples - len(shown)) // (len(splits) - place))  # of each split some
         before = trained.setdefault(split.source, set())
@@ -71,7 +71,8 @@ def check(options: argparse.Namespace) -> int:
                 shown.append((one.raw.where, one.chat, one.encoded))
         if split.kind == "train":
             tokens[split.source] = np.array(own.lengths, np.int64)
-        print("\n".join([split.name + ", ".join(map(str, split.files)), *own.lines()]))
+        listed = own.listing() if options.list else []
+        print("\n".join([split.name + ", ".join(map(str, split.files)), *own.lines(), *listed]))
         if 100 * seen > own.usable:  # some few are chance: a hash has 32 bits
             overlaps = True
             print(SEEN.format(seen, own.usable))

@@ -36,8 +36,17 @@ def train(options: argparse.Namespace) -> int:
     if options.take_over and options.resume is None:
         raise ConfigError("--take-over is for going on in a run folder; name it with --resume")
     folder, at = _run_folder(config, options.resume)
-    with launcher.leaving_on_sigterm(), lock.take(folder, take_over=options.take_over, say=_say) as held:
-        return _in_folder(options, config, path, folder, at, held)
+    new = options.resume is None
+    try:
+        with launcher.leaving_on_sigterm(), lock.take(folder, take_over=options.take_over, say=_say) as held:
+            code = _in_folder(options, config, path, folder, at, held)
+    except BaseException as error:  # of other failures there is something to look at, once there is a config
+        if new and (isinstance(error, ConfigError) or not (folder / "config.toml").exists()):
+            runfolder.discard(folder)
+        raise
+    if new and code == launcher.USER_ERROR:
+        runfolder.discard(folder)
+    return code
 
 
 def _in_folder(
