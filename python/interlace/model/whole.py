@@ -25,6 +25,7 @@ from interlace.model.deepstack import layers_of
 from interlace.model.folder_kinds import refuse_other_kinds
 from interlace.model.patches import PatchInputs
 from interlace.model.placeholders import configured
+from interlace.model.tied import say_untied
 from interlace.model.whole_parts import Parts
 from interlace.model.whole_positions import RopeIndex
 from interlace.model.whole_tower import WholeEncoder
@@ -111,6 +112,7 @@ def read_module(found: Any, folder: Path, dtype: torch.dtype | None) -> Any:
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise ValueError(f"{folder} {what} {sorted(keys)[0]!r}{more}: the model would compute something else")
+    say_untied(module)
     return module
 
 

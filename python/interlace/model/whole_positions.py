@@ -1,9 +1,12 @@
-"""Positions of whole models whose tokens have several each: Qwen2-VL's time, row and column (M-RoPE).
+"""M-RoPE positions of whole models: the time, row and column of a token (Qwen2-VL and its relatives).
 
-They are HuggingFace's own: get_rope_index of the model's base, asked for each sample alone, with the grids of its media
-(`Media.about["grid_thw"]`) and, for a model that counts time in seconds (Qwen2.5-VL), the seconds from one frame of a
-video's grid to the next (`Media.about["second_per_grid_ts"]`, one number). The mask keeps positions of its own,
-0, 1, 2 ... in each sample.
+HuggingFace's get_rope_index of the model's base makes them for each sample alone. It takes the grids of the sample's
+media (`Media.about["grid_thw"]`). A model that counts time in seconds (Qwen2.5-VL) also takes the seconds from one
+frame of a video's grid to the next (`Media.about["second_per_grid_ts"]`, one number). The mask keeps positions of its
+own, 0, 1, 2 ... in each sample.
+
+transformers 5.0 to 5.24 go on behind a media item after its rows and columns alone, so text behind a long video gets
+positions of the video. `_past_the_media` moves it behind them, as transformers 4 and the families' own code do.
 """
 
 from __future__ import annotations
@@ -66,8 +69,23 @@ class RopeIndex:
             positions = self.base.get_rope_index(ids[None], mm_token_type_ids=kinds[None].int(), **given)[0]
         except (RuntimeError, StopIteration, IndexError) as error:
             raise ValueError(f"{where}: its media and their {GRID} do not fit its placeholders: {error}") from None
-        made: Tensor = positions[:, 0].T.contiguous()
-        return made
+        return _past_the_media(positions[:, 0], kinds).T.contiguous()
+
+
+def _past_the_media(positions: Tensor, kinds: Tensor) -> Tensor:
+    """`positions` [3, L], in which what follows a media item begins after the greatest position of the item.
+
+    kinds: [L], 0 for text, another number for the tokens of media. A model that leaves a larger gap keeps it.
+    """
+    lengths = kinds.unique_consecutive(return_counts=True)[1].tolist()
+    pieces: list[Tensor] = []
+    shift, behind_media = 0, False
+    for piece, kind in zip(positions.split(lengths, dim=1), kinds.split(lengths)):
+        if behind_media:
+            shift += max(0, int(pieces[-1].max()) + 1 - int(piece.min()) - shift)
+        pieces.append(piece + shift)
+        behind_media = bool(kind[0])
+    return torch.cat(pieces, dim=1)
 
 
 def _seconds_of(item: Media, where: str) -> float:

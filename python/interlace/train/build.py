@@ -48,6 +48,10 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
         language_model = make_language_model(spec.language_model, tokenizer.vocab_size, source)
         _check_vocabulary(config, language_model.config.vocab_size, tokenizer, source)
         encoders = {name: make_encoder(name, encoder, source) for name, encoder in spec.encoders().items()}
+    _as_stored("language_model", spec.language_model, language_model, source)
+    for name, encoder in spec.encoders().items():
+        _as_stored(name, encoder, encoders[name].module, source)
+    with torch.device("meta"):
         try:
             model = MultimodalModel(
                 encoders=encoders,
@@ -62,15 +66,41 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     return model
 
 
+def _as_stored(name: str, spec: Any, module: Any, source: str) -> None:
+    """Give a module that names a folder the ties of the folder's weights. Raises ConfigError for other settings."""
+    from interlace.train.pretrained import has_weights, untie_module
+
+    if spec.path is None or spec.architecture is None:
+        return
+    folder = Path(spec.path)
+    try:
+        said = differences(folder, spec.architecture, module.config, encoder=name != "language_model")
+        if unsaid := [key for key in said if key not in {*spec.config, *spec.unset}]:
+            raise ValueError(
+                f"{folder} was saved with {unsaid[0]} = {said[unsaid[0]]!r}, which [model.{name}.config] does not say: "
+                "leave out config, so that it is read from the folder, or say it"
+            )
+        if has_weights(folder):
+            untie_module(module, folder)
+    except ValueError as error:
+        raise ConfigError(f"{source}: [model.{name}] path: {error}") from None
+
+
 def _whole(folder: Path, tokenizer: Any, source: str) -> MultimodalModel:
     """A whole model of HuggingFace, cut into its modules. Raises ConfigError."""
     from interlace.model import MultimodalModel
     from interlace.model.placeholders import token_ids
     from interlace.model.whole import build_whole
+    from interlace.train.pretrained import has_weights
+    from interlace.train.pretrained_whole import untie_whole
 
     try:
         with torch.device("meta"):
-            model = MultimodalModel.of_whole(build_whole(folder))
+            whole = build_whole(folder)
+        if has_weights(folder):
+            untie_whole(whole, folder)
+        with torch.device("meta"):
+            model = MultimodalModel.of_whole(whole)
     except ValueError as error:
         raise ConfigError(f"{source}: [model] path: {error}") from None
     model.source = folder
@@ -160,8 +190,7 @@ def materialize(model: MultimodalModel, *, seed: int, device: torch.device | str
 def stored_weights(config: Config, model: MultimodalModel, *, source: str = "config") -> dict[str, Source]:
     """Where the folders that the config names (``path``) have the weights of `model`, by parameter.
 
-    Raises ConfigError for a folder that lacks one, has it in another shape, or was saved with settings that the config
-    does not say: every rank reads all folders' headers.
+    Raises ConfigError for a folder that lacks one or has it in another shape: every rank reads all folders' headers.
     """
     from interlace.train.pretrained import find
     from interlace.train.pretrained_whole import find_whole
@@ -178,13 +207,6 @@ def stored_weights(config: Config, model: MultimodalModel, *, source: str = "con
         place = name if name == "language_model" else f"encoders.{name}.module"
         try:
             module: Any = model.get_submodule(place)
-            encoder = name != "language_model"
-            said = differences(Path(spec.path), spec.architecture, module.config, encoder=encoder)
-            if unsaid := [key for key in said if key not in {*spec.config, *spec.unset}]:
-                raise ValueError(
-                    f"{spec.path} was saved with {unsaid[0]} = {said[unsaid[0]]!r}, which [model.{name}.config] does "
-                    "not say: leave out config, so that it is read from the folder, or say it"
-                )
             stored = find(module, Path(spec.path))
         except ValueError as error:
             raise ConfigError(f"{source}: [model.{name}] path: {error}") from None

@@ -7,6 +7,7 @@ encoder in one of Whisper.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from interlace.model.patterns import base_name, is_adapter
+from interlace.model.tied import own_parameter, say_untied
 from interlace.parallel.region import Region
 from interlace.train.architectures import read_json
 
@@ -103,6 +105,62 @@ class Made(NamedTuple):
 
 
 Source = Stored | Made
+CHUNK = 1 << 24  # numbers that are compared at once
+
+
+def same_values(one: Source, other: Source) -> bool:
+    """Whether two sources hold the same tensor, whatever its dtype. Of files a chunk is in memory at a time."""
+    if not isinstance(one, Stored) or not isinstance(other, Stored):
+        return _equal(one.read(), other.read())
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
+            mine, theirs = first.get_slice(one.key), second.get_slice(other.key)
+            shape = list(mine.get_shape())
+            if shape != list(theirs.get_shape()):
+                return False
+            if not shape:
+                return _equal(first.get_tensor(one.key), second.get_tensor(other.key))
+            rows = max(1, CHUNK // max(1, math.prod(shape[1:])))
+            return all(_equal(mine[at : at + rows], theirs[at : at + rows]) for at in range(0, shape[0], rows))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{one.file}: cannot compare {one.key} with {other.key}: {error}") from None
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.float(), other.float())
+
+
+def untie(module: nn.Module, key_of: Mapping[str, str], stored: Mapping[str, Source]) -> None:
+    """Give tied weights of `module`, which is on meta, a parameter each where a folder holds different values for them.
+
+    HuggingFace's from_pretrained does the same, whatever the config says of ties. key_of: name of a parameter -> its
+    key in `stored`. Raises ValueError for weights that the model's code shares, of which HuggingFace keeps the last.
+    """
+    declared: dict[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if key_of.get(name) in stored:
+            names_of.setdefault(id(parameter), []).append(name)
+    for names in names_of.values():
+        first, *others = sorted(names, key=lambda name: name in declared)  # what others are tied to comes first
+        for name in others:
+            if same_values(stored[key_of[first]], stored[key_of[name]]):
+                continue
+            if name not in declared:
+                raise ValueError(
+                    f"{stored[key_of[name]].tensors()[0].file.parent} has different values for {key_of[first]!r} and "
+                    f"{key_of[name]!r}, which are one weight of {type(module).__name__}: remove the one that is wrong"
+                )
+            own_parameter(module, name)
+    say_untied(module)
+
+
+def untie_module(module: nn.Module, folder: Path) -> None:
+    """As `untie`, of a module and the folder that it is read from."""
+    stored, key_of = located(module, folder)
+    untie(module, key_of, stored)
 
 
 def find(module: nn.Module, folder: Path) -> dict[str, Source]:
@@ -113,18 +171,12 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
     than the module beside a parameter or among the layers: a bias, a norm or a layer that would be left out changes
     every result. Buffers are not read, so a folder that keeps some is refused.
     """
-    files = contents_of(folder)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not is_adapter(name)]
     wanted = {name: weight for name, weight in module.named_parameters() if not is_adapter(name)}
     kind = type(module).__name__
-    stored: Mapping[str, Source] = files
-    key_of = _keys(wanted, names, stored)
-    if any(key_of[name] not in stored for name in wanted):
-        renamed = converted(module, files)
-        keys = _keys(wanted, names, renamed)
-        if sum(keys[name] in renamed for name in wanted) >= sum(key_of[name] in stored for name in wanted):
-            stored, key_of = renamed, keys
-    refuse_missing(folder, [key_of[name] for name in wanted], stored, kind)
+    stored, key_of = located(module, folder)
+    found = present(module, key_of, stored)
+    refuse_missing(folder, [key_of[name] for name in wanted if name not in found], kind)
     every = _keys(wanted, [*module.state_dict(), *names], stored)
     refuse_buffers(folder, stored.keys() & set(every.values()) - set(key_of.values()))
     if left := _left_over(set(stored) - set(key_of.values()), key_of.values()):
@@ -132,14 +184,43 @@ def find(module: nn.Module, folder: Path) -> dict[str, Source]:
             f"{folder} has {left[0]!r}, which {kind} with this config has not: it would compute something else than "
             "the model that was saved; leave out config, so that it is read from the folder"
         )
-    found = {name: stored[key_of[name]] for name in wanted}
     check_shapes(wanted, found)
     return found
 
 
-def refuse_missing(folder: Path, keys: Sequence[str], stored: Collection[str], kind: str) -> None:
-    """Raises ValueError for a folder that has not all the `keys` of a model of class `kind`."""
-    if missing := [key for key in keys if key not in stored]:
+def located(module: nn.Module, folder: Path) -> tuple[Mapping[str, Source], dict[str, str]]:
+    """The contents of `folder` under the names that fit `module` best, and the key there of each of its parameters.
+
+    A tied parameter has a key for each of its names. Adapters (LoRA) are in no folder. Raises ValueError for a folder
+    that cannot be read, or that has the weights twice.
+    """
+    files = contents_of(folder)
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False) if not is_adapter(name)]
+    wanted = [name for name, _ in module.named_parameters() if not is_adapter(name)]
+    stored: Mapping[str, Source] = files
+    key_of = _keys(wanted, names, stored)
+    if any(key_of[name] not in stored for name in wanted):
+        renamed = converted(module, files)
+        keys = _keys(wanted, names, renamed)
+        if sum(keys[name] in renamed for name in wanted) >= sum(key_of[name] in stored for name in wanted):
+            stored, key_of = renamed, keys
+    return stored, key_of
+
+
+def present(module: nn.Module, key_of: Mapping[str, str], stored: Mapping[str, Source]) -> dict[str, Source]:
+    """Sources of the parameters of `module`, by first name; of tied ones, the first name that `stored` has."""
+    first: dict[int, str] = {}
+    found: dict[str, Source] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        own = first.setdefault(id(parameter), name)
+        if name in key_of and key_of[name] in stored:
+            found.setdefault(own, stored[key_of[name]])
+    return found
+
+
+def refuse_missing(folder: Path, missing: Sequence[str], kind: str) -> None:
+    """Raises ValueError for a folder that lacks the keys `missing` of a model of class `kind`."""
+    if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{folder} has no weight {missing[0]!r}{more}, which {kind} needs; copy it again, whole")
 
@@ -180,8 +261,13 @@ def converted(module: nn.Module, contents: Mapping[str, Stored]) -> dict[str, So
         name, pattern = rename_source_key(key, renamings, converters)
         if pattern is not None:
             pieces.setdefault(name, []).append((pattern, contents[key]))
-        elif name in found:
-            found[key] = contents[key]  # two of the same name: as it is
+        elif name in found and name != key:
+            found[key] = contents[key]  # of two parts of a larger model, one of which is meant: as it is
+        elif name in found and not same_values(found[name], contents[key]):
+            raise ValueError(
+                f"{contents[key].file.parent} has {key!r} twice, with different values: the other one is "
+                f"{found[name].tensors()[0].key!r}, an older name of it; remove the one that is wrong"
+            )
         else:
             found[name] = contents[key]
     for first, sources in pieces.items():
@@ -232,6 +318,11 @@ def _prefixes(wanted: Collection[str], stored: Collection[str]) -> tuple[str, st
             f"the folder has these weights twice, under {whole[0]!r} and {whole[1]!r}: save the one that is meant alone"
         )
     return max(votes, key=lambda pair: (votes[pair], -len(pair[0]), -len(pair[1])), default=("", ""))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether `contents_of` has something to read: a folder of a config alone can be planned with."""
+    return (folder / INDEX).exists() or (folder / WEIGHTS).exists()
 
 
 def contents_of(folder: Path) -> dict[str, Stored]:

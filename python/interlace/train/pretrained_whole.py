@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from interlace.model.patterns import base_name, is_adapter
 from interlace.train.pretrained import (
     MADE_ANEW,
@@ -15,12 +17,39 @@ from interlace.train.pretrained import (
     check_shapes,
     contents_of,
     converted,
+    present,
     refuse_buffers,
     refuse_missing,
+    same_values,
+    untie,
 )
 
 if TYPE_CHECKING:
     from interlace.model import MultimodalModel
+
+
+def contents_of_whole(whole: nn.Module, folder: Path) -> dict[str, Source]:
+    """The contents of `folder` under the names that HuggingFace's model `whole` has for them.
+
+    Raises ValueError for a folder that cannot be read, and for one that has a weight twice, with different values.
+    """
+    files = contents_of(folder)
+    stored = converted(whole, files)
+    for key in files.keys() & {base_name(key) for key in whole.state_dict()}:  # under today's names: nothing to rename
+        made = stored.get(key, files[key])
+        if made != files[key] and not same_values(made, files[key]):
+            raise ValueError(
+                f"{folder} has {key!r} twice, with different values: the other one is made of "
+                f"{made.tensors()[0].key!r}; remove the one that is wrong"
+            )
+        stored[key] = files[key]
+    return stored
+
+
+def untie_whole(whole: nn.Module, folder: Path) -> None:
+    """As `untie`, of HuggingFace's model `whole` before it is cut into its modules."""
+    names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
+    untie(whole, {name: name for name in names}, contents_of_whole(whole, folder))
 
 
 def find_whole(model: MultimodalModel, folder: Path) -> dict[str, Source]:
@@ -29,20 +58,17 @@ def find_whole(model: MultimodalModel, folder: Path) -> dict[str, Source]:
 
     Raises ValueError when one is missing or of another shape, and when the folder has more, buffers too.
     """
-    files, whole = contents_of(folder), model.whole()
-    stored = converted(whole, files)
-    own = {base_name(key) for key in whole.state_dict()}
-    for key in files.keys() & own:  # saved under today's names: nothing to rename
-        stored[key] = files[key]
-    kind = type(whole).__name__
+    whole = model.whole()
+    stored, kind = contents_of_whole(whole, folder), type(whole).__name__
     every = [name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)]
     names = {name: base_name(model.name_in_whole(name)) for name in every}
     wanted = {name: weight for name, weight in model.named_parameters() if not is_adapter(name)}
-    refuse_missing(folder, [names[name] for name in wanted], stored, kind)
-    refuse_buffers(folder, own & (stored.keys() - set(names.values())))
+    found = present(model, names, stored)
+    refuse_missing(folder, [names[name] for name in wanted if name not in found], kind)
     known = set(names.values())
+    own = {base_name(key) for key in whole.state_dict()}
+    refuse_buffers(folder, own & (stored.keys() - known))
     if left := sorted(key for key in stored if key not in known and not key.endswith(MADE_ANEW)):
         raise ValueError(f"{folder} has {left[0]!r}, which {kind} has not: config.json is of another model")
-    found = {name: stored[names[name]] for name in wanted}
     check_shapes(wanted, found)
     return found

@@ -86,15 +86,19 @@ def ask(model: Any, config: Config, count: int, source: str) -> Asked:
         prompts = [Prompt(answers.prompt_of(sample, model.placeholders)) for sample in samples]
     else:
         every = [Prompt(*held_out.prompt(index)) for index in chosen]
-        prompts = [each for each in every if all(part.kind != "video" for part in each.chat.media)]
+        prompts = [each for each in every if all(map(_is_plain, each.chat.media))]
         if not prompts:
             raise ConfigError(
                 f"--check {count}: all held-out questions have videos, which transformers reads by a library of its "
-                "own: leave --check out"
+                "own, or limits on single files: leave --check out"
             )
     most = config.log.max_new_tokens
     own = answers.answer(model, [each.sample for each in prompts], end=tokenizer.EOS, max_new_tokens=most)
     return Asked(prompts, own, tokenizer.EOS, most, model.max_length)
+
+
+def _is_plain(part: Any) -> bool:
+    return part.kind != "video" and not part.limits.said()
 
 
 def check(asked: Asked, folder: Path) -> Checked:
