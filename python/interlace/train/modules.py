@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from interlace.model.callbacks import misfit
 from interlace.model.projector import ItemProjector
 from interlace.train.architectures import RESERVED, SETTINGS, config_keys, model_class
 from interlace.train.config import ConfigError, imported, nearest
@@ -43,9 +44,9 @@ def make_encoder(name: str, spec: Encoder, source: str) -> Any:
 
     where = f"{source}: [model.{name}]"
     callbacks: dict[str, Any] = {}
-    for key, count in (("preprocess", 1), ("postprocess", 2), ("postprocess_projector", 2), ("tokens", 2)):
+    for key in ("preprocess", "postprocess", "postprocess_projector", "tokens"):
         if (path := getattr(spec, key)) is not None:
-            callbacks[key] = _function(path, count, f"{where} {key}")
+            callbacks[key] = _function(path, key, where)
     projector: Any = spec.projector
     if projector not in PROJECTORS:
         projector = _own_class(projector, f"{where} projector")
@@ -65,18 +66,11 @@ def make_encoder(name: str, spec: Encoder, source: str) -> Any:
 # ---------------------------------------------------------------------- what a config imports
 
 
-def _function(path: str, count: int, where: str) -> Callable[..., Any]:
-    """A function that takes `count` arguments. Raises ConfigError."""
-    found = imported(path, where)
-    if not callable(found):
-        raise ConfigError(f"{where} = {path!r} is a {type(found).__name__}, not a function")
-    try:
-        inspect.signature(found).bind(*range(count))
-    except TypeError:
-        wanted = {1: "one argument", 2: "two arguments"}[count]
-        raise ConfigError(f"{where} = {path!r} must take {wanted}, not {inspect.signature(found)}") from None
-    except ValueError:  # of code that is not Python's there is no signature
-        pass
+def _function(path: str, key: str, where: str) -> Callable[..., Any]:
+    """The callback `key` of an encoder. Raises ConfigError."""
+    found = imported(path, f"{where} {key}")
+    if why := misfit(key, found):
+        raise ConfigError(f"{where} {key} = {path!r} {why}")
     return found  # type: ignore[no-any-return]
 
 
