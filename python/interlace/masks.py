@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from interlace._readable import readable
+
 if TYPE_CHECKING:
     from interlace._mask_flex import FlexDifference
 
@@ -139,7 +141,7 @@ class BitfieldMask:
         self.window = window
         self.sinks = min(_integer("sinks", sinks, least=0), NO_WINDOW)  # positions stay below it
         self._pos = pos
-        if bits.device.type == "cpu" and not torch.compiler.is_compiling():
+        if bits.device.type == "cpu" and readable(bits, *companions.values()):
             self._check_values()
 
     def _check_values(self) -> None:

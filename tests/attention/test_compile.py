@@ -18,7 +18,7 @@ from interlace.attention._traced import interval_plan, traced_plan
 from interlace.attention.hf import FLASH_NAME, NAME, carrier, use_plan
 from interlace.masks import BitfieldMask, visible
 from tests.attention.hf_models import FIVE, batch, make, random, text_ids
-from tests.attention.test_hf_families import assert_same, pair
+from tests.attention.hf_pairs import assert_same, pair
 from tests.mask_strategies import masks
 from tests.model.zoo import assert_same_gradients, build, gradients, samples, siglip
 

@@ -30,6 +30,11 @@ def ours(q, k=K, v=V):
     return bitfield_attention(q, k, v, PLAN)
 
 
+def masked(q, k=K, v=V):
+    """Given a mask, of which a plan is made inside the transform."""
+    return bitfield_attention(q, k, v, MASK)
+
+
 def dense(q, k=K, v=V):
     k, v = (x.repeat_interleave(2, dim=-3) for x in (k, v))
     return (q @ k.mT * 3**-0.5).masked_fill(~DENSE, -torch.inf).softmax(-1) @ v
@@ -63,9 +68,50 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.parametrize("form", [ours, masked])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_are_those_of_dense_attention(name):
-    torch.testing.assert_close(TRANSFORMS[name](ours), TRANSFORMS[name](dense), rtol=1e-11, atol=1e-11)
+def test_transforms_are_those_of_dense_attention(name, form):
+    torch.testing.assert_close(TRANSFORMS[name](form), TRANSFORMS[name](dense), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("made_of", ["mask", "plan"])
+def test_masks_that_differ_along_a_mapped_dimension(made_of):
+    """A mask for each query tensor: packed documents cut elsewhere, windows, spans."""
+    cuts = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, -1]], dtype=torch.int32)
+    windows = torch.tensor([[3] * 6, [1, 2, 3, 1, 2, 3], [6] * 6], dtype=torch.int32)
+    bits = BitfieldMask.causal(1, 6).bits
+
+    def mask(cut, window):
+        return BitfieldMask(bits, doc=cut[None], window=window[None])
+
+    def attend(q, cut, window):
+        given = mask(cut, window)
+        return bitfield_attention(q, K, V, given if made_of == "mask" else AttentionPlan.build(given, block=4))
+
+    def wanted(q, cut, window):
+        seen = mask(cut, window).to_dense()[:, None]
+        k, v = (x.repeat_interleave(2, dim=1) for x in (K, V))
+        scores = (q @ k.mT * 3**-0.5).masked_fill(~seen, -torch.inf)
+        return torch.where(seen.any(-1, keepdim=True), scores.softmax(-1), 0.0).nan_to_num() @ v
+
+    alone = [wanted(*one) for one in zip(rows(Q), cuts, windows)]
+    torch.testing.assert_close(vmap(attend)(rows(Q), cuts, windows), torch.stack(alone), rtol=1e-11, atol=1e-11)
+    found = vmap(grad(square(attend)), in_dims=(0, 0, 0))(rows(Q), cuts, windows)
+    for got, one in zip(found, zip(rows(Q), cuts, windows)):
+        x = one[0].clone().requires_grad_()
+        out = wanted(x, *one[1:])
+        torch.testing.assert_close(got, torch.autograd.grad(out.square().sum(), x)[0], rtol=1e-11, atol=1e-11)
+
+
+def test_wrong_masks_are_told_under_transforms():
+    def f(q, doc):
+        return bitfield_attention(q, K, V, BitfieldMask(MASK.bits, doc=doc))
+
+    wrong = torch.full((1, 6), -2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="doc holds -2"):
+        grad(lambda q: f(q, wrong).sum())(Q)
+    with pytest.raises(ValueError, match="doc holds -2"):
+        vmap(f)(rows(Q), wrong.expand(3, 1, 6))
 
 
 def test_no_rows_are_part_of_the_graph():
@@ -110,10 +156,11 @@ FORWARD = {
 }
 
 
+@pytest.mark.parametrize("form", [ours, masked])
 @pytest.mark.parametrize("name", FORWARD)
-def test_forward_mode_is_refused(name):
+def test_forward_mode_is_refused(name, form):
     with pytest.raises(RuntimeError, match=FORWARD_MODE):
-        FORWARD[name](ours)
+        FORWARD[name](form)
 
 
 @pytest.mark.parametrize("name", ["jvp", "hessian", "dual numbers"])
