@@ -50,6 +50,7 @@ from interlace.attention._active import (
 )
 from interlace.attention._carrier import DTYPE as CARRIER_DTYPE
 from interlace.attention._carrier import Carrier
+from interlace.attention._hf_dropout import no_dropout
 from interlace.attention._hf_limits import Limits, limits_of
 from interlace.attention._hf_masks import Sides, Unknown
 from interlace.attention._hf_plans import cut, narrowed, packed_plan
@@ -158,7 +159,7 @@ def attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if dropout:
-        raise ValueError(f"attention dropout is {dropout}; bitfield attention has none: set attention_dropout to 0")
+        raise no_dropout(module, dropout)
     if sliding_window is not None and narrow:
         plan = narrowed(plan, Limits(back=sliding_window))
     attend = backend if callable(backend) else partial(bitfield_attention, backend=backend)
