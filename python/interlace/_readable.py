@@ -24,6 +24,12 @@ def _is_batched(tensor: Tensor) -> bool:
     return False
 
 
+def keepable(*tensors: Tensor) -> bool:
+    """Whether tensors made now may be kept for later: not those of traced code, nor of a transform of torch.func."""
+    transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return not transformed and readable(*tensors)
+
+
 def batching() -> bool:
     """Whether a torch.func.vmap is active, at any level."""
     levels = torch._C._functorch.get_interpreter_stack() or ()

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from interlace._readable import readable
+from interlace._readable import keepable, readable
 
 if TYPE_CHECKING:
     from interlace._mask_flex import FlexDifference
@@ -189,9 +189,12 @@ class BitfieldMask:
     @property
     def pos(self) -> Tensor:
         """int32 [B, T]: as given, else 0, 1, ... within each document (made on first use and kept)."""
-        if self._pos is None:
-            self._pos = _default_positions(self.bits, self.doc)
-        return self._pos
+        if self._pos is not None:
+            return self._pos
+        made = _default_positions(self.bits, self.doc)
+        if keepable(made):
+            self._pos = made
+        return made
 
     def tokens(self) -> Tokens:
         """Every field of the rule as a [B, T] tensor: doc 0, span -1, window NO_WINDOW where the mask has none."""

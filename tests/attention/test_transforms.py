@@ -3,6 +3,7 @@ that they are not to be had, and what to do instead."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -13,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from interlace.attention import AttentionPlan, bitfield_attention
+from interlace.attention._hf_limits import Limits
+from interlace.attention._hf_plans import cut, narrowed, packed_plan
 from interlace.masks import BitfieldMask, Segment
 
 MASK = BitfieldMask.from_segments([[Segment("text", 2), Segment("image", 3), Segment("text", 1)]])
@@ -101,6 +104,30 @@ def test_masks_that_differ_along_a_mapped_dimension(made_of):
         x = one[0].clone().requires_grad_()
         out = wanted(x, *one[1:])
         torch.testing.assert_close(got, torch.autograd.grad(out.square().sum(), x)[0], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "functionalize"])
+def test_what_a_transform_has_used_serves_outside(transform):
+    """What masks and plans keep for later is not of the transform, whose tensors end with it."""
+    mask = BitfieldMask.causal(1, 6)
+    ends = torch.tensor([0, 2, 6])
+
+    def attend(q):
+        plan = cut(narrowed(AttentionPlan.build(mask, block=4), Limits(back=2)), ends, ends)
+        return bitfield_attention(q, K, V, plan) + bitfield_attention(
+            q, K, V, packed_plan(ends, ends, 6, 6, causal=True)
+        )
+
+    inside = TRANSFORMS[transform](lambda q, *_: attend(q))
+    torch.testing.assert_close(TRANSFORMS[transform](lambda q, *_: attend(q)), inside)
+    assert copy.deepcopy(mask).pos.numpy().tolist() == [[0, 1, 2, 3, 4, 5]]
+    alone = attend(Q)
+    torch.testing.assert_close(functionalize(attend)(Q), alone)
+    for plan in (
+        narrowed(AttentionPlan.build(mask, block=4), Limits(back=2)),
+        packed_plan(ends, ends, 6, 6, causal=True),
+    ):
+        assert all(isinstance(tensor.numpy().tolist(), list) for tensor in plan.tensors())
 
 
 def test_wrong_masks_are_told_under_transforms():
