@@ -168,6 +168,12 @@ def test_a_plan_of_another_thread_is_refused():
         assert torch.equal(_own(PACKED[0].q_bits), PACKED[0].q_bits)
 
 
+def test_cuda_graphs_leave_out_what_reads_values():
+    """mode="reduce-overhead" would replay these ops without running them."""
+    for op in (torch.ops.interlace.own_plan, torch.ops.interlace.attention_plan):
+        assert torch.Tag.cudagraph_unsafe in op.default.tags
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_language_models_that_follow_a_plan(family):

@@ -48,12 +48,15 @@ def padded(lengths, width):
     ],
 )
 def test_a_program_makes_its_masks_from_its_inputs(name, strict):
+    """Of any size, also of more than one block."""
     model, eager = pair(name)
-    ids, seen = text_ids(2, 8), padded([8, 5], 8)
-    program = torch.export.export(Logits(model), (ids, seen), strict=strict)
+    rows, length = (torch.export.Dim(name, min=2, max=limit) for name, limit in (("rows", 8), ("length", 300)))
+    sizes = ({0: rows, 1: length},) * 2
+    example = (text_ids(3, 8), padded([8, 5, 2], 8))
+    program = torch.export.export(Logits(model), example, dynamic_shapes=sizes, strict=strict)
     assert sum("bitfield_attention" in str(node.target) for node in program.graph.nodes) == 2
-    for lengths in ([8, 5], [3, 8]):
-        seen = padded(lengths, 8)
+    for lengths, width in (([8, 5, 2], 8), ([3, 11], 11), ([150, 200, 1, 7], 200)):
+        ids, seen = text_ids(len(lengths), width), padded(lengths, width)
         found, wanted = program.module()(ids, seen), Logits(eager)(ids, seen)
         torch.testing.assert_close(found[seen.bool()], wanted[seen.bool()], rtol=1e-4, atol=1e-5)
 

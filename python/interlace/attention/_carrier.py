@@ -44,7 +44,7 @@ class Carrier(Tensor):
             return _outside_graphs(plan, *more)
         shape = (plan.batch, 1, plan.q_len, plan.k_len)
         if isinstance(plan.q_bits, FakeTensor):
-            made = Tensor._make_wrapper_subclass(_OfFakes, shape, dtype=DTYPE, device=plan.device)
+            made: Carrier = Tensor._make_wrapper_subclass(_OfFakes, shape, dtype=DTYPE, device=plan.device)
         else:
             made = torch.zeros((), dtype=torch.uint8, device=plan.device).view(DTYPE).expand(shape).as_subclass(Carrier)
         made.interlace_plan = (plan, *more)  # type: ignore[assignment]

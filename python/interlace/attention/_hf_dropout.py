@@ -20,7 +20,8 @@ from torch import nn
 
 def dropout_rate(module: nn.Module) -> float:
     """The rate that `module` passes to HuggingFace's attention interface in training; 0 if it calls none."""
-    path = _attribute(type(module))
+    kind: Any = type(module)
+    path = _attribute(kind)
     try:
         return float(attrgetter(path)(module)) if path else 0.0
     except (AttributeError, TypeError):
@@ -28,13 +29,13 @@ def dropout_rate(module: nn.Module) -> float:
 
 
 @cache
-def _attribute(kind: type) -> str:
+def _attribute(kind: Any) -> str:
     """The attribute of `self` in the argument `dropout` of the call of the attention interface; "" where there is none.
 
     forward(): attention_interface(..., dropout=0.0 if not self.training else self.attn_dropout.p) -> "attn_dropout.p"
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))  # type: ignore[attr-defined]
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
     except (OSError, TypeError, SyntaxError, AttributeError):
         return ""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
@@ -48,7 +49,8 @@ def _attribute(kind: type) -> str:
 def dropout_key(module: nn.Module, rate: float) -> str:
     """The key of `module.config` that sets its attention dropout to `rate`, "table.key" in a part; "" if none does."""
     found = [key for key, value in _rates(getattr(module, "config", None)) if value == rate]
-    read = _read_by(type(module))
+    kind: Any = type(module)
+    read = _read_by(kind)
     found = [key for key in found if key.split(".")[-1] in read] or found
     found = [key for key in found if "." not in key] or found
     found = [key for key in found if "att" in key] or found
@@ -65,7 +67,7 @@ def _rates(config: Any, around: str = "") -> Iterator[tuple[str, float]]:
 
 
 @cache
-def _read_by(kind: type) -> frozenset[str]:
+def _read_by(kind: Any) -> frozenset[str]:
     """Names that look like attributes of a config in the source of a class."""
     try:
         return frozenset(re.findall(r"config\.(\w+)", inspect.getsource(kind)))
