@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from interlace._readable import keepable, readable
+from interlace._mask_values import keepable, readable
 
 if TYPE_CHECKING:
     from interlace._mask_flex import FlexDifference

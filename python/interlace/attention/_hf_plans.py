@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interlace._readable import keepable
+from interlace._mask_values import keepable
 from interlace.attention._hf_limits import Limits
 from interlace.attention._traced import traced_plan
 from interlace.attention.plan import AttentionPlan

@@ -37,7 +37,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from interlace._readable import batching, readable
+from interlace._mask_values import batching, readable
 from interlace.attention import _hf_masks
 from interlace.attention._active import (
     EXPORTED,

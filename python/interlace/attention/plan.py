@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from interlace._readable import readable
+from interlace._mask_values import readable
 from interlace.attention._blocks import block_lists
 from interlace.masks import BitfieldMask, Tokens
 

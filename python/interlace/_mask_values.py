@@ -1,4 +1,4 @@
-"""Tensors whose values Python cannot read: while code is traced, among fake tensors, and under torch.func.vmap."""
+"""Values of masks: whether Python can read them, and whether tensors made of them may be kept for later."""
 
 from __future__ import annotations
 
