@@ -77,15 +77,17 @@ def _read_by(kind: Any) -> frozenset[str]:
 
 def place_of(config: Any, part: Any) -> str:
     """Where `part` lies in a config: "" for the config itself, "text_config." for a part of it."""
-    if type(config) is type(part):
-        return ""
-    parts = {key: value for key, value in vars(config).items() if hasattr(value, "to_dict")}
-    return next((f"{key}.{place_of(value, part)}" for key, value in parts.items() if _holds(value, part)), "")
+    places = [(path, each) for path, each in _parts(config) if type(each) is type(part)]
+    alike = [path for path, each in places if each is part or each.to_dict() == part.to_dict()]  # models copy configs
+    return [*alike, *(path for path, _ in places), ""][0]
 
 
-def _holds(config: Any, part: Any) -> bool:
-    inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
-    return type(config) is type(part) or any(_holds(value, part) for value in inner)
+def _parts(config: Any, around: str = "") -> Iterator[tuple[str, Any]]:
+    """A config, and all configs in it, each with its place."""
+    yield around, config
+    for key, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            yield from _parts(value, f"{around}{key}.")
 
 
 def no_dropout(module: nn.Module, rate: float) -> ValueError:
