@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from interlace.model.modality import ModalityModule
 from interlace.model.module_folder import FACTS, load_projectors, read_modules, save_modules
 from interlace.model.naming import LANGUAGE_MODEL, resolve
 from interlace.model.placeholders import Ids, check_placeholders, configured
-from interlace.model.projector import unit_of
 from interlace.model.rows import ROWS
 from interlace.model.sample import IGNORE, Sample, refuse_copies
 from interlace.model.shared import check_cut
@@ -134,6 +133,7 @@ class MultimodalModel(nn.Module):
         self.language_settings.packing, self.language_settings.limit = self._packing.name, self._packing.limit
         self.language_settings.ends_with_head = self._packing.ends_with_head
         self._cuts: dict[str, list[bool]] = {}  # see slice
+        self._counted: dict[str, Any] = {}  # see describe.py
         self._caches: bool | None = None
         self._frozen: dict[str, bool] = {}  # see keep_frozen
         # Some weights are constants by design (Whisper's sinusoids): unfreezing must not make them trainable.
@@ -236,21 +236,15 @@ class MultimodalModel(nn.Module):
         return self.encoders[name].nominal_length
 
     def layers(self, name: str, *, context: float | None = None) -> list[LayerInfo]:
-        """The layers of module `name` with parameters and estimated forward FLOPs per token of that module.
+        """The layers of module `name` with parameters and counted forward FLOPs per token of that module.
 
         context: keys that a query sees on average (default: all of an item of `nominal_length`, and half for the
         language model, whose queries see what is before them).
         """
+        if context is None:
+            context = self.nominal_length(name) / (2 if name == LANGUAGE_MODEL else 1)
         self._check_module(name)
-        if name == LANGUAGE_MODEL:
-            keys = context if context is not None else self.nominal_length(name) / 2
-            return describe_layers(self.language_model, LANGUAGE_MODEL, self.language_settings.layer_path, keys)
-        encoder = self.encoders[name]
-        keys = context if context is not None else self.nominal_length(name)
-        path = f"module.{encoder.layer_path}"
-        return describe_layers(
-            encoder, f"encoders.{name}", path, keys, encoder.downsample * unit_of(encoder.projector) ** 2
-        )
+        return describe_layers(self, name, context)
 
     def tied_parameters(self) -> list[tuple[str, ...]]:
         """Groups of names that are one weight (tied embeddings), each with two names or more."""
@@ -265,15 +259,15 @@ class MultimodalModel(nn.Module):
         start: int,
         stop: int,
         *,
-        copy: bool | Literal["modules"] = False,
+        copy: bool | dict[int, Any] = False,
         checkpointing: Checkpointing | None = None,
     ) -> StageModule:
         """Layers [start, stop) of module `name` as a pipeline stage.
 
-        The stage shares this model's parameters, and modules inside its layers, unless copy=True; with "modules" only
-        the parameters, for who puts others into their places. checkpointing: what its layers keep for backward, as in
-        `set_checkpointing` (None: as this model's). Raises ValueError for an unknown module, a range that its layers do
-        not have, and a cut where later layers need more of earlier ones than the hidden state.
+        The stage shares this model's parameters, and modules inside its layers, unless copy=True; or a memo of
+        `copy.deepcopy`, which says what has a copy already, or needs none. checkpointing: what its layers keep for
+        backward, as in `set_checkpointing` (None: as this model's). Raises ValueError for an unknown module, a range
+        that its layers do not have, and a cut where later layers need more of earlier ones than the hidden state.
         """
         total = len(self.layer_list(name))
         if not 0 <= start < stop <= total:
@@ -292,8 +286,8 @@ class MultimodalModel(nn.Module):
             root, path = self.encoders[name], f"module.{self.encoders[name].layer_path}"
         recompute = self._checkpointing if checkpointing is None else checkpointing
         part = carve(
-            root, path, start, stop, share=not copy, checkpointing=recompute, returned=returned, zeros=zeros,
-            shared=root.parameters() if copy == "modules" else (),
+            root, path, start, stop, share=copy is False, checkpointing=recompute, returned=returned, zeros=zeros,
+            memo=copy if isinstance(copy, dict) else None,
         )  # fmt: skip
         if isinstance(part, ModalityModule):
             part.start, part.stop = start, stop

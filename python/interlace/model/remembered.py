@@ -91,8 +91,8 @@ def _kept(file: Path, answer: Callable[[], Any]) -> Any:
 
 
 def _is_answer(found: Any) -> bool:
-    """Whether a trial may answer so: a packing, yes or no (or in a word), or one of these per layer."""
-    return isinstance(found, (Packing, bool, str)) or (
+    """Whether a trial may answer so: a packing, yes or no (or in a word), one of these per layer, or counts."""
+    return isinstance(found, (Packing, bool, str, tuple)) or (
         isinstance(found, list) and bool(found) and all(isinstance(each, bool) for each in found)
     )
 

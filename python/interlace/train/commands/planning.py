@@ -21,7 +21,7 @@ from typing import Any
 
 from interlace.train.commands import failures, large
 from interlace.train.config import ConfigError, load, unsettled
-from interlace.train.costs import Load, budget_loads, flop_costs, stated_links
+from interlace.train.costs import Load, budget_loads, estimated, flop_costs, stated_links
 from interlace.train.scheduling import chunk_costs, chunk_counts, chunk_sizes, scaled, step_schedule
 from interlace.train.schema import Config
 
@@ -356,7 +356,7 @@ def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
     links = stated_links(config)
     told = "what ranks tell each other taken as free" if links is None else "over the links of parallel.links"
     how = "as given" if tflops is not None else "measured here with a matrix product"
-    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), {told}; "
+    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), {told}{estimated(model)}; "
     tp = {name: {1, config.parallel.module(name).tp} for name in modules}  # 1: of the chains that are shown beside
     rows, keys = row_bytes_of(model), key_bytes_of(model)
     counted = counted_costs(model, speed * 1e12, tp=tp, row_bytes=rows, key_bytes=keys)
