@@ -32,7 +32,7 @@ from interlace.model.switch import use_bitfield_attention
 from interlace.model.trial_encoder import encoder_cuts
 from interlace.model.trial_language import allowed_cuts, caches_right, language_packing
 from interlace.model.whole import new_folder, put_together, read_whole, save_whole, take_apart
-from interlace.model.whole_parts import decoder_layers
+from interlace.model.whole_parts import check_fed, decoder_layers
 from interlace.model.whole_tower import WholeEncoder
 
 
@@ -130,9 +130,11 @@ class MultimodalModel(nn.Module):
             deepstack=deepstack,
         )
         self._packing = language_packing(language_model, self.language_settings, self.max_length)
+        if encoders:
+            check_fed(language_model, self.language_settings.layer_path, self._packing.unread)
         self.language_settings.packing, self.language_settings.limit = self._packing.name, self._packing.limit
         self.language_settings.ends_with_head = self._packing.ends_with_head
-        self._cuts: dict[str, list[bool]] = {}  # see slice
+        self._cuts: dict[str, list[bool | str]] = {}  # see slice
         self._counted: dict[str, Any] = {}  # see describe.py
         self._caches: bool | None = None
         self._frozen: dict[str, bool] = {}  # see keep_frozen
@@ -253,6 +255,19 @@ class MultimodalModel(nn.Module):
             groups.setdefault(id(parameter), []).append(name)
         return [tuple(names) for names in groups.values() if len(names) > 1]
 
+    def check_stage(self, name: str, start: int, stop: int) -> None:
+        """Raises ValueError as `slice` does, without making the stage."""
+        total = len(self.layer_list(name))
+        if not 0 <= start < stop <= total:
+            raise ValueError(
+                f"{name}: layers {start} to {stop} are no stage of its {total} layers; need 0 <= start < stop <= "
+                f"{total} (more stages than layers cannot be)"
+            )
+        if name == LANGUAGE_MODEL:
+            check_cut(self.language_model, total, start, stop)
+            check_deepstack(type(self.language_model).__name__, self.language_settings.deepstack, start, stop, total)
+        self._check_cuts(name, {start, stop} - {0, total})
+
     def slice(
         self,
         name: str,
@@ -269,16 +284,7 @@ class MultimodalModel(nn.Module):
         backward, as in `set_checkpointing` (None: as this model's). Raises ValueError for an unknown module, a range
         that its layers do not have, and a cut where later layers need more of earlier ones than the hidden state.
         """
-        total = len(self.layer_list(name))
-        if not 0 <= start < stop <= total:
-            raise ValueError(
-                f"{name}: layers {start} to {stop} are no stage of its {total} layers; need 0 <= start < stop <= "
-                f"{total} (more stages than layers cannot be)"
-            )
-        if name == LANGUAGE_MODEL:
-            check_cut(self.language_model, total, start, stop)
-            check_deepstack(type(self.language_model).__name__, self.language_settings.deepstack, start, stop, total)
-        self._check_cuts(name, {start, stop} - {0, total})
+        self.check_stage(name, start, stop)
         root: nn.Module = self.language_model
         path, returned, zeros = self.language_settings.layer_path, self._packing.returned, False
         if name != LANGUAGE_MODEL:
@@ -291,7 +297,7 @@ class MultimodalModel(nn.Module):
         )  # fmt: skip
         if isinstance(part, ModalityModule):
             part.start, part.stop = start, stop
-        stage = StageModule(name, part, start, stop, total, self.language_settings, self._frozen)
+        stage = StageModule(name, part, start, stop, len(self.layer_list(name)), self.language_settings, self._frozen)
         return stage.train(self.training)
 
     # ------------------------------------------------------------------ freezing and modes
@@ -473,8 +479,10 @@ class MultimodalModel(nn.Module):
             self._cuts[name] = encoder_cuts(self.encoders[name])
         allowed = self._cuts[name]
         for cut in sorted(cuts):
+            if isinstance(refusal := allowed[cut], str):
+                raise ValueError(refusal)
             if not allowed[cut]:
-                others = [str(i) for i in range(1, len(allowed)) if allowed[i]]
+                others = [str(i) for i in range(1, len(allowed)) if allowed[i] is True]
                 raise ValueError(
                     f"{name}: {type(module).__name__} cannot be cut before layer {cut}: its later layers need more of "
                     "the earlier ones than the hidden state. "

@@ -93,7 +93,7 @@ def _kept(file: Path, answer: Callable[[], Any]) -> Any:
 def _is_answer(found: Any) -> bool:
     """Whether a trial may answer so: a packing, yes or no (or in a word), one of these per layer, or counts."""
     return isinstance(found, (Packing, bool, str, tuple)) or (
-        isinstance(found, list) and bool(found) and all(isinstance(each, bool) for each in found)
+        isinstance(found, list) and bool(found) and all(isinstance(each, (bool, str)) for each in found)
     )
 
 

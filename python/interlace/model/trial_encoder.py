@@ -297,13 +297,13 @@ def _order(encoder: ModalityModule) -> bool:
     return far([found], [wanted]) <= TOLERANCE
 
 
-def encoder_cuts(encoder: ModalityModule) -> list[bool]:
+def encoder_cuts(encoder: ModalityModule) -> list[bool | str]:
     """For each layer, whether a stage may start with it; as allowed_cuts of trial_language.py."""
     known = (*_known(encoder), encoder.packing, tuple(encoder.returned))
     return remembered("cuts", encoder.module, known, lambda: _cuts(encoder))
 
 
-def _cuts(encoder: ModalityModule) -> list[bool]:
+def _cuts(encoder: ModalityModule) -> list[bool | str]:
     count = encoder.num_layers
     with cheaply():
         try:

@@ -196,10 +196,19 @@ def _speed(options: argparse.Namespace) -> float:
 
 
 def _own(config: Config, model: Any, source: str, *, whole: bool = False) -> Any:
-    """The config's own layout; of one replica of the whole model, where there are such and not the `whole` is asked."""
+    """The config's own layout; of one replica of the whole model, where there are such and not the `whole` is asked.
+
+    Raises ConfigError for one that training would refuse.
+    """
+    from interlace.run.lanes import check_stages
     from interlace.train.build import build_layout
 
-    return build_layout(config, model, source=source, replicas=1 if config.uniform() and not whole else None)
+    layout = build_layout(config, model, source=source, replicas=1 if config.uniform() and not whole else None)
+    try:
+        check_stages(model, layout)
+    except ValueError as error:
+        raise ConfigError(f"{source}: [parallel]: {error}") from None
+    return layout
 
 
 def _chains(config: Config, model: Any, costs: Costs, ranks: int, source: str, *, needed: bool) -> dict[str, Any]:
