@@ -16,6 +16,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from interlace.train.local_paths import local_path
 from interlace.train.schema import OPEN_REPLICAS, Config
 
 if sys.version_info >= (3, 11):
@@ -110,7 +111,7 @@ def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], s
         path = section.get("path") if isinstance(section, dict) else None
         if not isinstance(path, str):
             continue  # what is wrong with it is found below
-        folder = Path(path).expanduser().absolute()
+        folder = _local(path, ("model", name), where, source)
         section["path"] = str(folder)
         given, said = section.get("architecture"), section.get("config", {})
         if ("config" in section and given is not None) or not isinstance(said, dict):
@@ -136,7 +137,7 @@ def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], 
     from interlace.model.whole import modules_of
     from interlace.train.architectures import pixel_statistics
 
-    folder = Path(modules["path"]).expanduser().absolute()
+    folder = _local(modules["path"], ("model",), where, source)
     modules["path"] = str(folder)
     try:
         encoder, kind = modules_of(folder)
@@ -150,6 +151,14 @@ def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], 
     section = modules.setdefault(encoder, {})
     if pixels is not None and isinstance(section, dict):
         _add_pixels(section, pixels)
+
+
+def _local(path: str, section: tuple[str, ...], where: dict[tuple[str, ...], str], source: str) -> Path:
+    """The folder that ``path`` of a section names, absolute. Raises ConfigError for a URL."""
+    try:
+        return Path(local_path(path)).expanduser().absolute()
+    except ValueError as error:
+        raise ConfigError(f"{_place((*section, 'path'), where, source)}: {_section(section)} path: {error}") from None
 
 
 def _add_pixels(section: dict[str, Any], pixels: tuple[list[float], list[float]]) -> None:
@@ -299,6 +308,15 @@ def _section(path: tuple[str, ...]) -> str:
     return f"[{'.'.join(path)}]" if path else "the top level"
 
 
+def _is_section(path: tuple[str, ...]) -> bool:
+    """Whether a path of keys leads to a section, and not to a key of one."""
+    model: type[BaseModel] | None = Config
+    for part in path:
+        field = None if model is None else model.model_fields.get(part)
+        model = getattr(model, "free", None) if field is None else _section_type(field.annotation)
+    return model is not None
+
+
 def _place(path: tuple[str, ...], where: dict[tuple[str, ...], str], source: str) -> str:
     """The ``--set`` that wrote this key (or something inside it), else the file."""
     for keys, text in where.items():
@@ -326,8 +344,8 @@ def _explain(problem: Any, where: dict[tuple[str, ...], str], source: str) -> st
     if problem["type"] == "missing":
         return f"{place}: {_section(path[:-1])} misses the key {path[-1]!r}{_meaning(path)}"
     if problem["type"] == "value_error":
-        section = f"{_section(path)}: " if path else ""
-        return f"{place}: {section}{problem['ctx']['error']}"
+        named = f"{_section(path) if _is_section(path) else '.'.join(path)}: " if path else ""
+        return f"{place}: {named}{problem['ctx']['error']}"
     if problem["type"] in ("model_type", "model_attributes_type"):
         return f"{place}: {'.'.join(path)} must be a section (a table), not {_shown(problem['input'])}"
     message, hint = problem["msg"].removeprefix("Input "), ""
