@@ -300,8 +300,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--auto",
         action="store_true",
-        help="choose placement, degrees, schedule and microbatches for --gpus GPUs and say why; what the config fixes "
-        "stays if it has parallel.plan = 'auto', else all of [parallel] is open",
+        help="choose placement, degrees, schedule and microbatches for --gpus GPUs and say why; a layout in [parallel] "
+        "counts only beside parallel.plan = 'auto', its links always",
     )
     plan.add_argument("--gpus", type=int, metavar="N", help="with --auto: GPUs to use, all of them")
     plan.add_argument("--memory", type=float, metavar="GB", help="with --auto: memory of each GPU in 10^9 bytes")

@@ -25,15 +25,22 @@ else:
     import tomli as tomllib
 
 
+CLUSTER = ("links", "ranks_per_node", "timeout", "threads", "choose", "max_ranks", "memory")
+"""Keys of [parallel] that are not of a layout, but of the machines and of how one is chosen."""
+
+
 class ConfigError(ValueError):
     """The user's config (or command line) is wrong; the message is all they need to mend it."""
 
 
-def load(path: str | Path, overrides: list[str] | None = None, *, open_replicas: bool = False) -> Config:
+def load(
+    path: str | Path, overrides: list[str] | None = None, *, open_replicas: bool = False, auto: bool = False
+) -> Config:
     """Reads `path`, applies ``a.b=value`` overrides, checks all of it.
 
     With `open_replicas` a config without ``parallel.dp`` is not one of one replica: what depends on their number is not
     checked. So for ranks of torchrun, which count them (`rank.with_replicas`), and for who asks the model of a run.
+    auto: the layout is to be chosen, whatever [parallel] says of it; what it says of the cluster (`CLUSTER`) stays.
 
     Raises ConfigError for an unreadable file, bad TOML, unknown keys, wrong types, missing keys, impossible values.
     """
@@ -44,18 +51,23 @@ def load(path: str | Path, overrides: list[str] | None = None, *, open_replicas:
         raise ConfigError(f"{path}: cannot read the config: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
-    return loads(text, overrides, source=str(path), open_replicas=open_replicas)
+    return loads(text, overrides, source=str(path), open_replicas=open_replicas, auto=auto)
 
 
 def loads(
-    text: str, overrides: list[str] | None = None, *, source: str = "config", open_replicas: bool = False
+    text: str,
+    overrides: list[str] | None = None,
+    *,
+    source: str = "config",
+    open_replicas: bool = False,
+    auto: bool = False,
 ) -> Config:
     """The config that a TOML text says; `source` names it in messages. Raises ConfigError as `load` does."""
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
-    return from_table(table, overrides, source=source, open_replicas=open_replicas)
+    return from_table(table, overrides, source=source, open_replicas=open_replicas, auto=auto)
 
 
 def from_table(
@@ -64,6 +76,7 @@ def from_table(
     *,
     source: str = "config",
     open_replicas: bool = False,
+    auto: bool = False,
 ) -> Config:
     """Checks a parsed TOML table; `source` names it in messages."""
     where: dict[tuple[str, ...], str] = {}
@@ -75,6 +88,8 @@ def from_table(
     _open_plan(table)
     _describe_models(table, where, source)
     check_keys(Config, table, (), where, source)
+    if auto:
+        _leave_open(table)
     try:
         return Config.model_validate(table, context=OPEN_REPLICAS if open_replicas else None)
     except ValidationError as error:
@@ -86,6 +101,15 @@ def _as_section(table: dict[str, Any]) -> None:
     """``parallel = "auto"`` becomes the section that it stands for."""
     if table.get("parallel") == "auto":
         table["parallel"] = {"plan": "auto"}
+
+
+def _leave_open(table: dict[str, Any]) -> None:
+    """Has the layout chosen, and keeps of [parallel] what says nothing of it, unless it leaves open itself what it
+    does."""
+    parallel = table.setdefault("parallel", {})
+    if isinstance(parallel, dict) and parallel.get("plan") != "auto":
+        table["parallel"] = {key: value for key, value in parallel.items() if key in CLUSTER} | {"plan": "auto"}
+        _open_plan(table)
 
 
 def _open_plan(table: dict[str, Any]) -> None:

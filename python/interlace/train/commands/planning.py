@@ -162,9 +162,7 @@ def plan_auto(options: argparse.Namespace) -> int:
             "train measures those of its machine), and chooses the others unless the config says them"
         )
     speed = _speed(options)
-    config = load(options.config, options.set)
-    if not config.parallel.auto:  # all of the section is open then, and what [train] gives stays
-        config = load(options.config, [*options.set, "parallel=auto"])
+    config = load(options.config, options.set, auto=True)
     how = "as given" if options.tflops is not None else "measured here with a matrix product; give --tflops"
     said: list[str] = []
     text, decision, _ = plan_for(
