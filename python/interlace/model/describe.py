@@ -19,6 +19,7 @@ from interlace.model.remembered import remembered
 from interlace.model.sample import Media
 from interlace.model.standin import plainly
 from interlace.model.trial import one_line
+from interlace.model.trial_encoder import known
 from interlace.model.untried import gave_up
 
 if TYPE_CHECKING:
@@ -148,10 +149,10 @@ def counted(mllm: MultimodalModel, name: str) -> Counted:
     A module that cannot be run so is estimated by its weights."""
     root, _ = _root(mllm, name)
     structure = list(root.modules())
-    known = mllm._counted.get(name)
-    if known is None or known[0] != structure:
-        known = mllm._counted[name] = structure, _remembered(mllm, name)
-    found: Counted = known[1]
+    kept = mllm._counted.get(name)
+    if kept is None or kept[0] != structure:
+        kept = mllm._counted[name] = structure, _remembered(mllm, name)
+    found: Counted = kept[1]
     return found
 
 
@@ -181,8 +182,8 @@ def _key(mllm: MultimodalModel, name: str) -> tuple[Any, ...] | None:
     projector = encoder.projector
     if any(callbacks) or not (projector is None or type(projector).__module__.startswith("interlace.")):
         return None
-    fed = encoder.layer_path, encoder.implementation, encoder.packing, encoder.prefix, repr(encoder.feed)
-    return *fed, encoder.downsample, encoder.out_features, repr(encoder.projector_config), repr(projector)
+    own = encoder.packing, encoder.prefix, encoder.downsample, encoder.out_features
+    return *known(encoder), *own, repr(encoder.projector_config), repr(projector)
 
 
 def _language(mllm: MultimodalModel) -> Counted:

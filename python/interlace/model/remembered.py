@@ -185,6 +185,11 @@ def _versions() -> tuple[Any, ...]:
     return torch.__version__, transformers.__version__, zlib.crc32(repr(own).encode())
 
 
+def spelled(value: Any) -> str:
+    """The same text for the same value in every process, which the repr of a set is not. Raises as `encoded`."""
+    return json.dumps(encoded(value))
+
+
 def encoded(value: Any) -> Any:
     """An answer as JSON: tuples, sets, dicts and objects named. Raises TypeError for what KINDS has not."""
     if value is None or isinstance(value, (bool, int, float, str)):
