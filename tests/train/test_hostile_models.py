@@ -15,6 +15,7 @@ from interlace.run import parallelize
 from interlace.train import config as configs
 from interlace.train.build import build, build_layout, stored_weights
 from interlace.train.config import ConfigError
+from interlace.train.media_specs import check_inputs
 from tests.train.test_build import TABLE
 
 OWN = "tests.train.own_modules"
@@ -82,6 +83,7 @@ def table_with(override: str) -> configs.Config:
 def made(config: configs.Config) -> None:
     model: Any = build(config, ByteTokenizer(config.model.encoders()), source="hostile.toml")
     build_layout(config, model, source="hostile.toml")
+    check_inputs(config, model, source="hostile.toml")
 
 
 @pytest.mark.parametrize(("override", "message"), WRONG)

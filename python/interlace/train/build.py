@@ -21,7 +21,6 @@ from interlace.train.architectures import differences, read_json
 from interlace.train.checkpoint.identity import canonical_names
 from interlace.train.config import ConfigError
 from interlace.train.costs import flop_costs
-from interlace.train.media_specs import check_inputs
 from interlace.train.modules import check_projector, make_encoder, make_language_model
 from interlace.train.schema import Config
 
@@ -32,11 +31,7 @@ if TYPE_CHECKING:
 
 
 def build(config: Config, tokenizer: Any, *, source: str = "config") -> MultimodalModel:
-    """The config's model on the meta device, frozen as configured.
-
-    Raises ConfigError naming the wrong key, also of a model that the config's data cannot be given to: whoever builds a
-    model refuses what training would.
-    """
+    """The config's model on the meta device, frozen as configured. Raises ConfigError naming the wrong key."""
     _check_library()
     from interlace.data import cache_folder
     from interlace.model import MultimodalModel
@@ -46,7 +41,6 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
     spec = config.model
     if spec.path is not None:
         model = _whole(Path(spec.path), tokenizer, source)
-        check_inputs(config, model, source=source)
         freeze(config, model, source)
         return model
     with torch.device("meta"):
@@ -63,7 +57,6 @@ def build(config: Config, tokenizer: Any, *, source: str = "config") -> Multimod
             raise ConfigError(f"{source}: [model]: {error.args[0]}") from None
     for name, encoder in spec.encoders().items():
         check_projector(model.encoders[name], encoder, f"{source}: [model.{name}] projector")
-    check_inputs(config, model, source=source)
     freeze(config, model, source)
     return model
 

@@ -83,13 +83,17 @@ def from_table(
     for override in overrides or []:
         keys, value = parse_override(override)
         _as_section(table)
-        set_key(table, keys, value, override)
+        if keys == ("parallel",) and value == "auto":
+            _leave_open(table)
+        else:
+            set_key(table, keys, value, override)
         where[keys] = f"--set {override}"
     _open_plan(table)
     _describe_models(table, where, source)
     check_keys(Config, table, (), where, source)
-    if auto:
+    if auto and not _is_open(table):
         _leave_open(table)
+        _open_plan(table)
     try:
         return Config.model_validate(table, context=OPEN_REPLICAS if open_replicas else None)
     except ValidationError as error:
@@ -104,20 +108,23 @@ def _as_section(table: dict[str, Any]) -> None:
 
 
 def _leave_open(table: dict[str, Any]) -> None:
-    """Has the layout chosen, and keeps of [parallel] what says nothing of it, unless it leaves open itself what it
-    does."""
-    parallel = table.setdefault("parallel", {})
-    if isinstance(parallel, dict) and parallel.get("plan") != "auto":
-        table["parallel"] = {key: value for key, value in parallel.items() if key in CLUSTER} | {"plan": "auto"}
-        _open_plan(table)
+    """Has the layout chosen: keeps of [parallel] what says nothing of it."""
+    parallel = table.get("parallel")
+    kept = {key: parallel[key] for key in CLUSTER if key in parallel} if isinstance(parallel, dict) else {}
+    table["parallel"] = kept | {"plan": "auto"}
+
+
+def _is_open(table: dict[str, Any]) -> bool:
+    return isinstance(table.get("parallel"), dict) and table["parallel"].get("plan") == "auto"
 
 
 def _open_plan(table: dict[str, Any]) -> None:
     """Where the layout is to be chosen: which keys of [train] are chosen, too."""
     _as_section(table)
-    parallel, train = table.get("parallel"), table.get("train")
-    if not isinstance(parallel, dict) or parallel.get("plan") != "auto" or not isinstance(train, dict):
+    train = table.get("train")
+    if not _is_open(table) or not isinstance(train, dict):
         return
+    parallel = table["parallel"]
     keys = ("batch_size", "microbatches", "activation_checkpointing")
     parallel.setdefault("choose", [key for key in keys if key not in train])
     if isinstance(parallel["choose"], list) and "batch_size" in parallel["choose"]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.train.config import ConfigError
-from interlace.train.media_specs import media_specs
+from interlace.train.media_specs import check_inputs, media_specs
 from interlace.train.schema import Config
 from interlace.train.schema_data import Source
 from interlace.train.texts import tokenizer_of
@@ -232,6 +232,7 @@ def datasets(
     `say` (default: a line on stderr) is told what takes long: reading headers, decoding. Raises ConfigError for
     settings that the data, the encoders or the language model's context cannot meet, naming the key.
     """
+    check_inputs(config, model, source=source)
     if config.data.dataset == "chats":
         return _chats(config, model, tokenizer, source, say or _say_on_stderr)
     from interlace.data import DigitsDataset

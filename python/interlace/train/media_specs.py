@@ -16,7 +16,8 @@ def kinds(model: Any) -> dict[str, str]:
 
 
 def check_inputs(config: Config, model: Any, *, source: str = "config") -> None:
-    """Raises ConfigError for a model that cannot be fed what [data] says; no file is opened for it."""
+    """Raises ConfigError for a model that cannot be fed what [data] says. Whoever trains, plans or checks data asks
+    here, and no file is opened for it."""
     data, most = config.data, model.max_length
     if data.dataset == "digits" and "image" not in kinds(model).values():
         raise ConfigError(f"{source}: the digits are images, but the model has no encoder of images in [model]")

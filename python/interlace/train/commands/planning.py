@@ -22,6 +22,7 @@ from typing import Any
 from interlace.train.commands import failures, large
 from interlace.train.config import ConfigError, load, unsettled
 from interlace.train.costs import Load, budget_loads, estimated, flop_costs, stated_links
+from interlace.train.media_specs import check_inputs
 from interlace.train.scheduling import chunk_costs, chunk_counts, chunk_sizes, scaled, step_schedule
 from interlace.train.schema import Config
 
@@ -306,6 +307,7 @@ def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
         costs = _profiled(config, model, tokenizer, source)
     else:
         model = build(config, vocabulary_of(config, source=source), source=source)
+        check_inputs(config, model, source=source)
         measured = options.costs is not None
         costs = _measured(config, model, options.costs) if measured else _counted(config, model, options.tflops)
     if config.data.reading == "stream":
