@@ -285,20 +285,20 @@ class Run:
         owners = {p.untyped_storage()._cdata: name for name, part in parts.items() for p in part.parameters()}
         self.tally = tally = _Tally(owners)
         self._known, self._segments = {}, []
-        tally.rest = next(reversed(before), None)
+        tally.rest = next(reversed([*before]), None)
         self._after = next(iter(after), tally.rest)
         with _swept(), torch.no_grad(), tally:
             self.stage(inputs)
         sums = {key: float(forward) for key, (forward, _) in tally.sums.items()}
         pairs = {
-            key: float(sum(Attends(*call[:3], False, None).forward(1) for call in calls))
+            key: float(sum(Attends(heads, size, values, False, None).forward(1) for heads, size, values, *_ in calls))
             for key, calls in tally.calls.items()
         }
         times, alike, count = Counter(segment.key for segment in self._segments), Counter(self._kinds), len(self._kinds)
 
         def of_layers(found: Mapping[Any, float]) -> tuple[float, ...]:
             """Of each; what belongs to no layer and to no part is shared out among all layers."""
-            of_kind = Counter[Any]()
+            of_kind: dict[Any, float] = dict.fromkeys(self._kinds, 0.0)
             for key, number in times.items():
                 if key != PROJECTOR:
                     of_kind[key[0]] += number * found.get(key, 0.0)
