@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from interlace.train.local_paths import local_path
+
 CHECKPOINT = "run folder (its best checkpoint where it keeps that, else its newest) or one checkpoint folder"
 DESCRIPTION = "Train multimodal language models with bitfield attention and a scheduled pipeline."
 
@@ -28,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser().print_help()
             code = 0
         else:
+            _check_cache()
             code = _command(options)
         sys.stdout.flush()
         return code
@@ -69,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     config = argparse.ArgumentParser(add_help=False, parents=[common])
-    config.add_argument("config", type=Path, help="TOML file, such as configs/stamps.toml")
+    config.add_argument("config", type=_path, help="TOML file, such as configs/stamps.toml")
     _add_set(config)
     commands = top.add_subparsers(dest="command", metavar="command")
 
@@ -81,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         "compute where run.device says, on GPUs or CPUs. Exit code: 0 when all steps are done, 143 or 130 when SIGTERM "
         "or Ctrl-C ended the saved run.",
     )
-    train.add_argument("config", type=Path, nargs="?", help="TOML file; with --resume by default the run's own")
+    train.add_argument("config", type=_path, nargs="?", help="TOML file; with --resume by default the run's own")
     _add_set(train)
     train.add_argument(
         "--resume",
@@ -98,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
 
     train.add_argument(
         "--lock",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="of a config with parallel = 'auto': the layout that this plan.lock has, in place of a new choice",
     )
@@ -124,16 +127,16 @@ def parser() -> argparse.ArgumentParser:
     coordinator.add_argument("--port", type=int, required=True, help="for supervisors, one per node; 0: any")
     coordinator.add_argument("--store-port", type=int, default=0, help="for ranks (default: any that is free)")
     coordinator.add_argument(
-        "--state", type=Path, metavar="FILE", help="keep what a coordinator that is started again has to know"
+        "--state", type=_path, metavar="FILE", help="keep what a coordinator that is started again has to know"
     )
-    coordinator.add_argument("--journal", type=Path, metavar="FILE", help="append what happens, as JSON lines")
+    coordinator.add_argument("--journal", type=_path, metavar="FILE", help="append what happens, as JSON lines")
 
     generate = commands.add_parser(
         "generate", parents=[common], help="answer from a checkpoint: images and/or speech and/or text -> text"
     )
-    generate.add_argument("run", type=Path, help=CHECKPOINT)
-    generate.add_argument("--image", type=Path, action="append", default=[], help="PNG, JPEG or SVG; may be repeated")
-    generate.add_argument("--speech", type=Path, action="append", default=[], help="OGG, WAV or FLAC; may be repeated")
+    generate.add_argument("run", type=_path, help=CHECKPOINT)
+    generate.add_argument("--image", type=_path, action="append", default=[], help="PNG, JPEG or SVG; may be repeated")
+    generate.add_argument("--speech", type=_path, action="append", default=[], help="OGG, WAV or FLAC; may be repeated")
     generate.add_argument("--prompt", default="", help="text after the media")
     _add_choice(generate)
     generate.add_argument("--max-new-tokens", type=int, default=96, help="longest answer, in tokens (default: 96)")
@@ -145,8 +148,8 @@ def parser() -> argparse.ArgumentParser:
         description="Write the model of a run's checkpoint: a whole HuggingFace model key for key as it came, with "
         "its tokenizer and processor; one that was put together from modules as a folder per module.",
     )
-    export.add_argument("run", type=Path, help=CHECKPOINT)
-    export.add_argument("folder", type=Path, help="folder to write, which must not hold anything")
+    export.add_argument("run", type=_path, help=CHECKPOINT)
+    export.add_argument("folder", type=_path, help="folder to write, which must not hold anything")
     _add_choice(export)
     export.add_argument(
         "--adapter", action="store_true", help="write the adapters of a LoRA run alone, as peft loads them (not merged)"
@@ -162,7 +165,10 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", parents=[common], help="what this machine can run, or why a run failed")
     doctor.add_argument(
-        "--crash", type=Path, metavar="FOLDER", help="say who waited for whom, from what the ranks of a failed run left"
+        "--crash",
+        type=_path,
+        metavar="FOLDER",
+        help="say who waited for whom, from what the ranks of a failed run left",
     )
 
     doctor.add_argument(
@@ -170,7 +176,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="whether the ranks of a job fit together: under torchrun, or with --ranks or --config on this machine",
     )
-    doctor.add_argument("--config", type=Path, help="with --distributed: the config of the run, compared byte by byte")
+    doctor.add_argument("--config", type=_path, help="with --distributed: the config of the run, compared byte by byte")
     doctor.add_argument("--ranks", type=int, help="with --distributed: ranks to start here (default: the config's)")
     doctor.add_argument(
         "--timeout", type=float, default=30.0, help="with --distributed: seconds that a rank may be late (default: 30)"
@@ -181,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--slow", type=float, default=0.25, help="with --distributed: the part of the median below which a pair is slow"
     )
-    doctor.add_argument("--json", type=Path, metavar="FILE", help="with --distributed: write the report there")
+    doctor.add_argument("--json", type=_path, metavar="FILE", help="with --distributed: write the report there")
 
     data = commands.add_parser(
         "data", parents=[common], help="check files of chats, or make them of pictures or to try things with"
@@ -196,10 +202,10 @@ def parser() -> argparse.ArgumentParser:
         "in tokens, as its model will see them. Exit code: 0 when all is well, 1 when something is broken, 2 when the "
         "files cannot be read at all.",
     )
-    check.add_argument("files", type=Path, nargs="+", metavar="CONFIG|FILE", help="a TOML file, or files of chats")
+    check.add_argument("files", type=_path, nargs="+", metavar="CONFIG|FILE", help="a TOML file, or files of chats")
     _add_set(check)
     check.add_argument("--samples", type=int, default=12, help="samples on the page; 0 writes none (default: 12)")
-    check.add_argument("--out", type=Path, default=Path("data.html"), help="page to write (default: data.html)")
+    check.add_argument("--out", type=_path, default=Path("data.html"), help="page to write (default: data.html)")
     check.add_argument(
         "--list", action="store_true", help="print each record that is left out or cut, and each key that is ignored"
     )
@@ -213,7 +219,7 @@ def parser() -> argparse.ArgumentParser:
         "first use. Goes on where it was interrupted; of a file that was appended to only what is new is read. Exit "
         "code: 0 when all records can be used, 1 when some are broken, 2 when the files cannot be read at all.",
     )
-    index.add_argument("files", type=Path, nargs="+", metavar="CONFIG|FILE", help="a TOML file, or files of chats")
+    index.add_argument("files", type=_path, nargs="+", metavar="CONFIG|FILE", help="a TOML file, or files of chats")
     _add_set(index)
     index.add_argument("--processes", type=int, metavar="N", help="processes at a time (default: one per core)")
     index.add_argument("--decode", action="store_true", help="of files alone: decode all media once")
@@ -223,8 +229,10 @@ def parser() -> argparse.ArgumentParser:
         default="files",
         help="of files alone: where sizes of media come from, as data.sizes of a config says (default: files)",
     )
-    index.add_argument("--media", metavar="FOLDER", help="of files alone: where relative paths of media start")
-    index.add_argument("--cache", metavar="FOLDER", help="of files alone: where the index is kept")
+    index.add_argument(
+        "--media", type=_local, metavar="FOLDER", help="of files alone: where relative paths of media start"
+    )
+    index.add_argument("--cache", type=_local, metavar="FOLDER", help="of files alone: where the index is kept")
 
     folder = actions.add_parser(
         "folder",
@@ -236,9 +244,9 @@ def parser() -> argparse.ArgumentParser:
         "is nothing to write.",
     )
     folder.add_argument(
-        "folder", type=Path, metavar="PICTURES", help="folder of pictures, in sub-folders or with texts"
+        "folder", type=_path, metavar="PICTURES", help="folder of pictures, in sub-folders or with texts"
     )
-    folder.add_argument("--out", type=Path, default=Path("chats.jsonl"), help="file to write (default: chats.jsonl)")
+    folder.add_argument("--out", type=_path, default=Path("chats.jsonl"), help="file to write (default: chats.jsonl)")
     folder.add_argument(
         "--question", help="asked about each (default: 'What is it?', of texts 'Describe the picture.')"
     )
@@ -260,15 +268,17 @@ def parser() -> argparse.ArgumentParser:
         "nowhere) on first use; without it the folder holds scikit-learn's digits in the same form. A folder that was "
         "made with the same options stays as it is.",
     )
-    stamps.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write: a new one, or one made before")
+    stamps.add_argument("folder", type=_path, metavar="FOLDER", help="folder to write: a new one, or one made before")
     stamps.add_argument("--records", type=int, metavar="N", help="chats to train on (default: 19200)")
     stamps.add_argument("--seed", type=int, metavar="N", help="of everything that is drawn (default: 0)")
     stamps.add_argument("--languages", nargs="+", metavar="CODE", help="such as en fr (default: ten)")
-    stamps.add_argument("--cache", metavar="FOLDER", help="where the package is kept, as data.cache of a config says")
+    stamps.add_argument(
+        "--cache", type=_local, metavar="FOLDER", help="where the package is kept, as data.cache of a config says"
+    )
 
     mask = commands.add_parser("mask", parents=[config], help="draw the attention mask of a config's batch")
     mask.add_argument("--samples", type=int, default=4, help="samples packed into the row (default: 4)")
-    mask.add_argument("--out", type=Path, default=Path("mask.png"), help="picture to write (default: mask.png)")
+    mask.add_argument("--out", type=_path, default=Path("mask.png"), help="picture to write (default: mask.png)")
 
     plan = commands.add_parser(
         "plan",
@@ -279,10 +289,10 @@ def parser() -> argparse.ArgumentParser:
         "of --json are explained in docs/what-ranks-hold.md.",
     )
     plan.add_argument("--json", action="store_true", help="print the layout and the memory as JSON, and nothing else")
-    plan.add_argument("--picture", type=Path, metavar="FILE", help="draw the layout and the memory (PNG or SVG)")
+    plan.add_argument("--picture", type=_path, metavar="FILE", help="draw the layout and the memory (PNG or SVG)")
     plan.add_argument(
         "--data",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="read the lengths of the run's first step and draw what each replica of each module computes, as drawn "
         "and with train.balance (PNG or SVG)",
@@ -293,12 +303,12 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--auto",
         action="store_true",
-        help="choose placement, degrees, schedule and microbatches for --gpus GPUs and say why; what the config fixes "
-        "stays if it has parallel.plan = 'auto', else all of [parallel] is open",
+        help="choose placement, degrees, schedule and microbatches for --gpus GPUs and say why; a layout in [parallel] "
+        "counts only beside parallel.plan = 'auto', its links always",
     )
     plan.add_argument("--gpus", type=int, metavar="N", help="with --auto: GPUs to use, all of them")
     plan.add_argument("--memory", type=float, metavar="GB", help="with --auto: memory of each GPU in 10^9 bytes")
-    plan.add_argument("--out", type=Path, metavar="FILE", help="with --auto: write the plan.lock there")
+    plan.add_argument("--out", type=_path, metavar="FILE", help="with --auto: write the plan.lock there")
 
     simulate = commands.add_parser(
         "simulate",
@@ -307,7 +317,7 @@ def parser() -> argparse.ArgumentParser:
         description="Play one step of the config's schedule, and draw it; or, with --trace, hours of training on nodes "
         "that fail and come (docs/simulated-failures.md).",
     )
-    simulate.add_argument("config", type=Path, nargs="?", help="TOML file; not for --make-trace")
+    simulate.add_argument("config", type=_path, nargs="?", help="TOML file; not for --make-trace")
     _add_set(simulate)
     simulate.add_argument("--microbatches", type=int, help="microbatches per step (default: the config's)")
     simulate.add_argument(
@@ -316,10 +326,22 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIGMA",
         help="play all replicas, with samples of lognormal lengths of this sigma (0: alike), as arrays",
     )
-    simulate.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures and trace.json")
+    simulate.add_argument("--out", type=_path, default=Path("."), help="folder for the pictures and trace.json")
     _add_costs(simulate)
     _add_failures(simulate)
     return top
+
+
+def _local(text: str) -> str:
+    """A path on the command line: a local one."""
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _path(text: str) -> Path:
+    return Path(_local(text))
 
 
 def _add_set(command: argparse.ArgumentParser) -> None:
@@ -347,7 +369,7 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
         help="time every layer on this machine with a batch of the config's data (default: count FLOPs)",
     )
     command.add_argument(
-        "--costs", type=Path, metavar="FILE", help="costs.json of a run with log.predict: layers and links, measured"
+        "--costs", type=_path, metavar="FILE", help="costs.json of a run with log.predict: layers and links, measured"
     )
     command.add_argument(
         "--tflops", type=float, help="speed of a rank when FLOPs are counted (default: of a matrix product here)"
@@ -356,7 +378,7 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
 
 def _add_failures(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("failures of nodes", "without --trace or --make-trace none of these counts")
-    group.add_argument("--trace", type=Path, metavar="CSV", help="columns time, node, event (fail or join), warning")
+    group.add_argument("--trace", type=_path, metavar="CSV", help="columns time, node, event (fail or join), warning")
     group.add_argument("--make-trace", choices=["ec2", "gcp"], help="print a trace with a cloud's published rate")
     group.add_argument("--hours", type=float, help="how long (default: the trace's full hours; --make-trace: 12)")
     group.add_argument("--nodes", type=int, help="nodes at the start (default: the config's; --make-trace: 30)")
@@ -428,6 +450,16 @@ def _command(options: argparse.Namespace) -> int:
         return planning.plan(options) if options.command == "plan" else planning.simulate(options)
     finally:
         gc.enable()
+
+
+def _check_cache() -> None:
+    """Raises ConfigError for a folder in the environment that is none."""
+    try:
+        local_path(os.environ.get("INTERLACE_CACHE", ""))
+    except ValueError as error:
+        from interlace.train.config import ConfigError
+
+        raise ConfigError(f"INTERLACE_CACHE: {error}") from None
 
 
 def _kind_of(error: Exception) -> tuple[bool, bool]:

@@ -14,11 +14,9 @@ from bench.architectures_table import table
 from interlace.attention import hf
 from interlace.model import multimodal
 from interlace.model.trial import Packing
+from tests.bench.sweep import REPORT, ROWS, cases
 
 ROOT = Path(__file__).parents[2]
-REPORT = json.loads((ROOT / "bench" / "results" / "architectures.json").read_text())
-ROWS = {(row["kind"], row["model_type"]): row for row in REPORT["rows"]}
-CASES = [(kind, name, variant) for (kind, name), row in ROWS.items() for variant in row["variants"]]
 NAMED = [
     (LANGUAGE, "lfm2", "conv"),
     (LANGUAGE, "llama4_text", "default"),
@@ -53,11 +51,8 @@ def drawn(kind, outcome, count, *, seconds, seed=0):
     """Random cases of an outcome, of architectures that took the sweep at most so long."""
     fitting = [
         case
-        for case in CASES
-        if case[0] == kind
-        and ROWS[case[:2]]["variants"][case[2]]["outcome"] == outcome
-        and ROWS[case[:2]]["seconds"] <= seconds
-        and case not in (*NAMED, *MORE)
+        for case in cases(outcome)
+        if case[0] == kind and ROWS[case[:2]]["seconds"] <= seconds and case not in (*NAMED, *MORE)
     ]
     return random.Random(seed).sample(fitting, min(count, len(fitting)))
 

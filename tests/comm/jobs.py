@@ -82,7 +82,7 @@ def reduced(parts: Sequence[Tensor], op: str = "sum") -> Tensor:
         else:
             total = (torch.maximum if op == "max" else torch.minimum)(total, part.to(wide))
     if op == "mean":
-        total = total / len(parts) if dtype.is_floating_point else total // len(parts)
+        total = total / len(parts)
     return total.to(dtype)
 
 

@@ -90,7 +90,7 @@ COLLECTIVES = st.one_of(
     st.tuples(st.just("reduce"), SHAPES, FLOATS, st.sampled_from(sorted(OPS))),
     st.tuples(st.just("scatter"), SHAPES, FLOATS, st.sampled_from(sorted(OPS))),
     st.tuples(st.just("exchange"), SHAPES, FLOATS),
-)
+).filter(lambda call: call[2:] != (torch.int32, "mean"))  # refused before anybody is asked: test_collectives.py
 
 
 def ran(group: Transport, call: tuple[Any, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None, str]:

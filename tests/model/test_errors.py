@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import MllamaForCausalLM
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from interlace.model import Media, ModalityModule, MultimodalModel, Sample
+from tests.model import wholes
 from tests.model.zoo import MELS, build, clip, llama, qwen2, sample, siglip, whisper
 
 
@@ -275,3 +278,25 @@ def test_what_is_no_list_of_samples_is_named():
         mllm.generate(vars(one))
     with pytest.raises(TypeError, match=r"takes a batch, not a list: mllm\(\*\*mllm.collate\(samples\)\)"):
         mllm([one])
+
+
+def mllama_text():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+    given = {"num_key_value_heads": 1, "vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return MllamaForCausalLM(MllamaTextConfig(**sizes, **given, cross_attention_layers=[1, 3]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (mllama_text, r"MllamaForCausalLM has layers that only features .* come through, 1, 3 of 'model.layers'"),
+        (wholes.CASES["llava"].make, r"LlavaForConditionalGeneration has an encoder of its own, 'model.vision_tower'"),
+        (wholes.CASES["qwen2_vl"].make, r"Qwen2VLForConditionalGeneration has an encoder of its own, 'model.visual'"),
+    ],
+    ids=["cross-attention", "tower", "tower of patches"],
+)
+def test_parts_of_a_language_model_that_no_encoder_feeds_are_refused(make, message):
+    """They would be trained by name, and never have a gradient; by themselves such models read text."""
+    MultimodalModel({}, make())
+    with pytest.raises(ValueError, match=message):
+        MultimodalModel({"vision": ModalityModule(siglip())}, make(), placeholders={"vision": 46})

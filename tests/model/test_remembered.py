@@ -15,7 +15,8 @@ from torch import nn
 
 from interlace.model import MultimodalModel, remembered, trial_language, whole_trial
 from interlace.model.collate import JOINED
-from interlace.model.remembered import decoded, encoded, keep_in
+from interlace.model.describe import counted
+from interlace.model.remembered import decoded, encoded, keep_in, spelled
 from interlace.model.trial_encoder import encoder_cuts, encoder_packing, encoder_takes_any_order
 from tests.model import wholes
 from tests.tiny import tiny_mllm
@@ -233,3 +234,20 @@ def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path) -> None
 def test_answers_come_back_as_they_were() -> None:
     for value in (None, True, 2, 0.5, "a", [True, False], (1, (2, "b")), {"a": (1,)}, frozenset({"b", "a"})):
         assert decoded(json.loads(json.dumps(encoded(value)))) == value
+
+
+def test_what_an_answer_follows_from_is_spelled_alike_in_every_process() -> None:
+    """The order of a set goes by how it was made, of words by the process."""
+    one, other = frozenset([0, 8]), frozenset([8, 0])
+    assert one == other and repr(one) != repr(other) and spelled(one) == spelled(other)
+    feed = tiny_mllm(encoders=("vision",)).encoders["vision"].feed
+    assert json.loads(spelled(feed))["ImageInputs"] and decoded(json.loads(spelled(feed))) == feed
+
+
+def test_counts_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {name: counted(tiny_mllm(), name) for name in tiny_mllm().modules_order()}
+    forget()
+    for where in ("_language", "_encoder"):
+        monkeypatch.setattr(f"interlace.model.describe.{where}", never)
+    assert {name: counted(tiny_mllm(), name) for name in tiny_mllm().modules_order()} == first
+    assert not any(found.why for found in first.values())

@@ -11,10 +11,11 @@ import pytest
 
 from interlace.cli import main
 from interlace.data import ByteTokenizer
+from interlace.run import parallelize
 from interlace.train import config as configs
 from interlace.train.build import build, build_layout, stored_weights
 from interlace.train.config import ConfigError
-from interlace.train.media_specs import media_specs
+from interlace.train.media_specs import check_inputs
 from tests.train.test_build import TABLE
 
 OWN = "tests.train.own_modules"
@@ -82,7 +83,7 @@ def table_with(override: str) -> configs.Config:
 def made(config: configs.Config) -> None:
     model: Any = build(config, ByteTokenizer(config.model.encoders()), source="hostile.toml")
     build_layout(config, model, source="hostile.toml")
-    media_specs(config, model, source="hostile.toml")
+    check_inputs(config, model, source="hostile.toml")
 
 
 @pytest.mark.parametrize(("override", "message"), WRONG)
@@ -145,3 +146,62 @@ def test_the_command_says_it_and_exits_with_2(tmp_path: Path, capsys: pytest.Cap
     assert main(["plan", str(path)]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and "did you mean 'SiglipVisionModel'?" in lines[0] and str(path) in lines[0]
+
+
+NOT_FED = {
+    "a tower of patches": (
+        "model.vision={architecture='Qwen2VisionTransformerPretrainedModel',config={embed_dim=16,hidden_size=16,depth=1,"
+        "num_heads=2,patch_size=4}}",
+        "Qwen2VisionTransformerPretrainedModel takes no pictures (3, height, width) of square patches",
+    ),
+    "an encoder of waves": (
+        "model.audio={architecture='Wav2Vec2Model',config={hidden_size=16,intermediate_size=24,num_hidden_layers=1,"
+        "num_attention_heads=2,conv_dim=[8],conv_kernel=[10],conv_stride=[5],num_conv_pos_embeddings=4,num_conv_pos_embedding_groups=2,mask_time_prob=0.0,layerdrop=0.0}}",
+        "Wav2Vec2Model takes no (mel bins, frames) of 10 ms",
+    ),
+    "no pictures": (
+        "model={audio={architecture='WhisperEncoder'},language_model={architecture='LlamaForCausalLM'}}",
+        "the digits are images, but the model has no encoder of images",
+    ),
+}
+COMMANDS = {
+    "train": ["train"],
+    "plan": ["plan", "--tflops", "1"],
+    "simulate": ["simulate", "--tflops", "1"],
+    "auto": ["plan", "--auto", "--gpus", "2", "--memory", "10", "--tflops", "1"],
+    "mask": ["mask"],
+}
+
+
+@pytest.mark.parametrize("case", NOT_FED)
+def test_every_command_refuses_what_training_refuses(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    override, message = NOT_FED[case]
+    path = tmp_path / "mine.toml"
+    path.write_text(configs.dumps_table(TABLE))
+    said = {}
+    for name, (command, *options) in COMMANDS.items():
+        changes = [override, f'run.folder="{tmp_path / "runs"}"', f'data.cache="{tmp_path / "cache"}"']
+        words = [word for change in changes for word in ("--set", change)]
+        assert main([command, str(path), *words, *options]) == 2, name
+        said[name] = capsys.readouterr().err.strip().splitlines()
+    assert len(said["plan"]) == 1 and message in said["plan"][0]
+    assert all(lines == said["plan"] for lines in said.values()), said
+
+
+def test_plan_refuses_a_cut_that_training_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-2 adds positions between its embeddings and its layers: with weights that its first stage alone has."""
+    table = copy.deepcopy(TABLE)
+    del table["model"]["audio"]
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "n_inner": 24, "attn_pdrop": 0.0}
+    table["model"]["language_model"] = {"architecture": "GPT2LMHeadModel", "config": sizes}
+    path = tmp_path / "mine.toml"
+    path.write_text(configs.dumps_table(table | {"parallel": {"language_model": {"pp": 2}}}))
+    made = configs.load(path)
+    model: Any = build(made, ByteTokenizer(made.model.encoders()), source=str(path))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot start after its first layers") as error:
+        parallelize(model, build_layout(made, model, source=str(path)))
+    for command in (["plan"], ["simulate", "--out", str(tmp_path)]):
+        assert main([command[0], str(path), "--tflops", "1", *command[1:]]) == 2
+        assert capsys.readouterr().err.strip() == f"interlace: {path}: [parallel]: {error.value}"

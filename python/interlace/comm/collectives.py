@@ -89,7 +89,7 @@ def reduce_scatter_tensor(
     Args:
         output: this rank's piece: [n, ...].
         input: the pieces for all ranks, in their order: [world * n, ...] or [world, n, ...].
-        op: differentiable for SUM and AVG.
+        op: differentiable for SUM and AVG; AVG is for floating-point dtypes.
 
     Other arguments and errors as for `all_gather_into_tensor`.
     """
@@ -234,7 +234,7 @@ def reduce_in_order(parts: Sequence[Tensor], output: Tensor, op: str = "sum") ->
         else:
             (torch.maximum if op == "max" else torch.minimum)(total, part.to(wide), out=total)
     if op == "mean":
-        total = total / len(parts) if output.is_floating_point() else total // len(parts)
+        total = total / len(parts)
     output.copy_(total)
 
 
@@ -357,8 +357,11 @@ def _reduction(name: str, op: Any, dtype: torch.dtype) -> str:
         raise ValueError(f"{name}: op {op} is not supported: use ReduceOp.SUM, AVG, MAX or MIN")
     if dtype not in _REDUCED:
         raise ValueError(f"{name}: {dtype} is not reduced: convert the tensor (complex: torch.view_as_real)")
-    if dtype == torch.bool and _NAMES[op] == "mean":
-        raise ValueError(f"{name}: bool has no mean: convert the tensor first")
+    if not dtype.is_floating_point and _NAMES[op] == "mean":
+        raise ValueError(
+            f"{name}: AVG of {dtype} would be rounded: convert the tensor to a floating-point dtype, or use SUM and "
+            "divide"
+        )
     return _NAMES[op]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from interlace.attention.op import _backward as attention_backward
 from interlace.attention.op import _forward as attention_forward
@@ -27,6 +27,7 @@ from interlace.attention.plan import AttentionPlan
 from interlace.model.naming import LANGUAGE_MODEL
 from interlace.model.placeholders import blank_id, token_ids
 from interlace.model.sample import IGNORE, Sample
+from interlace.model.slice import clone
 from interlace.model.standin import kind_of
 
 if TYPE_CHECKING:
@@ -94,6 +95,20 @@ class Found(NamedTuple):
     output: Tensor
 
 
+class Forward(NamedTuple):
+    """FLOPs of the products of one forward. layers: of each layer; pairs: of each, per pair of a query and a key that
+    its attention computes with; around: of what lies before and after the layers, by the names that were given."""
+
+    layers: tuple[float, ...]
+    pairs: tuple[float, ...]
+    around: dict[str, float]
+
+    @property
+    def products(self) -> float:
+        """Of all, without attention."""
+        return sum(self.layers) + sum(self.around.values())
+
+
 class _Segment(NamedTuple):
     """A layer or projector that was called: its own outputs (none where it is like one before), what others were given
     in their place, and what it was given, with what it computed with in its place. Of what has gradients."""
@@ -108,10 +123,15 @@ class _Segment(NamedTuple):
 
 
 class _Tally(TorchDispatchMode):
-    """Counts the products of a forward and of backwards, and notes calls of attention with their plans."""
+    """Counts the products of a forward and of backwards, and notes calls of attention with their plans.
 
-    def __init__(self) -> None:
+    owners: storage of a weight -> the key that its products count for where nothing else is counted for.
+    """
+
+    def __init__(self, owners: Mapping[int, Any] | None = None) -> None:
         super().__init__()
+        self.owners = owners or {}
+        self.rest: Any = None  # what others count for then
         self.key: Any = None  # what is counted for
         self.in_backward = False
         self.sums: dict[Any, list[int]] = {}  # of forward and backward, by key
@@ -131,15 +151,21 @@ class _Tally(TorchDispatchMode):
         elif packet is _ATTENTION_BACKWARD:
             self._went_back(args[2], args[4], args[7])
         elif packet in _DENSE:
-            self._add(sdpa_flop_count(*(args[i].shape for i in range(3))))
+            self._add(sdpa_flop_count(*(args[i].shape for i in range(3))), args)
+        elif packet in _DENSE_BACKWARD:
+            self._add(sdpa_backward_flop_count(*(args[i].shape for i in range(4))), args)
         elif packet in flop_registry:
-            self._add(flop_registry[packet](*args, **kwargs, out_val=result))
-        elif (name := packet.__name__) not in _PLAIN and any(word in name for word in TOLD):
+            self._add(flop_registry[packet](*args, **kwargs, out_val=result), args)
+        elif not (name := packet.__name__).startswith(PLAIN) and any(word in name for word in TOLD):
             raise Uncountable(f"nobody knows how many operations {func.name()} takes")
         return result
 
-    def _add(self, flops: Any) -> None:
-        self.sums.setdefault(self.key, [0, 0])[self.in_backward] += int(flops)
+    def _add(self, flops: Any, operands: Sequence[Any]) -> None:
+        key = self.key
+        if key is None:
+            storages = (x.untyped_storage()._cdata for x in operands if isinstance(x, Tensor))
+            key = next((self.owners[each] for each in storages if each in self.owners), self.rest)
+        self.sums.setdefault(key, [0, 0])[self.in_backward] += int(flops)
 
     @contextmanager
     def counting(self, key: Any) -> Iterator[None]:
@@ -183,39 +209,44 @@ def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _ATTENTION = attention_forward._opoverload._overloadpacket
 _ATTENTION_BACKWARD = attention_backward._opoverload._overloadpacket
-_DENSE = {
-    packet
-    for name in ("_scaled_dot_product_flash_attention_for_cpu",)
-    if (packet := getattr(torch.ops.aten, name, None)) is not None
-}
-_PLAIN = {"upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"}
+_DENSE, _DENSE_BACKWARD = (
+    {packet for name in names if (packet := getattr(torch.ops.aten, name, None)) is not None}
+    for names in (
+        ("_scaled_dot_product_flash_attention_for_cpu",),
+        ("_scaled_dot_product_flash_attention_for_cpu_backward",),
+    )
+)
+PLAIN = ("upsample_", "_upsample_")  # how names begin of what is no product, though a word of TOLD is in them
 
 
 class Run:
     """A module of a model on fake tensors, which can be run on several inputs."""
 
     def __init__(self, mllm: MultimodalModel, name: str) -> None:
-        count = len(mllm.layer_list(name))
-        self.stage = mllm.slice(name, 0, count, copy="modules", checkpointing="none")
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        layers = self.stage.layers
+        layers = mllm.layer_list(name)
         root: Any = mllm.language_model if name == LANGUAGE_MODEL else mllm.encoders[name].module
         self._kinds = [
-            (kind_of(root, layer, i, count), tuple(p.requires_grad for p in layer.parameters()))
-            for i, layer in enumerate(mllm.layer_list(name))
+            (kind_of(root, layer, i, len(layers)), tuple(p.requires_grad for p in layer.parameters()))
+            for i, layer in enumerate(layers)
         ]
+        owner = root if name == LANGUAGE_MODEL else mllm.encoders[name]
+        memo = _one_of_each_kind(layers, self._kinds, {id(each): each for each in owner.parameters()})
+        self.stage = mllm.slice(name, 0, len(layers), copy=memo, checkpointing="none")
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         choose_experts(self.stage)
         give_shapes(self.stage, self.mode, torch.float32)  # frozen weights may lie in 16 bits
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.stage.layers):
             layer.__dict__["forward"] = MethodType(_segment(self._layer, index), layer)
         self.projector: Any = None
         if self.stage.is_encoder:
-            self.projector = self.stage.encoders[name].projector  # type: ignore[union-attr]
+            self.encoder: Any = self.stage.encoders[name]  # type: ignore[index]
+            self.projector = self.encoder.projector
         if self.projector is not None:
             self.projector.__dict__["forward"] = MethodType(_segment(self._project, -1), self.projector)
 
     def __call__(self, inputs: dict[str, Any]) -> Found:
         self.tally = tally = _Tally()
+        self._after: Any = None  # what counts for what when the layers have begun
         self._known: dict[Any, Any] = {}
         self._segments: list[_Segment] = []
         with _swept(), tally:
@@ -229,7 +260,7 @@ class Run:
             forward, backward = tally.sums.get(key, (0, 0))
             back = 1 if key is None else went[key]
             found = Products(count * forward, back * backward, back * forward)
-            if key == _PROJECTOR:
+            if key == PROJECTOR:
                 projected = found._replace(again=0)
             elif key is not None:
                 inside = inside.plus(found)
@@ -245,12 +276,43 @@ class Run:
             made.detach().requires_grad_(made.requires_grad),
         )
 
+    def forward(
+        self, inputs: dict[str, Any], before: Mapping[str, nn.Module], after: Mapping[str, nn.Module]
+    ) -> Forward:
+        """FLOPs of one forward. before, after: parts of the stage around its layers, by name; what multiplies with the
+        weights of none of them counts for the last before or the first after the layers."""
+        parts = {**before, **after}
+        owners = {p.untyped_storage()._cdata: name for name, part in parts.items() for p in part.parameters()}
+        self.tally = tally = _Tally(owners)
+        self._known, self._segments = {}, []
+        tally.rest = next(reversed([*before]), None)
+        self._after = next(iter(after), tally.rest)
+        with _swept(), torch.no_grad(), tally:
+            self.stage(inputs)
+        sums = {key: float(forward) for key, (forward, _) in tally.sums.items()}
+        pairs = {
+            key: float(sum(Attends(heads, size, values, False, None).forward(1) for heads, size, values, *_ in calls))
+            for key, calls in tally.calls.items()
+        }
+        times, alike, count = Counter(segment.key for segment in self._segments), Counter(self._kinds), len(self._kinds)
+
+        def of_layers(found: Mapping[Any, float]) -> tuple[float, ...]:
+            """Of each; what belongs to no layer and to no part is shared out among all layers."""
+            of_kind: dict[Any, float] = dict.fromkeys(self._kinds, 0.0)
+            for key, number in times.items():
+                if key != PROJECTOR:
+                    of_kind[key[0]] += number * found.get(key, 0.0)
+            return tuple(of_kind[kind] / alike[kind] + found.get(None, 0.0) / count for kind in self._kinds)
+
+        return Forward(of_layers(sums), of_layers(pairs), {name: sums.get(name, 0.0) for name in (*parts, PROJECTOR)})
+
     def _layer(self, index: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.tally.rest = self._after
         entering = tuple((tuple(x.shape), x.requires_grad) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
         return self._call((self._kinds[index], entering), layer, args, kwargs)
 
     def _project(self, _: int, projector: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._call(_PROJECTOR, projector, args, kwargs)
+        return self._call(PROJECTOR, projector, args, kwargs)
 
     def _call(self, key: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a layer gives, as tensors that nothing led to: its backward comes later, by itself."""
@@ -326,7 +388,21 @@ def _comes_from(value: Tensor, leaves: set[int]) -> bool:
     return False
 
 
-_PROJECTOR = "projector"
+PROJECTOR = "projector"
+
+
+def _one_of_each_kind(layers: nn.ModuleList, kinds: Sequence[Any], memo: dict[int, Any]) -> dict[int, Any]:
+    """`memo` of `copy.deepcopy`, with which a copy of what holds these layers has inside of each what the first of its
+    kind has: no other is run."""
+    first: dict[Any, nn.Module] = {}
+    for layer, kind in zip(layers, kinds, strict=True):
+        if kind not in first:
+            first[kind] = copy.deepcopy(layer, memo)
+            continue
+        memo[id(layer)] = own = clone(layer)  # with its hooks, which may know which layer it is
+        for table in ("_parameters", "_buffers", "_modules"):
+            vars(own)[table] = vars(first[kind])[table].copy()
+    return memo
 
 
 def _segment(run: Callable[..., Any], index: int) -> Callable[..., Any]:
@@ -389,15 +465,21 @@ def _swept() -> Iterator[None]:
 
 
 def blank_inputs(
-    mllm: MultimodalModel, features: Mapping[str, Tensor], count: int, targets: int, mode: FakeTensorMode
+    mllm: MultimodalModel,
+    features: Mapping[str, Tensor],
+    count: int,
+    targets: int,
+    mode: FakeTensorMode,
+    length: int | None = None,
 ) -> dict[str, Any]:
-    """Inputs of the language model for `count` samples of `blank_length` blank tokens, the first `targets` of which
-    have a target, as a batch collates them.
+    """Inputs of the language model for `count` samples of `length` blank tokens (default: `shortest`), the first
+    `targets` of which have a target, as a batch collates them.
 
     features: encoder -> features [n, D] as it gives them. The last tokens stand for one row of each, so that their
     gradients are wanted where the features' are; the rows are fake tensors of `mode`.
     """
-    settings, length = mllm.language_settings, blank_length(mllm)
+    settings = mllm.language_settings
+    length = shortest(mllm) if length is None else length
     ordinary = blank_id(settings.placeholders)
     labels = torch.full((length,), IGNORE)
     labels[:targets] = (ordinary + 1) % mllm.vocab_size  # no copy of the ids
@@ -411,6 +493,6 @@ def blank_inputs(
     return made
 
 
-def blank_length(mllm: MultimodalModel) -> int:
-    """Tokens of a sample of `blank_inputs`: few, and no more than the language model has positions for."""
+def shortest(mllm: MultimodalModel) -> int:
+    """Tokens of the shortest sample with which a language model is run: few, and no more than it has positions for."""
     return min(LENGTH, mllm.max_length or LENGTH)

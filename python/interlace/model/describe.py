@@ -1,12 +1,32 @@
-"""What the layers of a module cost: parameters and an estimate of forward FLOPs per token, for partitioning."""
+"""Costs of the layers of a module: parameters, and FLOPs of a forward per token. Layouts are cut by these.
+
+FLOPs are those that MFU counts (`counted.py`): products of all kinds, of experts those that a router chooses, and
+attention per key that a token sees. A layer that sees a window only is charged for all keys, as those of its item.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
+
+from interlace.model.counted import Forward, Run, blank_inputs, shortest
+from interlace.model.language import merge_tokens
+from interlace.model.naming import LANGUAGE_MODEL
+from interlace.model.remembered import remembered
+from interlace.model.sample import Media
+from interlace.model.standin import plainly
+from interlace.model.trial import one_line
+from interlace.model.trial_encoder import known
+from interlace.model.untried import gave_up
+
+if TYPE_CHECKING:
+    from interlace.model.multimodal import MultimodalModel
+
+LONGEST = 1024  # tokens of a sample by which a language model is counted, at most
+ALIKE = 0.01  # as far as products of two samples, relative to their tokens, may differ
 
 
 @dataclass(frozen=True)
@@ -39,35 +59,22 @@ class LayerInfo:
     parts: tuple[LayerPart, ...]
 
 
-def describe_layers(root: nn.Module, prefix: str, path: str, context: float, downsample: int = 1) -> list[LayerInfo]:
-    """LayerInfo for each layer of the ModuleList at `path` inside `root`, whose name in the whole model is `prefix`.
-
-    context: keys that a query sees, for the attention term 4 * context * width. downsample: tokens that the projector
-    takes as one.
-    """
+def describe_layers(mllm: MultimodalModel, name: str, context: float) -> list[LayerInfo]:
+    """LayerInfo for each layer of module `name`. context: keys that a token sees, which attention's FLOPs go by."""
+    root, path = _root(mllm, name)
+    prefix = name if name == LANGUAGE_MODEL else f"encoders.{name}"
     before, after = _around(root, path)
-    layers = root.get_submodule(path)
-    rates: list[
-        float
-    ] = []  # outputs of a prologue part per token of the layers: strided convolutions after it thin them out
-    rate = 1.0
-    for _, part in reversed(before):
-        rates.insert(0, rate)
-        rate *= math.prod(math.prod(conv.stride) for conv in part.modules() if isinstance(conv, nn.Conv1d))
+    found = counted(mllm, name)
     infos = []
-    count = len(list(layers.children()))
-    for i, (key, layer) in enumerate(layers.named_children()):
+    layers = list(root.get_submodule(path).named_children())
+    for i, (key, layer) in enumerate(layers):
         parts = []
         if i == 0:
-            parts += [
-                _part(f"{prefix}.{name}", "prologue", part, rate=rate)
-                for (name, part), rate in zip(before, rates, strict=True)
-            ]
-        parts.append(_part(f"{prefix}.{path}.{key}", "layer", layer, 4.0 * context * _attention_width(layer)))
-        if i == count - 1:
-            for name, part in after:
-                rate = 1.0 / downsample if name == "projector" else 1.0
-                parts.append(_part(f"{prefix}.{name}", "epilogue", part, rate=rate))
+            parts += [_part(f"{prefix}.{at}", "prologue", part, found.around[at]) for at, part in before]
+        flops = found.layers[i] + found.pairs[i] * context
+        parts.append(_part(f"{prefix}.{path}.{key}", "layer", layer, flops))
+        if i == len(layers) - 1:
+            parts += [_part(f"{prefix}.{at}", "epilogue", part, found.around[at]) for at, part in after]
         infos.append(
             LayerInfo(
                 index=i,
@@ -79,6 +86,13 @@ def describe_layers(root: nn.Module, prefix: str, path: str, context: float, dow
             )
         )
     return infos
+
+
+def _root(mllm: MultimodalModel, name: str) -> tuple[nn.Module, str]:
+    """Module `name`, and the path of its layers in it."""
+    if name == LANGUAGE_MODEL:
+        return mllm.language_model, mllm.language_settings.layer_path
+    return mllm.encoders[name], f"module.{mllm.encoders[name].layer_path}"
 
 
 def _around(root: nn.Module, path: str) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
@@ -106,27 +120,115 @@ def _around(root: nn.Module, path: str) -> tuple[list[tuple[str, nn.Module]], li
     return before, after
 
 
-def _part(name: str, kind: str, module: nn.Module, extra: float = 0.0, rate: float = 1.0) -> LayerPart:
+def _part(name: str, kind: str, module: nn.Module, flops: float) -> LayerPart:
     return LayerPart(
         name=name,
         kind=kind,
         parameters=sum(p.numel() for p in module.parameters()),
-        forward_flops=rate * sum(_flops(module)) + extra,
+        forward_flops=flops,
         trainable=any(p.requires_grad for p in module.parameters()),
     )
 
 
-def _flops(module: nn.Module) -> Iterator[float]:
-    """Forward FLOPs per output token of the linear maps inside; lookups, norms and activations count as nothing."""
-    for part in module.modules():
-        if isinstance(part, (nn.Linear, nn.Conv1d, nn.Conv2d)):
-            yield 2.0 * part.weight.numel()
+# ---------------------------------------------------------------------- FLOPs
 
 
-def _attention_width(layer: nn.Module) -> int:
-    """Query heads x head dimension of a layer, from its query projection; 0 if it has none by that name."""
-    for name, part in layer.named_modules():
-        name = name.removesuffix(".base_layer")  # of a layer with an adapter
-        if isinstance(part, nn.Linear) and name.rsplit(".", 1)[-1] in ("q_proj", "query", "wq", "q"):
-            return part.out_features
-    return 0
+class Counted(NamedTuple):
+    """FLOPs of a module, per token of it: see `Forward`. length: tokens of the sample by which they were counted.
+    why: it cannot be counted, so these are an estimate; "" where they are counted."""
+
+    layers: tuple[float, ...]
+    pairs: tuple[float, ...]
+    around: dict[str, float]
+    length: int
+    why: str = ""
+
+
+def counted(mllm: MultimodalModel, name: str) -> Counted:
+    """FLOPs of a forward of module `name`, counted once for modules of one structure in a run on shapes (`counted.py`).
+    A module that cannot be run so is estimated by its weights."""
+    root, _ = _root(mllm, name)
+    structure = list(root.modules())
+    kept = mllm._counted.get(name)
+    if kept is None or kept[0] != structure:
+        kept = mllm._counted[name] = structure, _remembered(mllm, name)
+    found: Counted = kept[1]
+    return found
+
+
+def _remembered(mllm: MultimodalModel, name: str) -> Counted:
+    def count() -> tuple[Any, ...]:
+        try:
+            with plainly():
+                return tuple(_language(mllm) if name == LANGUAGE_MODEL else _encoder(mllm, name))
+        except Exception as error:  # whatever a model may raise
+            gave_up(error)
+            return tuple(_estimated(mllm, name, f"{type(error).__name__}: {one_line(error)}"))
+
+    key = _key(mllm, name)
+    module = mllm.language_model if name == LANGUAGE_MODEL else mllm.encoders[name].module
+    return Counted(*(count() if key is None else remembered("products", module, key, count)))
+
+
+def _key(mllm: MultimodalModel, name: str) -> tuple[Any, ...] | None:
+    """What the FLOPs of a module follow from, beside HuggingFace's module; None where code of the user has a part."""
+    if name == LANGUAGE_MODEL:
+        settings = mllm.language_settings
+        if settings.preprocess or settings.postprocess or settings.merge is not merge_tokens:
+            return None
+        return settings.layer_path, mllm.max_length, settings.packing, settings.limit, settings.ends_with_head
+    encoder = mllm.encoders[name]
+    callbacks = (encoder.preprocess, encoder.postprocess, encoder.postprocess_projector, encoder._collate)
+    projector = encoder.projector
+    if any(callbacks) or not (projector is None or type(projector).__module__.startswith("interlace.")):
+        return None
+    own = encoder.packing, encoder.prefix, encoder.downsample, encoder.out_features
+    return *known(encoder), *own, repr(encoder.projector_config), repr(projector)
+
+
+def _language(mllm: MultimodalModel) -> Counted:
+    """By a sample that is long enough: a recurrence is computed in chunks, and what fills up the last one counts less
+    in longer samples."""
+    run, length, most = Run(mllm, LANGUAGE_MODEL), shortest(mllm), min(LONGEST, mllm.max_length or LONGEST)
+    around = [dict(parts) for parts in _around(run.stage.language_model, mllm.language_settings.layer_path)]
+
+    def forward(tokens: int) -> Forward:
+        return run.forward(blank_inputs(mllm, {}, 1, tokens, run.mode, tokens), *around)
+
+    found = forward(length)
+    while 2 * length <= most:
+        longer = forward(2 * length)
+        if abs(longer.products - 2 * found.products) <= ALIKE * longer.products:
+            break
+        found, length = longer, 2 * length
+    return _per_token(found, length)
+
+
+def _encoder(mllm: MultimodalModel, name: str) -> Counted:
+    """By an item of the size that the encoder was configured for."""
+    encoder, run = mllm.encoders[name], Run(mllm, name)
+    around = [dict(parts) for parts in _around(run.encoder, f"module.{encoder.layer_path}")]
+    item = encoder.default
+    media = Media(item.shape, encoder.tokens(*item), torch.zeros(item.shape), about=item.about)
+    return _per_token(run.forward(encoder.collate([media]), *around), encoder.nominal_length)
+
+
+def _per_token(found: Forward, tokens: int) -> Counted:
+    around = {name: flops / tokens for name, flops in found.around.items()}
+    return Counted(tuple(flops / tokens for flops in found.layers), found.pairs, around, tokens)
+
+
+def _estimated(mllm: MultimodalModel, name: str, why: str) -> Counted:
+    """Every matrix multiplies every token once, and attention is as wide as the hidden state."""
+    root, path = _root(mllm, name)
+    before, after = _around(root, path)
+    config: Any = mllm.language_model.config
+    width = config.get_text_config().hidden_size if name == LANGUAGE_MODEL else mllm.encoders[name].hidden_size
+    layers = [_of_weights(layer) for layer in root.get_submodule(path).children()]
+    around = {name: _of_weights(part) for name, part in before + after}
+    return Counted(tuple(layers), (4.0 * width,) * len(layers), around, shortest(mllm), why)
+
+
+def _of_weights(module: nn.Module) -> float:
+    inside = (part for part in module.modules() if not isinstance(part, nn.Embedding))
+    return sum(2.0 * p.numel() for part in inside for p in part.parameters(recurse=False) if p.dim() > 1)

@@ -29,7 +29,8 @@ from interlace.attention._hf_limits import EVERYTHING
 from interlace.attention.plan import AttentionPlan
 from interlace.masks import NO_WINDOW, BitfieldMask
 from interlace.model.clips import ClipInputs
-from interlace.model.counted import Attends, Found, Products, Run, Uncountable, blank_inputs, blank_length
+from interlace.model.counted import Attends, Found, Products, Run, Uncountable, blank_inputs
+from interlace.model.describe import counted
 from interlace.model.feed import Item
 from interlace.model.images import ImageInputs
 from interlace.model.naming import LANGUAGE_MODEL
@@ -59,15 +60,14 @@ class Language(NamedTuple):
 def count_language(mllm: MultimodalModel, features: Mapping[str, torch.Tensor]) -> Language:
     """features: encoder -> what it gives [n, D], with gradients or without, of those that a sample has items of.
 
-    Raises Uncountable where its products are not linear in tokens and targets.
+    Raises Uncountable where its products are not linear in samples and targets.
     """
-    run = Run(mllm, LANGUAGE_MODEL)
-    length = blank_length(mllm)
+    run, length = Run(mllm, LANGUAGE_MODEL), counted(mllm, LANGUAGE_MODEL).length
     if length < len(features) + 2:
         raise Uncountable(f"the language model has positions for {length} tokens")
 
     def found(count: int, targets: int) -> tuple[Found, AttentionPlan]:
-        made = blank_inputs(mllm, features, count, targets, run.mode)
+        made = blank_inputs(mllm, features, count, targets, run.mode, length)
         plan: AttentionPlan = made["plan"]
         return run(made), plan
 
@@ -75,10 +75,9 @@ def count_language(mllm: MultimodalModel, features: Mapping[str, torch.Tensor]) 
     token, target = [], []
     for a, b, c in zip(one.inside, more.inside, proof.inside, strict=True):
         per_target, rest = divmod(b - a, 3)
-        per_token, left = divmod(a - per_target, length)
-        if rest or left or c != 2 * length * per_token + 6 * per_target:
+        if rest or c != 2 * (a - per_target) + 6 * per_target:
             raise Uncountable(f"products of {type(mllm.language_model).__name__} are not linear in tokens and targets")
-        token.append(per_token)
+        token.append(round((a - per_target) / length))
         target.append(per_target)
     kinds = {}
     for each in (plan, *(document.plan for document in plan.__dict__.get("_documents", ()))):

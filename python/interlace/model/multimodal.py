@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from interlace.model.modality import ModalityModule
 from interlace.model.module_folder import FACTS, load_projectors, read_modules, save_modules
 from interlace.model.naming import LANGUAGE_MODEL, resolve
 from interlace.model.placeholders import Ids, check_placeholders, configured
-from interlace.model.projector import unit_of
 from interlace.model.rows import ROWS
 from interlace.model.sample import IGNORE, Sample, check_samples, refuse_copies
 from interlace.model.shared import check_cut
@@ -33,7 +32,7 @@ from interlace.model.switch import use_bitfield_attention
 from interlace.model.trial_encoder import encoder_cuts
 from interlace.model.trial_language import allowed_cuts, caches_right, language_packing
 from interlace.model.whole import new_folder, put_together, read_whole, save_whole, take_apart
-from interlace.model.whole_parts import decoder_layers
+from interlace.model.whole_parts import check_fed, decoder_layers
 from interlace.model.whole_tower import WholeEncoder
 
 
@@ -131,9 +130,12 @@ class MultimodalModel(nn.Module):
             deepstack=deepstack,
         )
         self._packing = language_packing(language_model, self.language_settings, self.max_length)
+        if encoders:
+            check_fed(language_model, self.language_settings.layer_path, self._packing.unread)
         self.language_settings.packing, self.language_settings.limit = self._packing.name, self._packing.limit
         self.language_settings.ends_with_head = self._packing.ends_with_head
-        self._cuts: dict[str, list[bool]] = {}  # see slice
+        self._cuts: dict[str, list[bool | str]] = {}  # see slice
+        self._counted: dict[str, Any] = {}  # see describe.py
         self._caches: bool | None = None
         self._frozen: dict[str, bool] = {}  # see keep_frozen
         # Some weights are constants by design (Whisper's sinusoids): unfreezing must not make them trainable.
@@ -236,21 +238,15 @@ class MultimodalModel(nn.Module):
         return self.encoders[name].nominal_length
 
     def layers(self, name: str, *, context: float | None = None) -> list[LayerInfo]:
-        """The layers of module `name` with parameters and estimated forward FLOPs per token of that module.
+        """The layers of module `name` with parameters and counted forward FLOPs per token of that module.
 
         context: keys that a query sees on average (default: all of an item of `nominal_length`, and half for the
         language model, whose queries see what is before them).
         """
+        if context is None:
+            context = self.nominal_length(name) / (2 if name == LANGUAGE_MODEL else 1)
         self._check_module(name)
-        if name == LANGUAGE_MODEL:
-            keys = context if context is not None else self.nominal_length(name) / 2
-            return describe_layers(self.language_model, LANGUAGE_MODEL, self.language_settings.layer_path, keys)
-        encoder = self.encoders[name]
-        keys = context if context is not None else self.nominal_length(name)
-        path = f"module.{encoder.layer_path}"
-        return describe_layers(
-            encoder, f"encoders.{name}", path, keys, encoder.downsample * unit_of(encoder.projector) ** 2
-        )
+        return describe_layers(self, name, context)
 
     def tied_parameters(self) -> list[tuple[str, ...]]:
         """Groups of names that are one weight (tied embeddings), each with two names or more."""
@@ -259,22 +255,8 @@ class MultimodalModel(nn.Module):
             groups.setdefault(id(parameter), []).append(name)
         return [tuple(names) for names in groups.values() if len(names) > 1]
 
-    def slice(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-        *,
-        copy: bool | Literal["modules"] = False,
-        checkpointing: Checkpointing | None = None,
-    ) -> StageModule:
-        """Layers [start, stop) of module `name` as a pipeline stage.
-
-        The stage shares this model's parameters, and modules inside its layers, unless copy=True; with "modules" only
-        the parameters, for who puts others into their places. checkpointing: what its layers keep for backward, as in
-        `set_checkpointing` (None: as this model's). Raises ValueError for an unknown module, a range that its layers do
-        not have, and a cut where later layers need more of earlier ones than the hidden state.
-        """
+    def check_stage(self, name: str, start: int, stop: int) -> None:
+        """Raises ValueError as `slice` does, without making the stage."""
         total = len(self.layer_list(name))
         if not 0 <= start < stop <= total:
             raise ValueError(
@@ -285,6 +267,24 @@ class MultimodalModel(nn.Module):
             check_cut(self.language_model, total, start, stop)
             check_deepstack(type(self.language_model).__name__, self.language_settings.deepstack, start, stop, total)
         self._check_cuts(name, {start, stop} - {0, total})
+
+    def slice(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        *,
+        copy: bool | dict[int, Any] = False,
+        checkpointing: Checkpointing | None = None,
+    ) -> StageModule:
+        """Layers [start, stop) of module `name` as a pipeline stage.
+
+        The stage shares this model's parameters, and modules inside its layers, unless copy=True; or a memo of
+        `copy.deepcopy`, which says what has a copy already, or needs none. checkpointing: what its layers keep for
+        backward, as in `set_checkpointing` (None: as this model's). Raises ValueError for an unknown module, a range
+        that its layers do not have, and a cut where later layers need more of earlier ones than the hidden state.
+        """
+        self.check_stage(name, start, stop)
         root: nn.Module = self.language_model
         path, returned, zeros = self.language_settings.layer_path, self._packing.returned, False
         if name != LANGUAGE_MODEL:
@@ -292,12 +292,12 @@ class MultimodalModel(nn.Module):
             root, path = self.encoders[name], f"module.{self.encoders[name].layer_path}"
         recompute = self._checkpointing if checkpointing is None else checkpointing
         part = carve(
-            root, path, start, stop, share=not copy, checkpointing=recompute, returned=returned, zeros=zeros,
-            shared=root.parameters() if copy == "modules" else (),
+            root, path, start, stop, share=copy is False, checkpointing=recompute, returned=returned, zeros=zeros,
+            memo=copy if isinstance(copy, dict) else None,
         )  # fmt: skip
         if isinstance(part, ModalityModule):
             part.start, part.stop = start, stop
-        stage = StageModule(name, part, start, stop, total, self.language_settings, self._frozen)
+        stage = StageModule(name, part, start, stop, len(self.layer_list(name)), self.language_settings, self._frozen)
         return stage.train(self.training)
 
     # ------------------------------------------------------------------ freezing and modes
@@ -482,8 +482,10 @@ class MultimodalModel(nn.Module):
             self._cuts[name] = encoder_cuts(self.encoders[name])
         allowed = self._cuts[name]
         for cut in sorted(cuts):
+            if isinstance(refusal := allowed[cut], str):
+                raise ValueError(refusal)
             if not allowed[cut]:
-                others = [str(i) for i in range(1, len(allowed)) if allowed[i]]
+                others = [str(i) for i in range(1, len(allowed)) if allowed[i] is True]
                 raise ValueError(
                     f"{name}: {type(module).__name__} cannot be cut before layer {cut}: its later layers need more of "
                     "the earlier ones than the hidden state. "

@@ -91,9 +91,9 @@ def _kept(file: Path, answer: Callable[[], Any]) -> Any:
 
 
 def _is_answer(found: Any) -> bool:
-    """Whether a trial may answer so: a packing, yes or no (or in a word), or one of these per layer."""
-    return isinstance(found, (Packing, bool, str)) or (
-        isinstance(found, list) and bool(found) and all(isinstance(each, bool) for each in found)
+    """Whether a trial may answer so: a packing, yes or no (or in a word), one of these per layer, or counts."""
+    return isinstance(found, (Packing, bool, str, tuple)) or (
+        isinstance(found, list) and bool(found) and all(isinstance(each, (bool, str)) for each in found)
     )
 
 
@@ -183,6 +183,11 @@ def _versions() -> tuple[Any, ...]:
     files = sorted(path for pattern in ("*.py", "*.so") for path in root.rglob(pattern))
     own = [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return torch.__version__, transformers.__version__, zlib.crc32(repr(own).encode())
+
+
+def spelled(value: Any) -> str:
+    """The same text for the same value in every process, which the repr of a set is not. Raises as `encoded`."""
+    return json.dumps(encoded(value))
 
 
 def encoded(value: Any) -> Any:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
@@ -123,17 +123,17 @@ def carve(
     checkpointing: Checkpointing = "none",
     returned: Sequence[int | None] = (),
     zeros: bool = False,
-    shared: Iterable[Tensor] = (),
+    memo: dict[int, Any] | None = None,
 ) -> nn.Module:
     """What the stage of layers [start, stop) of the ModuleList at `path` needs of `module`; see the module docstring.
 
-    share: parameters are `module`'s own; otherwise independent copies (ties inside the stage are kept), but for
-    `shared`, which are not copied with the modules around them. The layers get activation checkpointing as asked,
-    without a change to `module`'s. returned: what each layer returns, as in Absent; by default all return their hidden
+    share: parameters are `module`'s own; otherwise independent copies (ties inside the stage are kept), made with
+    `memo` as `copy.deepcopy` takes it. The layers get activation checkpointing as asked, without a change to
+    `module`'s. returned: what each layer returns, as in Absent; by default all return their hidden
     state. zeros: what is hollow before the list gives zeros on the device that it is called on, for code that computes
     positions from shapes and devices along the way.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    memo = {} if memo is None else memo
 
     def take(value: Any) -> Any:
         return value if share else copy.deepcopy(value, memo)

@@ -242,18 +242,27 @@ def cheaply() -> Iterator[None]:
 
     On one thread: these operations are too small for more, which on a busy machine wait for each other.
     """
-    dtype, threads, large = torch.get_default_dtype(), torch.get_num_threads(), _large.set(set())
+    threads, large = torch.get_num_threads(), _large.set(set())
     try:
-        torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), _Sampled():
+        with plainly(), torch.random.fork_rng(devices=[]), torch.no_grad(), _Sampled():
             torch.manual_seed(0)
-            with torch.autocast("cpu", enabled=False):
-                yield
+            yield
     finally:
-        torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         _large.reset(large)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Inside, new tensors are float32 on the CPU, whatever the caller has set, and nothing is cast."""
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float32)
+        with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def takes(module: nn.Module, argument: str) -> bool:

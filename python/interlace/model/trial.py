@@ -35,6 +35,7 @@ class Packing:
     returned: the length of the tuple that each layer returns, None for a tensor (see Absent); empty if not known.
     limit: with a longer sample [tokens] in the batch each must be run alone (rotary frequencies that depend on the
     longest); None: however long they are. ends_with_head: a language model's logits are what its head gives, untouched.
+    unread: its layers that text does not come through.
     Of an encoder: width, of its features, 0 if not known; feed, how it is fed, as far as the trial told;
     implementation, of attention, if it has to be another than it has.
     """
@@ -43,6 +44,7 @@ class Packing:
     returned: tuple[int | None, ...] = ()
     limit: int | None = None
     ends_with_head: bool = False
+    unread: tuple[int, ...] = ()
     width: int = 0
     feed: Feed | None = None
     implementation: str = ""
@@ -137,14 +139,17 @@ def _raises(problem: Exception, run: Callable[[], object]) -> bool:
     return False
 
 
-def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool]:
-    """Tries all cuts at once, and one by one if that differs; run(bounds) gives outputs [T, D] of stages so bounded."""
+def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool | str]:
+    """For each layer, whether a stage may start with it, or why stages so cut refuse to run.
 
-    def right(*bounds: int) -> bool | None:
+    Tries all cuts at once, and one by one if that differs; run(bounds) gives outputs [T, D] of stages so bounded.
+    """
+
+    def right(*bounds: int) -> bool | str:
         try:
             return far([run(bounds)], [whole]) <= TOLERANCE
-        except ValueError:  # a stage refuses, and says why itself
-            return None
+        except ValueError as refusal:
+            return str(refusal)
         except Exception as problem:  # whatever a model may raise that misses what earlier layers would have made
             gave_up(problem)
             return False
@@ -154,9 +159,9 @@ def find_cuts(count: int, run: Callable[[Sequence[int]], Tensor]) -> list[bool]:
     except Exception as problem:  # as above
         gave_up(problem)
         return [True] * count
-    if right(*range(count + 1)):
+    if right(*range(count + 1)) is True:
         return [True] * count
-    return [cut == 0 or right(0, cut, count) is not False for cut in range(count)]
+    return [cut == 0 or right(0, cut, count) for cut in range(count)]
 
 
 def note_returns(layers: nn.ModuleList) -> list[int | None]:

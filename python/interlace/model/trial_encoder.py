@@ -18,7 +18,7 @@ from interlace.model.feed import Item
 from interlace.model.feeding import Feed
 from interlace.model.images import ImageInputs
 from interlace.model.patches import UNIT, PatchInputs
-from interlace.model.remembered import remembered
+from interlace.model.remembered import remembered, spelled
 from interlace.model.rows import ALONE, PACKED, ROWS
 from interlace.model.sample import Media
 from interlace.model.slice import carve, clone
@@ -51,12 +51,12 @@ def encoder_packing(encoder: ModalityModule) -> Packing:
 
     Raises ValueError for one that gives other features for an item of its nominal size than by its own eager attention.
     """
-    return remembered("packing", encoder.module, _known(encoder), lambda: _packing(encoder))
+    return remembered("packing", encoder.module, known(encoder), lambda: _packing(encoder))
 
 
-def _known(encoder: ModalityModule) -> tuple[object, ...]:
+def known(encoder: ModalityModule) -> tuple[object, ...]:
     """What answers depend on beside the module: how it is cut, run and fed, as far as that is known before them."""
-    return encoder.layer_path, encoder.implementation, repr(encoder.feed)
+    return encoder.layer_path, encoder.implementation, spelled(encoder.feed)
 
 
 def _packing(encoder: ModalityModule) -> Packing:
@@ -279,7 +279,7 @@ class _Shuffled:
 def encoder_takes_any_order(encoder: ModalityModule) -> bool:
     """Whether the layers of an encoder do with tokens what they do in order wherever these lie in a packed row; as
     language_takes_any_order of trial_language.py."""
-    return remembered("order", encoder.module, _known(encoder), lambda: _order(encoder))
+    return remembered("order", encoder.module, known(encoder), lambda: _order(encoder))
 
 
 def _order(encoder: ModalityModule) -> bool:
@@ -297,13 +297,13 @@ def _order(encoder: ModalityModule) -> bool:
     return far([found], [wanted]) <= TOLERANCE
 
 
-def encoder_cuts(encoder: ModalityModule) -> list[bool]:
+def encoder_cuts(encoder: ModalityModule) -> list[bool | str]:
     """For each layer, whether a stage may start with it; as allowed_cuts of trial_language.py."""
-    known = (*_known(encoder), encoder.packing, tuple(encoder.returned))
-    return remembered("cuts", encoder.module, known, lambda: _cuts(encoder))
+    said = (*known(encoder), encoder.packing, tuple(encoder.returned))
+    return remembered("cuts", encoder.module, said, lambda: _cuts(encoder))
 
 
-def _cuts(encoder: ModalityModule) -> list[bool]:
+def _cuts(encoder: ModalityModule) -> list[bool | str]:
     count = encoder.num_layers
     with cheaply():
         try:

@@ -74,7 +74,10 @@ def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | No
             gave_up(Unanswerable("it does not run by itself"))
         else:
             few.check(own)
-        returned = note_returns(model.get_submodule(settings.layer_path))  # type: ignore[arg-type]
+        layers: Any = model.get_submodule(settings.layer_path)
+        returned, read = note_returns(layers), set[int]()
+        for i, layer in enumerate(layers):
+            layer.register_forward_hook(lambda *_, index=i: read.add(index))
         cases = [
             *both_modes(few.together, few.alone),
             Case("longer samples", many.together, many.alone, needed=False),
@@ -85,7 +88,9 @@ def _packing(module: nn.Module, settings: LanguageSettings, max_length: int | No
             if found.name != ALONE
             else replace(found, limit=_original_length(module.config))
         )
-        return replace(found, returned=tuple(returned), ends_with_head=few.ends_with_head())
+        ends_with_head = few.ends_with_head()
+        unread = set(range(len(layers))) - read if read else ()
+        return replace(found, returned=tuple(returned), ends_with_head=ends_with_head, unread=tuple(sorted(unread)))
 
 
 def trim(model: Any, words: int) -> None:
@@ -217,7 +222,7 @@ def _order(module: nn.Module, settings: LanguageSettings, max_length: int | None
 
 def allowed_cuts(
     module: nn.Module, settings: LanguageSettings, max_length: int | None, returned: Sequence[int | None]
-) -> list[bool]:
+) -> list[bool | str]:
     """For each layer, whether a stage may start with it: whether the hidden state says all that the layers after need.
 
     returned: see Packing. Where a trial cannot be made, True: what fails then says so itself.
@@ -228,7 +233,7 @@ def allowed_cuts(
 
 def _cuts(
     module: nn.Module, settings: LanguageSettings, max_length: int | None, returned: Sequence[int | None]
-) -> list[bool]:
+) -> list[bool | str]:
     layers: Any = module.get_submodule(settings.layer_path)
     count = len(layers)
     plain = _plain(settings, ALONE)

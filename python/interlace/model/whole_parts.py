@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,13 +23,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from interlace.model.patches import GRID
 from interlace.model.slice import clone, find_layers
 
 MODALITIES = {"image": "vision", "audio": "audio"}
 """HuggingFace's name of a modality -> that of the encoder."""
 
 
-MEDIA = ("pixel_values", "input_features", "input_values")
+MEDIA = ("pixel_values", "input_features", "input_values", GRID)
 """How the arguments of a tower's forward begin."""
 
 
@@ -167,6 +169,23 @@ def _takes_media(part: nn.Module | None) -> bool:
     """Whether some HuggingFace model in `part` is called with pictures, videos or clips, as towers are."""
     models = (each for each in part.modules() if isinstance(each, PreTrainedModel)) if part is not None else ()
     return any(name.startswith(MEDIA) for each in models for name in inspect.signature(each.forward).parameters)
+
+
+def check_fed(model: nn.Module, layer_path: str, unread: Sequence[int]) -> None:
+    """Raise ValueError for a language model with parts that would get no gradient beside encoders: an encoder of its
+    own, or layers that text does not come through, as they attend to one (`unread`)."""
+    kind = type(model).__name__
+    for name, part in model.named_modules():
+        if name and isinstance(part, PreTrainedModel) and not layer_path.startswith(f"{name}.") and _takes_media(part):
+            raise ValueError(
+                f"{kind} has an encoder of its own, {name!r}, which would never be run: give its language model alone, "
+                "or take the whole model with MultimodalModel.from_pretrained(folder)"
+            )
+    if unread:
+        raise ValueError(
+            f"{kind} has layers that only features of its own encoder come through, {', '.join(map(str, unread))} of "
+            f"{layer_path!r}: they would never be run. Use a language model that reads text alone"
+        )
 
 
 def _attribute(parent: nn.Module, child: Any) -> str | None:

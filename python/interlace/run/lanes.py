@@ -75,6 +75,12 @@ def groups_of(layout: Layout) -> list[tuple[int, ...]]:
     return list(found)
 
 
+def check_stages(mllm: Any, layout: Layout) -> None:
+    """Raises ValueError for a layout that cuts a module where it cannot be cut, as its ranks would."""
+    for module, start, stop in dict.fromkeys((stage.module, stage.start, stage.stop) for stage in layout.stages()):
+        mllm.check_stage(module, start, stop)
+
+
 def with_lanes(graph: StageGraph, mllm: Any, *, sequence_parallel: bool) -> tuple[StageGraph, set[str]]:
     """The graph of a layout with what the ranks of its lanes sum besides, and the modules whose rows are cut.
 

@@ -16,6 +16,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from interlace.train.local_paths import local_path
 from interlace.train.schema import OPEN_REPLICAS, Config
 
 if sys.version_info >= (3, 11):
@@ -24,15 +25,22 @@ else:
     import tomli as tomllib
 
 
+CLUSTER = ("links", "ranks_per_node", "timeout", "threads", "choose", "max_ranks", "memory")
+"""Keys of [parallel] that are not of a layout, but of the machines and of how one is chosen."""
+
+
 class ConfigError(ValueError):
     """The user's config (or command line) is wrong; the message is all they need to mend it."""
 
 
-def load(path: str | Path, overrides: list[str] | None = None, *, open_replicas: bool = False) -> Config:
+def load(
+    path: str | Path, overrides: list[str] | None = None, *, open_replicas: bool = False, auto: bool = False
+) -> Config:
     """Reads `path`, applies ``a.b=value`` overrides, checks all of it.
 
     With `open_replicas` a config without ``parallel.dp`` is not one of one replica: what depends on their number is not
     checked. So for ranks of torchrun, which count them (`rank.with_replicas`), and for who asks the model of a run.
+    auto: the layout is to be chosen, whatever [parallel] says of it; what it says of the cluster (`CLUSTER`) stays.
 
     Raises ConfigError for an unreadable file, bad TOML, unknown keys, wrong types, missing keys, impossible values.
     """
@@ -43,18 +51,23 @@ def load(path: str | Path, overrides: list[str] | None = None, *, open_replicas:
         raise ConfigError(f"{path}: cannot read the config: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from None
-    return loads(text, overrides, source=str(path), open_replicas=open_replicas)
+    return loads(text, overrides, source=str(path), open_replicas=open_replicas, auto=auto)
 
 
 def loads(
-    text: str, overrides: list[str] | None = None, *, source: str = "config", open_replicas: bool = False
+    text: str,
+    overrides: list[str] | None = None,
+    *,
+    source: str = "config",
+    open_replicas: bool = False,
+    auto: bool = False,
 ) -> Config:
     """The config that a TOML text says; `source` names it in messages. Raises ConfigError as `load` does."""
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
-    return from_table(table, overrides, source=source, open_replicas=open_replicas)
+    return from_table(table, overrides, source=source, open_replicas=open_replicas, auto=auto)
 
 
 def from_table(
@@ -63,17 +76,24 @@ def from_table(
     *,
     source: str = "config",
     open_replicas: bool = False,
+    auto: bool = False,
 ) -> Config:
     """Checks a parsed TOML table; `source` names it in messages."""
     where: dict[tuple[str, ...], str] = {}
     for override in overrides or []:
         keys, value = parse_override(override)
         _as_section(table)
-        set_key(table, keys, value, override)
+        if keys == ("parallel",) and value == "auto":
+            _leave_open(table)
+        else:
+            set_key(table, keys, value, override)
         where[keys] = f"--set {override}"
     _open_plan(table)
     _describe_models(table, where, source)
     check_keys(Config, table, (), where, source)
+    if auto and not _is_open(table):
+        _leave_open(table)
+        _open_plan(table)
     try:
         return Config.model_validate(table, context=OPEN_REPLICAS if open_replicas else None)
     except ValidationError as error:
@@ -87,12 +107,24 @@ def _as_section(table: dict[str, Any]) -> None:
         table["parallel"] = {"plan": "auto"}
 
 
+def _leave_open(table: dict[str, Any]) -> None:
+    """Has the layout chosen: keeps of [parallel] what says nothing of it."""
+    parallel = table.get("parallel")
+    kept = {key: parallel[key] for key in CLUSTER if key in parallel} if isinstance(parallel, dict) else {}
+    table["parallel"] = kept | {"plan": "auto"}
+
+
+def _is_open(table: dict[str, Any]) -> bool:
+    return isinstance(table.get("parallel"), dict) and table["parallel"].get("plan") == "auto"
+
+
 def _open_plan(table: dict[str, Any]) -> None:
     """Where the layout is to be chosen: which keys of [train] are chosen, too."""
     _as_section(table)
-    parallel, train = table.get("parallel"), table.get("train")
-    if not isinstance(parallel, dict) or parallel.get("plan") != "auto" or not isinstance(train, dict):
+    train = table.get("train")
+    if not _is_open(table) or not isinstance(train, dict):
         return
+    parallel = table["parallel"]
     keys = ("batch_size", "microbatches", "activation_checkpointing")
     parallel.setdefault("choose", [key for key in keys if key not in train])
     if isinstance(parallel["choose"], list) and "batch_size" in parallel["choose"]:
@@ -110,7 +142,7 @@ def _describe_models(table: dict[str, Any], where: dict[tuple[str, ...], str], s
         path = section.get("path") if isinstance(section, dict) else None
         if not isinstance(path, str):
             continue  # what is wrong with it is found below
-        folder = Path(path).expanduser().absolute()
+        folder = _local(path, ("model", name), where, source)
         section["path"] = str(folder)
         given, said = section.get("architecture"), section.get("config", {})
         if ("config" in section and given is not None) or not isinstance(said, dict):
@@ -136,7 +168,7 @@ def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], 
     from interlace.model.whole import modules_of
     from interlace.train.architectures import pixel_statistics
 
-    folder = Path(modules["path"]).expanduser().absolute()
+    folder = _local(modules["path"], ("model",), where, source)
     modules["path"] = str(folder)
     try:
         encoder, kind = modules_of(folder)
@@ -150,6 +182,14 @@ def _describe_whole(modules: dict[str, Any], where: dict[tuple[str, ...], str], 
     section = modules.setdefault(encoder, {})
     if pixels is not None and isinstance(section, dict):
         _add_pixels(section, pixels)
+
+
+def _local(path: str, section: tuple[str, ...], where: dict[tuple[str, ...], str], source: str) -> Path:
+    """The folder that ``path`` of a section names, absolute. Raises ConfigError for a URL."""
+    try:
+        return Path(local_path(path)).expanduser().absolute()
+    except ValueError as error:
+        raise ConfigError(f"{_place((*section, 'path'), where, source)}: {_section(section)} path: {error}") from None
 
 
 def _add_pixels(section: dict[str, Any], pixels: tuple[list[float], list[float]]) -> None:
@@ -299,6 +339,15 @@ def _section(path: tuple[str, ...]) -> str:
     return f"[{'.'.join(path)}]" if path else "the top level"
 
 
+def _is_section(path: tuple[str, ...]) -> bool:
+    """Whether a path of keys leads to a section, and not to a key of one."""
+    model: type[BaseModel] | None = Config
+    for part in path:
+        field = None if model is None else model.model_fields.get(part)
+        model = getattr(model, "free", None) if field is None else _section_type(field.annotation)
+    return model is not None
+
+
 def _place(path: tuple[str, ...], where: dict[tuple[str, ...], str], source: str) -> str:
     """The ``--set`` that wrote this key (or something inside it), else the file."""
     for keys, text in where.items():
@@ -326,8 +375,8 @@ def _explain(problem: Any, where: dict[tuple[str, ...], str], source: str) -> st
     if problem["type"] == "missing":
         return f"{place}: {_section(path[:-1])} misses the key {path[-1]!r}{_meaning(path)}"
     if problem["type"] == "value_error":
-        section = f"{_section(path)}: " if path else ""
-        return f"{place}: {section}{problem['ctx']['error']}"
+        named = f"{_section(path) if _is_section(path) else '.'.join(path)}: " if path else ""
+        return f"{place}: {named}{problem['ctx']['error']}"
     if problem["type"] in ("model_type", "model_attributes_type"):
         return f"{place}: {'.'.join(path)} must be a section (a table), not {_shown(problem['input'])}"
     message, hint = problem["msg"].removeprefix("Input "), ""

@@ -55,6 +55,14 @@ def flop_costs(config: Config, model: Any) -> Mapping[str, Any]:
     )
 
 
+def estimated(model: Any) -> str:
+    """Modules of which FLOPs are an estimate, to be added where FLOPs are said to be counted; "" if there are none."""
+    from interlace.model.describe import counted
+
+    whys = {name: counted(model, name).why for name in model.modules_order()}
+    return "".join(f"; FLOPs of {name} estimated by its weights ({why})" for name, why in whys.items() if why)
+
+
 def stated_links(config: Config) -> Links | None:
     """The links that the config states (``parallel.links``); None where it says nothing."""
     from interlace.plan import LinkModel

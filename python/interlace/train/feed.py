@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interlace.train.config import ConfigError
-from interlace.train.media_specs import kinds, media_specs
+from interlace.train.media_specs import check_inputs, media_specs
 from interlace.train.schema import Config
 from interlace.train.schema_data import Source
 from interlace.train.texts import tokenizer_of
@@ -232,12 +232,11 @@ def datasets(
     `say` (default: a line on stderr) is told what takes long: reading headers, decoding. Raises ConfigError for
     settings that the data, the encoders or the language model's context cannot meet, naming the key.
     """
+    check_inputs(config, model, source=source)
     if config.data.dataset == "chats":
         return _chats(config, model, tokenizer, source, say or _say_on_stderr)
     from interlace.data import DigitsDataset
 
-    if "image" not in kinds(model).values():
-        raise ConfigError(f"{source}: the digits are images, but the model has no encoder of images in [model]")
     tokens = {name: model.encoders[name].tokens for name in config.model.encoders()}
     try:
         train, held_out = (
@@ -324,16 +323,11 @@ def chat_format(config: Config, model: Any, tokenizer: Any, source: str) -> Any:
 
 def chat_sources(config: Config, model: Any, source: str) -> list[tuple[Source, Any]]:
     """The config's sources, each with what happens to its chats that are too long or broken
-    (`interlace.data.chats_records.Rules`). Raises ConfigError."""
+    (`interlace.data.chats_records.Rules`)."""
     from interlace.data.chats_records import Rules
 
-    data, most = config.data, model.max_length
-    if data.max_tokens is not None and most is not None and data.max_tokens > most:
-        raise ConfigError(
-            f"{source}: data.max_tokens = {data.max_tokens}, but the language model has positions for {most} "
-            "(max_position_embeddings): lower the one or raise the other"
-        )
-    said = (data.max_tokens or most, data.on_too_long, data.on_broken, data.decode_first, data.sizes)
+    data = config.data
+    said = (data.max_tokens or model.max_length, data.on_too_long, data.on_broken, data.decode_first, data.sizes)
     return [(each, Rules(each.media, *said, each.prompt)) for each in data.each_source()]
 
 

@@ -15,6 +15,21 @@ def kinds(model: Any) -> dict[str, str]:
     return {name: encoder.kind for name, encoder in model.encoders.items()}
 
 
+def check_inputs(config: Config, model: Any, *, source: str = "config") -> None:
+    """Raises ConfigError for a model that cannot be fed what [data] says. Whoever trains, plans or checks data asks
+    here, and no file is opened for it."""
+    data, most = config.data, model.max_length
+    if data.dataset == "digits" and "image" not in kinds(model).values():
+        raise ConfigError(f"{source}: the digits are images, but the model has no encoder of images in [model]")
+    if data.dataset == "digits" or config.model.path is None:  # a whole model has a processor of its own for chats
+        media_specs(config, model, source=source)
+    if data.max_tokens is not None and most is not None and data.max_tokens > most:
+        raise ConfigError(
+            f"{source}: data.max_tokens = {data.max_tokens}, but the language model has positions for {most} "
+            "(max_position_embeddings): lower the one or raise the other"
+        )
+
+
 def media_specs(config: Config, model: Any, *, source: str = "config") -> dict[str, Any]:
     """How files become the encoders' inputs: encoder -> ImageSpec or AudioSpec of `interlace.data`.
 

@@ -29,7 +29,7 @@ from interlace.train.schema_model import PROJECTORS, Encoder, LanguageModel, Mod
 MOST_LAYERS = 10_000
 SIZES = ("size", "dim", "heads", "layers", "channels", "bins", "positions", "embeddings", "d_model", "experts")
 """What the names of keys end with that count something of which there must be some."""
-MAY_BE_0 = {"chunk_size_feed_forward", "max_window_layers"}
+MAY_BE_0 = {"chunk_size_feed_forward", "max_window_layers", "num_kv_shared_layers"}
 
 
 def make_language_model(spec: LanguageModel, vocab_size: int, source: str) -> Any:

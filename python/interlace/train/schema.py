@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from interlace.train.schema_base import NotNegative, Positive, Section
+from interlace.train.schema_base import LocalPath, NotNegative, Positive, Section
 from interlace.train.schema_data import Data
 from interlace.train.schema_log import Log
 from interlace.train.schema_model import Model
@@ -29,7 +29,7 @@ class Run(Section):
 
     name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the experiment; its runs are folders under ``<folder>/<name>/``."""
-    folder: str = "runs"
+    folder: LocalPath = "runs"
     """Folder that holds all runs."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the random weights, the data order and every generator; one seed, one loss curve (on one machine)."""

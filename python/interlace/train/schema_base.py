@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from interlace.train.local_paths import local_path
 
 MOST = 2**31 - 1  # of anything that is counted
 WEEK = 7 * 86_400.0
@@ -12,6 +14,7 @@ Positive = Annotated[int, Field(gt=0, le=MOST)]
 NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, le=1e6)]
+LocalPath = Annotated[str, Field(min_length=1), AfterValidator(local_path)]
 
 
 class Section(BaseModel):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from interlace.train.schema_base import MOST, WEEK, Positive, Section
+from interlace.train.schema_base import MOST, WEEK, LocalPath, Positive, Section
 
 CHATS = (
     *(
@@ -44,16 +44,16 @@ class Source(Section):
 
     name: Annotated[str, Field(min_length=1, max_length=40, pattern=r"^[A-Za-z0-9_.-]+$")]
     """What metrics and reports call it."""
-    train: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    train: Annotated[list[LocalPath], Field(min_length=1)]
     """Files to train on, as ``data.train``."""
-    validation: list[Annotated[str, Field(min_length=1)]] = []
+    validation: list[LocalPath] = []
     """Files to measure with; by default ``data.held_out`` of this source's records is kept for it."""
     weight: Annotated[float, Field(gt=0.0, le=1e9)] = 1.0
     """Its share of what is drawn, relative to the other sources' weights (``mix_by``: of samples or tokens), whatever
     its size: one of a large weight is gone through several times an epoch."""
     limit: Positive | None = None
     """At most so many of its records to train on, chosen at random, the same ones each time."""
-    media: Annotated[str, Field(min_length=1)] | None = None
+    media: LocalPath | None = None
     """Folder that relative paths of its media start at; by default ``data.media``."""
     prompt: str | None = None
     """What is asked about the media of captions in tars; by default ``data.prompt``."""
@@ -74,10 +74,10 @@ class Data(Section):
 
     dataset: Literal["digits", "chats"]
     """digits: scikit-learn's handwritten digits, image -> "seven"; chats: files of your own, named by ``train``."""
-    train: list[Annotated[str, Field(min_length=1)]] = []
+    train: list[LocalPath] = []
     """Files of chats to train on: JSON lines, JSON, parquet, WebDataset tars (``shard-{000..015}.tar``), or folders
     that HuggingFace's datasets saved or Energon prepared; or say ``sources`` (chats)."""
-    validation: list[Annotated[str, Field(min_length=1)]] = []
+    validation: list[LocalPath] = []
     """Files of chats to measure with; by default ``held_out`` of the training ones is kept for it (chats)."""
     sources: list[Source] = []
     """Several sources in place of ``train`` and ``validation``, as ``[[data.sources]]``. An epoch draws as many samples
@@ -97,11 +97,11 @@ class Data(Section):
     """Who writes these files where they are not there yet, before ranks start. stamps: what ``interlace data stamps``
     writes into the folder of ``train``: Debian's Tux Paint stamps (pictures, speech, captions in ten languages), or the
     digits when they cannot be had (chats)."""
-    media: Annotated[str, Field(min_length=1)] | None = None
+    media: LocalPath | None = None
     """Folder that relative paths of media start at; by default that of the file which names them (chats)."""
-    tokenizer: Annotated[str, Field(min_length=1)] | None = None
+    tokenizer: LocalPath | None = None
     """Folder with the tokenizer, and for whole checkpoints the processor; by default that of the model (chats)."""
-    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    chat_template: LocalPath | None = None
     """File with a chat template (Jinja) in place of the tokenizer's own (chats)."""
     end_of_turn: Annotated[str, Field(min_length=1)] | None = None
     """Special token that is written and learnt behind each answer, such as ``</s>``, where the template ends answers
@@ -138,7 +138,7 @@ class Data(Section):
     """Samples of a reader among which the next one is drawn; 0: in the order of the files (stream)."""
     exchange_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     """Most MiB that one rank may send, or be sent, for a step; two such buffers are in memory (stream)."""
-    cache: str | None = None
+    cache: LocalPath | None = None
     """Folder for fetched files and decoded items; by default ``$INTERLACE_CACHE``, else ``~/.cache/interlace``."""
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto", "ray"] = "auto"
     """Who decodes: so many processes beside each rank; 0: a thread of the rank itself; ray: tasks on a Ray cluster, for

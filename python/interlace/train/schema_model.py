@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from interlace.train.schema_base import Positive, Rate, Section
+from interlace.train.schema_base import LocalPath, Positive, Rate, Section
 
 PROJECTORS = ("linear", "mlp", "pixel_shuffle", "qformer")
 TAKEN = ("text", "language_model")
@@ -31,7 +31,7 @@ class Module(Section):
     its config.json says; beside both ``path`` and ``architecture`` it says all of them."""
     unset: list[str] = Field(default_factory=list)
     """Keys of ``config`` that are None, for which TOML has no word; of a table inside it ``table.key``."""
-    path: Annotated[str, Field(min_length=1)] | None = None
+    path: LocalPath | None = None
     """Folder that HuggingFace's ``save_pretrained`` wrote: the weights to start from (by default random ones), and
     architecture and config where they are not given. Each rank reads what it holds; a projector starts at random."""
     freeze: bool = False
@@ -96,7 +96,7 @@ class Model(Section):
     __pydantic_extra__: dict[str, Encoder] = Field(init=False)
     free: ClassVar[type[Section]] = Encoder
 
-    path: Annotated[str, Field(min_length=1)] | None = None
+    path: LocalPath | None = None
     """Folder of a whole HuggingFace vision- or audio-language model. Its modules are called "vision" or "audio", and
     "language_model"; their tables then say only what is frozen and how fast the rest learns."""
     language_model: LanguageModel

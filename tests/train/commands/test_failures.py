@@ -127,6 +127,20 @@ def test_the_smallest_pipeline_is_what_holds_the_model(tiny: Path, capfd: pytest
     assert least(0.0004) == 2
 
 
+@pytest.mark.parametrize(
+    ("more", "assumed"),
+    [((), True), (("--memory", "1"), False), (("--min-nodes", "1"), False)],
+    ids=["nothing", "memory", "min-nodes"],
+)
+def test_that_one_node_holds_the_model_is_said_where_it_is_assumed(
+    tiny: Path, capfd: pytest.CaptureFixture[str], more: tuple[str, ...], assumed: bool
+) -> None:
+    assert simulated(tiny, capfd, "--nodes", "4", *more)["min_nodes_assumed"] is assumed
+    arguments = ["simulate", str(tiny), "--trace", str(tiny.parent / "trace.csv"), "--tflops", "1", "--nodes", "4"]
+    assert main([*arguments, "--out", str(tiny.parent / "out"), *more]) == 0
+    assert ("assumed: the memory of one node is enough for" in capfd.readouterr().out) is assumed
+
+
 @pytest.mark.slow
 def test_twice_as_fast_ranks_do_twice_as_much(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     quiet = ("--nodes", "4", "--start", "0", "--regroup", "0", "--network", "1e5", "--disk", "1e5")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from interlace.cli import main
 from interlace.layout import Layout
 from interlace.schedule import GENERATORS
 from interlace.train.build import build, build_layout
 from interlace.train.commands import large, planning
-from interlace.train.config import ConfigError
+from interlace.train.config import ConfigError, dumps_table
 from interlace.train.costs import budget_loads, flop_costs
 from interlace.train.scheduling import chunk_counts
 from interlace.train.texts import vocabulary_of
-from tests.train.test_build import _build, _config
+from tests.train.test_build import TABLE, _build, _config
 
 
 def dense(lengths: list[int], causal: bool) -> tuple[int, float]:
@@ -164,3 +168,25 @@ def test_chains_are_shown_beside_lanes() -> None:
     costs = planning._counted(config, model, 1.0)
     for layout in planning._chains(config, model, costs, 2, "tiny.toml", needed=True).values():
         assert planning._simulated(config, model, layout, costs, 4).makespan > 0.0
+
+
+# ---------------------------------------------------------------------- plan --auto
+
+
+def test_auto_leaves_the_files_own_layout_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch that the file's 8 replicas could not share; the file's links are used."""
+    path = tmp_path / "mine.toml"
+    links = {"host": {"microseconds": 5.0, "gb_per_second": 400.0}}
+    parallel = {"dp": 8, "language_model": {"shard": "optimizer"}, "links": links}
+    train = {"steps": 10, "batch_size": 32, "microbatches": 4}
+    path.write_text(dumps_table(copy.deepcopy(TABLE) | {"train": train, "parallel": parallel}))
+    asked = ["--auto", "--gpus", "2", "--memory", "10", "--tflops", "1", "--json"]
+    batch = ["--set", "train.batch_size=4", "--set", "train.microbatches=2"]
+    assert main(["plan", str(path), *batch]) == 2 and "on each of 8 replicas" in capsys.readouterr().err
+    assert main(["plan", str(path), *asked, *batch]) == 0
+    found = json.loads(capsys.readouterr().out)
+    chosen = found["chosen"]
+    assert (chosen["train"]["batch_size"], chosen["train"]["microbatches"]) == (4, 2)
+    assert chosen["parallel"]["dp"] <= 2 and "links as parallel.links says" in json.dumps(found)
+    assert main(["plan", str(path), *asked, "--set", "parallel.placment=chain"]) == 2  # keys are checked all the same
+    assert "[parallel] has no key 'placment'; did you mean 'placement'?" in capsys.readouterr().err

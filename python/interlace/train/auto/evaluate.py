@@ -16,7 +16,7 @@ from interlace.run.assign import assigner_of
 from interlace.run.batch import GlobalBatch
 from interlace.run.dispatch import dispatcher_of
 from interlace.run.graph import check_read, stage_graph
-from interlace.run.lanes import with_lanes
+from interlace.run.lanes import check_stages, with_lanes
 from interlace.run.predict import Traffic, predict
 from interlace.run.sizes import chunk_sizes
 from interlace.run.traced import weights_of
@@ -78,6 +78,7 @@ class Evaluator:
         config = self._applied(candidate)
         try:
             layout = build_layout(config, self.model, source="auto")
+            check_stages(self.model, layout)
             traffic, activations = self._traffic(config, layout)
             graph, _ = with_lanes(
                 stage_graph(self.model, layout), self.model, sequence_parallel=config.parallel.sequence_parallel

@@ -19,7 +19,7 @@ from interlace.plan.around import Around
 from interlace.plan.links import Link, Links
 from interlace.plan.step_costs import Costs
 from interlace.train.config import ConfigError
-from interlace.train.costs import stated_links
+from interlace.train.costs import estimated, stated_links
 from interlace.train.schema import Config
 
 MOST_OF_MEMORY = 0.9
@@ -82,7 +82,7 @@ def counted(config: Config, model: Any, *, tflops: float, memory: float, how: st
     if links is None:
         links = ASSUMED
         said = f"assumed: hosts of {_GPUS_PER_HOST} GPUs, 200 GB/s between these and 40 GB/s per GPU between hosts"
-    origin = f"counted FLOPs at {tflops:.3g} TFLOP/s per rank ({how}); {said}"
+    origin = f"counted FLOPs at {tflops:.3g} TFLOP/s per rank ({how}){estimated(model)}; {said}"
     return Machine(costs, lambda world: links, lambda world: memory, origin, "cuda")
 
 

@@ -15,6 +15,7 @@ from interlace.train.auto.machine import ASSUMED, STATED, Machine, counted, here
 from interlace.train.auto.work import Work, has_data, nominal_work, pool, real_work
 from interlace.train.config import ConfigError
 from interlace.train.costs import stated_links
+from interlace.train.media_specs import check_inputs
 from interlace.train.runfolder import write_whole
 from interlace.train.schema import Config
 
@@ -118,6 +119,7 @@ def plan_for(
         samples: list[Any] = pool(config, data)
     else:
         model = build(config, vocabulary_of(config, source=source), source=source)
+        check_inputs(config, model, source=source)
         data, samples = None, nominal_work(config, model, 1).samples()
     machine = counted(config, model, tflops=tflops, memory=memory, how=how)
 

@@ -237,6 +237,7 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Sp
 
     from interlace.train.build import build
     from interlace.train.feed import chat_format, chat_sources
+    from interlace.train.media_specs import check_inputs
     from interlace.train.texts import tokenizer_of
 
     config = load(path, overrides)
@@ -244,6 +245,7 @@ def _of_config(path: Path, overrides: list[str], decode: bool) -> tuple[list[_Sp
         raise ConfigError(f"{path}: data.dataset is {config.data.dataset!r}; only files of chats are checked")
     tokenizer = tokenizer_of(config, source=str(path))
     model = build(config, tokenizer, source=str(path))
+    check_inputs(config, model, source=str(path))
     splits = []
     for each, rules in chat_sources(config, model, str(path)):
         name = each.name if config.data.sources else ""

@@ -86,7 +86,7 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
     except ValueError as error:
         raise ConfigError(f"{options.config}, --trace {options.trace}: {error}") from None
     there = nodes_over_time(changes, len(start), until)
-    report = _report(config, job, rates, runs, there, costs.origin)
+    report = _report(config, job, rates, runs, there, costs.origin, options.assumed)
     if options.json:
         print(json.dumps(report, indent=1, sort_keys=True, allow_nan=False))
         return 0
@@ -103,7 +103,8 @@ def simulate(config: Config, model: Any, costs: Any, options: argparse.Namespace
 
 def with_config(options: argparse.Namespace, config: Config, model: Any, costs: Any) -> argparse.Namespace:
     """The flags, and for those that were not given what [resilience] says; nodes only where it says how many, and
-    min_nodes from the memory that the model takes, where --memory says how much of it a rank has.
+    min_nodes from the memory that the model takes, where --memory says how much of it a rank has. assumed: nobody has
+    said it, and memory for the model is taken to be on one node.
 
     Raises ConfigError for lanes that an elastic run could not have.
     """
@@ -123,6 +124,7 @@ def with_config(options: argparse.Namespace, config: Config, model: Any, costs: 
             f"{source}: nodes of {found.ranks_per_node} ranks cannot hold lanes of tp * cp = {lane}: give "
             "--ranks-per-node a multiple of it"
         )
+    found.assumed = "min_nodes" not in given and own.min_nodes is None and options.memory is None
     if "min_nodes" not in given and own.min_nodes is None and options.memory is not None:
         found.min_nodes = _held_by(found, config, model, costs)
     return found
@@ -245,7 +247,13 @@ def nodes_over_time(changes: Sequence[Change], start: int, until: float) -> tupl
 
 
 def _report(
-    config: Config, job: Job, rates: Rates, runs: dict[str, list[Stretch]], there: tuple[Floats, Floats], origin: str
+    config: Config,
+    job: Job,
+    rates: Rates,
+    runs: dict[str, list[Stretch]],
+    there: tuple[Floats, Floats],
+    origin: str,
+    assumed: bool,
 ) -> dict[str, Any]:
     """What --json prints: see docs/simulated-failures.md."""
     from interlace.simulate.recovery import KINDS, Spent, throughput_over_time
@@ -272,6 +280,7 @@ def _report(
         "ranks_per_node": job.stages_per_node * lane_size(config),
         "faults": job.faults,
         "min_nodes": job.least_nodes,
+        "min_nodes_assumed": assumed,
         "failures": int((np.diff(there[1]) < 0).sum()),
         "joins": int((np.diff(there[1]) > 0).sum()),
         "bytes": {"model": job.loaded, "checkpoint": job.saved},
@@ -307,6 +316,11 @@ def _print(report: dict[str, Any]) -> None:
         f"{report['joins']} joins in {report['seconds'] / 3600:.3g} hours; {report['faults']} at a time to survive, "
         f"pipelines of {report['min_nodes']} nodes or more"
     )
+    if report["min_nodes_assumed"]:
+        console.print(
+            f"assumed: the memory of one node is enough for {size['model'] / 1e9:.3g} GB of weights and optimizer "
+            "state and for activations: give --memory GB of a rank, or --min-nodes"
+        )
     shown = [kind for kind in NAMES if any(each["seconds"][kind] > 0 for each in systems.values())]
     table = Table(title="where the time goes", title_justify="left")
     for column in ("", "samples/s", *(NAMES[kind] for kind in shown)):

@@ -21,7 +21,8 @@ from typing import Any
 
 from interlace.train.commands import failures, large
 from interlace.train.config import ConfigError, load, unsettled
-from interlace.train.costs import Load, budget_loads, flop_costs, stated_links
+from interlace.train.costs import Load, budget_loads, estimated, flop_costs, stated_links
+from interlace.train.media_specs import check_inputs
 from interlace.train.scheduling import chunk_costs, chunk_counts, chunk_sizes, scaled, step_schedule
 from interlace.train.schema import Config
 
@@ -162,9 +163,7 @@ def plan_auto(options: argparse.Namespace) -> int:
             "train measures those of its machine), and chooses the others unless the config says them"
         )
     speed = _speed(options)
-    config = load(options.config, options.set)
-    if not config.parallel.auto:  # all of the section is open then, and what [train] gives stays
-        config = load(options.config, [*options.set, "parallel=auto"])
+    config = load(options.config, options.set, auto=True)
     how = "as given" if options.tflops is not None else "measured here with a matrix product; give --tflops"
     said: list[str] = []
     text, decision, _ = plan_for(
@@ -196,10 +195,19 @@ def _speed(options: argparse.Namespace) -> float:
 
 
 def _own(config: Config, model: Any, source: str, *, whole: bool = False) -> Any:
-    """The config's own layout; of one replica of the whole model, where there are such and not the `whole` is asked."""
+    """The config's own layout; of one replica of the whole model, where there are such and not the `whole` is asked.
+
+    Raises ConfigError for one that training would refuse.
+    """
+    from interlace.run.lanes import check_stages
     from interlace.train.build import build_layout
 
-    return build_layout(config, model, source=source, replicas=1 if config.uniform() and not whole else None)
+    layout = build_layout(config, model, source=source, replicas=1 if config.uniform() and not whole else None)
+    try:
+        check_stages(model, layout)
+    except ValueError as error:
+        raise ConfigError(f"{source}: [parallel]: {error}") from None
+    return layout
 
 
 def _chains(config: Config, model: Any, costs: Costs, ranks: int, source: str, *, needed: bool) -> dict[str, Any]:
@@ -299,6 +307,7 @@ def _load(options: argparse.Namespace) -> tuple[Config, Any, Costs]:
         costs = _profiled(config, model, tokenizer, source)
     else:
         model = build(config, vocabulary_of(config, source=source), source=source)
+        check_inputs(config, model, source=source)
         measured = options.costs is not None
         costs = _measured(config, model, options.costs) if measured else _counted(config, model, options.tflops)
     if config.data.reading == "stream":
@@ -356,7 +365,7 @@ def _counted(config: Config, model: Any, tflops: float | None) -> Costs:
     links = stated_links(config)
     told = "what ranks tell each other taken as free" if links is None else "over the links of parallel.links"
     how = "as given" if tflops is not None else "measured here with a matrix product"
-    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), {told}; "
+    origin = f"counted FLOPs at {speed:.3g} TFLOP/s per rank ({how}), {told}{estimated(model)}; "
     tp = {name: {1, config.parallel.module(name).tp} for name in modules}  # 1: of the chains that are shown beside
     rows, keys = row_bytes_of(model), key_bytes_of(model)
     counted = counted_costs(model, speed * 1e12, tp=tp, row_bytes=rows, key_bytes=keys)
